@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,13 @@ from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_
 from infer import LLM, AsyncLLM
 from infer.catalog.explanation import explain
 from infer.cli.explain_command import lines
-from infer.errors import ContextLengthError, InvalidRequestError, TruncationWarning, UnsupportedModelError
+from infer.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelFormatError,
+    TruncationWarning,
+    UnsupportedModelError,
+)
 from served import serving
 
 
@@ -87,6 +95,39 @@ def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) ->
         found = llm.embed([long], truncate=True)
     ids = tokenizer(long)["input_ids"]
     assert torch.equal(found, llm.embed([[*ids[: CONTEXT - 1], ids[-1]]]))
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 9}),
+        ("tokenizer_config.json", {"model_max_length": 9}),
+        ("tokenizer_config.json", {"model_max_length": 10**30}),
+    ],
+)
+def test_texts_have_the_limit_of_sentence_transformers(file: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    make_folder(tmp_path, "bert", pooling_mode_mean_tokens=True)
+    path = tmp_path / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | settings))
+    limit = min(*settings.values(), CONTEXT)
+    long = " ".join(SENTENCES * 40)
+    with LLM(tmp_path) as llm, warnings.catch_warnings(action="ignore"):
+        assert llm.max_seq_len == limit
+        found = llm.embed([long], truncate=True)
+        with pytest.raises(ContextLengthError, match=f"the context holds {limit}"):
+            llm.embed([long])
+    with LLM(tmp_path, max_seq_len=CONTEXT) as llm:  # a caller may raise the limit up to the positions
+        ids = llm.tokenizer.encode(long)
+        assert torch.equal(found, llm.embed([[*ids[: limit - 1], ids[-1]]]))
+        assert llm.embed([ids[:CONTEXT]]).shape[0] == 1
+
+
+@pytest.mark.parametrize("found", [0, True, "many"])
+def test_a_broken_limit_of_texts_names_its_key(found: Any, tmp_path: Path) -> None:
+    make_folder(tmp_path, "bert")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": found}))
+    with pytest.raises(ModelFormatError, match="key 'max_seq_length': expected a number from 1, got"):
+        LLM(tmp_path)
 
 
 def test_an_eviction_policy_is_refused(tmp_path: Path) -> None:

@@ -60,11 +60,13 @@ def test_an_exported_encoder_has_the_vectors_and_prompts_of_the_folder(
         path.write_text(json.dumps(json.loads(path.read_text()) | own))
         prompts = {"prompts": {"query": "search: ", "text": ""}, "default_prompt_name": "query"}
         (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 60}))
     plan = export_plan(open_checkpoint(tmp_path))
     assert plan.values["tokenizer.ggml.token_type_count"].value == num_types, "llama.cpp needs it"
     path = write(plan, tmp_path / "model.gguf")
     with LLM(tmp_path) as folder, LLM(path) as file:
         assert folder.prompt_names == file.prompt_names
+        assert folder.max_seq_len == file.max_seq_len == 60
         for prompt in (None, *folder.prompt_names):
             assert torch.equal(folder.embed(SENTENCES, prompt_name=prompt), file.embed(SENTENCES, prompt_name=prompt))
 

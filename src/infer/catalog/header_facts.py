@@ -39,7 +39,6 @@ def _facts(path: Path, versions: tuple[FileVersion, ...]) -> ModelFacts:
         "thinking": reasoning_of(template) is not None,
         "embedding": "embed" in tasks_of(checkpoint, is_encoder=is_encoder),
     }
-    context = checkpoint.config.get("max_position_embeddings")
     return ModelFacts(
         file_format="safetensors" if checkpoint.path.is_dir() else "gguf",
         family=str(checkpoint.config.get("model_type")),
@@ -48,7 +47,7 @@ def _facts(path: Path, versions: tuple[FileVersion, ...]) -> ModelFacts:
         num_bytes=sum(file.size for file in checkpoint.files),
         modified_at=max((file.path.stat().st_mtime for file in checkpoint.files), default=0.0),
         digest=hashlib.sha256(checkpoint.fingerprint().encode()).hexdigest(),
-        context=context if isinstance(context, int) else None,
+        context=architecture.own_length,
         embedding_size=architecture.hidden_size,
         template=template,
         sampling=dict(defaults_of(checkpoint)),

@@ -85,9 +85,13 @@ def _opened(found: ModelAtHand) -> ModelAtHand:
         num_bytes=sum(file.size for file in checkpoint.files),
         family=str(checkpoint.config.get("model_type")),
         weights=weights_name(checkpoint.metadata, checkpoint.tensors),
-        context=_count(checkpoint.config.get("max_position_embeddings")),
+        context=_context(checkpoint.config),
         generates=_generates(checkpoint.config),
     )
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    return _count(config.get("text_limit")) or _count(config.get("max_position_embeddings"))
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
@@ -111,7 +115,7 @@ def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
         found,
         family=str(config.get("model_type")),
         weights=weights_name(file.metadata, file.tensors),
-        context=_count(config.get("max_position_embeddings")),
+        context=_context(config),
     )
 
 

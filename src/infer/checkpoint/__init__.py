@@ -36,6 +36,7 @@ from infer.checkpoint.quantisation_config import INSTEAD, quantisation_of
 from infer.checkpoint.quantised_tensors import with_joined_matrices
 from infer.checkpoint.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
+from infer.checkpoint.sentence_modules import text_limit
 from infer.checkpoint.stacked_experts import PLAIN, StackOrder, with_joined_scales
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
@@ -133,6 +134,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         tensors = _with_paired_rows(tensors, config)
     embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
     reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
+    if (limit := text_limit(folder, is_encoder=is_encoder)) is not None:
+        config["text_limit"] = limit
     if is_encoder:
         tensors = without_poolers(without_padded_positions(tensors, config))
     if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:

@@ -11,6 +11,8 @@ from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.system.json_file import MAX_BYTES, inside, parse_json, read_json_file, read_whole
 
 _FILE = "modules.json"
+_TRANSFORMER, _TOKENIZER = "sentence_bert_config.json", "tokenizer_config.json"
+_MOST = 2**31  # tokenizers without a limit name 10^30
 
 
 @final
@@ -61,6 +63,27 @@ def read_modules(folder: Path) -> Sequence[SentenceModule]:
     if not (isinstance(found, list) and all(_is_module(each) for each in found)):
         raise ModelFormatError(path, "modules", "expected a list of objects with type and path")
     return [SentenceModule(folder, each["type"].rpartition(".")[2], each.get("path", "")) for each in found]
+
+
+def text_limit(folder: Path, *, is_encoder: bool) -> int | None:
+    """Return the most tokens of a text as sentence-transformers reads them, or None if no file names them.
+
+    They are in the settings of the module Transformer, and otherwise in the tokenizer's. Raises ModelFormatError for a
+    malformed file.
+    """
+    modules = read_modules(folder)
+    if not (modules or is_encoder):
+        return None
+    own = f"{modules[0].path or '.'}/" if modules else ""
+    for name, key in ((_TRANSFORMER, "max_seq_length"), (_TOKENIZER, "model_max_length")):
+        path = folder / own / name
+        found = read_json_file(inside(folder, own + name)).get(key) if path.exists() else None
+        if found is None:
+            continue
+        if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 1:
+            raise ModelFormatError(path, f"key {key!r}", f"expected a number from 1, got {found!r:.60}")
+        return int(min(found, _MOST))
+    return None
 
 
 def _is_module(found: object) -> bool:

@@ -80,7 +80,7 @@ def _answers(found: Explanation) -> Iterator[tuple[str, str]]:
 def _network(network: Mapping[str, Any]) -> Iterator[str]:
     yield f"hidden {network['hidden_size']:,}"
     yield f"vocabulary {network['vocab_size']:,}"
-    yield f"context {network['max_positions']:,}"
+    yield f"context {network['text_limit'] or network['max_positions']:,}"
     yield f"eps {network['norm_eps']:g}"
     for name in ("embedding_scale", "logit_scale"):
         if network[name] != 1.0:

@@ -13,7 +13,7 @@ def encoder_values(config: Config, architecture: Architecture) -> dict[str, Valu
     assert isinstance(dense, Dense)
     values: dict[str, Value] = {
         "block_count": len(architecture.layers),
-        "context_length": architecture.max_positions,
+        "context_length": architecture.own_length,
         "embedding_length": architecture.hidden_size,
         "vocab_size": architecture.vocab_size,
         "feed_forward_length": dense.intermediate_size,

@@ -38,7 +38,7 @@ def network_values(name: str, config: Config, architecture: Architecture) -> dic
     layers, attention = architecture.layers, architecture.attention
     values: dict[str, Value] = {
         "block_count": len(layers),
-        "context_length": architecture.max_positions,
+        "context_length": architecture.own_length,
         "embedding_length": architecture.hidden_size,
         "vocab_size": architecture.vocab_size,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),

@@ -24,7 +24,7 @@ def context_length(max_seq_len: int | None, architecture: Architecture, cache: C
     Raises InvalidRequestError if `max_seq_len` is not valid for the model.
     """
     if max_seq_len is None:
-        return min(architecture.max_positions, MAX_CONTEXT)
+        return min(architecture.own_length, MAX_CONTEXT)
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 2:
         raise InvalidRequestError(
             f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len!r:.80}"

@@ -102,6 +102,7 @@ class Architecture:
     tied_embeddings: bool = False
     text_inputs: TextInputs | None = None
     has_last_norm: bool = True
+    text_limit: int | None = None  # most tokens of a text for which an embedding model was made
 
     @property
     def reads_whole_texts(self) -> bool:
@@ -157,6 +158,11 @@ class Architecture:
     def long_ropes(self) -> tuple[LongRope, ...]:
         """The different long ropes of the layers."""
         return tuple({rope.long: None for rope in self.ropes if rope.long is not None})
+
+    @property
+    def own_length(self) -> int:
+        """The model's own context: all its positions, or less if its texts are limited."""
+        return min(self.text_limit or self.max_positions, self.max_positions)
 
     @property
     def most_positions(self) -> int:

@@ -9,7 +9,15 @@ ignored here, unless other engines read it: then it is refused.
 from dataclasses import replace
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, choice, count, flag, optional_positive, positive
+from infer.model.families.config_values import (
+    Config,
+    choice,
+    count,
+    flag,
+    optional_count,
+    optional_positive,
+    positive,
+)
 from infer.model.families.encoders import ENCODERS
 from infer.model.families.family import OFF_IF_NULL, OPTIONAL, Family
 from infer.model.families.layer_kinds import CHUNKED, SLIDING
@@ -55,6 +63,7 @@ def make_architecture(config: Config) -> Architecture:
         layers=_layers(config, family),
         norm_eps=positive({"rms_norm_eps": positive(config, "rms_norm_eps") / residual**2}, "rms_norm_eps"),
         max_positions=count(config, "max_position_embeddings"),
+        text_limit=optional_count(config, "text_limit"),
         has_embedding_norm=family.has_embedding_norm,
         embedding_scale=positive({"embedding_multiplier": embedding / residual}, "embedding_multiplier"),
         logit_scale=positive(config, "output_multiplier", 1.0) / positive(config, "logits_scaling", 1.0),

@@ -19,6 +19,10 @@ def count(config: Config, name: str, *, default: int | None = None, maximum: int
     return value
 
 
+def optional_count(config: Config, name: str) -> int | None:
+    return None if config.get(name) is None else count(config, name)
+
+
 def positive(config: Config, name: str, default: float | None = None) -> float:
     value = config.get(name)
     if value is None:

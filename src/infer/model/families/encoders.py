@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.model.families.config_values import Config, choice, count, flag, positive, settings
+from infer.model.families.config_values import Config, choice, count, flag, optional_count, positive, settings
 from infer.model.families.layer_kinds import FULL, SLIDING
 from infer.model.families.widths import ACTIVATIONS, head_dim_of, num_layers_of
 from infer.operands.architecture import Architecture, Layer, Norms, TextInputs
@@ -192,6 +192,7 @@ def _architecture(
         tied_embeddings=True,
         text_inputs=inputs,
         has_last_norm=norms.before,
+        text_limit=optional_count(config, "text_limit"),
     )
 
 

@@ -239,8 +239,53 @@ def test_a_format_lets_through_valid_texts_only(compiler: Compiler, tokenizer: T
         assert accepts(compiler, tokenizer, {"type": "string", "format": name}, text) == (text in valid), text
 
 
+# Texts that each pattern matches and does not match, as Node.js says.
+ECMA = {
+    "^.$": ("a\u00a0\u0085\U0001f600", "\n\r\u2028\u2029"),
+    r"^\s$": (" \t\n\v\f\r\u00a0\u1680\u2000\u200a\u2028\u2029\u202f\u205f\u3000\ufeff", "a\u0085\u200b\u180e"),
+    r"^\S$": ("a\u0085\u200b", " \n\u2028\ufeff"),
+    r"^[\s]$": (" \u2028\ufeff", "a\u0085"),
+    r"^[\s-]$": (" -\ufeff", "a\u0085"),
+    r"^[^\s]$": ("a\u0085", " \u2028\ufeff"),
+    r"^[\S\n]$": ("a\u0085\n", " \ufeff"),
+    r"^[^\S]$": (" \u2028\ufeff", "a\u0085"),
+    r"^[\s\S]$": ("a \n\u0085\ufeff", ""),
+    r"^[\w.]$": ("a_0.", "\u00e9\u017f-"),
+    r"^[^\w]$": ("\u00e9\u212a-", "aZ_"),
+    r"^\d$": ("7", "\u0663a"),
+    r"^\D$": ("\u0663a", "7"),
+    r"^[.]$": (".", "a"),
+    r"^\ud83d\ude00$": ("\U0001f600", "a\U0001f601"),
+    r"^[\ud83d\ude00-\uD83D\uDE4F]$": ("\U0001f600\U0001f64f", "a\U0001f650"),
+    r"^[^\u{1f600}]$": ("a\U0001f601", "\U0001f600"),
+    r"^\cJ$": ("\n", "J"),
+}
+
+
+@pytest.mark.parametrize("pattern", ECMA)
+def test_classes_of_a_pattern_are_those_of_ecma_262(compiler: Compiler, tokenizer: Tokenizer, pattern: str) -> None:
+    inside, outside = ECMA[pattern]
+    for text in inside + outside:
+        found = accepts(compiler, tokenizer, {"type": "string", "pattern": pattern}, text)
+        assert found == (text in inside), ascii(text)
+
+
+def test_half_of_a_surrogate_pair_is_refused_in_one_line() -> None:
+    with pytest.raises(InvalidRequestError, match="column 2: half of a surrogate pair is no character"):
+        build_schema(json.dumps({"type": "string", "pattern": r"^\ud83dx$"}))
+
+
+@pytest.mark.parametrize("bound", [{"minimum": 1e18}, {"exclusiveMinimum": 10**30}, {"maximum": -(10**18)}])
+@pytest.mark.parametrize("kind", ["number", "integer"])
+def test_a_bound_that_leaves_no_enforceable_number_is_refused_in_our_words(bound: dict[str, Any], kind: str) -> None:
+    with pytest.raises(
+        InvalidRequestError, match="leaves only numbers beyond 10\\^18, which no grammar can enforce, got"
+    ):
+        build_schema(json.dumps({"type": kind, **bound}))
+
+
 def test_building_leaves_patterns_readable() -> None:
-    assert translated("^a.b/c$") == "^a.b/c$"
+    assert translated("^a,b/c$") == "^a,b/c$"
     assert json.loads(build_schema('{"type": "string", "pattern": "^a$"}').text) == {"type": "string", "pattern": "^a$"}
 
 

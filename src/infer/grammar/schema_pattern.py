@@ -10,6 +10,14 @@ _BRACED = re.compile(r"\\(?:[xu]\{[0-9a-fA-F]+\}|[pP]\{[\w=]+\})")
 _LOOK = re.compile(r"\(\?(?:<?[=!])")
 _MAX_EXCLUDED = 4_000  # characters of the strings that a pattern excludes
 _MAX_GROUPS = 60  # nested groups: one per character of the longest excluded string
+_SURROGATES = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_LINE_ENDS = "\\n\\r\\x{2028}\\x{2029}"
+# White space of ECMA-262; Rust's has U+0085 and lacks U+FEFF.
+_SPACES = (
+    f"\\t\\x0b\\x0c \\xa0\\x{{1680}}\\x{{2000}}-\\x{{200a}}\\x{{202f}}\\x{{205f}}\\x{{3000}}\\x{{feff}}{_LINE_ENDS}"
+)
+_CLASSES = {"\\s": f"[{_SPACES}]", "\\S": f"[^\\x00{_SPACES}]"}
 _NUL = re.compile(r"\\x00-|\\u0000-|\\0-|\x00-")
 
 
@@ -41,6 +49,8 @@ def translated(pattern: str) -> str:
             piece, at = "\\{", at + 1
         elif _LOOK.match(pattern, at):
             raise PatternNotationError(at + 1, "look-around is not supported")
+        elif character == ".":
+            piece, at = f"[^{_LINE_ENDS}]", at + 1
         else:
             piece, at = character, at + 1
         found.append(piece)
@@ -57,8 +67,13 @@ def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
         return "\\x01-", nul.end()
     if braced := _BRACED.match(pattern, at):
         return braced[0], braced.end()
-    if character in "sS" and character and not in_class:  # ECMA's \s includes the byte order mark, but not U+0085
-        return ("[\\s\\x{feff}]" if character == "s" else "[^\\s\\x{feff}\\x00]"), at + 2
+    if pair := _SURROGATES.match(pattern, at):
+        high, low = (int(half, 16) for half in pair.groups())
+        return _spelt(chr(0x10000 + (high - 0xD800 << 10) + low - 0xDC00)), pair.end()
+    if _SURROGATE.match(pattern, at):
+        raise PatternNotationError(at + 1, "half of a surrogate pair is no character")
+    if (own := _CLASSES.get(pattern[at : at + 2])) is not None:
+        return own, at + 2
     if character == "0":
         return "\\x00", at + 2
     if character == "c" and pattern[at + 2 : at + 3].isalpha():

@@ -49,7 +49,14 @@ def read_number(where: str, word: str, value: Any, pointer: str) -> int | float:
     if not (_is_number(value) and (word != "multipleOf" or 0 < value < 1e300)):
         limit = " above 0" * (word == "multipleOf")
         refuse_malformed(where, pointer, f"{word!r} must be a finite number{limit}, got {value!r:.40}")
-    return _within(value, word)
+    found = _within(value, word)
+    if word != "multipleOf" and (-found if word.lower().endswith("maximum") else found) >= LARGEST:
+        refuse(
+            where,
+            pointer,
+            f"{word!r} leaves only numbers beyond 10^18, which no grammar can enforce, got {value!r:.40}",
+        )
+    return found
 
 
 def read_types(where: str, value: Any, pointer: str) -> list[str]:

@@ -17,6 +17,14 @@ from infer.outputs import ReasoningDelta as ReasoningDelta
 from infer.outputs import ToolCall as ToolCall
 from infer.outputs import ToolCallDelta as ToolCallDelta
 from infer.sampling.definition import sample_token as sample_token
+from infer.sampling.row_stages import apply_frequency_penalty as apply_frequency_penalty
+from infer.sampling.row_stages import apply_logit_bias as apply_logit_bias
+from infer.sampling.row_stages import apply_min_p as apply_min_p
+from infer.sampling.row_stages import apply_presence_penalty as apply_presence_penalty
+from infer.sampling.row_stages import apply_repetition_penalty as apply_repetition_penalty
+from infer.sampling.row_stages import apply_temperature as apply_temperature
+from infer.sampling.row_stages import apply_top_k as apply_top_k
+from infer.sampling.row_stages import apply_top_p as apply_top_p
 from infer.sampling_params import SamplingParams as SamplingParams
 from infer.session.session import Session as Session
 from infer.tokenizer import Tokenizer as Tokenizer

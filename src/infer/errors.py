@@ -21,7 +21,7 @@ class InferError(Exception):
         ...     llm.generate("x", top_p=2)
         ... except InferError as error:
         ...     print(error)
-        top_p must be in [0, 1], got 2
+        top_p must be in (0, 1], got 2
     """
 
     exit_status = 1

@@ -1,6 +1,7 @@
 """`LLM`: a model, its tokenizer and its cache, with the calls that most programs need."""
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +38,7 @@ from infer.engine.text_calls import classify_texts, embed_texts, rank_documents
 from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
 from infer.engine.vector_options import VectorOptions
 from infer.errors import InvalidRequestError, closed
-from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.cache_settings import CacheSettings, without_effect
 from infer.model.from_checkpoint import dtype_name, load_model, load_tokenizer, set_num_threads, threads_if_loaded
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
@@ -126,6 +127,12 @@ class LLM:
             protected_prefix=protected_prefix, memory_threshold_mb=memory_threshold_mb,
             reuse_prefixes=reuse_prefixes or disk_bytes > 0, state_memory_mb=state_memory_mb,
         )  # fmt: skip
+        unused = without_effect(
+            eviction_policy, eviction_window=eviction_window, protected_prefix=protected_prefix,
+            memory_threshold_mb=memory_threshold_mb,
+        )  # fmt: skip
+        if unused is not None:
+            warnings.warn(unused, stacklevel=3)
         given = HostArguments(
             device=device, dtype=dtype, weights=weights, precision=precision, max_seq_len=max_seq_len, cache=cache,
             pool_pages=pool_pages, grammar_backend=grammar_backend, tensor_parallel=tensor_parallel, capture=capture,

@@ -25,7 +25,7 @@ class Kind(ABC):
     @property
     @abstractmethod
     def rule(self) -> str:
-        """The rule in words, as in "top_p must be in [0, 1]"."""
+        """The rule in words, as in "top_p must be in (0, 1]"."""
 
     @abstractmethod
     def check(self, name: str, value: Any) -> Any:
@@ -155,7 +155,7 @@ class OneOf(Kind):
 @final
 @dataclass(frozen=True)
 class Texts(Kind):
-    """Several strings, none of them empty. Unless `required`, one string and None are allowed, too."""
+    """Several strings, none of them empty. Unless `required`, one string is allowed, too. No string becomes None."""
 
     required: bool = False
 
@@ -165,7 +165,7 @@ class Texts(Kind):
 
     def check(self, name: str, value: Any) -> tuple[str, ...] | None:
         if value is None:
-            return None if self.required else ()
+            return None
         texts = (value,) if isinstance(value, str) and not self.required else value
         if not isinstance(texts, Collection) or isinstance(texts, str | bytes | Mapping):
             raise self.broken(name, value)
@@ -175,7 +175,7 @@ class Texts(Kind):
             check_encodable(name, text)
         if self.required and not texts:
             raise self.broken(name, value)
-        return tuple(texts)
+        return tuple(texts) or None
 
 
 @final
@@ -314,12 +314,14 @@ class Other(Kind):
 class Parameter:
     """The declaration of a parameter. Its name, type and default are those of the field.
 
-    `help` describes it in one sentence. `none` are numbers that mean None in bodies and on the command line.
+    `help` describes it in one sentence. `none` are numbers that mean None in bodies and on the command line. If
+    the kind excludes 0, `zero` is the value that 0 means in bodies and in files.
     """
 
     kind: Kind
     help: str
     none: tuple[int, ...] = ()
+    zero: float | None = None
     bodies: Bodies | None = None  # the bodies that have a field for it
     body_name: str = ""  # its name in them, if it differs
     other_names: tuple[str, ...] = ()  # its names in the bodies of other programs

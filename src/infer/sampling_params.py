@@ -40,6 +40,7 @@ ALIASES = {
 }
 SEED_BITS = 53  # bits of a random seed, which JSON numbers keep in every language
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
+SMALLEST_TOP_P = 2e-7  # keeps only the likeliest token, as smaller values do: above the margin of `integer_probs`
 
 
 class UnknownParameterError(InvalidRequestError, TypeError):
@@ -68,9 +69,9 @@ def _takes_aliases(cls: type) -> type:
 class SamplingParams:
     """Parameters that define how one sequence is sampled and where it stops.
 
-    None, or the neutral default value, turns a parameter off. After construction `stop` is a tuple, `stop_token_ids`
-    and `allowed_token_ids` are frozen sets, `logit_bias` is an immutable copy and `json_schema` is text. An empty
-    `logit_bias` becomes None.
+    None, or the neutral default value, turns a parameter off. After construction `stop` is None or a tuple,
+    `stop_token_ids` and `allowed_token_ids` are frozen sets, `logit_bias` is an immutable copy and `json_schema` is
+    text. An empty `stop` or `logit_bias` becomes None.
 
     Args:
         temperature: 0 is greedy. With `temperature_last` it is applied after the filters.
@@ -115,8 +116,8 @@ class SamplingParams:
         bodies="generating", stage="top-k", is_filter=True, slider=(0, 200, 1),
     )  # fmt: skip
     top_p: float = parameter(
-        1.0, Number(0, 1), "Keep the likeliest tokens up to this total probability; 1 is off.",
-        bodies="generating", stage="top-p", is_filter=True, slider=(0.01, 1, 0.01),
+        1.0, Number(0, 1, excludes_least=True), "Keep the likeliest tokens up to this total probability; 1 is off.",
+        zero=SMALLEST_TOP_P, bodies="generating", stage="top-p", is_filter=True, slider=(0.01, 1, 0.01),
     )  # fmt: skip
     min_p: float = parameter(
         0.0, Number(0, 1, excludes_most=True), "Drop tokens below this share of the likeliest; 0 is off.",
@@ -279,6 +280,16 @@ def values_from(mapping: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(bias := named.get("logit_bias"), Mapping):
         named["logit_bias"] = {_id_from_text(token_id): value for token_id, value in bias.items()}
     return named
+
+
+def without_zeros(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a body or a file, in which other programs allow a 0 that is outside a parameter's rule.
+
+    Such a 0 becomes the value that it means: a `top_p` of 0 keeps one token.
+    """
+    zeros = {name: declared.zero for name, declared in PARAMETERS.items() if declared.zero is not None}
+    is_zero = {name: name in zeros and value == 0 and value is not False for name, value in values.items()}
+    return {name: zeros[name] if is_zero[name] else value for name, value in values.items()}
 
 
 def _id_from_text(token_id: object) -> object:

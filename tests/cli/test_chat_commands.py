@@ -294,6 +294,16 @@ def test_after_a_load_the_last_two_turns_are_shown_in_short(session: ChatSession
     assert all(len(turn) == 160 and turn.endswith("…") for turn in turns[2:])
 
 
+def test_a_saved_top_p_of_0_still_keeps_one_token(session: ChatSession, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    run_command(session, f"/save {path}")
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps(saved | {"params": saved["params"] | {"top_p": 0.0, "stop": []}}))
+    run_command(session, f"/load {path}")
+    assert 0 < session.params.top_p < 1e-6
+    assert session.params.stop is None
+
+
 def test_a_save_makes_no_folders(session: ChatSession, tmp_path: Path) -> None:
     for name in ("new/talk", "new/talk.json"):
         with pytest.raises(InvalidRequestError, match=r"cannot be written: there is no folder .*new$"):

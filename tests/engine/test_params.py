@@ -23,7 +23,7 @@ from watched import python_command
 INVALID: list[tuple[str, list[Any]]] = [
     ("temperature", [-1.0, -1e-9, 2.1, math.nan, math.inf, "1", None, True, 10**400]),
     ("top_k", [0, -1, 1.5, 2.0, "4", True, math.nan]),
-    ("top_p", [1.5, -0.1, math.nan, math.inf, "0.9", None, True]),
+    ("top_p", [0, 0.0, 1.5, -0.1, math.nan, math.inf, "0.9", None, True]),
     ("min_p", [-0.1, 1.0, 1, math.nan, None, "0"]),
     ("repetition_penalty", [0.0, -1.0, math.inf, math.nan, None, "1.1"]),
     ("repetition_window", [-1, 1.0, True, "64"]),
@@ -61,7 +61,7 @@ def test_every_parameter_has_a_test_that_it_is_validated() -> None:
 
 
 def test_the_message_gives_name_rule_and_value() -> None:
-    with pytest.raises(ValueError, match=r"^top_p must be in \[0, 1\], got 1\.5$"):
+    with pytest.raises(ValueError, match=r"^top_p must be in \(0, 1\], got 1\.5$"):
         SamplingParams(top_p=1.5)
 
 
@@ -113,6 +113,7 @@ def test_collections_are_copied() -> None:
 def test_one_stop_string_is_a_list_of_one_and_none_is_empty() -> None:
     assert SamplingParams(stop="\n\n").stop == ("\n\n",)
     assert SamplingParams(stop=None) == SamplingParams(stop=[]) == SamplingParams()
+    assert SamplingParams().stop is SamplingParams(stop=()).stop is None
     assert SamplingParams(logit_bias={}) == SamplingParams()
 
 

@@ -11,7 +11,7 @@ from gguf_files import write_model
 from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint, resolve
 from infer.checkpoint.find import INSTALLED_MODELS
-from infer.checkpoint.generation_config import defaults_of
+from infer.checkpoint.generation_config import defaults_of, sampling_defaults
 from infer.engine.request import make_request
 from infer.sampling.defaults import PRESETS, SamplingDefaults, default_params
 from test_llm import folder  # noqa: F401  # a fixture
@@ -48,6 +48,10 @@ def test_only_the_card_that_needs_it_and_the_seeds_preset_penalise_repetition() 
     }
     assert penalised == {"smollm2"}
     assert PRESETS["seed"]["repetition_penalty"] == 1.1
+
+
+def test_a_top_p_of_0_in_a_models_file_keeps_one_token() -> None:
+    assert 0 < default_params(sampling_defaults({"top_p": 0}), is_chat=False).top_p < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,15 @@ def make_llm(folder: Path, policy: str = "sliding", threshold: int | None = 1) -
     return LLM(folder, **settings, memory_threshold_mb=threshold)  # type: ignore[arg-type]
 
 
+def test_without_a_policy_a_threshold_has_no_effect_and_a_warning_says_so(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="^memory_threshold_mb=1: no effect with eviction_policy none"):
+        late = LLM(folder, memory_threshold_mb=1)
+    with pytest.warns(UserWarning, match="^eviction_window=48, protected_prefix=3: no effect"):
+        plain = make_llm(folder, "none", None)
+    ids = make_ids(3 * PAGE)
+    assert late.generate(ids, PLAIN).token_ids == plain.generate(ids, PLAIN).token_ids
+
+
 def make_ids(count: int) -> list[int]:
     return [(7 * index + index * index // 9) % EOS for index in range(count)]
 

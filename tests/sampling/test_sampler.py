@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from infer.errors import InferError, InvalidRequestError
-from infer.sampling import definition
-from infer.sampling.definition import (
-    LogitsError,
+import infer
+from infer import (
     apply_frequency_penalty,
     apply_logit_bias,
     apply_min_p,
@@ -23,11 +21,12 @@ from infer.sampling.definition import (
     apply_temperature,
     apply_top_k,
     apply_top_p,
-    keep_allowed,
-    log_probabilities,
-    process_logits,
     sample_token,
 )
+from infer.errors import InferError, InvalidRequestError
+from infer.sampling import definition, row_stages
+from infer.sampling.definition import LogitsError, log_probabilities, process_logits
+from infer.sampling.row_stages import keep_allowed
 from infer.sampling_params import SamplingParams
 
 INF = math.inf
@@ -224,14 +223,44 @@ def test_filtered_logits_count_for_nothing_in_top_p() -> None:
     assert kept_ids(apply_top_p(torch.tensor([-INF, 0.0, -INF, 0.0]), 0.6)) == [1, 3]
 
 
-@pytest.mark.parametrize("p", [-1.0, 1.5])
+@pytest.mark.parametrize("p", [-1.0, 0.0, 1.5, INF, math.nan])
 def test_top_p_outside_its_range_is_an_error(p: float) -> None:
-    with pytest.raises(ValueError, match=r"top_p must be in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\]"):
         apply_top_p(torch.zeros(3), p)
 
 
-def test_top_p_of_zero_keeps_one_token() -> None:
-    assert kept_ids(apply_top_p(torch.tensor([0.0, 3.0, 3.0, 1.0]), 0.0)) == [1]
+def test_a_vanishing_top_p_keeps_one_token() -> None:
+    assert kept_ids(apply_top_p(torch.tensor([0.0, 3.0, 3.0, 1.0]), 1e-9)) == [1]
+
+
+# The functions that `infer` exports
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "top_k must be at least 1": lambda row: apply_top_k(row, 0),
+    "min_p must be": lambda row: apply_min_p(row, 1.0),
+    "repetition_penalty must be above 0": lambda row: apply_repetition_penalty(row, [0], 0.0),
+    "penalty .* must be a number": lambda row: apply_frequency_penalty(row, [0], math.nan),
+    "a penalty .* must be a number": lambda row: apply_presence_penalty(row, [0], math.nan),
+    "logit_bias": lambda row: apply_logit_bias(row, {0: math.nan}),
+    "temperature must be above 0": lambda row: apply_temperature(row, math.nan),
+    "the context: token id must be in": lambda row: apply_repetition_penalty(row, [3], 2.0),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_stage_refuses_a_value_that_breaks_its_rule(message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        WRONG[message](torch.zeros(3))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in infer.__all__ if name.startswith("apply_")])
+def test_the_sampler_computes_with_the_exported_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(infer, name) is getattr(row_stages, name)
+    called = list[str]()
+    monkeypatch.setattr(definition, name, lambda row, *others: called.append(name) or row)
+    sample_token(torch.zeros(3), [0], SamplingParams(seed=1))
+    assert called == [name]
 
 
 # Min-p

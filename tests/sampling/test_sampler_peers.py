@@ -31,6 +31,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from infer.protocols.params import make_params
 from infer.sampling import sampler
 from sampling_cases import INF, Row, make_batch, make_logits
 
@@ -210,7 +211,8 @@ def test_filters_leave_the_tokens_of_llama_cpp(name: str, value: float, expected
 
 
 def test_top_p_of_zero_keeps_the_largest_as_in_llama_cpp() -> None:
-    assert probabilities_left(ours(torch.tensor(TENTHS).log(), [0], top_p=0.0)) == pytest.approx([1.0])
+    (params,) = make_params({"top_p": 0}, {}, [0], "prompt")  # as a body gives it
+    assert probabilities_left(ours(torch.tensor(TENTHS).log(), [0], top_p=params.top_p)) == pytest.approx([1.0])
 
 
 def test_values_of_llama_cpp_outside_our_ranges_are_refused() -> None:

@@ -107,6 +107,30 @@ def test_another_server_s_name_for_a_parameter_means_ours(
     assert warnings_of(theirs_found) == []
 
 
+GREEDY: dict[str, tuple[str, dict[str, Any], tuple[str | int, ...]]] = {
+    "completions": (COMPLETIONS, {"prompt": "hello", "max_tokens": 12}, ("choices", 0, "text")),
+    "responses": (RESPONSES, {"input": "hello", "max_output_tokens": 16}, ("output", 0, "content", 0, "text")),
+    "messages": ("/v1/messages", {"messages": [USER], "max_tokens": 12}, ("content", 0, "text")),
+    "llama.cpp": ("/completion", {"prompt": "hello", "n_predict": 12}, ("content",)),
+}
+
+
+@pytest.mark.parametrize("kind", [*GREEDY, "ollama"])
+def test_a_top_p_of_0_keeps_one_token_on_every_route(served: Served, kind: str) -> None:
+    def text(**sampling: float) -> Any:
+        if kind == "ollama":
+            options = {"options": sampling | {"num_predict": 12}}
+            body = {"model": "any", "prompt": "hello", "raw": True, "stream": False} | options
+            return served.client.post("/api/generate", json=body).json()["response"]
+        path, body, place = GREEDY[kind]
+        found = served.client.post(path, json=body | sampling).json()
+        for step in place:
+            found = found[step]
+        return found
+
+    assert text(temperature=1, top_p=0) == text(temperature=1, top_p=0.0) == text(temperature=0)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

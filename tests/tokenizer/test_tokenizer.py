@@ -362,8 +362,11 @@ def test_decoding_equals_tokenizers_and_gives_the_text_back(name: str) -> None:
 @pytest.mark.slow
 def test_the_end_sets_of_real_models() -> None:
     assert load("qwen3").eos_token_ids == {151643, 151645}
+    assert load("qwen3").eos_token_id == 151645
     assert load("gemma3").eos_token_ids == load_gguf("gemma3").eos_token_ids == {1, 106}
     assert load_gguf("smollm2").eos_token_ids == {0, 2}  # <|endoftext|> ends a text, <|im_end|> a turn
+    assert load_gguf("smollm2").eos_token_id == 2
+    assert load("llama3_1").eos_token_id in (128001, 128009)
     assert load("llama3_1").eos_token_ids == {128001, 128009}  # this file calls <|eom_id|> reserved
 
 

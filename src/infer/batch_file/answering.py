@@ -18,7 +18,7 @@ from infer.protocols.token_logprobs import Spelling
 from infer.protocols.tool_options import effort_variables
 from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
 from infer.sampling.defaults import default_params
-from infer.sampling_params import values_from
+from infer.sampling_params import values_from, without_zeros
 
 _REFUSED = "invalid_request"
 
@@ -59,7 +59,7 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
     values: dict[str, Any] = {"seed": seed_of(settings.seed, row.id)}
     if row.endpoint == ENDPOINTS[1]:
         values["max_new_tokens"] = NUM_TOKENS_OF_COMPLETIONS
-    values |= {**settings.values, **values_from(row.values)}
+    values |= {**settings.values, **without_zeros(values_from(row.values))}
     params = default_params(llm.sampling_defaults, is_chat=is_chat, **values)
     variables = {**effort_variables(row.effort, llm.tokenizer.chat_template), **row.variables}
     options = replace(settings.options, **row.options)

@@ -9,7 +9,7 @@ from infer.checkpoint.config import SAMPLING_KEYS
 from infer.checkpoint.find import packaged_model
 from infer.errors import InvalidRequestError
 from infer.sampling.defaults import SamplingDefaults
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import SamplingParams, without_zeros
 
 _SAMPLING_NAMES = tuple(SAMPLING_KEYS.values())
 
@@ -36,7 +36,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         del given["top_k"]
     if given.get("repetition_window") == -1:
         given["repetition_window"] = None
-    return given
+    return without_zeros(given)
 
 
 def _valid(stored: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import infer
 from infer.cli.permalink import Permalink, body_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
-from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter
+from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter, without_zeros
 from infer.system.atomic import replacing
 from infer.toolcalls.tools import read_tools
 
@@ -262,6 +262,7 @@ class ChatSession:
             raise InvalidRequestError(f"{path}: params must be an object")
         try:
             tools = [tool.as_given() for tool in read_tools(record.get("tools", []))]
+            params = without_zeros(params)
             self.params = SamplingParams.from_mapping(params)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{path}: {error}") from error

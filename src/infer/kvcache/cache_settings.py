@@ -29,7 +29,7 @@ class CacheSettings:
 
     If a policy evicts, `eviction_window` tokens are kept, including the first `protected_prefix` of the text. If
     `memory_threshold_mb` is None, it evicts from the start. With a number, rows keep all tokens until the system has
-    less memory available than that.
+    less memory available than that. Without a policy, the number becomes None.
 
     A page is the unit that is allocated, shared and freed: `page_tokens` tokens. With `reuse_prefixes`, a prefix that
     several rows of a cache have is stored once, and later rows find it again. This does not apply if a policy evicts.
@@ -72,9 +72,8 @@ class CacheSettings:
             return
         _check_count("memory_threshold_mb", threshold, 1)
         if not self.evicts:
-            raise InvalidRequestError(
-                f"memory_threshold_mb={threshold} needs an eviction_policy, got none: set it to sliding or snapkv"
-            )
+            object.__setattr__(self, "memory_threshold_mb", None)
+            return
         if total is None or available_memory_bytes() is None:
             raise InvalidRequestError(
                 f"memory_threshold_mb={threshold}: this system does not report its available memory; leave it out "
@@ -119,6 +118,15 @@ class CacheSettings:
                 f"eviction_window must be at most {most - TILE_SLOTS} if max_seq_len={num_tokens} is above the "
                 f"model's own {most}, got {self.eviction_window}"
             )
+
+
+def without_effect(eviction_policy: str, **given: int | None) -> str | None:
+    """Return the warning for given values that apply only to an eviction, if no policy evicts."""
+    default = CacheSettings()
+    changed = [f"{name}={value}" for name, value in given.items() if value != getattr(default, name)]
+    if eviction_policy != "none" or not changed:
+        return None
+    return f"{', '.join(changed)}: no effect with eviction_policy none; sliding or snapkv evicts"
 
 
 def _check_choice(name: str, value: object, choices: Collection[str]) -> None:

@@ -64,7 +64,7 @@ def _type_of(declared: Parameter) -> Any:
     kind: Kind = declared.kind
     match kind:
         case Number():
-            bounds: dict[str, Any] = {"gt" if kind.excludes_least else "ge": kind.least}
+            bounds: dict[str, Any] = {"gt" if kind.excludes_least and declared.zero is None else "ge": kind.least}
             if not math.isinf(kind.most):
                 bounds["lt" if kind.excludes_most else "le"] = kind.most
             return Annotated[float, Meta(**bounds)]

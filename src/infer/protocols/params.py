@@ -29,6 +29,7 @@ from infer.sampling_params import (
     SEED_BITS,
     SamplingParams,
     UnknownParameterError,
+    without_zeros,
 )
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -91,7 +92,7 @@ def make_params(
     If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
     """
     try:
-        first = default_params(defaults, is_chat=prompt_name != "prompt", **values)
+        first = default_params(defaults, is_chat=prompt_name != "prompt", **without_zeros(values))
         return [replace(first, seed=seed) for seed in seeds]
     except InvalidRequestError as error:
         raise refusal(error, prompt_name) from error

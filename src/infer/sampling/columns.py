@@ -19,12 +19,9 @@ from torch import Tensor
 from infer.errors import InvalidRequestError
 from infer.sampling.masks import num_mask_words, pack_masks
 from infer.sampling.noise import signed
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import SMALLEST_TOP_P, SamplingParams
 
 WHOLE_HISTORY = 1 << 62  # a repetition window that covers everything
-SMALLEST_TOP_P = (
-    2e-7  # keeps only the likeliest token, as smaller values do; minus the margin of `integer_probs`, above 0
-)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _TORCH = {np.float32: torch.float32, np.float64: torch.float64, np.int64: torch.int64, np.bool_: torch.bool}
 

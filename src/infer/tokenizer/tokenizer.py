@@ -107,6 +107,20 @@ class Tokenizer:
         """
         return cls(**read_gguf(metadata)._asdict())
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The first of the ids that end an answer, or None. `eos_token_ids` has all these ids.
+
+        It is the id of the files' `eos_token`. If that token does not end an answer, it is the smallest id that does.
+
+        Examples:
+            >>> tokenizer = load_tokenizer("smollm2")
+            >>> tokenizer.eos_token_id in tokenizer.eos_token_ids
+            True
+        """
+        named = self._id_of(self._named_tokens.get("eos_token"))
+        return named if named in self.eos_token_ids else min(self.eos_token_ids, default=None)
+
     @cached_property
     def token_bytes(self) -> tuple[bytes, ...]:
         """The raw bytes of each id. For a special token they are its text."""

@@ -24,6 +24,7 @@ from hostile_files import (
     LLAMA3,
     VOCAB_SIZE,
     gguf_number,
+    gguf_numbers,
     gguf_texts,
     read_everything,
     replaced,
@@ -334,6 +335,53 @@ def test_ends_that_the_vocabulary_does_not_have_are_no_ends(tmp_path: Path) -> N
     assert tokenizer.eos_token_ids == {256, 257, 258}  # 257 and 258 are ends by their names
     changes = {f"tokenizer.ggml.{name}_token_id": gguf_number(2**63 - 1) for name in ("eos", "eot", "unknown")}
     assert load_tokenizer(write_gguf(tmp_path / "model.gguf", changes)).eos_token_ids == {257}
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "ends"),
+    [
+        (None, {"eos_token_id": 97}, {97}),
+        (None, {"eos_token_id": [97, 98]}, {97, 98}),
+        (None, {"text_config": CONFIG | {"eos_token_id": [99]}}, {99}),
+        (None, {"eos_token_id": 97, "text_config": CONFIG | {"eos_token_id": 99}}, {97}),
+        ({"temperature": 0.5}, {"eos_token_id": 97}, {97}),
+        ({"eos_token_id": 98}, {"eos_token_id": 97}, {98}),
+        ({"eos_token_id": 98}, {"eos_token_id": "97"}, {98}),
+        (None, {"eos_token_id": [97, -1, 262, 10**30]}, {97}),
+        (None, {"eos_token_id": None}, set()),
+    ],
+)
+def test_ends_are_those_of_the_config_if_the_generation_config_names_none(
+    tmp_path: Path, generation_config: Any, config: dict[str, Any], ends: set[int]
+) -> None:
+    """257 and 258 are ends by their names."""
+    write_folder(tmp_path, generation_config_json=generation_config, config_json=CONFIG | config)
+    with LLM(tmp_path) as llm:
+        assert llm.tokenizer.eos_token_ids == ends | {257, 258}
+        for end in ends:
+            answer = llm.generate("a", allowed_token_ids=[end], max_new_tokens=4)
+            assert (answer.token_ids, answer.finish_reason) == ([end], "eos")
+
+
+@pytest.mark.parametrize("ends", ["97", [1.5], True, {}])
+def test_ends_that_are_no_ids_are_refused(tmp_path: Path, ends: Any) -> None:
+    for config in ({"eos_token_id": ends}, {"text_config": {"eos_token_id": ends}}):
+        write_folder(tmp_path, generation_config_json=None, config_json=CONFIG | config)
+        assert "config.json: eos_token_id: expected an id or a list of ids" in str(
+            refused(lambda: load_tokenizer(tmp_path))
+        )
+
+
+def test_a_gguf_may_list_its_ends(tmp_path: Path) -> None:
+    changes = {"tokenizer.ggml.eos_token_ids": gguf_numbers([97, 98, 5000])}
+    changes |= {
+        f"tokenizer.ggml.{name}_token_id": gguf_number(token_id) for name, token_id in (("eot", 99), ("eom", 100))
+    }
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "model.gguf", changes))
+    assert tokenizer.eos_token_ids == {97, 98, 99, 100, 257}
+    assert tokenizer.special_token_ids == {97, 98, 99, 100, 257}  # a token that ends an answer is never text
+    path = write_gguf(tmp_path / "model.gguf", {"tokenizer.ggml.eos_token_ids": gguf_texts(["a"])})
+    assert "eos_token_ids: expected a list of integers" in str(refused(lambda: load_tokenizer(path)))
 
 
 def test_bad_files_disturb_no_other_request(tmp_path: Path) -> None:

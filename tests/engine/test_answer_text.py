@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.hostile_files import VOCAB_SIZE, gguf_number, gguf_numbers, gguf_text, gguf_texts, write_folder, write_gguf
-from tests.served import Served, serving
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
+from hostile_files import VOCAB_SIZE, gguf_number, gguf_numbers, gguf_text, gguf_texts, write_folder, write_gguf
 from infer import LLM, InvalidRequestError
 from infer.outputs import GenerationResult
+from served import Served, serving
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "Hello", "▁Hello"]
 HELLO = 261

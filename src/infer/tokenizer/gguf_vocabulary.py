@@ -19,6 +19,7 @@ from infer.tokenizer.value_checks import check_metadata
 Integers = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
+END_IDS = "tokenizer.ggml.eos_token_ids"  # Ollama's converter writes all ends of a model there
 _SPACE_MARK = "▁"
 _HASH_BASE = 0x9E3779B97F4A7C15
 _HASH_MIX = 0xD6E8FEB86659FD93
@@ -120,6 +121,7 @@ def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: li
     Some converters mark them as normal or user-defined, but they are never text.
     """
     ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ids.update(metadata.get(END_IDS) or ())
     mistaken = (TokenType.NORMAL, TokenType.USER_DEFINED)
     return [
         TokenType.CONTROL if kind in mistaken and (token_id in ids or text in CONTROL_NAMES) else kind

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from infer.system.json_file import read_json_file, read_text_file
 from infer.tokenizer.gguf_encoders import is_encoder, make_encoder_backend, with_default_ids
-from infer.tokenizer.gguf_vocabulary import CONTROL_NAMES, make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.gguf_vocabulary import CONTROL_NAMES, END_IDS, make_bos_eos_processor, make_gguf_backend
 from infer.tokenizer.tokenizers_library import load_backend
 from infer.tokenizer.value_checks import check_json
 from infer.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
@@ -58,11 +58,10 @@ def read_folder(path: Path) -> TokenizerParts:
         own, wanted = _added_ends(backend, config, named_tokens)
         if wanted != own:  # otherwise keep the file's own processor, which may have a form for pairs
             backend.post_processor = make_bos_eos_processor(backend, *wanted)
-    end_ids = _read_json(path / "generation_config.json").get("eos_token_id")
     return TokenizerParts(
         backend,
         named_tokens=named_tokens,
-        end_token_ids=_ids(end_ids),
+        end_token_ids=_end_ids(path),
         chat_templates=_read_chat_templates(path, config),
     )
 
@@ -80,6 +79,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         if token_id is not None and 0 <= token_id < len(vocabulary):
             named_tokens[name] = vocabulary[token_id]
     end_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    end_ids += metadata.get(END_IDS) or ()
     return TokenizerParts(
         backend,
         named_tokens=named_tokens,
@@ -186,8 +186,13 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _ids(value: Any) -> Collection[int]:
-    """Return the ids of `eos_token_id`, which may be missing, an id or a list of ids."""
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+def _end_ids(path: Path) -> Sequence[int]:
+    """Return the ids of `eos_token_id` in the first file or part that has it, in transformers' order."""
+    if (found := _read_json(path / "generation_config.json").get("eos_token_id")) is None:
+        config = _read_json(path / "config.json")
+        text = config.get("text_config")
+        for settings in (config, text if isinstance(text, Mapping) else {}):
+            check_json(path / "config.json", {"eos_token_id": settings.get("eos_token_id")})
+            if (found := settings.get("eos_token_id")) is not None:
+                break
+    return [] if found is None else [found] if isinstance(found, int) else found

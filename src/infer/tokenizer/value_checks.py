@@ -65,6 +65,7 @@ _GGUF_KINDS = {
     "merges": _Kind("a list of texts", _is_list(str)),
     "scores": _Kind("a list of numbers", _is_list(float, int)),
     "token_type": _Kind("a list of integers", _is_list(int)),
+    "eos_token_ids": _Kind("a list of integers", _is_list(int)),
     "add_bos_token": _FLAG,
     "add_eos_token": _FLAG,
     "add_sep_token": _FLAG,

@@ -15,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers
+from tokenizers.processors import TemplateProcessing
 
+from byte_tokenizer import write_byte_tokenizer
 from hostile_child import NUM_FLIPS, SLOWEST
 from hostile_files import (
     CONFIG,
     HIDDEN,
     LLAMA3,
+    NUM_TOKENS,
     VOCAB_SIZE,
     gguf_number,
     gguf_numbers,
@@ -382,6 +386,44 @@ def test_a_gguf_may_list_its_ends(tmp_path: Path) -> None:
     assert tokenizer.special_token_ids == {97, 98, 99, 100, 257}  # a token that ends an answer is never text
     path = write_gguf(tmp_path / "model.gguf", {"tokenizer.ggml.eos_token_ids": gguf_texts(["a"])})
     assert "eos_token_ids: expected a list of integers" in str(refused(lambda: load_tokenizer(path)))
+
+
+BEYOND = [f"<beyond {index}>" for index in range(5)]  # the last two have no row in a folder
+
+
+def test_added_tokens_without_a_row_are_plain_text_in_a_folder(tmp_path: Path) -> None:
+    write_byte_tokenizer(write_folder(tmp_path), merges=[("a", "b")], controls=BEYOND)
+    named = {"added_tokens_decoder": {"264": {"content": "<missing>", "special": True}}, "pad_token": BEYOND[4]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == VOCAB_SIZE
+    assert [len(tokenizer.encode(text)) for text in (*BEYOND, "<missing>")] == [1, 1, 1, 10, 10, 9]
+    with LLM(tmp_path) as llm:
+        assert llm.generate(BEYOND[4], max_new_tokens=1).prompt_tokens == 10
+
+
+def test_tokens_of_a_gguf_without_a_row_are_plain_text(tmp_path: Path) -> None:
+    vocab = [*(f"a{index}" for index in range(4)), BEYOND[4]]
+    good = load_tokenizer(write_gguf(tmp_path / "model.gguf"))
+    tokens = [*(str(good.backend.id_to_token(index)) for index in range(NUM_TOKENS)), *vocab]
+    for last, is_read in ((3, True), (4, True), (5, True), (1, False)):
+        changes = {"tokens": gguf_texts(tokens), "token_type": gguf_numbers([1] * (NUM_TOKENS - 1) + [3] * 5 + [last])}
+        path = write_gguf(tmp_path / "model.gguf", {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+        if not is_read:
+            assert "they belong to different models" in str(refused(lambda path=path: LLM(path)))
+            continue
+        with LLM(path) as llm:
+            assert llm.tokenizer.vocab_size == VOCAB_SIZE
+            assert len(llm.tokenizer.encode(BEYOND[4])) == len(BEYOND[4])
+            assert llm.generate(BEYOND[4], max_new_tokens=1).prompt_tokens == len(BEYOND[4])
+
+
+def test_a_post_processor_that_adds_a_token_without_a_row_is_refused(tmp_path: Path) -> None:
+    write_byte_tokenizer(write_folder(tmp_path), merges=[("a", "b")], controls=BEYOND)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single=["<end>", "$A"], special_tokens=[("<end>", 263)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert "adds token 263, but the embedding has 262 rows" in str(refused(lambda: load_tokenizer(tmp_path)))
 
 
 def test_bad_files_disturb_no_other_request(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> 
 
 
 @pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{5,9}"}], ids=["free", "grammar"])
-def test_special_tokens_beyond_the_embedding_are_never_sampled(
+def test_added_tokens_beyond_the_embedding_are_plain_text_and_never_sampled(
     world: World, folder: Path, tmp_path: Path, grammar: dict[str, Any]
 ) -> None:
     """Gemma's tokenizer has such a token for images. The text model has no row for it."""
@@ -171,7 +171,19 @@ def test_special_tokens_beyond_the_embedding_are_never_sampled(
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace(f'"vocab_size": {EMBEDDING}', f'"vocab_size": {cut}'))
     llm = LLM(tmp_path)
-    assert llm.tokenizer.vocab_size > llm.architecture.vocab_size
+    assert llm.tokenizer.vocab_size == cut
+    name = world.tokenizer.backend.id_to_token(cut)
+    ids = llm.tokenizer.encode(f"a{name}b")
+    assert (ids, llm.tokenizer.decode(ids)) == (llm.tokenizer.encode(f"a{name}b", parse_special=False), f"a{name}b")
+    assert llm.generate(f"a{name}b", max_new_tokens=1).prompt_tokens == len(ids) > 3
+    assert llm.tokenizer.encode_chat(
+        [{"role": "user", "content": name}], chat_template="{{ messages[0].content }}"
+    ) == list(name.encode())
+    for values in ({"logit_bias": {cut: 1.0}}, {"stop_token_ids": [cut]}):
+        with pytest.raises(InvalidRequestError, match=f"token ids must be from 0 to {cut - 1}, got {cut}"):
+            llm.generate("ab", SamplingParams(**values))
+    with pytest.raises(InvalidRequestError, match=rf"token id must be in \[0, {cut}\), got {cut}"):
+        llm.tokenizer.decode([cut])
     params = SamplingParams(temperature=1.5, repetition_penalty=1.1, min_new_tokens=4, seed=1, max_new_tokens=40)
     results = [llm.generate("abc ab", replace(params, seed=seed, **grammar), speculation="ngram") for seed in range(4)]
     assert all(token_id < cut for result in results for token_id in result.token_ids)

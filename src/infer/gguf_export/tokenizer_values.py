@@ -55,7 +55,7 @@ def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str
         UnsupportedModelError: GGUF has no form for the tokenizer. The error names the missing part.
         ModelError: The folder's files cannot be read.
     """
-    parts = read_folder(path)
+    parts = read_folder(path, vocab_size)
     texts, types = _tokens(parts.backend, vocab_size)
     others = _special_ids(parts, reads_pairs=architecture in ENCODERS) | _templates(parts.chat_templates)
     problems = list[str]()

@@ -92,7 +92,9 @@ def load_tokenizer(
     """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     gguf = checkpoint.metadata
-    tokenizer = Tokenizer.from_gguf(gguf) if gguf else Tokenizer.from_folder(checkpoint.path)
+    table = checkpoint.tensors.get("model.embed_tokens.weight")
+    rows = None if table is None else table.shape[0]
+    tokenizer = Tokenizer.from_gguf(gguf, rows) if gguf else Tokenizer.from_folder(checkpoint.path, rows)
     tokenizer.allow_special = allow_special
     if chat_template is not None:
         tokenizer.replace_chat_template(chat_template)
@@ -166,11 +168,8 @@ def _available_bytes(backend: ops.Backend, group: Group | None) -> int | None:
 
 
 def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
-    """Raise ModelError if a token that is not special has no row in the embedding.
-
-    Special tokens of a larger related model (an image token) may have no row, because no text encodes to them.
-    """
-    if set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids:
+    """Raise ModelError if a token has no row in the embedding."""
+    if tokenizer.vocab_size > architecture.vocab_size:
         raise ModelError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
             "they belong to different models"

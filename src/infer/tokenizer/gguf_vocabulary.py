@@ -91,6 +91,16 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     return GGUFBackend(backend, texts)
 
 
+def without_tokens_from(num_rows: int, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metadata without the tokens that have no row in the embedding, unless texts are spelled with them."""
+    check_metadata(metadata)
+    types = metadata.get("tokenizer.ggml.token_type") or ()
+    if not types[num_rows:] or {TokenType.NORMAL, TokenType.BYTE}.intersection(types[num_rows:]):
+        return metadata
+    keys = [f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores")]
+    return {**metadata, **{key: list_of(metadata, key)[:num_rows] for key in keys if key in metadata}}
+
+
 def add_tokens(backend: Tokenizer, texts: Sequence[str], types: Sequence[int]) -> None:
     """Add the tokens that are found in a text before it is split into words."""
     backend.add_tokens(

@@ -76,11 +76,12 @@ class Tokenizer:
         return f"Tokenizer({', '.join([*names, 'chat template' if self._chat_templates else 'no chat template'])})"
 
     @classmethod
-    def from_folder(cls, path: Path) -> Self:
+    def from_folder(cls, path: Path, num_rows: int | None = None) -> Self:
         """Return the tokenizer of a folder.
 
         Args:
             path: Folder with a `tokenizer.json` and, if present, other JSON files of a tokenizer.
+            num_rows: Number of rows of the model's embedding. The name of an added token without a row is plain text.
 
         Raises:
             ModelError: A file is missing or breaks its format.
@@ -88,14 +89,15 @@ class Tokenizer:
         Examples:
             >>> tokenizer = Tokenizer.from_folder(Path("path/to/model"))  # doctest: +SKIP
         """
-        return cls(**read_folder(path)._asdict())
+        return cls(**read_folder(path, num_rows)._asdict())
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+    def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Self:
         """Return the tokenizer of a GGUF file. Tokens of type control are special.
 
         Args:
             metadata: The key-values of the file.
+            num_rows: As for `from_folder`.
 
         Raises:
             ModelError: A key is missing, or its value breaks the format.
@@ -105,7 +107,7 @@ class Tokenizer:
             >>> Tokenizer.from_gguf(open_checkpoint("smollm2").metadata).vocab_size
             49152
         """
-        return cls(**read_gguf(metadata)._asdict())
+        return cls(**read_gguf(metadata, num_rows)._asdict())
 
     @property
     def eos_token_id(self) -> int | None:

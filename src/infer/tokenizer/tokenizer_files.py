@@ -10,8 +10,14 @@ from tokenizers import AddedToken
 
 from infer.system.json_file import read_json_file, read_text_file
 from infer.tokenizer.gguf_encoders import is_encoder, make_encoder_backend, with_default_ids
-from infer.tokenizer.gguf_vocabulary import CONTROL_NAMES, END_IDS, make_bos_eos_processor, make_gguf_backend
-from infer.tokenizer.tokenizers_library import load_backend
+from infer.tokenizer.gguf_vocabulary import (
+    CONTROL_NAMES,
+    END_IDS,
+    make_bos_eos_processor,
+    make_gguf_backend,
+    without_tokens_from,
+)
+from infer.tokenizer.tokenizers_library import load_backend, without_ids_from
 from infer.tokenizer.value_checks import check_json
 from infer.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
 
@@ -41,8 +47,11 @@ class TokenizerParts(NamedTuple):
     vocabulary: Sequence[str] | None = None
 
 
-def read_folder(path: Path) -> TokenizerParts:
-    """Return the parts of a folder's tokenizer. Raises ModelError if a file is missing or breaks its format."""
+def read_folder(path: Path, num_rows: int | None = None) -> TokenizerParts:
+    """Return the parts of a folder's tokenizer. An added token from `num_rows` on is no token.
+
+    Raises ModelError if a file is missing or breaks its format.
+    """
     config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / _CONFIG_NAME)}
     is_vocab_txt = not os.path.lexists(path / "tokenizer.json") and os.path.lexists(path / "vocab.txt")
     if is_vocab_txt:
@@ -54,6 +63,8 @@ def read_folder(path: Path) -> TokenizerParts:
         backend = load_backend(path / "tokenizer.json")
     _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
     _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
+    if num_rows is not None:
+        backend = without_ids_from(num_rows, path, backend)
     if "add_bos_token" in config or "add_eos_token" in config:
         own, wanted = _added_ends(backend, config, named_tokens)
         if wanted != own:  # otherwise keep the file's own processor, which may have a form for pairs
@@ -66,8 +77,13 @@ def read_folder(path: Path) -> TokenizerParts:
     )
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """Return the parts of a GGUF file's tokenizer. Raises ModelError if a key is missing or its value is wrong."""
+def read_gguf(metadata: Mapping[str, Any], num_rows: int | None = None) -> TokenizerParts:
+    """Return the parts of a GGUF file's tokenizer. A token from `num_rows` on is no token unless it is a normal one.
+
+    Raises ModelError if a key is missing or its value is wrong.
+    """
+    if num_rows is not None:
+        metadata = without_tokens_from(num_rows, metadata)
     if is_encoder(metadata):
         metadata = with_default_ids(metadata)
         backend, vocabulary = make_encoder_backend(metadata)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.models import Unigram
+from tokenizers.models import Model, Unigram
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
 from infer.system.json_file import parse_json, read_whole
@@ -77,14 +77,39 @@ def make_text_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     if isinstance(model, Unigram):
         names = {token_id: _unspellable(name) if added[token_id].special else name for token_id, name in names.items()}
         model = _renamed(model, names)
+    twin = _twin(backend, model, {token_id: _with_text(added[token_id], names[token_id]) for token_id in added})
+    twin.encode_special_tokens = True
+    return twin
+
+
+def without_ids_from(num_rows: int, path: Path, backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a backend without the added tokens whose ids have no row in the embedding. Their texts become plain text.
+
+    Raises ModelFormatError if the backend adds such a token to every text.
+    """
+    added = backend.get_added_tokens_decoder()
+    kept = {token_id: token for token_id, token in added.items() if token_id < num_rows}
+    if len(kept) == len(added):
+        return backend
+    twin = _twin(backend, backend.model, kept)
+    twin.decoder = backend.decoder
+    for token_id in added.keys() & set(twin.encode("").ids) - kept.keys():
+        raise ModelFormatError(path, "post_processor", f"adds token {token_id}, but the embedding has {num_rows} rows")
+    return twin
+
+
+def _twin(
+    backend: tokenizers.Tokenizer, model: Model, added: Mapping[int, tokenizers.AddedToken]
+) -> tokenizers.Tokenizer:
+    """Return a backend that encodes with the same steps, another model and other added tokens."""
     twin = tokenizers.Tokenizer(model)
     for name in ("normalizer", "pre_tokenizer", "post_processor"):
         if (part := getattr(backend, name)) is not None:
             setattr(twin, name, part)
-    twin.add_tokens([_with_text(added[token_id], names[token_id]) for token_id in sorted(added)])
-    if {token_id: token.content for token_id, token in twin.get_added_tokens_decoder().items()} != names:
+    twin.add_tokens([added[token_id] for token_id in sorted(added)])
+    found = {token_id: token.content for token_id, token in twin.get_added_tokens_decoder().items()}
+    if found != {token_id: token.content for token_id, token in added.items()}:
         raise RuntimeError("the tokenizers library gave the added tokens other ids")
-    twin.encode_special_tokens = True
     return twin
 
 

@@ -84,7 +84,7 @@ assets: $(VENV)/.models ## fetch the tokenizers and published models that the te
 
 .PHONY: bench
 bench: $(VENV)/.demo ## the quick benchmark
-	$(BIN)/infer bench
+	$(BIN)/infer bench --suite quick
 
 .PHONY: clean
 clean: ## remove the environment, caches and build products

@@ -2,9 +2,7 @@
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +10,15 @@ import torch
 from transformers import Gemma3TextConfig, Lfm2Config, Qwen3_5TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
-from infer import LLM, InvalidRequestError
+from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.backends.cpu.isa import instruction_set
 from infer.bench.mixer_costs import mixer_bytes, mixer_flops
 from infer.bench.profile import profile, split_label, summarize
 from infer.bench.speed import MemoryProbe, Workload, kv_bytes, measure, weight_bytes_by_kind
+from infer.bench.suite import workloads
 from infer.cli import main
 from infer.cli.bench_command import columns, profile_lines, speed_lines
+from infer.cli.suite_tables import comparison_lines
 from infer.model.families import make_architecture
 from infer.operands.architecture import Architecture
 from infer.operands.mixers import GatedDeltaNet
@@ -107,16 +107,131 @@ def test_a_workload_of_nothing_is_refused(values: dict[str, int]) -> None:
         Workload(**values)
 
 
-def test_a_device_with_memory_of_its_own_is_refused_before_loading(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, folder: Path
+def test_without_the_hosts_bandwidth_its_rows_are_left_out(llm: LLM) -> None:
+    shown = "\n".join(speed_lines(measure(llm, WORKLOAD, read_bytes=0)))
+    assert "decode" in shown
+    assert "GB/s" not in shown
+
+
+def test_a_run_generates_the_asked_number_of_tokens_each_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, SamplingParams]] = []
+    generate = llm.generate
+
+    def counted(prompt: list[int], params: SamplingParams) -> GenerationResult:
+        result = generate(prompt, params)
+        asked.append((result.generated_tokens, params))
+        return result
+
+    monkeypatch.setattr(llm, "generate", counted)
+    speed = measure(llm, Workload(prompt_tokens=12, new_tokens=6, repeats=3), read_bytes=READ_BYTES)
+    assert [count for count, _ in asked] == [6] * (2 + 3)  # two warm-ups, three trials
+    assert [params.seed for _, params in asked] == [42, 43, 44, 45, 46]
+    fastest, slowest = speed.fastest_step, speed.slowest_step
+    assert fastest is not None
+    assert slowest is not None
+    assert fastest.seconds <= speed.inter_token_p50_s <= slowest.seconds
+    assert 1 <= fastest.step <= 5
+    assert fastest.seq_len == 12 + fastest.step
+    assert speed.wall_s > speed.ttft_s
+    assert speed.read_bandwidth > 0
+
+
+def test_an_answer_of_one_token_has_no_decode_step(llm: LLM) -> None:
+    speed = measure(llm, Workload(prompt_tokens=12, new_tokens=1, repeats=1, warmups=0), read_bytes=0)
+    assert (speed.decode_tokens_per_second, speed.fastest_step, speed.bandwidth_share) == (0.0, None, 0.0)
+    assert "min –" in "\n".join(speed_lines(speed))
+
+
+# Suites
+
+CANONICAL = {
+    "short-greedy": (64, 64), "medium-greedy": (256, 256), "prefill-heavy": (1024, 64), "decode-heavy": (64, 1024),
+    "medium-sampled": (256, 256), "long-context": (1024, 1024), "medium-full-pipeline": (256, 256),
+}  # fmt: skip
+SUITE = ["--suite", "quick", "--trials", "1", "--warmup", "0", "--seed", "5"]
+
+
+def test_a_suite_has_its_canonical_configs() -> None:
+    found = {name: workloads(name, repeats=3, warmups=2, seed=42) for name in ("quick", "standard", "full")}
+    assert [len(each) for each in found.values()] == [2, 5, 7]
+    assert {name: (each.prompt_tokens, each.new_tokens) for name, each in found["full"].items()} == CANONICAL
+    assert found["standard"].keys() == CANONICAL.keys() - {"long-context", "medium-full-pipeline"}
+    sampled = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    assert found["full"]["medium-sampled"].sampling == sampled
+    assert found["full"]["medium-full-pipeline"].sampling == sampled | {"repetition_penalty": 1.1}
+
+
+def test_a_suite_prints_a_row_per_config_and_skips_what_does_not_fit(folder: Path, capsys: Capture) -> None:
+    assert main(["bench", "--model", str(folder), *SUITE]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2].split()[:3] == ["short-greedy", "64", "64"]
+    assert rows[3].startswith("  steps in ms: mean ")
+    assert rows[4].split(maxsplit=1) == [
+        "medium-greedy", "skipped: needs 512 tokens, and the model's context has 128"
+    ]  # fmt: skip
+
+
+def test_a_report_has_the_figures_of_each_config_and_the_machine(folder: Path, capsys: Capture, tmp_path: Path) -> None:
+    assert main(["bench", "--model", str(folder), *SUITE, "--json", "--report", str(tmp_path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (file,) = tmp_path.glob("bench-*-quick-*.json")
+    assert json.loads(file.read_text()) == shown
+    assert (shown["model"], shown["device"], shown["gpu_name"], shown["seed"]) == (str(folder), "cpu", None, 5)
+    assert (shown["trials"], shown["warmups"], shown["suite"]) == (1, 0, "quick")
+    for key in ("dtype", "timestamp", "infer_version", "torch_version", "numba_version", "cpu_name", "threads"):
+        assert shown[key]
+    (config,) = shown["configs"]
+    assert (config["name"], config["prompt_tokens"], config["generated_tokens"]) == ("short-greedy", 64, 64)
+    for key in (
+        *("ttft_median_ms", "prompt_throughput_median_tps", "decode_throughput_median_tps", "wall_time_median_s"),
+        *(f"per_step_latency_{name}_ms" for name in ("mean", "p50", "p95", "p99", "min", "max")),
+        *("post_load_memory_gb", "peak_memory_gb", "end_to_end_throughput_median_tps"),
+    ):
+        assert config[key] > 0
+    assert config["per_step_latency_max_seq_len"] == 64 + config["per_step_latency_max_step"]
+    assert (config["peak_gpu_memory_gb"], shown["skipped"][0]["name"]) == (None, "medium-greedy")
+
+
+def test_a_comparison_shows_ratios_and_the_conditions_that_differ(
+    folder: Path, capsys: Capture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        "infer.cli.bench_command.device_backend", lambda device: SimpleNamespace(computes_on_host=False)
-    )
+    path, sizes = tmp_path / "before.json", ["--model", str(folder), "-p", "12", "-n", "4", "--repeats", "1"]
+    assert main(["bench", *sizes, "--report", str(path)]) == 0
+    before = json.loads(path.read_text())
+    before["configs"].append(before["configs"][0] | {"name": "other"})
+    path.write_text(json.dumps(before | {"threads": 99}))
+    capsys.readouterr()
+    assert main(["bench", *sizes, "--compare", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["compared"]["12/4"]["ttft_median_ms"] > 0
+    assert shown["compared"]["other"] == "only in the report"
+    assert shown["differences"] == [f"threads differs: 99 before, {before['threads']} now"]
+    report = before | {"configs": [before["configs"][0] | {"ttft_median_ms": 1.0, "decode_throughput_median_tps": 0}]}
+    lines = list(comparison_lines(report, before))
+    assert lines[2].split()[:3] == ["12/4", f"{before['configs'][0]['ttft_median_ms']:.2f}", "×"]
+    assert "–" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "quick", "-p", "12"], "--suite and --prompt-tokens are both given"),
+        (["--suite", "quick", "--profile"], "--profile and --suite are both given"),
+        (["--suite", "huge"], "'huge' is not one of 'quick', 'standard', 'full'"),
+        (["--compare", "none.json"], "the report none.json cannot be read: No such file or directory"),
+        (["--compare", __file__], "is not a report of infer bench: write one with --report"),
+        (["--report", "no/folder/x.json"], "no/folder is not a folder"),
+        (["--warmup", "-1"], "-1 is not in the range"),
+    ],
+)
+def test_a_wrong_suite_or_report_is_one_line_before_anything_is_loaded(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
     monkeypatch.setattr("infer.cli.bench_command.LLM", None)
-    monkeypatch.setattr("infer.cli.subcommands.kernels_ahead", lambda *_: nullcontext())
-    assert main(["bench", "--model", str(folder), "--device", "cuda"]) == 2
-    assert "bench measures the host's memory, but cuda has its own memory: use --device cpu" in capsys.readouterr().err
+    assert main(["bench", "--model", str(folder), *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert (shown.err.count("\n"), shown.out) == (1, "")
 
 
 def test_reading_memory_leaves_the_number_of_threads_alone() -> None:

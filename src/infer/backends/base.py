@@ -265,6 +265,14 @@ class Backend(ABC):
         """Return how many bytes can still be allocated in the memory that models use; None if that is not known."""
         return available_memory_bytes()
 
+    def begin_gpu_peak(self) -> int | None:
+        """Return the bytes allocated on the GPU, and measure `peak_gpu_bytes` from now on. None without a GPU."""
+        return None
+
+    def peak_gpu_bytes(self) -> int | None:
+        """Return the most bytes that were allocated on the GPU since `begin_gpu_peak`. None without a GPU."""
+        return None
+
     def give_back(self, memory: Tensor, first: int, count: int) -> None:
         """Free entries [first, first + count) of the first axis of memory that `zeros` made.
 

@@ -48,6 +48,15 @@ class TorchBackend(Backend):
     def available_bytes(self) -> int | None:
         return super().available_bytes() if self.computes_on_host else gpus.free_bytes(self.device)
 
+    def begin_gpu_peak(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_gpu_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
     def give_back(self, memory: Tensor, first: int, count: int) -> None:
         if self.computes_on_host:
             host_memory.give_back(memory, first, count)

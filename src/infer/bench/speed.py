@@ -8,12 +8,13 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from random import Random
-from statistics import median
-from typing import Any, Self, final
+from statistics import fmean, median
+from typing import Any, NamedTuple, Self, final
 
 import torch
 
@@ -35,18 +36,27 @@ OnProgress = Callable[[int, int], None]
 @final
 @dataclass(frozen=True)
 class Workload:
-    """The measured work: a prompt, and an answer that begins when `context` tokens are in the cache."""
+    """The measured work: a prompt, and an answer that begins when `context` tokens are in the cache.
+
+    An answer has exactly `new_tokens` tokens, of which the first belongs to the prefill. Each run has a prompt and a
+    seed of its own, which follow from `seed`.
+    """
 
     prompt_tokens: int = 512
     new_tokens: int = 128
     context: int | None = None  # None: as many as the prompt has
     repeats: int = 3
+    warmups: int = 2
+    seed: int = 42
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # fields of SamplingParams
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "new_tokens", "context", "repeats"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequestError(f"{name} must be at least 1, got {value}")
+        if self.warmups < 0:
+            raise InvalidRequestError(f"warmups must be at least 0, got {self.warmups}")
 
     @property
     def depth(self) -> int:
@@ -55,7 +65,17 @@ class Workload:
     @property
     def max_seq_len(self) -> int:
         """The smallest context length with room for the workload."""
-        return max(self.prompt_tokens, self.depth) + self.new_tokens + 1
+        return max(self.prompt_tokens, self.depth) + self.new_tokens
+
+
+@final
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one decode step: the step number `step` of an answer, after which the cache has `seq_len` tokens."""
+
+    seconds: float
+    step: int
+    seq_len: int
 
 
 @final
@@ -68,13 +88,21 @@ class Speed:
     prefill_tokens_per_second: float
     ttft_s: float
     decode_tokens_per_second: float
+    wall_s: float  # of a whole answer, as its caller waits for it
+    end_to_end_tokens_per_second: float  # new tokens divided by this time
+    inter_token_mean_s: float
     inter_token_p50_s: float
     inter_token_p95_s: float
     inter_token_p99_s: float
+    fastest_step: StepTime | None  # None if there was no decode step
+    slowest_step: StepTime | None
     weight_bytes: int
     kv_bytes: int  # bytes read, averaged over the answer
-    read_bandwidth: float  # the best rate at which the same number of threads read memory
-    peak_resident_bytes: int
+    read_bandwidth: float  # the best rate at which the same number of threads read memory; 0 if it was not measured
+    loaded_resident_bytes: int
+    peak_resident_bytes: int  # of the process until now
+    loaded_gpu_bytes: int | None = None
+    peak_gpu_bytes: int | None = None
 
     @property
     def achieved_bandwidth(self) -> float:
@@ -82,7 +110,7 @@ class Speed:
 
     @property
     def bandwidth_share(self) -> float:
-        return self.achieved_bandwidth / self.read_bandwidth
+        return self.achieved_bandwidth / self.read_bandwidth if self.read_bandwidth else 0.0
 
     def to_json(self) -> dict[str, Any]:
         shares = {"achieved_bandwidth": self.achieved_bandwidth, "bandwidth_share": self.bandwidth_share}
@@ -96,51 +124,74 @@ def measure(
     *,
     read_bytes: int | None = None,
 ) -> Speed:
-    """Warm up once, then measure the repeats, with the bandwidth before, between and after them.
+    """Warm up, then measure the repeats, with the bandwidth before, between and after them.
 
-    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None means more than the caches' size.
+    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None means more than the caches' size,
+    and 0 means that it is not measured.
     """
-    prefill, decode = list[GenerationTiming](), list[GenerationTiming]()
-    num_parts = workload.repeats + 1
-    _run(llm, workload, seed=0)
+    loaded, backend = resident_bytes(), llm.model.backend
+    gpu_loaded = backend.begin_gpu_peak()
+    runs, num_parts = list[_Run](), workload.repeats + 1
+    for number in range(workload.warmups):
+        _run(llm, workload, number)
     peak = peak_resident_bytes()  # before the buffers for measuring bandwidth
     on_progress(1, num_parts)
-    threads = llm.model.backend.num_threads()
-    with MemoryProbe(threads, read_bytes) as memory:
-        rates = [memory.read_rate()]
+    threads = backend.num_threads()
+    with nullcontext() if read_bytes == 0 else MemoryProbe(threads, read_bytes) as memory:
+        rates = [memory.read_rate() if memory else 0.0]
         for repeat in range(1, num_parts):
-            first, second = _run(llm, workload, seed=repeat)
-            prefill.append(first)
-            decode.append(second)
-            rates.append(memory.read_rate())
+            runs.append(_run(llm, workload, workload.warmups + repeat - 1))
+            rates.append(memory.read_rate() if memory else 0.0)
             on_progress(repeat + 1, num_parts)
-    steps = [seconds for timing in decode for seconds in timing.inter_token_times_s]
+    steps = [step for run in runs for step in run.steps(workload.depth)]
+    times = [step.seconds for step in steps]
     return Speed(
         workload=workload,
         threads=threads,
-        prefill_tokens_per_second=median(workload.prompt_tokens / timing.prefill_time_s for timing in prefill),
-        ttft_s=median(timing.ttft_s for timing in prefill),
-        decode_tokens_per_second=median(timing.decode_tokens_per_second or 0.0 for timing in decode),
-        inter_token_p50_s=percentile(steps, 50.0),
-        inter_token_p95_s=percentile(steps, 95.0),
-        inter_token_p99_s=percentile(steps, 99.0),
+        prefill_tokens_per_second=median(workload.prompt_tokens / run.prefill.prefill_time_s for run in runs),
+        ttft_s=median(run.prefill.ttft_s for run in runs),
+        decode_tokens_per_second=median(run.decode.decode_tokens_per_second or 0.0 for run in runs),
+        wall_s=median(run.wall_s for run in runs),
+        end_to_end_tokens_per_second=median(workload.new_tokens / run.wall_s for run in runs),
+        inter_token_mean_s=fmean(times) if times else 0.0,
+        inter_token_p50_s=percentile(times, 50.0),
+        inter_token_p95_s=percentile(times, 95.0),
+        inter_token_p99_s=percentile(times, 99.0),
+        fastest_step=min(steps, key=lambda step: step.seconds, default=None),
+        slowest_step=max(steps, key=lambda step: step.seconds, default=None),
         weight_bytes=sum(weight_bytes_by_kind(llm.model).values()),
         kv_bytes=kv_bytes(llm.model, workload.depth + workload.new_tokens // 2),
         read_bandwidth=max(rates),
-        peak_resident_bytes=peak,
+        loaded_resident_bytes=loaded,
+        peak_resident_bytes=peak if rates[0] else peak_resident_bytes(),
+        loaded_gpu_bytes=gpu_loaded,
+        peak_gpu_bytes=backend.peak_gpu_bytes(),
     )
 
 
-def _run(llm: LLM, workload: Workload, seed: int) -> tuple[GenerationTiming, GenerationTiming]:
-    """Return the timings for prefill and decode. One generation gives both if their lengths agree."""
-    decode = _generate(llm, workload.depth, workload.new_tokens + 1, seed)
+class _Run(NamedTuple):
+    """The timings of prefill and decode, which are those of one answer if their lengths agree."""
+
+    prefill: GenerationTiming
+    decode: GenerationTiming
+    wall_s: float
+
+    def steps(self, depth: int) -> list[StepTime]:
+        return [StepTime(spent, step, depth + step) for step, spent in enumerate(self.decode.inter_token_times_s, 1)]
+
+
+def _run(llm: LLM, workload: Workload, number: int) -> _Run:
+    started = time.perf_counter()
+    decode = _generate(llm, workload, workload.depth, workload.new_tokens, number)
+    wall_s = time.perf_counter() - started
     if workload.depth == workload.prompt_tokens:
-        return decode, decode
-    return _generate(llm, workload.prompt_tokens, 1, seed), decode
+        return _Run(decode, decode, wall_s)
+    return _Run(_generate(llm, workload, workload.prompt_tokens, 1, number), decode, wall_s)
 
 
-def _generate(llm: LLM, prompt_tokens: int, new_tokens: int, seed: int) -> GenerationTiming:
-    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, seed=seed)
+def _generate(llm: LLM, workload: Workload, prompt_tokens: int, new_tokens: int, number: int) -> GenerationTiming:
+    seed = workload.seed + number
+    params = SamplingParams(**workload.sampling, max_new_tokens=new_tokens, ignore_eos=True, seed=seed)
     return llm.generate(make_prompt(llm.model, prompt_tokens, seed), params).timing
 
 
@@ -209,6 +260,15 @@ class MemoryProbe:
                 list(self._threads.map(torch.sum, self._pieces))
                 rates.append(self._buffer.nbytes / (time.perf_counter() - started))
         return max(rates)
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process uses now, in bytes; the largest so far if the system does not report it."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:

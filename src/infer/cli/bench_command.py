@@ -8,12 +8,18 @@ from typing import Any
 
 from infer import __version__
 from infer.bench.profile import Profile, StepOperation, profile
+from infer.bench.report import check_report, compare, differences, make_report, read_report, write_report
 from infer.bench.speed import Speed, Workload, measure
+from infer.bench.suite import workloads
+from infer.checkpoint import open_checkpoint
 from infer.cli.command_options import BenchOptions
 from infer.cli.model_loading import cache_values
+from infer.cli.suite_tables import comparison_lines, config_lines, heading, latencies, memory_line
 from infer.cli.terminal import Spinner, TextWriter
 from infer.errors import InvalidRequestError
+from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import LLM
+from infer.model.families import make_architecture
 from infer.model.from_checkpoint import device_backend
 from infer.system.status_line import bar
 
@@ -22,42 +28,118 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 def run_bench(options: BenchOptions) -> None:
     """Load the model, measure it, and print the results."""
-    workload = Workload(options.prompt_tokens, options.num_tokens, options.context, options.repeats)
-    name, backend = options.model, device_backend(options.device)
-    if not backend.computes_on_host:
-        raise InvalidRequestError(
-            f"bench measures the host's memory, but {options.device} has its own memory: use --device cpu"
-        )
-    with Spinner(f"loading {name}") as spinner:
-        llm = LLM(
-            name,
-            dtype=options.dtype,
-            weights=options.weights,
-            precision=options.precision,
-            **cache_values(options),
-            device=options.device,
-            threads=options.threads,
-            max_seq_len=workload.max_seq_len,
-            on_progress=spinner.progress,
-        )
+    check_report(options.report)
+    before = None if options.compare is None else read_report(options.compare)
+    workload = Workload(
+        options.prompt_tokens,
+        options.num_tokens,
+        options.context,
+        repeats=options.repeats,
+        warmups=options.warmup,
+        seed=options.seed,
+    )
+    if options.suite is None:
+        works, skipped = {_name_of(workload): workload}, dict[str, str]()
+    else:
+        works = workloads(options.suite, repeats=options.repeats, warmups=options.warmup, seed=options.seed)
+        works, skipped = _that_fit(options, works)
+    backend = device_backend(options.device)
+    llm = _load(options, max(each.max_seq_len for each in works.values()))
     setting = {key: getattr(options, key) for key in ("model", "device", "dtype", "weights", "precision")}
     setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
     # Before measuring: a reader that closes the pipe after one line ends it here.
     if not (options.profile or options.as_json):
         writer.write(model_line(setting, backend.num_threads()) + "\n")
-    with Spinner(f"profiling {name}" if options.profile else f"measuring {name}") as spinner:
-        measured = profile(llm, workload, spinner.progress) if options.profile else None
-        speed = measure(llm, workload, spinner.progress) if measured is None else None
+    if options.profile:
+        _show_profile(llm, workload, setting, writer, as_json=options.as_json)
+        return
+    speeds = _measure_all(options, llm, works, skipped, writer)
+    report = make_report(llm, setting, options.suite, speeds, skipped)
     if options.as_json:
-        found = {"speed": speed.to_json()} if speed else {"profile": [each.to_json() for each in measured or ()]}
-        text = json.dumps({"infer_version": __version__} | setting | found, ensure_ascii=False)
-    elif speed is not None:
-        text = "\n".join(speed_lines(speed))
+        single = {"infer_version": __version__} | setting | {"speed": next(iter(speeds.values())).to_json()}
+        compared = {} if before is None else {
+            "compared": compare(before, report), "differences": list(differences(before, report))
+        }  # fmt: skip
+        writer.write(json.dumps((report if options.suite else single) | compared, ensure_ascii=False))
+    elif before is not None:
+        writer.write("\n" + "\n".join(comparison_lines(before, report)))
+    writer.end_line()
+    if options.report is not None:
+        print(f"infer: wrote {write_report(options.report, report)}", file=sys.stderr)
+
+
+def _name_of(workload: Workload) -> str:
+    """Return the name of a config without a suite, which is the same for the same sizes."""
+    size = f"{workload.prompt_tokens}/{workload.new_tokens}"
+    return size if workload.depth == workload.prompt_tokens else f"{size} at {workload.depth}"
+
+
+def _that_fit(options: BenchOptions, works: Mapping[str, Workload]) -> tuple[dict[str, Workload], dict[str, str]]:
+    """Return the workloads that fit the model's context, and the reasons why others do not.
+
+    Raises InvalidRequestError if none fits.
+    """
+    settings = CacheSettings(**cache_values(options))
+    most = make_architecture(open_checkpoint(options.model).config).most_positions
+    skipped = dict[str, str]()
+    for name, work in works.items():
+        try:
+            settings.check_length(work.max_seq_len, most)
+        except InvalidRequestError:
+            skipped[name] = f"needs {work.max_seq_len} tokens, and the model's context has {most}"
+    if len(skipped) == len(works):
+        raise InvalidRequestError(f"no config of suite {options.suite} fits the model's context of {most} tokens: "
+                                  "use -p and -n")  # fmt: skip
+    return {name: work for name, work in works.items() if name not in skipped}, skipped
+
+
+def _load(options: BenchOptions, max_seq_len: int) -> LLM:
+    with Spinner(f"loading {options.model}") as spinner:
+        return LLM(
+            options.model,
+            dtype=options.dtype,
+            weights=options.weights,
+            precision=options.precision,
+            **cache_values(options),
+            device=options.device,
+            threads=options.threads,
+            max_seq_len=max_seq_len,
+            on_progress=spinner.progress,
+        )
+
+
+def _measure_all(
+    options: BenchOptions, llm: LLM, works: Mapping[str, Workload], skipped: Mapping[str, str], writer: TextWriter
+) -> dict[str, Speed]:
+    """Measure the workloads, and print the row of each as soon as it is known."""
+    is_suite, speeds = options.suite is not None, dict[str, Speed]()
+    # The buffers for the bandwidth would count as memory of the next config.
+    read_bytes = 0 if is_suite or not llm.model.backend.computes_on_host else None
+    if is_suite and not options.as_json:
+        writer.write(heading() + "\n")
+    for name, work in works.items():
+        with Spinner(f"measuring {name if is_suite else options.model}") as spinner:
+            speeds[name] = measure(llm, work, spinner.progress, read_bytes=read_bytes)
+        if not options.as_json:
+            writer.write("\n".join(config_lines(name, speeds[name]) if is_suite else speed_lines(speeds[name])) + "\n")
+    if is_suite and not options.as_json:
+        writer.write("".join(f"{name:<21}   skipped: {reason}\n" for name, reason in skipped.items()))
+        writer.write(memory_line(next(iter(speeds.values()))) + "\n")
+    return speeds
+
+
+def _show_profile(
+    llm: LLM, workload: Workload, setting: Mapping[str, Any], writer: TextWriter, *, as_json: bool
+) -> None:
+    with Spinner(f"profiling {setting['model']}") as spinner:
+        measured = profile(llm, workload, spinner.progress)
+    if as_json:
+        found = {"infer_version": __version__, **setting, "profile": [each.to_json() for each in measured]}
+        writer.write(json.dumps(found, ensure_ascii=False))
     else:
         width = shutil.get_terminal_size((100, 24)).columns
-        text = "\n\n".join("\n".join(profile_lines(each, width)) for each in measured or ())
-    writer.write(text)
+        writer.write("\n\n".join("\n".join(profile_lines(each, width)) for each in measured))
     writer.end_line()
 
 
@@ -68,26 +150,22 @@ def model_line(setting: Mapping[str, Any], threads: int) -> str:
 
 
 def speed_lines(speed: Speed) -> Iterator[str]:
-    workload = speed.workload
-    percentiles = (speed.inter_token_p50_s, speed.inter_token_p95_s, speed.inter_token_p99_s)
-    milliseconds = ", ".join(
-        f"{name} {1e3 * s:.2f}" for name, s in zip(("p50", "p95", "p99"), percentiles, strict=True)
-    )
+    workload, answer = speed.workload, f"{speed.workload.new_tokens} tokens"
     num_bytes = f"{speed.weight_bytes / 1e6:.1f} MB of weights + {speed.kv_bytes / 1e6:.1f} MB of keys and values"
-    rows = [
-        ("prefill", f"{speed.prefill_tokens_per_second:.1f} tok/s", f"{workload.prompt_tokens} tokens"),
-        ("TTFT", f"{1e3 * speed.ttft_s:.1f} ms", ""),
-        ("decode", f"{speed.decode_tokens_per_second:.1f} tok/s", f"{workload.new_tokens} tokens at {workload.depth}"),
-        ("between tokens", f"{1e3 * speed.inter_token_p50_s:.2f} ms", milliseconds),
-        ("reads", f"{speed.achieved_bandwidth / 1e9:.1f} GB/s", f"{num_bytes} per token"),
-        (
-            "bandwidth",
-            f"{speed.read_bandwidth / 1e9:.1f} GB/s",
-            f"measured between the runs; {speed.bandwidth_share:.1%} used",
-        ),
-        ("peak resident", f"{speed.peak_resident_bytes / 1e6:.0f} MB", ""),
-    ]
-    yield from (_row(*row) for row in rows)
+    yield _row("prefill", f"{speed.prefill_tokens_per_second:.1f} tok/s", f"{workload.prompt_tokens} tokens")
+    yield _row("TTFT", f"{1e3 * speed.ttft_s:.1f} ms", "")
+    yield _row("decode", f"{speed.decode_tokens_per_second:.1f} tok/s", f"{answer} at {workload.depth}")
+    yield _row("between tokens", f"{1e3 * speed.inter_token_p50_s:.2f} ms", latencies(speed))
+    yield _row("end to end", f"{speed.end_to_end_tokens_per_second:.1f} tok/s", f"{answer} in {speed.wall_s:.2f} s")
+    if speed.read_bandwidth:
+        yield _row("reads", f"{speed.achieved_bandwidth / 1e9:.1f} GB/s", f"{num_bytes} per token")
+        used = f"measured between the runs; {speed.bandwidth_share:.1%} used"
+        yield _row("bandwidth", f"{speed.read_bandwidth / 1e9:.1f} GB/s", used)
+    loaded = f"{speed.loaded_resident_bytes / 1e6:.0f} MB after load"
+    yield _row("peak resident", f"{speed.peak_resident_bytes / 1e6:.0f} MB", loaded)
+    if speed.peak_gpu_bytes is not None:
+        loaded = f"{(speed.loaded_gpu_bytes or 0) / 1e6:.0f} MB after load"
+        yield _row("peak of the GPU", f"{speed.peak_gpu_bytes / 1e6:.0f} MB", loaded)
 
 
 def _row(name: str, value: str, remark: str) -> str:

@@ -314,9 +314,18 @@ class InspectionOptions:
 @dataclass(frozen=True)
 class BenchOptions(ModelArgument, WeightOptions, CacheOptions, DeviceOption, InspectionOptions):
     prompt_tokens: int = option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, help="Tokens to prefill.")
-    num_tokens: int = option("-n", "--num-tokens", type=AT_LEAST_1, default=128, help="Tokens to decode.")
+    num_tokens: int = option("-n", "--num-tokens", "--max-new-tokens", type=AT_LEAST_1, default=128,
+                             help="Tokens to generate, the first of them by the prefill.")
     context: int | None = option(type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: --prompt-tokens]")
-    repeats: int = option(type=AT_LEAST_1, default=3, help="Number of measured runs, after a warm-up.")
+    suite: Literal["quick", "standard", "full"] | None = option(
+        help="Measure configs of several sizes instead: quick, two greedy ones; standard, also a long prompt, a long "
+             "answer and a sampled one; full, seven.")
+    repeats: int = option("--repeats", "--trials", type=AT_LEAST_1, default=3, help="Number of measured runs.")
+    warmup: int = option(type=click.IntRange(min=0), default=2, help="Number of runs before the measured ones.")
+    seed: int = option(type=click.IntRange(min=0, max=2**53), default=42, help="Seed of the prompts and of sampling.")
+    report: Path | None = option(type=FILE, metavar="PATH",
+                                 help="Also write the figures as JSON, to a file or to a new file in a folder.")
+    compare: Path | None = option(type=FILE, metavar="REPORT", help="Also show ratios to the figures of a report.")
     profile: bool = option(help="Show the time of each operation and layer instead, as a table and bars.")
 
 

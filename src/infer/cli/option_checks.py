@@ -12,6 +12,7 @@ import click
 from infer.backends.before_load import step_limits
 from infer.cli.command_options import BenchOptions, LoadOptions, RunningOptions
 from infer.cli.model_loading import cache_values
+from infer.cli.sampling_options import is_given
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.engine.model_settings import check_settings
 from infer.errors import InvalidRequestError
@@ -22,6 +23,7 @@ from infer.system.extras import install_extra
 
 _CACHE_DEFAULTS = CacheSettings()
 _SETTINGS = ("max_seq_len", "threads", "grammar_backend")
+_BENCH_SIZES = ("prompt_tokens", "num_tokens", "context")
 _OF_EXTRA = {"serve": ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
 
 
@@ -65,6 +67,17 @@ def _check_step(options: _Loading) -> None:
         if value is not None and value > most:
             flag = f"--{name.replace('_', '-')}"
             raise InvalidRequestError(f"{flag} must be at most {most} with --device {options.device}, got {value}")
+
+
+def check_suite(context: click.Context) -> None:
+    """Raise UsageError if options of `infer bench` contradict each other."""
+    given = [f"--{name.replace('_', '-')}" for name in _BENCH_SIZES if is_given(context, name)]
+    kinds = [f"--{name}" for name in ("suite", "profile") if context.params[name]]
+    if "--suite" in kinds and given:
+        raise click.UsageError(f"--suite and {given[0]} are both given: a suite has sizes of its own")
+    others = [*kinds, *(f"--{name}" for name in ("report", "compare") if context.params[name])]
+    if context.params["profile"] and len(others) > 1:
+        raise click.UsageError(f"--profile and {others[0 if others[0] != '--profile' else 1]} are both given: give one")
 
 
 def check_constraints(context: click.Context) -> None:

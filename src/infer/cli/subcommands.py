@@ -27,7 +27,7 @@ from infer.cli.command_options import (
 from infer.cli.file_subcommands import COMMANDS
 from infer.cli.model_choice import choose_model, choose_models, take_named
 from infer.cli.model_loading import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
-from infer.cli.option_checks import check_constraints, check_grammar, check_options, needs_extra
+from infer.cli.option_checks import check_constraints, check_grammar, check_options, check_suite, needs_extra
 from infer.cli.option_fields import takes_options
 from infer.cli.other_programs import TolerantCommand, what_to_type
 from infer.cli.prompts import many_prompts, one_prompt
@@ -316,6 +316,7 @@ def sample_trace(context: click.Context, options: TraceOptions) -> None:
 @takes_options(BenchOptions)
 def bench(context: click.Context, options: BenchOptions) -> None:
     """Measure a MODEL here: prefill, decode, latency, memory, and the share of the memory's speed."""
+    check_suite(context)
     options = take_named(context, options)
     check_options(options, [])
     with kernels_ahead(options):

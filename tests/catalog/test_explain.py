@@ -95,7 +95,7 @@ def test_lines_name_convolutions_and_their_state(tmp_path: Path, capsys: pytest.
     assert lines["layers 0, 2"].strip().startswith("short conv, num channels 64, num taps 3")
     page_bytes = 2 * 64 * 64 * 4
     assert explain(folder).state_bytes == page_bytes
-    assert lines["state"].strip().startswith(f"{2 * page_bytes / 1e6:.1f} MB of a sequence, ")
+    assert lines["state"].strip().startswith(f"{5 * page_bytes / 1e6:.1f} MB for a sequence, ")
 
 
 def test_layers_are_grouped_by_what_differs() -> None:

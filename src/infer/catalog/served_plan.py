@@ -7,20 +7,19 @@ from infer.checkpoint import open_checkpoint
 from infer.errors import ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
-from infer.kvcache.pages import num_pages
+from infer.model.cache_plan import CachePlan, check_fits, plan_cache
 from infer.model.context_length import context_length
 from infer.model.families import make_architecture
-from infer.model.memory_estimate import Estimate, LoadSettings, check_fits, estimate
+from infer.model.memory_estimate import Estimate, LoadSettings, estimate
 from infer.model.tensors import check_tensors
-from infer.request_limits import MAX_FULL_CONTEXTS
 
 
 class ServedPlan(NamedTuple):
-    """Total memory in bytes of the process, tokens of a context, pages of the cache (None: it has no pages), tasks."""
+    """Total memory in bytes of the process, tokens of a context, the cache (None: an encoder has none), and tasks."""
 
     num_bytes: int
     context: int
-    pool_pages: int | None
+    cache: CachePlan | None
     takes: tuple[str, ...]
 
 
@@ -44,26 +43,29 @@ def plan_served(
     check_tensors(architecture, checkpoint.tensors)
     check_layers(cache, architecture.mixers)
     context = context_length(max_seq_len, architecture, cache)
-    model_headers = (architecture, checkpoint.tensors, load, cache)
 
-    def needed(pages: int | None, num_rows: int) -> Estimate:
-        return estimate(*model_headers, num_tokens=context, num_rows=num_rows, pool_pages=pages)
+    def needed(settings: CacheSettings, pages: int | None) -> Estimate:
+        model = architecture, checkpoint.tensors, load, settings
+        return estimate(*model, num_tokens=context, num_rows=num_rows, pool_pages=pages)
 
-    if architecture.reads_whole_texts:
-        pages, num_rows = None, 1
-    else:
-        each, num_rows = num_pages(context, cache.page_tokens), load.step.logits
-        counts = [pool_pages] if pool_pages else [each * count for count in range(MAX_FULL_CONTEXTS, 0, -1)]
-        pages = next((count for count in counts if needed(count, num_rows).total <= share_bytes), counts[-1])
-    found = needed(pages, num_rows)
+    plan, num_rows = None, 1
+    if not architecture.reads_whole_texts:
+        num_rows = load.step.logits
+        plan = plan_cache(
+            architecture.cached_mixers, cache, num_tokens=context, num_rows=num_rows, pool_pages=pool_pages,
+            available=share_bytes, needed=lambda settings, pages: needed(settings, pages).total,
+        )  # fmt: skip
+    found = needed(cache, None) if plan is None else needed(*plan)
     if found.total > most_bytes:
-        beside = found.process + found.total - needed(pages, 1).total  # not of the weights or of a context
+        headers = architecture, checkpoint.tensors, load, cache
+        beside = found.total - estimate(*headers, num_tokens=context, pool_pages=pool_pages).model
+        most = max(0, most_bytes - beside)
         try:
-            check_fits(checkpoint.path.name, *model_headers, num_tokens=context, available=max(0, most_bytes - beside))
+            check_fits(checkpoint.path.name, *headers, num_tokens=context, pool_pages=pool_pages, available=most)
         except ModelError as error:
             allowed, taken = most_bytes // 1_000_000, beside // 1_000_000
             raise ModelError(
                 f"{error}; {allowed:,} MB are allowed, and the process takes {taken:,} MB of them"
             ) from error
     tasks = tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)
-    return ServedPlan(found.total, context, pages, tasks or ("generate",))
+    return ServedPlan(found.total, context, plan, tasks or ("generate",))

@@ -136,7 +136,7 @@ class EvictionOptions:
         metavar="MB", help="With a policy: forget tokens only if the system has less available memory.")
     state_memory_mb: int | None = option(
         "--state-memory-mb", "--state-memory", metavar="MB",
-        help="Memory for states of recurrent layers, current and stored.  [default: enough for the slots]")
+        help="Memory for states of recurrent layers, current and stored.  [default: a share of what is free]")
 
 
 @dataclass(frozen=True)

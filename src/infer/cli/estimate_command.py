@@ -14,6 +14,7 @@ from infer.cli.model_loading import cache_values
 from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
+from infer.model.cache_plan import option_that_fits
 from infer.model.context_length import context_length, fitting_step
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import LoadSettings, estimate, kv_type_of, largest_context, largest_types, loaded_types
@@ -34,7 +35,7 @@ def run_estimate(options: EstimateOptions) -> None:
     num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions
     threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
     load = LoadSettings(options.dtype, options.weights, options.precision, threads, options.device)
-    rows: dict[str, Any] = {"num_rows": options.batch, "pool_pages": options.pool_pages}
+    rows: dict[str, Any] = {"num_rows": None if options.batch == 1 else options.batch, "pool_pages": options.pool_pages}
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
     step_tokens = fitting_step(
         architecture, tensors, load, cache, num_tokens=num_tokens, most=load.step.tokens, available=available
@@ -44,6 +45,12 @@ def run_estimate(options: EstimateOptions) -> None:
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
     kv_type, generates = kv_type_of(architecture, load, cache), not architecture.reads_whole_texts
+    fits, option = None if available is None else found.total <= available, None
+    if fits is False and options.batch == 1:
+        option = option_that_fits(
+            architecture, tensors, load, cache,
+            num_tokens=num_tokens, pool_pages=options.pool_pages, available=max(0, rest),
+        )  # fmt: skip
     on_host = load.device == "cpu"  # only the host's memory can be measured
     report = {
         "model": options.model,
@@ -63,7 +70,8 @@ def run_estimate(options: EstimateOptions) -> None:
         "available_bytes": available,
         "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if on_host and generates else None,
         "read_bandwidth": read_bandwidth(threads) if on_host else None,
-        "fits": None if available is None else found.total <= available,
+        "fits": fits,
+        "option_that_fits": option,
         "largest_context": None
         if available is None
         else largest_context(architecture, tensors, load, cache, available=rest, most=most, **rows),
@@ -108,4 +116,6 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     verdict = "it fits" if report["fits"] else "it does not fit"
     most = report["largest_context"]
     longest = f"up to {most:,} tokens would" if most > 1 else "no context would fit: use a smaller quantisation"
+    if (option := report["option_that_fits"]) is not None and not option.startswith("max_seq_len"):
+        longest = option
     yield f"{'available':<10}{report['available_bytes'] / 1e6:>12,.1f} MB   {verdict}; {longest}"

@@ -9,6 +9,7 @@ import click
 
 from infer.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
 from infer.cli.terminal import columns_of_rows
+from infer.kvcache.groups import ROW_STATES
 
 _WORDS = {
     "mixer": "{}",
@@ -158,7 +159,8 @@ def _cache(found: Explanation) -> Iterator[str]:
 
 
 def _state(num_bytes: int) -> str:
-    return f"{2 * num_bytes / 1e6:,.1f} MB of a sequence, and {num_bytes / 1e6:,.1f} MB where another may go on from"
+    whole = ROW_STATES * num_bytes
+    return f"{whole / 1e6:,.1f} MB for a sequence, and {num_bytes / 1e6:,.1f} MB where another may go on from"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -133,8 +133,10 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
         share_bytes=share_bytes,
     )
     kept = ["--max-seq-len", str(found.context)]
-    if found.pool_pages is not None:
-        kept += ["--pool-pages", str(found.pool_pages)]
+    if found.cache is not None:
+        kept += ["--pool-pages", str(found.cache.pool_pages)]
+        if (states := found.cache.settings.state_memory_mb) is not None:
+            kept += ["--state-memory-mb", str(states)]
     return ModelPlan(found.num_bytes, kept, _takes(options, found.takes), found.context)
 
 

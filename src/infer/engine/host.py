@@ -27,7 +27,7 @@ from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.prefix_store import open_store
 from infer.model.transformer import Transformer
-from infer.runner.caches import default_pool_pages
+from infer.runner.caches import plan_rows
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
 from infer.runner.text_encoder import TextEncoder
@@ -237,10 +237,9 @@ class Host:
 
 
 def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> Runner:
-    pool_pages = settings.pool_pages or default_pool_pages(model, settings.cache)
-    num_slots = model.step_limits.logits
+    limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages)
     asked = RunnerSettings(
-        model.max_seq_len, settings.cache, num_slots, pool_pages, settings.capture, model.step_limits.tokens
+        model.max_seq_len, plan.settings, limits.logits, plan.pool_pages, settings.capture, limits.tokens
     )
     if ranks is None:
         return Runner(model, **asked._asdict())

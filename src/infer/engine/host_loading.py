@@ -55,7 +55,9 @@ def load_host(
     device = given.device if ranks is None else ranks.source.device_of(0)
     asked = checkpoint, tokenizer, device, given.dtype, given.weights, given.precision, given.max_seq_len
     # Rows of weights are allocated on the memory node of the thread that packs them.
-    network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
+    network = loop.load(
+        lambda show: load_checked(*asked, show, cache, group=group, pool_pages=given.pool_pages), on_progress
+    )
     fingerprint = f"{checkpoint.fingerprint()} {given.weights} {given.precision} {kept_dtype}"
     kept = fingerprint, cache, given.pool_pages, given.capture, given.grammar_backend, defaults
     times = tuple(file.modified_ns for file in checkpoint.files)

@@ -11,7 +11,7 @@ from infer.engine.host import Host
 from infer.engine.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
 from infer.engine.vector_options import TextIds
 from infer.operands.limits import MAX_STEP_TEXTS
-from infer.runner.hidden_states import MAX_SHARED_TOKENS, MAX_TEXTS, STEP_TOKENS
+from infer.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
 
 
 class TextStep(NamedTuple):
@@ -35,7 +35,7 @@ def text_states(host: Host, given: TextIds, *, only_last: bool = False) -> Itera
         return
     hidden_states, room = host.hidden_states(), partial(step_tokens, host)
     num_shared = _num_shared(host, texts) if only_last else 0
-    for batch in _batches([len(text) - num_shared for text in texts], STEP_TOKENS, MAX_TEXTS):
+    for batch in _batches([len(text) - num_shared for text in texts], STEP_TOKENS, hidden_states.max_texts):
         for _ in hidden_states.share(texts[0][:num_shared], room):
             yield TextStep([])
         for step in hidden_states.of([texts[index] for index in batch], room, num_shared):

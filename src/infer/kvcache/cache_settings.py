@@ -35,7 +35,7 @@ class CacheSettings:
     several rows of a cache have is stored once, and later rows find it again. This does not apply if a policy evicts.
 
     `state_memory_mb` is the memory for states of recurrent layers: those of the running rows, and those from which
-    later rows may continue. None: two pages per row, and eight that all rows share.
+    later rows may continue. None: two pages per row, and eight that all rows share; `LLM` takes less in little memory.
     """
 
     kv_type: str = "auto"  # one of KV_TYPES

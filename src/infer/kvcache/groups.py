@@ -4,7 +4,7 @@ All sizes are known before any memory is allocated. Loads no torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from infer.errors import InvalidRequestError
@@ -12,9 +12,10 @@ from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.page_sizes import page_bytes
 from infer.kvcache.pages import num_pages
 from infer.operands.limits import RECENT_PAGES, STATE_TOKENS
-from infer.operands.mixers import Attention, GatedDeltaNet, Mixer
+from infer.operands.mixers import Attention, GatedDeltaNet, Mixer, Recurrent
 from infer.quantization.kv_formats import check_kv_type
 
+ROW_STATES = RECENT_PAGES + 2  # most pages of recurrent layers that a row holds
 _STATES_PER_ROW, _SHARED_STATES = 2, 8  # pages of recurrent layers
 
 
@@ -102,15 +103,52 @@ def make_groups(
     return tuple(groups)
 
 
+def with_state_memory(
+    settings: CacheSettings, layers: Sequence[Mixer], capacity: int, num_rows: int, spare_bytes: int | None
+) -> CacheSettings:
+    """Return the settings with a memory for states, if the layers have states and the settings have no memory for them.
+
+    The memory holds the states of one row, and as many more as the rows use in at most `spare_bytes` bytes. If
+    `spare_bytes` is None, the memory is unknown and nothing is limited.
+    """
+    own = _recurrent(layers)
+    if not own or settings.state_memory_mb is not None:
+        return settings
+    size, least = _states_bytes(own, settings), _least_states(num_pages(capacity, settings.page_tokens))
+    more = (max(least, _most_states(num_rows, least)) - least) * size
+    num_bytes = least * size + (more if spare_bytes is None else min(more, max(0, spare_bytes)))
+    return replace(settings, state_memory_mb=-(-num_bytes >> 20))
+
+
+def _recurrent(layers: Sequence[Mixer]) -> list[Recurrent]:
+    return [layer for layer in layers if not isinstance(layer, Attention)]
+
+
+def _states_bytes(layers: Sequence[Recurrent], settings: CacheSettings) -> int:
+    return sum(page_bytes(layer, "f32", settings.page_tokens) for layer in layers)
+
+
+def _least_states(full: int) -> int:
+    """Return the pages of a row that would have `full` pages.
+
+    They include the active page, and the one before it for undoing tokens.
+    """
+    return min(full, ROW_STATES)
+
+
+def _most_states(num_rows: int, each: int) -> int:
+    return min(num_rows * each, num_rows * _STATES_PER_ROW + _SHARED_STATES)
+
+
 def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], settings: CacheSettings, full: int) -> PageGroup:
     """Return the group of the recurrent layers. A full row would have `full` pages.
 
     Raises InvalidRequestError if the memory for states is too small for one row.
     """
-    own = [layer for index in indices if not isinstance(layer := layers[index], Attention)]
-    least, most, megabytes = min(full, RECENT_PAGES + 2), None, settings.state_memory_mb
+    own, most, megabytes = _recurrent(layers), None, settings.state_memory_mb
+    least = _least_states(full)
     if megabytes is not None:
-        num_bytes = sum(page_bytes(layer, "f32", settings.page_tokens) for layer in own)
+        num_bytes = _states_bytes(own, settings)
         most = (megabytes << 20) // num_bytes
         if most < least:
             needed = -(-least * num_bytes >> 20)
@@ -122,7 +160,7 @@ def _recurrent_group(layers: Sequence[Mixer], indices: Sequence[int], settings: 
         sinks=0,
         window=max(layer.num_taps for layer in own),
         num_fixed=0,
-        pages_per_row=least,  # includes the active page, and the one before it for undoing tokens
+        pages_per_row=least,
         is_late=False,
         is_recurrent=True,
         has_states=any(isinstance(layer, GatedDeltaNet) for layer in own),
@@ -157,5 +195,4 @@ def pool_sizes(groups: Sequence[PageGroup], num_rows: int, pool_pages: int | Non
 def _full_pool(group: PageGroup, num_rows: int) -> int:
     if group.pool_limit is not None:
         return group.pool_limit
-    full = num_rows * group.pages_per_row
-    return min(full, num_rows * _STATES_PER_ROW + _SHARED_STATES) if group.is_recurrent else full
+    return _most_states(num_rows, group.pages_per_row) if group.is_recurrent else num_rows * group.pages_per_row

@@ -15,11 +15,12 @@ from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.groups import check_layers
+from infer.model.cache_plan import check_fits
 from infer.model.compile_ahead import make_outline
 from infer.model.context_length import context_length, fitting_length, fitting_step
 from infer.model.families import make_architecture
 from infer.model.load import OnProgress, load_transformer
-from infer.model.memory_estimate import LoadSettings, check_fits
+from infer.model.memory_estimate import LoadSettings
 from infer.model.tensors import check_tensors
 from infer.model.transformer import Transformer
 from infer.model.weight_loader import FloatsAs, OnInput
@@ -113,11 +114,12 @@ def load_checked(
     cache: CacheSettings | None = None,
     group: Group | None = None,
     on_input: OnInput | None = None,
+    pool_pages: int | None = None,
 ) -> Transformer:
     """Check all settings, then load the network. If a `group` runs the model together, load this rank's part.
 
     `tokenizer` is None if rank 0 has already checked the vocabulary and the memory of all ranks. `on_input` is the same
-    as for `load_transformer`.
+    as for `load_transformer`. The memory must hold `pool_pages` pages, or those of one full row.
     """
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
@@ -138,7 +140,9 @@ def load_checked(
         if tokenizer is not None:
             asked = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
             memory = backend, _available_bytes(backend, group)
-            context, step = _fitting(checkpoint, architecture, asked, cache, context, *memory, max_seq_len is None)
+            context, step = _fitting(
+                checkpoint, architecture, asked, cache, context, *memory, max_seq_len is None, pool_pages
+            )
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -185,6 +189,7 @@ def _fitting(
     backend: ops.Backend,
     available: int | None,
     may_shrink: bool,
+    pool_pages: int | None,
 ) -> tuple[int, StepLimits]:
     """Return the context length and the limits of a step that fit in memory, before anything is allocated.
 
@@ -202,7 +207,7 @@ def _fitting(
             "available (kv_type q8 or q4 needs less)",
             stacklevel=5,
         )
-    check_fits(name, architecture, tensors, load, cache, num_tokens=found, available=available)
+    check_fits(name, architecture, tensors, load, cache, num_tokens=found, pool_pages=pool_pages, available=available)
     return found, step._replace(tokens=tokens)
 
 

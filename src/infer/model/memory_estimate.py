@@ -4,7 +4,6 @@ The backend's own rules (`backends.before_load`) count weights and the buffers o
 reserved size.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,9 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from infer.backends.before_load import MemoryRules, StepSizes, memory_rules, step_limits
 from infer.checkpoint.tensor_info import TensorInfo
-from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.cache_settings import CacheSettings
-from infer.kvcache.groups import make_groups, most_pages, pool_sizes
+from infer.kvcache.groups import make_groups, most_pages, pool_sizes, with_state_memory
 from infer.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes, text_cache_bytes
 from infer.kvcache.pages import num_pages
 from infer.model.tensors import expected_shapes
@@ -95,23 +93,29 @@ def estimate(
     cache: CacheSettings,
     *,
     num_tokens: int,
-    num_rows: int = 1,
+    num_rows: int | None = None,
     pool_pages: int | None = None,
 ) -> Estimate:
     """Return the memory of a model with a cache of `num_rows` rows of `num_tokens` tokens, in `pool_pages` pages.
 
-    If `pool_pages` is None, all rows fit when full. Raises InvalidRequestError if one row does not fit the pages.
+    If `num_rows` is None, the rows of a step share the smallest cache with which `LLM` opens the model: pages of one
+    full row, unless `pool_pages` is given, and its states. Otherwise all rows fit when full if `pool_pages` is None.
+    Raises InvalidRequestError if one row does not fit the pages.
     """
     types = loaded_types(architecture, tensors, load)
     if architecture.reads_whole_texts:
         return _estimate_of_encoder(architecture, types, load, cache, num_tokens)
     kv_type = kv_type_of(architecture, load, cache)
-    history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
     sizes, layers = StepSizes(num_tokens, *load.step, load.precision, load.num_threads), architecture.cached_mixers
+    full, rows = num_rows or 1, num_rows or load.step.logits
+    if num_rows is None:
+        cache = with_state_memory(cache, layers, num_tokens, rows, 0)
+        pool_pages = pool_pages or num_pages(num_tokens, cache.page_tokens)
     return Estimate(
         weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=cache_bytes(layers, cache, kv_type, num_tokens, num_rows, pool_pages, load.step.tokens),
-        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, num_rows) + history,
+        cache=cache_bytes(layers, cache, kv_type, num_tokens, rows, pool_pages, load.step.tokens),
+        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, full)
+        + full * (8 * architecture.vocab_size + 8 * num_tokens),
         process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
 
@@ -137,82 +141,6 @@ def _estimate_of_encoder(
     )
 
 
-def check_fits(
-    name: str,
-    architecture: Architecture,
-    tensors: Mapping[str, StoredMatrix],
-    load: LoadSettings,
-    cache: CacheSettings,
-    *,
-    num_tokens: int,
-    num_rows: int = 1,
-    pool_pages: int | None = None,
-    available: int | None,
-) -> None:
-    """Raise ModelError, with the largest context that would fit, if loading would need more than is available.
-
-    If `available` is None, the available memory is unknown and nothing is refused.
-    """
-    model = (architecture, tensors, load, cache)
-    needed = estimate(*model, num_tokens=num_tokens, num_rows=num_rows, pool_pages=pool_pages)
-    if available is None or needed.model <= available:
-        return
-    most = largest_context(*model, available=available, most=num_tokens, num_rows=num_rows, pool_pages=pool_pages)
-    instead = f"max_seq_len={most} fits" if most > 1 else "use a smaller quantisation of it (or weights='q4')"
-    raise ModelError(
-        f"{name} needs {_megabytes(needed.model)} MB here ({_megabytes(needed.weights)} of weights, "
-        f"{_megabytes(needed.cache)} of cache for {num_tokens:,} tokens, {_megabytes(needed.workspace)} of workspace), "
-        f"but {_megabytes(available)} MB are available: {instead}"
-    )
-
-
-def check_rows_fit(
-    layers: Sequence[Mixer],
-    vocab_size: int,
-    cache: CacheSettings,
-    kv_type: str,
-    *,
-    num_tokens: int,
-    num_rows: int,
-    pool_pages: int | None = None,
-    step_tokens: int,
-    available: int | None,
-) -> None:
-    """Raise InvalidRequestError, with a setting that would fit, if memory allocated after loading is too large.
-
-    This memory is the cache, and the history and logits of as many full rows as fit in it.
-    """
-
-    def needed(tokens: int, rows: int, pages: int | None = None) -> int:
-        full = rows if pages is None else min(rows, num_pages(pages, num_pages(tokens, cache.page_tokens)))
-        each = 12 * vocab_size + 8 * tokens
-        return cache_bytes(layers, cache, kv_type, tokens, rows, pages, step_tokens) + full * each
-
-    total = needed(num_tokens, num_rows, pool_pages)
-    if available is None or total <= available:
-        return
-    rows = available // needed(num_tokens, 1)
-    tokens = bisect_right(range(1, num_tokens), available, key=lambda count: needed(count, 1))
-    instead = f"max_seq_len={tokens} fits" if tokens > 1 else "free some of it"
-    if rows:
-        instead = f"{rows} rows fit"
-    what = f"{num_rows} x {num_tokens:,} tokens of cache"
-    if pool_pages is not None:
-        what += f" in {pool_pages:,} pages"
-        least = most_pages(make_groups(layers, cache, num_tokens, step_tokens))
-        fitting = bisect_right(
-            range(least, pool_pages), available, key=lambda count: needed(num_tokens, num_rows, count)
-        )
-        instead = f"pool_pages={least + fitting - 1} fits" if fitting else instead
-    raise InvalidRequestError(
-        f"{what} need {_megabytes(total)} MB, but {_megabytes(available)} MB are available: {instead}"
-    )
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.0f}"
-
-
 def largest_context(
     architecture: Architecture,
     tensors: Mapping[str, StoredMatrix],
@@ -221,7 +149,7 @@ def largest_context(
     *,
     available: int,
     most: int,
-    num_rows: int = 1,
+    num_rows: int | None = None,
     pool_pages: int | None = None,
 ) -> int:
     """Return the largest number of tokens, at most `most`, for which the model and one row fit, or 0 if none does.

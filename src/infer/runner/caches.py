@@ -1,15 +1,10 @@
 """Make the cache of a model, or refuse it if it does not fit the available memory."""
 
-from contextlib import suppress
-
 from infer import ops
-from infer.errors import InvalidRequestError
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.paged import PagedCache
-from infer.kvcache.pages import num_pages
-from infer.model.memory_estimate import check_rows_fit
+from infer.model.cache_plan import CachePlan, check_rows_fit, plan_cache, rows_bytes
 from infer.model.transformer import Transformer
-from infer.request_limits import MAX_FULL_CONTEXTS
 
 
 def make_cache(
@@ -54,25 +49,17 @@ def make_cache(
         )
 
 
-def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
-    """Return the pages of 1 to 8 full contexts: as many contexts as the available memory holds."""
-    each, available = num_pages(model.max_seq_len, settings.page_tokens), model.backend.available_bytes()
-    kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
-    layers, vocab_size = model.architecture.cached_mixers, model.architecture.vocab_size
-    for count in range(MAX_FULL_CONTEXTS, 1, -1):
-        with suppress(InvalidRequestError):
-            check_rows_fit(
-                layers,
-                vocab_size,
-                settings,
-                kv_type,
-                num_tokens=num_tokens,
-                num_rows=count,
-                step_tokens=model.step_limits.tokens,
-                available=available,
-            )
-            return count * each
-    return each
+def plan_rows(model: Transformer, settings: CacheSettings, pool_pages: int | None) -> CachePlan:
+    """Return the cache of a step's rows in the available memory, with `pool_pages` pages if these are given."""
+    layers, num_tokens, limits = model.architecture.cached_mixers, model.max_seq_len, model.step_limits
+    sizes = {"num_tokens": num_tokens, "num_rows": limits.logits}
+
+    def needed(settings: CacheSettings, pages: int) -> int:
+        kv_type, vocab_size = _kv_type(model, settings), model.architecture.vocab_size
+        return rows_bytes(layers, vocab_size, settings, kv_type, **sizes, pool_pages=pages, step_tokens=limits.tokens)
+
+    available = model.backend.available_bytes()
+    return plan_cache(layers, settings, **sizes, pool_pages=pool_pages, available=available, needed=needed)
 
 
 def _kv_type(model: Transformer, settings: CacheSettings) -> str:

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.cache_settings import CacheSettings
+from infer.kvcache.groups import with_state_memory
 from infer.kvcache.pages import num_pages
+from infer.model.cache_plan import STATES_SHARE
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
 from infer.runner.caches import make_cache
 
-MAX_TEXTS = 32  # texts in one step
+MAX_TEXTS = 32  # texts in one step, or less if their states would take too much memory
 STEP_TOKENS = 256
 MAX_SHARED_TOKENS = 1024  # tokens with which all texts of a call begin
-_SHARED_ROW = MAX_TEXTS
 
 
 @final
@@ -27,15 +28,16 @@ class HiddenStates:
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
         """Make a cache. Raises InvalidRequestError if the memory does not hold one more full context."""
         settings, capacity = CacheSettings(kv_type=kv_type), model.max_seq_len
+        self.max_texts = _max_texts(model, settings)
         page_tokens = settings.page_tokens
         shared = num_pages(min(capacity, MAX_SHARED_TOKENS), page_tokens)
         # A row copies the last page that it shares before it writes.
-        pages = max(num_pages(capacity, page_tokens) + 1, 2 * MAX_TEXTS + STEP_TOKENS // page_tokens + shared)
+        pages = max(num_pages(capacity, page_tokens) + 1, 2 * self.max_texts + STEP_TOKENS // page_tokens + shared)
         self._model = model
         self._cache = make_cache(
-            model, capacity, MAX_TEXTS + 1, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
+            model, capacity, self.max_texts + 1, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
         )
-        self._shared = list[int]()  # the tokens of the shared row
+        self._shared_row, self._shared = self.max_texts, list[int]()  # and its tokens
         self._captured = self._capture() if capture else None
 
     def _capture(self) -> ops.Recorded | None:
@@ -52,19 +54,19 @@ class HiddenStates:
 
         Rows that an abandoned call left are emptied, so all pages are free for the texts.
         """
-        for row in range(MAX_TEXTS):
+        for row in range(self.max_texts):
             self._cache.truncate(row, 0)
         if beginning and self._shared == list(beginning):
             return
         self._shared = []
-        self._cache.truncate(_SHARED_ROW, 0)
-        self._cache.set_rope(_SHARED_ROW, is_long=False)
+        self._cache.truncate(self._shared_row, 0)
+        self._cache.set_rope(self._shared_row, is_long=False)
         start = 0
         while start < len(beginning):
             taken = beginning[start : start + num_step_tokens()]
-            self._cache.reserve(_SHARED_ROW, len(taken))
-            self._run(Step.of_chunks([Chunk(_SHARED_ROW, taken, num_drafts=len(taken) - 1)], [start]))
-            self._cache.commit(_SHARED_ROW, len(taken))
+            self._cache.reserve(self._shared_row, len(taken))
+            self._run(Step.of_chunks([Chunk(self._shared_row, taken, num_drafts=len(taken) - 1)], [start]))
+            self._cache.commit(self._shared_row, len(taken))
             start += len(taken)
             yield
         self._shared = list(beginning)
@@ -82,7 +84,7 @@ class HiddenStates:
         done, cache = [num_shared] * len(texts), self._cache
         for row, text in enumerate(texts):
             if num_shared:
-                cache.copy_row(row, _SHARED_ROW)
+                cache.copy_row(row, self._shared_row)
             else:
                 cache.set_rope(row, is_long=self._model.is_long(len(text)))
         while any(start < len(text) for start, text in zip(done, texts, strict=True)):
@@ -110,3 +112,15 @@ class HiddenStates:
         else:
             residual = self._captured.run(step)
         return self._model.final_norm(residual).float()
+
+
+def _max_texts(model: Transformer, settings: CacheSettings) -> int:
+    """Return the number of texts in one step, halved until their states take the share of the memory for states."""
+    available, count = model.backend.available_bytes(), MAX_TEXTS
+
+    def megabytes(num_rows: int) -> int:
+        return with_state_memory(settings, model.own_mixers, model.max_seq_len, num_rows, None).state_memory_mb or 0
+
+    while available is not None and count > 1 and megabytes(count + 1) << 20 > available // STATES_SHARE:
+        count //= 2
+    return count

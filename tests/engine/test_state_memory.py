@@ -1,0 +1,144 @@
+"""Models with large states open in little memory, and requests wait for states with the same answers."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3_5TextConfig
+
+from byte_tokenizer import write_byte_tokenizer
+from infer import LLM, InvalidRequestError, ModelError
+from infer.checkpoint import open_checkpoint
+from infer.cli import main
+from infer.kvcache.cache_settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.memory_estimate import PROCESS_BYTES, VOCABULARY_BYTES, LoadSettings, estimate
+from infer.system.cores import default_num_threads
+from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE
+from tiny import Tiny, make_tiny
+
+CONTEXT, STATES_MB = 1024, 9  # the states of one row
+CONFIG = Qwen3_5TextConfig(
+    vocab_size=NUM_TOKENS + 4, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, bos_token_id=None, eos_token_id=NUM_TOKENS - 2, max_position_embeddings=CONTEXT,
+    head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64,
+)  # fmt: skip
+PROMPTS = [f"{number} is asked about many words that fill some pages of a cache. " * 4 for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("states")
+    make_tiny(Tiny("states", CONFIG), found)
+    write_byte_tokenizer(found, merges=[("a", "b"), ("e", " ")], chat_template=TEMPLATE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def large(folder: Path) -> LLM:
+    return LLM(folder)
+
+
+def smallest(folder: Path, **options: Any) -> int:
+    """Return the bytes that `infer estimate` names, without those of the process."""
+    checkpoint = open_checkpoint(folder)
+    model = make_architecture(checkpoint.config), checkpoint.tensors, LoadSettings(num_threads=default_num_threads())
+    return estimate(*model, CacheSettings(**options), num_tokens=CONTEXT).model
+
+
+def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: num_bytes)
+    process = PROCESS_BYTES + VOCABULARY_BYTES * CONFIG.vocab_size  # which `infer estimate` counts
+    monkeypatch.setattr("infer.cli.estimate_command.available_memory_bytes", lambda: num_bytes + process)
+
+
+def state_pages(llm: LLM) -> int:
+    return llm._opened.runner.pool_pages[-1]
+
+
+def test_states_take_a_share_of_the_memory_and_the_estimated_minimum_opens(
+    folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert state_pages(large) == 2 * 64 + 8
+    needed = smallest(folder)
+    found = dict[int, int]()
+    for spare in (0, 80_000_000, 800_000_000):
+        set_available(monkeypatch, needed + spare)
+        found[spare] = state_pages(LLM(folder))
+    page_bytes = large._opened.runner.cache.memory.page_bytes(large._opened.runner.cache.groups[-1])
+    assert 5 <= found[0] < found[80_000_000] < found[800_000_000]
+    for spare, count in found.items():
+        assert count * page_bytes <= 5 * page_bytes + (needed + spare) / 8 + 2**20
+    set_available(monkeypatch, needed - 1)
+    monkeypatch.setattr("infer.model.from_checkpoint.load_transformer", None)  # it is not called
+    with pytest.raises(ModelError, match="max_seq_len="):
+        LLM(folder, max_seq_len=CONTEXT)
+
+
+def test_requests_wait_for_the_states_of_one_row_and_their_answers_are_the_same(
+    folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also drafts, forks and sessions, whose rows hold states between their answers."""
+    options = {"max_new_tokens": 80, "ignore_eos": True}
+    params: list[Any] = [replace(each, **options) for each in (GREEDY, SAMPLED)]
+    wanted = [[large.generate(prompt, each).token_ids for prompt in PROMPTS] for each in params]
+    set_available(monkeypatch, smallest(folder))
+    small = LLM(folder, reuse_prefixes=True)
+    assert state_pages(small) == 5
+    for each, answers in zip(params, wanted, strict=True):
+        for drafts in ({}, {"speculation": "ngram"}):
+            found = small.generate_all(PROMPTS, each, batch_size=6, **drafts)
+            assert [(result.finish_reason, result.token_ids) for result in found] == [
+                ("length", ids) for ids in answers
+            ]
+    sessions = [small.session() for _ in range(2)]
+    for session in (*sessions, sessions[0].fork()):
+        for text in (PROMPTS[0], "and now"):
+            result = session.send(text, SAMPLED)
+            prompt = session.token_ids[: -len(result.token_ids)]
+            assert large.generate(prompt, SAMPLED).token_ids == result.token_ids
+    small._opened.runner.cache.check_integrity()
+
+
+@pytest.mark.parametrize("options", [{"state_memory_mb": 50_000}, {"pool_pages": 900_000}], ids=str)
+def test_a_refusal_comes_before_loading_and_names_an_option_that_opens(
+    folder: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (name,) = options
+    set_available(monkeypatch, smallest(folder) + 4_000_000)
+    with monkeypatch.context() as within:
+        within.setattr("infer.model.from_checkpoint.load_transformer", None)
+        with pytest.raises(ModelError, match=f"{name}=\\d+ fits") as error:
+            LLM(folder, **options)
+    value = int(re.findall(rf"{name}=(\d+) fits", str(error.value))[0])
+    assert LLM(folder, **{name: value}).generate("a", GREEDY).token_ids
+    with pytest.raises(ModelError, match=f"{name}={value} fits"):
+        LLM(folder, **{name: value + 2})
+    assert main(["estimate", str(folder), f"--{name.replace('_', '-')}", str(options[name])]) == 0
+    assert f"it does not fit; {name}=" in capsys.readouterr().out
+
+
+def test_the_least_memory_for_states_in_a_message_opens(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"state_memory_mb must be at least \d+, the states of") as error:
+        LLM(folder, state_memory_mb=1)
+    assert f"at least {STATES_MB}," in str(error.value)
+    assert state_pages(LLM(folder, state_memory_mb=STATES_MB)) == 5
+
+
+def test_the_estimate_is_what_the_smallest_cache_allocates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"state_memory_mb": STATES_MB, "pool_pages": CONTEXT // 64}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    for each in ([], arguments):
+        assert main(["estimate", str(folder), "--json", *each]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert LLM(folder, **options)._opened.runner.cache.num_bytes == report["cache_bytes"]
+
+
+def test_vectors_of_texts_need_few_states_at_a_time(folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = large.embed(PROMPTS)
+    small = LLM(folder)
+    set_available(monkeypatch, 60_000_000)
+    assert [list(each) for each in small.embed(PROMPTS)] == [list(each) for each in wanted]

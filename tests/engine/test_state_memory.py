@@ -1,4 +1,4 @@
-"""Models with large states open in little memory, and requests wait for states with the same answers."""
+"""Models with large states or windows open in the estimated memory. Requests wait for states, with the same answers."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3_5TextConfig
+from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, InvalidRequestError, ModelError
@@ -42,11 +42,11 @@ def large(folder: Path) -> LLM:
     return LLM(folder)
 
 
-def smallest(folder: Path, **options: Any) -> int:
+def smallest(folder: Path, num_tokens: int = CONTEXT) -> int:
     """Return the bytes that `infer estimate` names, without those of the process."""
     checkpoint = open_checkpoint(folder)
     model = make_architecture(checkpoint.config), checkpoint.tensors, LoadSettings(num_threads=default_num_threads())
-    return estimate(*model, CacheSettings(**options), num_tokens=CONTEXT).model
+    return estimate(*model, CacheSettings(), num_tokens=num_tokens).model
 
 
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -142,3 +142,19 @@ def test_vectors_of_texts_need_few_states_at_a_time(folder: Path, large: LLM, mo
     small = LLM(folder)
     set_available(monkeypatch, 60_000_000)
     assert [list(each) for each in small.embed(PROMPTS)] == [list(each) for each in wanted]
+
+
+def test_the_estimated_minimum_of_a_model_with_windows_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The windows of all slots share one pool, which is larger than the windows of one row."""
+    windowed = Gemma3TextConfig(
+        vocab_size=NUM_TOKENS + 4, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=256, sliding_window=64, max_position_embeddings=8 * CONTEXT,
+        eos_token_id=NUM_TOKENS - 2, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    make_tiny(Tiny("windows", windowed), tmp_path)
+    write_byte_tokenizer(tmp_path, chat_template=TEMPLATE)
+    set_available(monkeypatch, smallest(tmp_path, num_tokens=8 * CONTEXT))
+    assert LLM(tmp_path, max_seq_len=8 * CONTEXT).generate("a", GREEDY).token_ids
+    set_available(monkeypatch, smallest(tmp_path, num_tokens=8 * CONTEXT) - 1)
+    with pytest.raises(ModelError, match=r"max_seq_len=\d+ fits"):
+        LLM(tmp_path, max_seq_len=8 * CONTEXT)

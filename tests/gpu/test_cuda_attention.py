@@ -1,5 +1,6 @@
 """Claims about attention on a GPU, in Triton's interpreter: what `reference` means, and bits that depend on no path."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,6 +17,7 @@ from infer.operands.weights import Heads, Norm, RopeTable
 from infer.quantization.kv_formats import KV_TYPES
 from infer.quantization.kv_layout import LayerCache, Pages
 from layer_caches import make_layer
+from unseen_values import VALUE, Span, check_unseen
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -129,6 +131,12 @@ def test_bits_depend_on_no_chunk_of_a_prompt(kv_type: str, pages: dict[str, int]
     assert torch.isfinite(whole).all()
     for sizes in ([1, 16, 1], [2, 1, 1, 3, 11]):
         assert torch.equal(at_once(heads, filled(heads, kv_type, start, **pages), qkv, start, sizes), whole)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
+@pytest.mark.parametrize(("kv_type", "window"), [*((kv_type, 0) for kv_type in KV_TYPES), ("f16", 2)])
+def test_a_wrong_position_changes_no_token_that_does_not_see_it(kv_type: str, window: int) -> None:
+    check_unseen(cuda.attend, kv_type, 32, Span(6, 3, window), [[6], [2, 4]], [(VALUE, 1e5), (VALUE, math.nan)])
 
 
 @pytest.mark.parametrize(("kv_type", "pages"), [("bf16", {}), ("q4", {"windows": 400, "sinks": 70})])

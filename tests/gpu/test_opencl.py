@@ -35,6 +35,7 @@ from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
 from test_session import make_model
 from tiny import ONE_EACH_DENSE, Tiny, make_tiny
+from unseen_values import Span, check_unseen
 
 pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()
@@ -151,6 +152,13 @@ def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) ->
         return *attended, layer.keys, layer.values
 
     assert same(call)
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_a_wrong_position_changes_no_token_that_does_not_see_it(kv_type: str) -> None:
+    with ops.using(ops.backend_named("opencl")):
+        check_unseen(ops.attend, kv_type, 32, Span(40, 29), [[40], [25, 5, 10]])
+        check_unseen(ops.attend, kv_type, 32, Span(40, 20, window=9, sinks=2), [[40], [1] * 40])
 
 
 def vector_calls(program: cl.Program) -> set[bytes]:

@@ -20,6 +20,7 @@ from infer.quantization.kv_layout import (
     encode_keys,
     encode_values,
     key_parts,
+    storable,
     value_parts,
 )
 
@@ -67,6 +68,7 @@ def store_keys(
     slots = step.positions - pages.shifts[step.rows]
     k = rotate(k, heads.k_norm, heads.rope, pages, step)
     v = v if heads.v_eps is None else F.rms_norm(v, v.shape[-1:], eps=heads.v_eps)
+    k, v = storable(k, v)
     keys, values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
     for parts, new in ((keys, encode_keys(k, kv_type)), (values, encode_values(v, kv_type))):
         for part, stored in zip(parts, new, strict=True):

@@ -12,6 +12,10 @@ Keys have a few large elements, always at the same indices. `mix` spreads each 3
 which is its own inverse. This halves the rounding error. Queries mixed in the same way give the same scores
 (arXiv:2404.00456).
 
+All stored values are finite, because a kernel multiplies values that a token does not see by 0, and 0 × infinity is
+NaN. Scores of such slots are masked. So numbers beyond a type's range become its largest, and a position whose key or
+value is not finite gets a key that is NaN (`storable`): only the tokens that see it become NaN.
+
 In memory, each 32 dimensions of a block are one record: codes of its 16 positions, then its scales, then its minima.
 The codes of keys are transposed, with positions last, so that 16 positions are one machine vector. The codes of values
 are stored one position after the other. Floats are stored in the same order, but all dimensions are one record.
@@ -90,15 +94,24 @@ def mix(x: Float[Tensor, "*where dim"]) -> Float[Tensor, "*where dim"]:
     return scaled.flatten(-2)
 
 
+def storable(
+    keys: Float[Tensor, "*where dim"], values: Float[Tensor, "*where dim"]
+) -> tuple[Float[Tensor, "*where dim"], Float[Tensor, "*where dim"]]:
+    """Return finite values, and keys whose first element is NaN if an element of the key or the value is not finite."""
+    is_number = (keys.isfinite() & values.isfinite()).all(-1, keepdim=True)
+    first = torch.where(is_number, keys[..., :1], torch.nan)
+    return torch.cat([first, keys[..., 1:]], -1), values.nan_to_num(0, 0, 0)
+
+
 def encode_keys(keys: Float[Tensor, "*where dim"], kv_type: str) -> tuple[Tensor, ...]:
     """Return the parts of keys, rounded to nearest, ties to even. `encode_values` rounds the same way."""
-    return _encode_8(mix(keys)) if kv_type in QUANTIZED else (keys.to(_FLOATS[kv_type]),)
+    return _encode_8(mix(keys)) if kv_type in QUANTIZED else (_rounded(keys, _FLOATS[kv_type]),)
 
 
 def encode_values(values: Float[Tensor, "*where dim"], kv_type: str) -> tuple[Tensor, ...]:
     if kv_type == "q8":
         return _encode_8(values)
-    return _encode_4(values) if kv_type == "q4" else (values.to(_FLOATS[kv_type]),)
+    return _encode_4(values) if kv_type == "q4" else (_rounded(values, _FLOATS[kv_type]),)
 
 
 def decode_keys(parts: tuple[Tensor, ...], kv_type: str) -> Float[Tensor, "*where dim"]:
@@ -112,16 +125,22 @@ def decode_values(parts: tuple[Tensor, ...], kv_type: str) -> Float[Tensor, "*wh
     return _decode_4(*parts) if kv_type == "q4" else parts[0].float()
 
 
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x rounded. Numbers beyond the type's range become its largest."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
 def _encode_8(x: Float[Tensor, "*where dim"]) -> tuple[Tensor, ...]:
     groups = x.float().view(*x.shape[:-1], -1, VALUES_PER_SCALE)
-    scales = (groups.abs().amax(-1) / 127).half()
+    scales = _rounded(groups.abs().amax(-1) / 127, torch.float16)
     return _steps(groups, scales).clamp(-127, 127).to(torch.int8), scales
 
 
 def _encode_4(x: Float[Tensor, "*where dim"]) -> tuple[Tensor, ...]:
     groups = x.float().view(*x.shape[:-1], -1, VALUES_PER_SCALE)
     least = groups.amin(-1)
-    scales, minima = ((groups.amax(-1) - least) / 15).half(), least.half()
+    scales, minima = (_rounded(each, torch.float16) for each in ((groups.amax(-1) - least) / 15, least))
     codes = _steps(groups - minima.float()[..., None], scales).clamp(0, 15).to(torch.uint8)
     low, high = codes.chunk(2, dim=-1)
     return low | high << 4, scales, minima

@@ -225,8 +225,8 @@ def half_of_e4m3(b: Builder, code: Value) -> Value:
 
 @operation(types.uint16, types.float32)
 def narrow_f16(b: Builder, x: Value) -> Value:
-    """Return x rounded to nearest, ties to even. Beyond the largest half it is infinity."""
-    wide_int, bits = _as_many(x, I32), _as_many(x, I16)
+    """Return x rounded to nearest, ties to even. Beyond the largest half it is the largest. A NaN stays NaN."""
+    wide_int, bits, x = _as_many(x, I32), _as_many(x, I16), _saturated(b, x, 65504.0)
     if has_half_conversion():
         return b.bitcast(b.fptrunc(x, _as_many(x, F16)), bits)
     whole = b.bitcast(x, wide_int)
@@ -239,8 +239,6 @@ def narrow_f16(b: Builder, x: Value) -> Value:
     tiny = b.fadd(b.bitcast(magnitude, x.type), constant(x.type, 0.5))
     tiny = b.sub(b.bitcast(tiny, wide_int), constant(wide_int, 0x3F000000))
     result = b.select(b.icmp_unsigned("<", magnitude, constant(wide_int, 113 << 23)), tiny, normal)
-    huge = b.icmp_unsigned(">=", magnitude, constant(wide_int, 0x477FF000))
-    result = b.select(huge, constant(wide_int, 0x7C00), result)
     nan = b.icmp_unsigned(">", magnitude, constant(wide_int, 0xFF << 23))
     result = b.select(nan, constant(wide_int, 0x7E00), result)
     return b.trunc(b.or_(result, sign), bits)
@@ -248,12 +246,19 @@ def narrow_f16(b: Builder, x: Value) -> Value:
 
 @operation(types.uint16, types.float32)
 def narrow_bf16(b: Builder, x: Value) -> Value:
-    """Return x rounded to nearest, ties to even. A NaN stays NaN."""
-    wide_int = _as_many(x, I32)
+    """Return x rounded to nearest, ties to even. Beyond the largest number it is the largest. A NaN stays NaN."""
+    wide_int, x = _as_many(x, I32), _saturated(b, x, (2 - 2.0**-7) * 2.0**127)
     whole = b.bitcast(x, wide_int)
     odd = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 1))
     rounded = b.lshr(b.add(whole, b.add(odd, constant(wide_int, 0x7FFF))), constant(wide_int, 16))
     return b.trunc(b.select(b.fcmp_unordered("uno", x, x), constant(wide_int, 0x7FC0), rounded), _as_many(x, I16))
+
+
+def _saturated(b: Builder, x: Value, largest: float) -> Value:
+    """Return x, limited to [−largest, largest]."""
+    low, high = constant(x.type, -largest), constant(x.type, largest)
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    return b.select(b.fcmp_ordered(">", x, high), high, x)
 
 
 @operation(f32x16, address)
@@ -320,6 +325,12 @@ def maximum(b: Builder, x: Value, y: Value) -> Value:
 def clamp(b: Builder, x: Value, low: Value, high: Value) -> Value:
     x = b.select(b.fcmp_ordered("<", x, low), low, x)
     return b.select(b.fcmp_ordered(">", x, high), high, x)
+
+
+@operation(f32x16, f32x16)
+def finite(b: Builder, x: Value) -> Value:
+    """Return x, and 0 for elements that are infinite or NaN."""
+    return b.select(b.fcmp_ordered("<", absolute(b, x), constant(F32X16, float("inf"))), x, constant(F32X16, 0.0))
 
 
 _OPERATORS: dict[Any, dict[Any, str]] = {

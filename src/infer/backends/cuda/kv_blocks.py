@@ -23,6 +23,8 @@ RECORD = tl.constexpr(544)  # with its scales
 NARROW_CODES = tl.constexpr(256)  # of 4-bit codes
 NARROW_RECORD = tl.constexpr(320)  # with scales and minima
 ROUNDER = tl.constexpr(1.5 * 2**23)  # x + it − it is x rounded to the nearest integer, ties to even
+LARGEST_HALF = tl.constexpr(65504.0)
+LARGEST_BF16 = tl.constexpr((2 - 2.0**-7) * 2.0**127)
 ROOT = tl.constexpr(32**-0.5)
 QUANTIZED_UNIT = tl.constexpr(2.0**-7)  # quantised keys and values divided by 128 are no larger than a float16
 
@@ -231,21 +233,34 @@ def store_value(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: t
 
 @triton.jit
 def _narrow(x, stored):
-    """Return x in the stored type, rounded to the nearest. bfloat16 uses integers, because the interpreter would
-    truncate.
+    """Return x in the stored type, rounded to the nearest. Numbers beyond the type's range become its largest.
+
+    bfloat16 uses integers, because the interpreter would truncate.
     """
     if stored.dtype.element_ty == tl.bfloat16:
+        x = _saturated(x, LARGEST_BF16)
         bits = x.to(tl.int32, bitcast=True)
         rounded = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
-        return x.to(stored.dtype.element_ty)
+        return _half(x) if stored.dtype.element_ty == tl.float16 else x
+
+
+@triton.jit
+def _half(x):
+    return _saturated(x, LARGEST_HALF).to(tl.float16)
+
+
+@triton.jit
+def _saturated(x, LARGEST: tl.constexpr):
+    """Return x, limited to [−LARGEST, LARGEST]. A NaN stays NaN."""
+    return tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
 
 
 @triton.jit
 def _in_8_bits(x, SIZE: tl.constexpr):
     groups = tl.reshape(x, (SIZE // GROUP, GROUP))
-    scales = tl.div_rn(tl.max(tl.abs(groups), axis=1) + _not_finite(groups), 127.0).to(tl.float16)
+    scales = _half(tl.div_rn(tl.max(tl.abs(groups), axis=1) + _not_finite(groups), 127.0))
     steps = _steps(groups, scales)
     return tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int8), scales, tl.arange(0, SIZE // GROUP)
 
@@ -254,7 +269,7 @@ def _in_8_bits(x, SIZE: tl.constexpr):
 def _in_4_bits(x, SIZE: tl.constexpr):
     groups = tl.reshape(x, (SIZE // GROUP, GROUP))
     least = tl.min(groups, axis=1) + _not_finite(groups)
-    scales, minima = tl.div_rn(tl.max(groups, axis=1) - least, 15.0).to(tl.float16), least.to(tl.float16)
+    scales, minima = _half(tl.div_rn(tl.max(groups, axis=1) - least, 15.0)), _half(least)
     steps = _steps(groups - minima.to(tl.float32)[:, None], scales)
     codes = tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.int32)
     low, high = tl.split(tl.permute(tl.reshape(codes, (SIZE // GROUP, 2, 16)), (0, 2, 1)))

@@ -124,15 +124,18 @@ def _append(
     one = tl.full((1, 1), 0, tl.int32) + head
     scale = _scale(x, rotation.k_norm, one, rotation.k_eps, i, i < DIM, KV_HEADS, DIM, K_NORM)
     k = _rotated(x, rotation.k_norm, one, scale, rotation, angle, i, i < DIM, DIM, HALF, K_NORM)
+    j = tl.arange(0, SIZE)
+    v = tl.load(own + columns.V + head * DIM + j, mask=j < DIM, other=0.0)
+    one_or_nan = 1.0 + tl.sum(k * 0.0) + tl.sum(v * 0.0)
+    k = tl.where(i == 0, k * one_or_nan, k)  # as `kv_layout.storable`
     if KV_TYPE >= Q8:
         k = mix(k, 1, SIZE)
     page, block, lane = place_of(cache, row, position - tl.load(cache.shifts + row))
-    i = tl.arange(0, SIZE)
-    store_key(cache, head, page, block, lane, tl.reshape(k, (SIZE,)), i, DIM, SIZE, KV_TYPE)
-    v = tl.load(own + columns.V + head * DIM + i, mask=i < DIM, other=0.0)
+    store_key(cache, head, page, block, lane, tl.reshape(k, (SIZE,)), j, DIM, SIZE, KV_TYPE)
     if rotation.HAS_V_NORM:
         v = v * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(v * v) / DIM + rotation.v_eps))
-    store_value(cache, head, page, block, lane, v, i, DIM, SIZE, KV_TYPE)
+    v = tl.where(tl.abs(v) < float("inf"), v, 0.0)
+    store_value(cache, head, page, block, lane, v, j, DIM, SIZE, KV_TYPE)
 
 
 @triton.jit

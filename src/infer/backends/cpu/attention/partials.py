@@ -44,7 +44,7 @@ def seen_of_run(args, row, chunk, first_slot, last_slot):
 def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
     """Cap and mask the scores of a chunk's parts in place, and return the largest.
 
-    If some scores are NaN it is any of the scores, because e^(s − m) is NaN then.
+    If some scores are NaN it is any of the scores, because e^(s − m) is NaN then. It is NaN if all of them are.
     """
     gap, first, end = parts
     largest = splat_f32(_NEVER)
@@ -53,7 +53,7 @@ def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
         if at >= low and at + 4 * LANES <= high and softcap == np.float32(0):
             left = simd.larger(load_f32(scores + 4 * at), load_f32(scores + 4 * at + 64))
             right = simd.larger(load_f32(scores + 4 * at + 128), load_f32(scores + 4 * at + 192))
-            largest = simd.larger(simd.larger(left, right), largest)
+            largest = simd.larger(largest, simd.larger(left, right))
             at += 4 * LANES
             continue
         score = load_f32(scores + 4 * at)

@@ -13,7 +13,7 @@ from infer.backends.cpu.attention.cache_slots import make_block_at, slot_of
 from infer.backends.cpu.attention.partition import is_split
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_HEAD_DIM
-from infer.backends.cpu.simd import load_scalar_f32, load_upto, splat_f32, store_upto
+from infer.backends.cpu.simd import load_scalar_f32, load_upto, splat_f32, store_scalar_f32, store_upto
 from infer.backends.cpu.threads.work_stealing import begin_units, take_share
 
 _HEAD_BYTES = 4 * MAX_HEAD_DIM
@@ -56,10 +56,22 @@ def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
 
 
 @njit
-def _normalize(x, dim, factor, out):
-    """Store x × factor at out."""
+def _put_finite(x, dim, factor, out):
+    """Store x × factor at out, and 0 for elements that are not finite."""
     for i in range(0, dim, LANES):
-        store_upto(out + 4 * i, dim - i, load_upto(x + 4 * i, dim - i) * splat_f32(factor))
+        store_upto(out + 4 * i, dim - i, simd.finite(load_upto(x + 4 * i, dim - i) * splat_f32(factor)))
+
+
+@njit
+def _times_0(x, dim):
+    """Return Σ x × 0: 0, or NaN if an element is not finite."""
+    total, zero = splat_f32(np.float32(0)), np.float32(0)
+    for i in range(0, dim // LANES * LANES, LANES):
+        total = total + simd.load_f32(x + 4 * i) * splat_f32(zero)
+    found = simd.sum_f32(total)
+    for i in range(dim // LANES * LANES, dim):
+        found += load_scalar_f32(x + 4 * i) * zero
+    return found
 
 
 @njit(forceinline=True)
@@ -155,13 +167,15 @@ def _make_rotate_share(kv_type: str) -> Any:
                 if item % 2 == 0:
                     weight, factor = _norm_of_head(args, 1, k + at, head, of_all)
                     _rotate_head(k + at, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
+                    if _times_0(rotated, dim) + _times_0(v + at, dim) != np.float32(0):
+                        store_scalar_f32(rotated, np.float32(np.nan))  # as `kv_layout.storable`
                     mix(rotated, dim)
                     put_key(keys, slot % LANES, dim, rotated)
                 else:
-                    source = v + at
+                    factor = np.float32(1)
                     if args.v_eps >= 0:
-                        _normalize(source, dim, inverse_rms(source, dim, args.v_eps), rotated)
-                        source = rotated
-                    put_value(values, slot % LANES, dim, source)
+                        factor = inverse_rms(v + at, dim, args.v_eps)
+                    _put_finite(v + at, dim, factor, rotated)
+                    put_value(values, slot % LANES, dim, rotated)
 
     return rotate_share

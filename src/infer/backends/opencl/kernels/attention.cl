@@ -51,10 +51,19 @@ inline long block_at(
     return blocks->first + page * blocks->page + head * blocks->head + block * blocks->block;
 }
 
-// scale × rotate(x × factor × weight), mixed where codes are
+// 1, or NaN if an element of a key or of its value is not finite.
+inline float one_or_nan(global const float *key, global const float *value)
+{
+    float zero = 0.0f;
+    for (int i = 0; i < HEAD_DIM; i++)
+        zero += key[i] * 0.0f + value[i] * 0.0f;
+    return zero + 1.0f;
+}
+
+// scale × rotate(x × factor × weight), mixed where codes are. `mark` multiplies the first element before it is mixed.
 inline void rotate_head(
     global const float *x, global const float *weight, float factor, global const float *cosines,
-    global const float *sines, int half_dim, float scale, float *out)
+    global const float *sines, int half_dim, float scale, float mark, float *out)
 {
     for (int i = 0; i < HEAD_DIM; i++)
         out[i] = weight ? x[i] * factor * weight[i] : x[i];
@@ -65,6 +74,7 @@ inline void rotate_head(
     }
     for (int i = 0; i < HEAD_DIM && scale != 1.0f; i++)
         out[i] *= scale;
+    out[0] *= mark;
 #ifdef IS_CODED
     for (int at = 0; at < HEAD_DIM; at += BLOCK) {
         for (int apart = 16; apart > 0; apart /= 2)
@@ -80,6 +90,16 @@ inline void rotate_head(
 #endif
 }
 
+inline float saturated(float x, float largest)
+{
+    return x > largest ? largest : x < -largest ? -largest : x;
+}
+
+inline void put_half(float x, global half *at)
+{
+    vstore_half_rte(saturated(x, 65504.0f), 0, at);
+}
+
 inline int16 steps_of(float16 x, float scale, float low, float high)
 {
     return nearest(clamp(x / (scale == 0.0f ? 1.0f : scale), low, high));
@@ -89,7 +109,7 @@ inline int16 steps_of(float16 x, float scale, float low, float high)
 inline void put_8(const float *x, global char *codes, int step, global half *scale)
 {
     float16 first = vload16(0, x), second = vload16(1, x);
-    vstore_half_rte(largest_of(larger(fabs(first), fabs(second))) / 127.0f, 0, scale);
+    put_half(largest_of(larger(fabs(first), fabs(second))) / 127.0f, scale);
     float rounded = vload_half(0, scale);
     int each[BLOCK];
     vstore16(steps_of(first, rounded, -127.0f, 127.0f), 0, each);
@@ -103,8 +123,8 @@ inline void put_4(const float *x, global uchar *codes, global half *scale, globa
 {
     float16 first = vload16(0, x), second = vload16(1, x);
     float most = largest_of(larger(first, second)), least = -largest_of(larger(-first, -second));
-    vstore_half_rte((most - least) / 15.0f, 0, scale);
-    vstore_half_rte(least, 0, minimum);
+    put_half((most - least) / 15.0f, scale);
+    put_half(least, minimum);
     float rounded = vload_half(0, scale), from = vload_half(0, minimum);
     int16 low = steps_of(first - from, rounded, 0.0f, 15.0f), high = steps_of(second - from, rounded, 0.0f, 15.0f);
     vstore16(convert_uchar16(low + high * 16), 0, codes);
@@ -115,9 +135,9 @@ inline void put_float(global uchar *at, float x)
 #if defined(KV_f32)
     *(global float *)at = x;
 #elif defined(KV_f16)
-    vstore_half_rte(x, 0, (global half *)at);
+    put_half(x, (global half *)at);
 #else
-    uint bits = as_uint(x);
+    uint bits = as_uint(saturated(x, 0x1.FEp127f));
     *(global ushort *)at = isnan(x) ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 #endif
 }
@@ -150,7 +170,8 @@ inline void put_value(const float *x, global uchar *block, int lane)
 #endif
 }
 
-// A head of q → queries; of k, v → cache.
+// A head of q → queries; of k, v → cache. A value is finite there; if it or its key is not, the key is NaN
+// (`kv_layout.storable`).
 kernel void rotate_append(
     global const float *qkv, global const float *q_norm, global const float *k_norm, global const float *cosines,
     global const float *sines, global const long *table, global const long *shifts, global const long *rope_sets,
@@ -164,7 +185,7 @@ kernel void rotate_append(
     float rotated[ROOM];
     if (kv >= layer.kv_heads) {
         for (int i = 0; i < HEAD_DIM; i++)
-            rotated[i] = x[i];
+            rotated[i] = isfinite(x[i]) ? x[i] : 0.0f;
         kv -= layer.kv_heads;
         put_value(rotated, values + block_at(&layer, &layer.values, table, row, slot, kv), slot % 16);
         return;
@@ -181,7 +202,9 @@ kernel void rotate_append(
     }
     long set = layer.rope_sets > 1 ? rope_sets[row] : 0;
     long at = (set * layer.rope_positions + position) * layer.half_dim;
-    rotate_head(x, weight, factor, cosines + at, sines + at, layer.half_dim, is_key ? 1.0f : layer.scale, rotated);
+    float mark = is_key ? one_or_nan(x, x + layer.kv_heads * HEAD_DIM) : 1.0f;
+    rotate_head(
+        x, weight, factor, cosines + at, sines + at, layer.half_dim, is_key ? 1.0f : layer.scale, mark, rotated);
     if (is_key) {
         put_key(rotated, keys + block_at(&layer, &layer.keys, table, row, slot, kv), slot % 16);
         return;
@@ -191,7 +214,7 @@ kernel void rotate_append(
         queries[i] = rotated[i];
     if (layer.far_at) {
         at += min(0L, layer.furthest - position) * layer.half_dim;
-        rotate_head(x, weight, factor, cosines + at, sines + at, layer.half_dim, layer.scale, rotated);
+        rotate_head(x, weight, factor, cosines + at, sines + at, layer.half_dim, layer.scale, mark, rotated);
         for (int i = 0; i < HEAD_DIM; i++)
             queries[layer.far_at + i] = rotated[i];
     }

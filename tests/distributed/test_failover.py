@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from infer import LLM, ops
 from infer.distributed.asked_body import AskedBody
 from infer.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.distributed.failover import Answering
@@ -21,27 +23,32 @@ from infer.distributed.replica import Replica
 from infer.distributed.replicas import Replicas
 from infer.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.server.app import make_app
-from infer.server.call import Call, put_call
+from infer.server.call import FINGERPRINT_HEADER, Call, put_call
 from infer.server.http_errors import ENGINE_FAILED
 from infer.server.resumption import FAILED
 from infer.server.server_settings import ServerSettings
 from infer.server.server_state import ServerState
 from infer.server.sse import failure_events
+from test_session import make_model
 
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
 STREAM, JSON = ([(b"content-type", kind)] for kind in (b"text/event-stream; charset=utf-8", b"application/json"))
 
 
 class Life:
-    """A replica that answers with this head and body, a list of events or bytes, and then may die."""
+    """A replica that answers with this head and body, a list of events or bytes, and then may die.
+
+    `model` is the fingerprint of its model.
+    """
 
     load_seconds = 0.0
 
-    def __init__(self, status: int, body: list[bytes] | bytes, *, dies: bool = False) -> None:
-        self.status, self.content, self.dies = status, body, dies
+    def __init__(self, status: int, body: list[bytes] | bytes, *, dies: bool = False, model: str = "fp_1") -> None:
+        self.status, self.content, self.dies, self.model = status, body, dies, model.encode()
 
     async def head(self, request: bytes) -> ResponseHead:
-        return ResponseHead(self.status, STREAM if isinstance(self.content, list) else JSON)
+        headers = STREAM if isinstance(self.content, list) else JSON
+        return ResponseHead(self.status, [*headers, (FINGERPRINT_HEADER, self.model)])
 
     async def body(self) -> bytes:
         assert isinstance(self.content, bytes)
@@ -135,6 +142,17 @@ def test_a_stream_does_not_continue_with_an_error() -> None:
     assert b"refused" not in body
     assert b"engine_died" in body
     assert len(lives.asked) == 2
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_a_stream_continues_only_on_kernels_of_the_same_kind(kernels: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+    here = LLM(folder).system_fingerprint
+    with ops.using(kernels):
+        there = LLM(folder).system_fingerprint
+    _, body = answer(Lives(Life(200, EVENTS[:2], dies=True, model=here), Life(200, EVENTS, model=there)))
+    assert (body == b"".join(EVENTS)) == (here == there) == (kernels == "cpu")
+    assert body.startswith(b"".join(EVENTS[:2]))
 
 
 def test_the_note_that_an_engine_has_failed_is_not_for_the_client() -> None:

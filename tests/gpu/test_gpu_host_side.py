@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from infer import ops
+from infer import LLM, ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.operands.step import Step
+from infer.runner.runner import Runner
 from tiny import Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.backends.cuda.graphs import CudaGraphs
 from test_families import make_reserved
+from test_session import make_model
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 SECOND = torch.device("cuda:1")
@@ -96,6 +98,16 @@ def test_memory_for_the_second_gpu_is_pinned_while_that_is_current(
     assert len(CudaGraphs(SECOND).mirror(8)) == 8
     assert pinned == [SECOND]
     assert len(current) == 1
+
+
+def test_a_model_on_a_gpu_has_a_fingerprint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "warm_up", lambda *_: 0)  # which takes a minute in the interpreter
+    folder, found = make_model(tmp_path), list[str]()
+    for kernels in ("cpu", "cuda", "cuda", "reference"):
+        with ops.using(kernels), LLM(folder, kv_type="f16", max_seq_len=64) as llm:
+            found.append(llm.system_fingerprint)
+    assert found[1] == found[2]
+    assert len(set(found)) == 3
 
 
 @torch.inference_mode()

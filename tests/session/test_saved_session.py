@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from infer import LLM, InvalidRequestError, SamplingParams
+from infer import LLM, InvalidRequestError, SamplingParams, ops
 from infer.cli.chat_commands import run_command
 from infer.cli.chat_session import ChatSession
 from infer.engine.stream import Stream
@@ -189,6 +189,16 @@ def test_a_file_of_another_model_names_what_differs(talk: Session, folder: Path,
     with pytest.raises(InvalidRequestError, match="context holds 10"):
         short.load_session(path)
     assert LLM(folder, max_seq_len=100).load_session(path).token_ids == talk.token_ids
+
+
+def test_a_file_of_other_kernels_is_loaded_with_its_cache(talk: Session, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    talk.save(path)
+    with ops.using("reference"):
+        other = LLM(folder, kv_type="f16")
+    loaded = other.load_session(path)
+    assert (loaded.token_ids, loaded.num_cached_tokens) == (talk.token_ids, talk.num_cached_tokens)
+    assert loaded.send("and now", GREEDY).reused_tokens > 0
 
 
 def test_a_file_that_is_no_session_is_refused(

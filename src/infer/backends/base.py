@@ -222,6 +222,11 @@ class Backend(ABC):
     def kernels(self) -> Any:
         """A module or an object that has every op under its name in `ops`, and agrees with `backends.reference`."""
 
+    @property
+    @abstractmethod
+    def kernel_kind(self) -> str:
+        """Name of the kernels in fingerprints. Equal names give equal bits."""
+
     def check_layers(self, layers: Iterable[Layer]) -> None:
         """Raise UnsupportedModelError if the kernels do not compute a part of these layers."""
         return

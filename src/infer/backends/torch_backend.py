@@ -19,6 +19,10 @@ class TorchBackend(Backend):
     def kernels(self) -> Any:
         return reference
 
+    @property
+    def kernel_kind(self) -> str:
+        return f"torch {self.device.type}"
+
     def description(self) -> str:
         if self.computes_on_host:
             return "plain torch"

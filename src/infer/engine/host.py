@@ -207,12 +207,13 @@ class Host:
 
     @cached_property
     def system_fingerprint(self) -> str:
-        """Fingerprint of the model and its settings.
+        """Fingerprint of the model, its settings and the kind of its kernels.
 
-        Equal fingerprints give equal answers to the same request and seed.
+        Equal fingerprints give equal answers to the same request and seed. A saved session needs no equal kernels, so
+        `fingerprint` does not name them.
         """
         kind = "" if self._open_runner is None else self._open_runner.cache.kind
-        model = self.fingerprint(kind), self.tokenizer.chat_templates
+        model = self.fingerprint(kind), self.tokenizer.chat_templates, self.model.backend.kernel_kind
         return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
 
     def stream(

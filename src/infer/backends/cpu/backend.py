@@ -35,6 +35,11 @@ class CpuBackend(TorchBackend):
     def kernels(self) -> ModuleType:
         return operations
 
+    @property
+    def kernel_kind(self) -> str:
+        """Return one name for all instruction sets, because all of them compute the same bits."""
+        return "cpu"
+
     def check_layers(self, layers: Iterable[Layer]) -> None:
         for layer in layers:
             if isinstance(layer.mixer, GatedDeltaNet):

@@ -40,6 +40,10 @@ class CudaBackend(TorchBackend):
         return cuda
 
     @property
+    def kernel_kind(self) -> str:
+        return "cuda"
+
+    @property
     def reads_files(self) -> bool:
         """Return False: a recorded step has no work of the host."""
         return False

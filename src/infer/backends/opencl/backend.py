@@ -41,6 +41,11 @@ class OpenCLBackend(TorchBackend):
     def kernels(self) -> Operations:
         return self._operations
 
+    @property
+    def kernel_kind(self) -> str:
+        """Return a name of its own: tests compare the bits with the CPU's on two runtimes, not on every device."""
+        return "opencl"
+
     def description(self) -> str:
         device = self._runtime.device
         return f"{self._runtime.name}, {device.max_compute_units} compute units, {device.version.strip()}"

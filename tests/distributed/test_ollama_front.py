@@ -184,6 +184,19 @@ def test_keep_alive_sets_when_an_idle_model_is_unloaded(on_shelf: OnShelf) -> No
     assert on_shelf.post("/api/chat", **CHAT, keep_alive="later").json()["code"] == "invalid_value"
 
 
+@pytest.mark.parametrize("given", [1e11, 2.6e11, 1e18, 1e300, "2562047h"])
+def test_a_model_kept_for_centuries_can_be_listed(on_shelf: OnShelf, given: float | str) -> None:
+    assert on_shelf.post("/api/chat", **CHAT, keep_alive=given).status_code == 200
+    assert 10**9 < on_shelf.expiry() < 10**10
+
+
+@pytest.mark.parametrize("given", ["9223372036854775807s", "999999999h", "1" * 20_000, "1" * 33, "1s" * 20, "٣s٣"])
+def test_a_duration_that_go_cannot_hold_is_refused(on_shelf: OnShelf, given: str) -> None:
+    refused = on_shelf.post("/api/chat", **CHAT, keep_alive=given)
+    assert (refused.status_code, refused.json()["code"]) == (400, "invalid_value")
+    assert on_shelf.client.get("/api/ps").status_code == 200
+
+
 def test_a_request_without_a_prompt_loads_and_unloads_a_model(on_shelf: OnShelf) -> None:
     loaded = on_shelf.post("/api/generate", keep_alive="10m").json()
     assert (loaded["done_reason"], on_shelf.running) == ("load", ["a"])

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+import msgspec
+
 from infer.engine.request_options import OPTIONS
 from infer.errors import InvalidRequestError
 from infer.protocols.asked import chat_values, completion_values, refuse_unless_neutral
@@ -23,6 +25,7 @@ from infer.protocols.refusals import refuse
 from infer.protocols.retrieval_bodies import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.protocols.tool_options import option_values
 from infer.protocols.unknown_fields import Reading
+from infer.system.json_limits import JsonLimitError, check_limits
 from infer.system.strict_json import RepeatedKeyError, unique_keys
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]
@@ -70,10 +73,13 @@ def read_rows(lines: Iterable[str]) -> Iterator[Row]:
 def read_row(line: str, name: str) -> Row:
     """Return the row of a line. `name` is the id of a row that has none."""
     try:
+        check_limits(line)
         record = json.loads(line, object_pairs_hook=unique_keys)
+    except JsonLimitError as error:
+        return Row(name, problem=f"the row is {error}")
     except RepeatedKeyError as error:
         return Row(name, problem=str(error))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return Row(name, problem=f"not JSON: {error}")
     if not isinstance(record, dict):
         return Row(name, problem=f"a row must be an object, got {line.strip():.60}")
@@ -96,6 +102,8 @@ def row_of(record: dict[str, Any], name: str) -> Row:
         return _of_openai(row_id, endpoint, record)
     except InvalidRequestError as error:
         return Row(row_id, endpoint, problem=str(error))
+    except (UnicodeEncodeError, msgspec.DecodeError):
+        return Row(row_id, endpoint, problem="the row has half of a surrogate pair, which is not text")
 
 
 def _is_text(text: str) -> bool:

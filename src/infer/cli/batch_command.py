@@ -73,7 +73,7 @@ class Progress:
 
 
 def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load, load_arguments: Mapping[str, Any]) -> int:
-    """Answer the rows and return the exit status: that of a signal, 1 if a row failed, or 0."""
+    """Answer the rows and return the exit status: that of a signal, 1 if a row failed or has no line, or 0."""
     source, quiet = options.source, options.quiet
     ids = _ids_of(source)
     settings = BatchSettings(options.model, options.seed or 0, options.batch_size, values, RequestOptions())
@@ -101,9 +101,10 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load, load
                 )
                 given = {**load_arguments, "threads": threads}
                 answer_by_workers(rows, settings, given, options.workers, write, event.is_set)
-        if not quiet:
+        is_whole = progress.num_done == len(todo)
+        if not (quiet and is_whole):
             note(_summary(progress, len(todo), num_failed))
-    return cancellation.exit_status or int(num_failed + progress.num_failed > 0)
+    return cancellation.exit_status or int(num_failed + progress.num_failed > 0 or not is_whole)
 
 
 def _answer_here(load: Load, rows: Iterator[Row], settings: BatchSettings, *, cancel: Event, write: Write) -> None:

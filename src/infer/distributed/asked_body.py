@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from infer.distributed.router import RoutedPrompt, text_keys
+from infer.protocols.read_body import check_body
 from infer.sampling_params import SEED_BITS
 
 _FIELDS = (
@@ -41,6 +42,8 @@ class AskedBody(NamedTuple):
 
 
 def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> AskedBody:
+    """Return the body of a request. Raises BodyError if it exceeds the limits of bodies."""
+    check_body(content)
     prompt = prompt_of_body(content, session, tenant)
     if not prompt.num_tokens:  # not a JSON object: unchanged, because the replica's refusal names its bytes
         return AskedBody(content, prompt, is_repeatable)
@@ -56,7 +59,7 @@ def with_seed(content: bytes) -> bytes:
     """
     try:
         fields = _decoder.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return content
     if bytes(fields.get("seed", _NULL)) != bytes(_NULL):
         return content
@@ -70,7 +73,7 @@ def prompt_of_body(body: bytes, session: str, tenant: str) -> RoutedPrompt:
     """
     try:
         fields: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         fields = None  # the replica refuses the body
     if not isinstance(fields, dict):
         return RoutedPrompt(0)

@@ -16,7 +16,7 @@ from infer.distributed.failover import Answering
 from infer.distributed.replicas import Replicas
 from infer.server.app import ROUTES
 from infer.server.call import call_of
-from infer.server.endpoint import ApiRoute
+from infer.server.endpoint import ApiRoute, read_apart
 from infer.server.llamacpp_events import failure_of_llamacpp
 from infer.server.message_events import failure_event
 from infer.server.ollama_events import failure_line
@@ -75,10 +75,11 @@ async def hand_on(request: Request, asked: AskedBody, replicas: Exchanges) -> Re
 
 
 async def read_body(request: Request) -> AskedBody:
-    """Return the body of a request to one of the server's routes."""
+    """Return the body of a request to one of the server's routes. Raises BodyError."""
     session, tenant = request.headers.get(_SESSION_HEADER, ""), call_of(request).key_name
     is_repeatable = request.url.path in _REPEATABLE
-    return read_asked(await request.body(), session, tenant, is_repeatable=is_repeatable)
+    reading = partial(read_asked, await request.body(), session, tenant, is_repeatable=is_repeatable)
+    return await read_apart(reading, await request.body())
 
 
 @final

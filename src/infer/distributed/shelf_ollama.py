@@ -1,6 +1,5 @@
 """Ollama's API of a server of several models: its lists, and `keep_alive`, which loads and unloads models."""
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -15,7 +14,7 @@ from infer.distributed.shelf import Shelf
 from infer.distributed.shelf_tasks import tasks_of_route
 from infer.distributed.shelved_model import ShelvedModel
 from infer.protocols.ollama_bodies import OllamaModelBody
-from infer.protocols.ollama_request import seconds_of
+from infer.protocols.ollama_request import MOST_SECONDS, seconds_of
 from infer.server.call import call_of
 from infer.server.endpoint import Handler
 from infer.server.model_catalog import facts_of
@@ -111,7 +110,7 @@ class ShelfOllama:
     def _loaded(self, model: ShelvedModel) -> LoadedModel:
         context = None if model.plan is None else model.plan.context
         seconds = self._shelf.idle_seconds_of(model)
-        if math.isinf(seconds):
+        if seconds > MOST_SECONDS:
             return LoadedModel(model.num_bytes, context)
         idle_seconds = time.monotonic() - model.used_at if model.is_idle else 0.0
         return LoadedModel(model.num_bytes, context, time_text(time.time() + max(0.0, seconds - idle_seconds)))
@@ -121,5 +120,5 @@ def _wish_of(content: bytes) -> _Wish:
     """Return the fields of a body. The model's process refuses a body of another form."""
     try:
         return msgspec.json.decode(content, type=_Wish)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return _Wish()

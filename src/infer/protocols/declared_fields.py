@@ -21,10 +21,11 @@ from infer.parameters import (
     Texts,
     TokenIds,
 )
-from infer.request_limits import MAX_STOPS
+from infer.request_limits import MAX_BIAS, MAX_STOPS, MAX_TOKENS
 from infer.sampling_params import PARAMETERS
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 DECLARED: dict[str, Parameter] = {**PARAMETERS, **OPTIONS}
 
 
@@ -65,11 +66,11 @@ def _type_of(declared: Parameter) -> Any:
     match kind:
         case Number():
             bounds: dict[str, Any] = {"gt" if kind.excludes_least and declared.zero is None else "ge": kind.least}
-            if not math.isinf(kind.most):
-                bounds["lt" if kind.excludes_most else "le"] = kind.most
+            bounds["lt" if kind.excludes_most else "le"] = MAX_TOKENS if math.isinf(kind.most) else kind.most
             return Annotated[float, Meta(**bounds)]
         case Count():
-            return Annotated[int, Meta(ge=min(kind.least, *declared.none, kind.least), le=kind.most)]
+            most = MAX_TOKENS if kind.most is None else kind.most
+            return Annotated[int, Meta(ge=min(kind.least, *declared.none, kind.least), le=most)]
         case Flag():
             return bool
         case Text():
@@ -81,7 +82,7 @@ def _type_of(declared: Parameter) -> Any:
         case Texts():
             return str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
         case TokenIds():
-            return Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=int(kind.required))]
+            return Annotated[list[TokenId], Meta(min_length=int(kind.required))]
         case Bias():
-            return dict[str, float]
+            return dict[str, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]]
     raise TypeError(f"no body has values of the kind {kind}")

@@ -11,6 +11,7 @@ import msgspec
 
 from infer.engine.request_options import OPTIONS
 from infer.sampling_params import PARAMETERS
+from infer.system.json_limits import check_limits
 
 
 class Foreign(NamedTuple):
@@ -32,6 +33,7 @@ class Foreign(NamedTuple):
 
 def _schema_format(schema: Any) -> dict[str, Any]:
     if isinstance(schema, str):
+        check_limits(schema)
         schema = msgspec.json.decode(schema)
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "schema", "schema": schema}}}
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, final
 from msgspec import Meta, Struct
 
 from infer.protocols.unknown_fields import Parameters, ToolKeys
-from infer.request_limits import MAX_TOOLS
+from infer.request_limits import MAX_TOKENS, MAX_TOOLS
 
 
 @final
@@ -106,7 +106,7 @@ class ThinkingOff(_Thinking, tag="disabled"):
 
 @final
 class ThinkingOn(_Thinking, tag="enabled"):
-    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
 @final

@@ -85,6 +85,6 @@ class MessagesBody(PromptBody, kw_only=True):
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None

@@ -10,7 +10,7 @@ from msgspec import Meta
 from infer.protocols.bodies import Alternatives
 from infer.protocols.foreign import Foreign
 from infer.protocols.unknown_fields import Parameters
-from infer.request_limits import MAX_TEXTS
+from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 
 _HINT = Foreign(is_hint=True)
 _FOREIGN = {
@@ -41,8 +41,8 @@ class AnsweringBody(_OllamaBody, kw_only=True):
     truncate: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
-    seed: int | None = None
-    num_predict: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    num_predict: Annotated[int, Meta(ge=-2, le=MAX_TOKENS)] | None = None
 
 
 @final
@@ -83,7 +83,7 @@ class OllamaEmbedBody(_EmbeddingBody, kw_only=True):
     """Texts to convert to vectors of length 1."""
 
     input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
 @final

@@ -14,7 +14,10 @@ from infer.protocols.retrieval_bodies import EmbeddingsBody
 from infer.protocols.unknown_fields import Reading
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+_PART = r"(?<![\d.])(\d++(?:\.\d*+)?|\.\d++)(ns|us|µs|ms|s|m|h)"
+_DURATION, _PARTS = re.compile(f"(?:{_PART})+"), re.compile(_PART)
+_MOST_CHARACTERS = 32  # of a duration
+MOST_SECONDS = (2**63 - 1) / 1e9  # Go's durations are nanoseconds of 64 bits
 _LENGTHS = {"max_tokens", *DECLARED["max_new_tokens"].other_names}
 _NEW_NAMES = {"thinking": "reasoning_content", "tool_name": "name"}
 
@@ -55,21 +58,26 @@ def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:
 def seconds_of(keep_alive: float | str | None) -> float | None:
     """Return a `keep_alive` in seconds. It is a number, or Go's notation such as "5m"; below 0 it is infinite.
 
-    Raises BodyError.
+    A number is at most 292 years, as in Ollama. Raises BodyError.
     """
+    if isinstance(keep_alive, str):
+        keep_alive = _seconds_of_text(keep_alive)
     if keep_alive is None:
         return None
-    if isinstance(keep_alive, str):
-        text = keep_alive.strip().removeprefix("-")
-        parts = _DURATION.findall(text)
-        if not parts and text.replace(".", "", 1).isdecimal():
-            parts = [(text, "s")]
-        elif not parts or "".join(map("".join, parts)) != text:
-            message = f'keep_alive must be a number of seconds, or a duration such as "5m", got {shown(keep_alive)}'
-            raise refuse(message, "keep_alive")
-        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-        keep_alive = -seconds if keep_alive.strip().startswith("-") else seconds
-    return math.inf if keep_alive < 0 else keep_alive
+    return math.inf if keep_alive < 0 else min(keep_alive, MOST_SECONDS)
+
+
+def _seconds_of_text(given: str) -> float:
+    text = given.strip() if len(given) <= _MOST_CHARACTERS else ""
+    duration = text.removeprefix("-")
+    parts = _PARTS.findall(duration) if _DURATION.fullmatch(duration) else []
+    if duration.isascii() and duration.replace(".", "", 1).isdecimal():
+        parts = [(duration, "s")]
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if not parts or seconds > MOST_SECONDS:
+        rule = 'a number of seconds, or a duration such as "5m" of at most 292 years'
+        raise refuse(f"keep_alive must be {rule}, got {shown(given)}", "keep_alive")
+    return -seconds if text.startswith("-") else seconds
 
 
 def _chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, reading: Reading) -> ChatBody:

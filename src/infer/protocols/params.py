@@ -20,7 +20,7 @@ from infer.protocols.bodies import (
 )
 from infer.protocols.declared_fields import DECLARED, values_of
 from infer.protocols.refusals import BodyError, refuse, shown
-from infer.request_limits import MAX_BIAS
+from infer.request_limits import MAX_KEYS
 from infer.sampling.defaults import default_params
 from infer.sampling_params import (
     ALIASES,
@@ -38,6 +38,7 @@ _BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() i
 _SCHEMA_NAMES = {"json_schema": "response_format.json_schema.schema"}
 _NAMES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens"}
 _SCHEMA_NAMES_OF_RESPONSES = {"json_schema": "text.format.schema"}
+_MOST_ID_DIGITS = 20
 _NOT_FOR_TEMPLATES = frozenset(
     {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
 )
@@ -52,7 +53,7 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
     if "stop" in values:
         values["stop"] = stops_of(values["stop"])
     if "logit_bias" in values:
-        values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
+        values["logit_bias"] = {_bias_id(key): value for key, value in values["logit_bias"].items() if value}
     if isinstance(body, CompletingBody):
         values |= constraint_of(body.response_format)
     return values
@@ -125,6 +126,10 @@ def template_variables(
 
     Raises BodyError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable.
     """
+    if given is not None and len(given) > MAX_KEYS:
+        raise refuse(
+            f"chat_template_kwargs must have at most {MAX_KEYS} fields, got {len(given)}", "chat_template_kwargs"
+        )
     for name in given or {}:
         param = f"chat_template_kwargs.{name}"
         if name in _NOT_FOR_TEMPLATES:
@@ -156,7 +161,7 @@ def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:
     """Return the prompts of a body's field as texts or lists of ids. Raises BodyError."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and all(type(each) is int for each in prompt):
+    if set(map(type, prompt)) == {int}:
         return [prompt]
     for index, each in enumerate(prompt):
         if not isinstance(each, type(prompt[0])) or not isinstance(each, str | list) or each == []:
@@ -175,10 +180,8 @@ def _no_prompt(name: str, path: str, value: object) -> BodyError:
     return refuse(message, path, "invalid_type")
 
 
-def _bias_id(key: str, value: float) -> int:
+def _bias_id(key: str) -> int:
     param = f"logit_bias.{key}"[:80]
-    if not (key.isascii() and key.isdecimal()):
+    if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS):
         raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
-    if abs(value) > MAX_BIAS:
-        raise refuse(f"{param} must be a number from -{MAX_BIAS} to {MAX_BIAS}, got {value:g}", param)
     return int(key)

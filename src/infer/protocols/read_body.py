@@ -8,6 +8,7 @@ import msgspec
 
 from infer.protocols.refusals import BodyError, refuse, shown
 from infer.protocols.unknown_fields import Reading, settle
+from infer.system.json_limits import JsonLimitError, check_limits
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 _ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F]..)|\\.")
@@ -26,13 +27,20 @@ def read_body(
 
     Before that, `complete` converts other programs' formats to known ones.
     """
+    check_body(content)
     try:
         given = msgspec.json.decode(content)
-    except RecursionError:
-        raise refuse("the body is nested too deeply", None, "invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise refuse(f"the body is not JSON: {_why_not_json(content, error)}", None, "invalid_json") from None
     return body_from(given, kind, complete, reading or Reading())
+
+
+def check_body(content: bytes) -> None:
+    """Check the limits of a body's JSON, before a parser reads it. Raises BodyError."""
+    try:
+        check_limits(content)
+    except JsonLimitError as error:
+        raise refuse(f"the body is {error}", None, "invalid_json") from None
 
 
 def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Reading) -> _Body:

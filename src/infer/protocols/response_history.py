@@ -161,4 +161,5 @@ def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:
     tools = choice.get("tools")
     if choice.get("type") != "allowed_tools" or not isinstance(tools, list):
         return choice
-    return {**choice, "tools": [_choice(each, reading) for each in own_tools(tools, reading)]}
+    kept = own_tools(tools, reading)
+    return {**choice, "tools": [_choice(each, reading) if isinstance(each, dict) else each for each in kept]}

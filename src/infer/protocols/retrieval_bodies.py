@@ -13,7 +13,7 @@ from infer.protocols.bodies import Body
 from infer.protocols.foreign import Foreign
 from infer.protocols.params import prompts_of, refusal
 from infer.protocols.refusals import refuse
-from infer.request_limits import MAX_TEXTS
+from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 
 Encoding = Literal["float", "base64"]
 _OWN_FIELDS = ("dimensions", "prompt_name", "query", "instruction", "top_n")
@@ -25,7 +25,7 @@ class EmbeddingsBody(Body, kw_only=True):
 
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     encoding_format: Encoding | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     pooling: Pooling | None = None  # the default is the model's own, else the mean
     prompt_name: str | None = None
     normalize: bool | None = None
@@ -52,7 +52,7 @@ class RerankBody(Body, kw_only=True):
 
     query: str
     documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_TEXTS)]
-    top_n: Annotated[int, Meta(ge=1)] | None = None
+    top_n: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     return_documents: bool | None = None
     instruction: str | None = None
     truncate: bool | None = None

@@ -15,7 +15,8 @@ from msgspec import Struct, inspect
 
 from infer.protocols.foreign import Foreign
 from infer.protocols.refusals import BodyError, refuse, shown
-from infer.request_limits import MAX_WARNINGS
+from infer.request_limits import MAX_KEYS, MAX_WARNINGS
+from infer.system.json_limits import JsonLimitError
 
 UnknownFields = Literal["warn", "refuse", "ignore"]
 Step = str | int  # a step of a path: a key or an index
@@ -47,10 +48,18 @@ class Reading:
     policy: UnknownFields = "warn"
     warnings: list[str] = field(default_factory=list)
     given_names: dict[str, str] = field(default_factory=dict)  # names of another server, by our name of the field
+    looked_up: list[str] = field(default_factory=list)  # unknown names for which a similar name was searched
 
     def warn(self, message: str) -> None:
         if self.policy != "ignore" and message not in self.warnings and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(message)
+
+    def near_of(self, name: str, known: list[str]) -> str | None:
+        """Return the known name that `name` misspells, or None, as for all names after the first `MAX_KEYS`."""
+        if len(self.looked_up) == MAX_KEYS:
+            return None
+        self.looked_up.append(name)
+        return near_of(name, known)
 
 
 def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
@@ -105,8 +114,13 @@ def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], rea
         _check_tag(given, structs, steps)
         return given
     if isinstance(given, list):
-        inner = tuple(one for each in types if isinstance(each, inspect.ListType) for one in flat(each.item_type))
-        if not any(isinstance(each, inspect.StructType | inspect.IntType) for each in inner):
+        lists = [each for each in types if isinstance(each, inspect.ListType)]
+        inner = tuple(one for each in lists for one in flat(each.item_type))
+        has_structs = any(isinstance(each, inspect.StructType) for each in inner)
+        if has_structs and any(each.max_length is not None and len(given) > each.max_length for each in lists):
+            return given  # refused for its length
+        has_integers = any(isinstance(each, inspect.IntType) for each in inner)
+        if not has_structs and (not has_integers or set(map(type, given)) <= {int}):
             return given
         return [_settled(each, inner, [*steps, index], reading) for index, each in enumerate(given)]
     if isinstance(given, str) and not any(isinstance(each, inspect.StrType) for each in types):
@@ -138,6 +152,9 @@ def _none_of(values: list[Any], given: str, steps: list[Step]) -> BodyError:
 
 def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], reading: Reading) -> Any:
     fields = {each.encode_name: each for each in found.fields}
+    if issubclass(found.cls, Parameters | ToolKeys) and len(given) > MAX_KEYS:
+        path = path_of(steps)
+        raise refuse(f"{path or 'the body'} must have at most {MAX_KEYS} fields, got {len(given)}", path or None)
     if issubclass(found.cls, Parameters):
         known = [*fields, *((found.tag_field,) if found.tag_field else ())]
         given = _taken(given, known, found.cls.foreign, steps, reading)
@@ -169,7 +186,7 @@ def _taken(
             reading.given_names.update(dict.fromkeys(meant, name))
             continue
         path = path_of(place)
-        if near := near_of(name, known):
+        if near := reading.near_of(name, known):
             raise refuse(f"{path} is not known: did you mean {near}?", path, "unknown_parameter")
         if reading.policy == "refuse":
             raise refuse(f"{path} is not known: leave it out", path, "unknown_parameter")
@@ -186,7 +203,9 @@ def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) ->
     if foreign.becomes is not None:
         try:
             found = foreign.becomes(value)
-        except msgspec.DecodeError:
+        except JsonLimitError as error:
+            raise refuse(f"{path_of(place)} is {error}", path_of(place)) from None
+        except (msgspec.DecodeError, UnicodeEncodeError):
             raise _unbuilt(foreign, value, place) from None
         if all(each in known for each in found):
             return found
@@ -219,5 +238,5 @@ def _warn_of_tool(
         path = path_of([*steps, name])
         if place := misplaced.get(name):
             reading.warn(f"{path:.100} was ignored: {name} belongs to {place}")
-        elif near := near_of(name, known):
+        elif near := reading.near_of(name, known):
             reading.warn(f"{path:.100} is not known and was ignored: did you mean {near}?")

@@ -67,6 +67,8 @@ def text_tokens(value: Any) -> int:
         case dict():
             return sum(text_tokens(key) + text_tokens(each) for key, each in value.items())
         case list() | tuple():
+            if set(map(type, value)) == {int}:  # the ids of a prompt
+                return len(value)
             return sum(1 if type(each) is int else text_tokens(each) for each in value)
     return 0
 

@@ -1,9 +1,10 @@
 """A route: its handler, and how it is called. Every exception is answered in OpenAI's error format."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +24,8 @@ from infer.system.lane import asking_for
 
 log = logging.getLogger("infer.server")
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
+_INLINE_BYTES = 1 << 15  # of a body that is read on the event loop, in a few milliseconds
+_Read = TypeVar("_Read")
 Handler = Callable[..., Awaitable[Response]]  # arguments: the request, the state and, if the route has one, the body
 
 
@@ -98,7 +101,13 @@ class Endpoint:
             return await route.handler(request, state)
         state.check_ready()
         reading = Reading(state.settings.unknown_fields, call.warnings)
-        return await route.handler(request, state, read_body(request._body, route.body, route.complete, reading))
+        read = partial(read_body, request._body, route.body, route.complete, reading)
+        return await route.handler(request, state, await read_apart(read, request._body))
+
+
+async def read_apart(read: Callable[[], _Read], content: bytes) -> _Read:
+    """Return the result of `read`, which reads a body. It runs on a thread if the body is large."""
+    return read() if len(content) <= _INLINE_BYTES else await asyncio.to_thread(read)
 
 
 def refusal_of(error: Exception, call: Call, shape: Callable[[Exception], ApiError] = api_error) -> ApiError:

@@ -2,21 +2,19 @@
 
 import json
 import re
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from infer.errors import ModelError, ModelFormatError
+from infer.request_limits import MAX_DEPTH
+from infer.system.json_limits import depth_of, outside_strings
 from infer.system.open_file import OpenFile
 from infer.system.strict_json import RepeatedKeyError, unique_keys
 
 MAX_BYTES = 16 << 20
 MAX_TEXT_BYTES = 1 << 20
-MAX_DEPTH = 64
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
-_NO_BRACKET = bytes(set(range(256)) - {*_STEPS, ord('"')})
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
@@ -48,7 +46,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
     """Return the object in `text`, which begins at byte `offset` of the file. Raises ModelFormatError."""
-    if _depth(text) > MAX_DEPTH:
+    if depth_of(outside_strings(text)) > MAX_DEPTH:
         raise ModelFormatError(path, "JSON", f"cannot be read: it is nested more than {MAX_DEPTH} deep", offset)
     try:
         value = json.loads(text.decode(), object_pairs_hook=unique_keys)
@@ -69,13 +67,6 @@ def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
         except UnicodeEncodeError as error:
             raise ModelFormatError(path, "JSON", "contains a lone surrogate, which is not text", offset) from error
     return value
-
-
-def _depth(text: bytes) -> int:
-    """Return the depth of nested lists and objects, if the text is JSON."""
-    brackets = (re.sub(rb"\\.", b"", text, flags=re.DOTALL) if b"\\" in text else text).translate(None, _NO_BRACKET)
-    outside_strings = b"".join(brackets.split(b'"')[::2])
-    return max(accumulate(map(_STEPS.__getitem__, outside_strings)), default=0)
 
 
 def inside(folder: Path, name: str) -> Path:

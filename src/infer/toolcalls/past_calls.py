@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infer.system.strict_json import is_deeper, refuse_constant
+from infer.system.json_limits import JsonLimitError, check_limits
+from infer.system.strict_json import refuse_constant
 
 Message = Mapping[str, Any]
 INVALID = "INVALID_JSON"
-_MAX_DEPTH = 64
 
 
 def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
@@ -22,16 +22,15 @@ def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
     if text is None or not text.strip():
         return {}, None
     try:
+        check_limits(text)
         found = json.loads(text, parse_constant=refuse_constant)
         if not isinstance(found, dict):
             problem = f"they are {json.dumps(found):.40}"
-        elif is_deeper(found, _MAX_DEPTH):
-            problem = f"they are nested more than {_MAX_DEPTH} deep"
         else:
             json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is not text
             return found, None
-    except RecursionError:
-        problem = f"they are nested more than {_MAX_DEPTH} deep"
+    except JsonLimitError as error:
+        problem = f"they are {error}"
     except UnicodeEncodeError:
         problem = "they contain a lone surrogate"
     except ValueError as error:

@@ -12,9 +12,10 @@ from infer.errors import InvalidRequestError
 from infer.outputs import SampleTrace, TraceCandidate, TraceStage
 from infer.protocols.chat_answers import reasoning_and_calls
 from infer.protocols.chat_messages import complete_chat
+from infer.protocols.declared_fields import TokenId
 from infer.protocols.params import refusal
 from infer.protocols.refusals import refuse
-from infer.request_limits import MAX_CANDIDATES, MAX_TRACED, NUM_CANDIDATES
+from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES
 from infer.server.answer_types import (
     Answer,
     Bytes,
@@ -31,7 +32,6 @@ from infer.server.endpoint import post
 from infer.server.replies import json_response
 from infer.server.routes.one_answer import OneAnswerBody, ask_one, end_of
 from infer.server.routes.served_models import answer_any_model
-from infer.server.routes.tokens import TokenId
 from infer.server.server_state import ServerState
 
 
@@ -45,7 +45,7 @@ class TraceBody(OneAnswerBody, kw_only=True):
 
     num_candidates: Annotated[int, Meta(ge=1, le=MAX_CANDIDATES)] | None = None  # the default is 10
     answer_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    position: Annotated[int, Meta(ge=0)] | None = None  # the default is 0
+    position: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # the default is 0
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_TRACED)] | None = None  # the default is all
 
 

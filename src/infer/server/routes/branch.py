@@ -15,7 +15,9 @@ from starlette.responses import Response
 from infer.outputs import GenerationResult
 from infer.protocols.chat_answers import delta_fields, reasoning_and_calls
 from infer.protocols.chat_messages import complete_chat
+from infer.protocols.declared_fields import TokenId
 from infer.protocols.refusals import refuse
+from infer.request_limits import MAX_TOKENS
 from infer.server.answer_types import (
     AnswerHead,
     Bytes,
@@ -33,7 +35,6 @@ from infer.server.endpoint import post
 from infer.server.replies import ReplyFormat, make_head, reply
 from infer.server.routes.one_answer import OneAnswerBody, ask_one, end_of
 from infer.server.routes.served_models import answer_any_model
-from infer.server.routes.tokens import TokenId
 from infer.server.server_state import ServerState
 
 
@@ -42,7 +43,7 @@ class BranchBody(OneAnswerBody, kw_only=True):
     """The answer's tokens, the number of tokens to keep, and the next token, which is sampled if `token_id` is None."""
 
     answer_token_ids: list[TokenId]
-    position: Annotated[int, Meta(ge=0)]
+    position: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     token_id: TokenId | None = None
 
 

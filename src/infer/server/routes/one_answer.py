@@ -10,12 +10,12 @@ from infer.protocols.asked import Asked, refuse_unless_neutral
 from infer.protocols.bodies import CompletingBody, ConversationBody, Message
 from infer.protocols.chat_answers import finish_reason_of
 from infer.protocols.chat_messages import messages_of
+from infer.protocols.declared_fields import TokenId
 from infer.protocols.params import make_params, sampling_values, seeds_of
 from infer.protocols.refusals import refuse
 from infer.protocols.tool_options import conversation_options, conversation_variables
-from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
+from infer.request_limits import MAX_TOKENS, NUM_TOKENS_OF_COMPLETIONS
 from infer.server.answer_types import Json, usage_of
-from infer.server.routes.tokens import TokenId
 
 # Fields of the completions that have no meaning here, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -33,7 +33,7 @@ class OneAnswerBody(ConversationBody, kw_only=True):
 
     prompt: str | list[TokenId] | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
 def ask_one(

@@ -19,6 +19,7 @@ from infer.errors import InvalidRequestError
 from infer.protocols.asked import Asked
 from infer.protocols.bodies import Body, Message, Tools
 from infer.protocols.chat_messages import complete_chat, messages_of
+from infer.protocols.declared_fields import TokenId
 from infer.protocols.params import refusal, template_variables
 from infer.protocols.refusals import refuse
 from infer.protocols.tool_options import plain
@@ -31,7 +32,6 @@ from infer.server.routes.served_models import check_model
 from infer.server.server_state import ServerState
 
 _Found = TypeVar("_Found")
-TokenId = Annotated[int, Meta(ge=0)]
 _FIELDS = {
     "content": frozenset({"add_special", "parse_special", "with_pieces"}),
     "prompt": frozenset({"add_special_tokens", "return_token_strs"}),
@@ -150,10 +150,10 @@ async def detokenize(request: Request, state: ServerState, body: DetokenizeBody)
     """Answer with the text, which includes special tokens."""
     host = state.llm().host
     check_model(request, state, body.model)
-    for index, token_id in enumerate(body.tokens):
-        if token_id >= host.tokenizer.vocab_size:
-            rule = f"from 0 to {host.tokenizer.vocab_size - 1}"
-            raise refuse(f"tokens[{index}] must be an id {rule}, got {token_id}", f"tokens[{index}]")
+    if (most := host.tokenizer.vocab_size - 1) < max(body.tokens, default=0):
+        index, token_id = next((index, each) for index, each in enumerate(body.tokens) if each > most)
+        rule = f"from 0 to {most}"
+        raise refuse(f"tokens[{index}] must be an id {rule}, got {token_id}", f"tokens[{index}]")
     text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
     return json_response(DetokenizedText(text, text), call_of(request))
 

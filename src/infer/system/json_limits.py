@@ -1,0 +1,69 @@
+"""Limits of JSON from others, which are checked on its bytes, before a parser makes values of them.
+
+The work on a body grows with its values, not with its bytes, so their number has a limit. Numbers of a list that has
+only numbers are not counted, since a prompt may be given as the ids of its tokens. `json` and `msgspec` recurse, so the
+depth has a limit too, far below that of Python's stack.
+"""
+
+import re
+from itertools import accumulate
+
+from infer.request_limits import MAX_DEPTH, MAX_DIGITS, MAX_VALUES
+
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKET = bytes(set(range(256)) - set(_STEPS))
+_AS_DIGITS = bytes.maketrans(b"123456789.eE+-", b"00000000000000")
+# Literals become quotes, as strings are: of true, false and null, one letter each is enough.
+_AS_QUOTES = bytes.maketrans(b"rsn", b'"""')
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'[]{},"rsn'))
+_NUMBERS = re.compile(rb"\[,*+\]")
+
+
+class JsonLimitError(ValueError):
+    """A JSON text exceeds a limit. The message is the end of a sentence: "the body is …"."""
+
+
+def check_limits(text: bytes | str) -> None:
+    """Raise JsonLimitError if a JSON text is too deep, has too many values, or has too long a number.
+
+    A text of 2 MB takes up to 20 ms.
+    """
+    if isinstance(text, str):
+        text = text.encode(errors="surrogatepass")
+    if len(text) <= MAX_DEPTH:
+        return
+    plain = _without_escapes(text)
+    if plain.count(b'"') > 4 * MAX_VALUES:  # each value has at most its key and itself as strings
+        raise _too_many()
+    outside = _outside_strings(plain)
+    if b"0" * (MAX_DIGITS + 1) in outside.translate(_AS_DIGITS):
+        raise JsonLimitError(f"written with a number of more than {MAX_DIGITS} characters")
+    structure = outside.translate(_AS_QUOTES, _NO_STRUCTURE)
+    num_holders = structure.count(b"[") + structure.count(b"{")
+    if num_holders > MAX_VALUES or num_holders + _NUMBERS.sub(b"", structure).count(b",") > MAX_VALUES:
+        raise _too_many()
+    if depth_of(outside) > MAX_DEPTH:
+        raise JsonLimitError(f"nested more than {MAX_DEPTH} deep")
+
+
+def outside_strings(text: bytes) -> bytes:
+    """Return a JSON text with only a quote of each string."""
+    return _outside_strings(_without_escapes(text))
+
+
+def depth_of(outside: bytes) -> int:
+    """Return the depth of nested lists and objects, given the result of `outside_strings`."""
+    return max(accumulate(map(_STEPS.__getitem__, outside.translate(None, _NO_BRACKET))), default=0)
+
+
+def _without_escapes(text: bytes) -> bytes:
+    """Return the text without pairs of backslashes, and then without escaped quotes."""
+    return text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+
+
+def _outside_strings(plain: bytes) -> bytes:
+    return b'"'.join(plain.split(b'"')[::2])
+
+
+def _too_many() -> JsonLimitError:
+    return JsonLimitError(f"made of more than {MAX_VALUES} values: split it")

@@ -167,6 +167,7 @@ end_process(7)
         (OSError(12, "Cannot allocate memory"), "out of memory: "),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: "),
         (OSError(24, "Too many open files", "x.py"), "too many open files: this process may open "),
+        (ValueError("Number of threads specified must be > 0."), "NUMBA_NUM_THREADS must be at least 1, got None: "),
         (RuntimeError("can't start new thread"), "the system refuses to start another thread: "),
         (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
     ],

@@ -114,6 +114,7 @@ def test_no_stream_continues_with_the_model_of_other_files(child: Served, tmp_pa
 
 class OnShelf(NamedTuple):
     client: Any
+    hung: list[str]  # names of models whose processes do not answer
     running: list[str]
 
     def post(self, path: str, **body: Any) -> Any:
@@ -136,8 +137,13 @@ class OnShelf(NamedTuple):
 def on_shelf(child: Served, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OnShelf]:
     """Serve the models a and b, which are both the child's model."""
 
+    hung = list[str]()
+
     class LocalReplicas(FakeReplicas):
         exchange = OneReplica(child.port).exchange  # type: ignore[assignment]
+
+        async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+            return {} if self.name in hung else {"0": (200, b"")}
 
     monkeypatch.setattr("infer.distributed.shelved_model.Replicas", LocalReplicas)
     monkeypatch.setattr(FakeReplicas, "running", [])
@@ -149,7 +155,7 @@ def on_shelf(child: Served, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     shelf = Shelf(sources, ShelfSettings(100), work, tmp_path)
     with serving(None, table=ShelfFront(shelf).table) as front:
         front.state.phase = "ready"
-        yield OnShelf(front.client, FakeReplicas.running)
+        yield OnShelf(front.client, hung, FakeReplicas.running)
     for model in shelf.models.values():
         model.own.close()
 
@@ -205,3 +211,13 @@ def test_a_request_without_a_prompt_loads_and_unloads_a_model(on_shelf: OnShelf)
     on_shelf.wait_until_running()
     assert on_shelf.post("/api/generate", keep_alive=0).json()["done_reason"] == "unload"
     assert FakeReplicas.loaded == ["a"]
+
+
+def test_a_model_whose_process_hangs_is_named_and_the_server_is_not_ready(on_shelf: OnShelf) -> None:
+    for name in ("a", "b"):
+        on_shelf.post("/api/generate", model=name)
+    assert on_shelf.client.get("/ready").status_code == 200
+    on_shelf.hung.append("b")
+    answer = on_shelf.client.get("/ready")
+    assert (answer.status_code, answer.json()) == (503, {"status": "hung", "models": ["b"]})
+    assert on_shelf.client.get("/metrics").status_code == 200

@@ -114,3 +114,38 @@ def test_a_part_of_a_message_has_its_type(served: Served, part: Any, role: str) 
     answer = served.client.post("/apply-template", json=asked)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("messages[0].content[0]")
+
+
+UNTYPED = [{"text": "hello"}]
+ODD_TOOL = [{"type": "web_search_20260101", "name": "web_search"}]
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": UNTYPED}]}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": ODD_TOOL}),
+    ("/apply-template", {"messages": [{"role": "user", "content": UNTYPED}]}),
+    ("/apply-template", {"messages": MESSAGES, "tools": ODD_TOOL}),
+    ("/v1/responses", {"input": [{"role": "user", "content": UNTYPED}]}),
+    ("/v1/responses", {"input": "hello", "tools": ODD_TOOL}),
+    ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": UNTYPED}]}),
+    ("/v1/messages", {"max_tokens": 3, "messages": MESSAGES, "tools": ODD_TOOL}),
+    ("/api/chat", {"messages": MESSAGES, "tools": ODD_TOOL, "stream": False}),
+    ("/completion", {"prompt": "a", "max_tokens": -1, "n_predict": 2}),
+    ("/completion", {"prompt": "a", "max_tokens": -1}),
+    ("/completion", {"prompt": "a", "n_predict": -1}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TAKEN)
+def test_bodies_that_are_taken_are_described(served: Served, path: str, body: dict[str, Any]) -> None:
+    schema = validator(f"/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema")
+    answer = served.client.post(path, json=body)
+    assert (answer.status_code == 200) == schema.is_valid(body), answer.text
+
+
+def test_refused_queries_and_other_methods_are_described(served: Served) -> None:
+    refused = served.client.get("/v1/engine/events", params={"interval": 11})
+    assert refused.status_code == 400
+    answer_of("/v1/engine/events", "get", 400).validate(refused.json())
+    for path, operations in DOCUMENT["paths"].items():
+        answer = served.client.request("PUT", path.replace("{id}", "x").replace("{name}", "x"))
+        allowed = {method.upper() for method in operations}
+        assert (answer.status_code, set(answer.headers["allow"].split(", ")) - {"HEAD"}) == (405, allowed), path

@@ -6,6 +6,7 @@ Help and version load no torch: each command loads the heavy modules that it nee
 
 import errno
 import gc
+import os
 import resource
 import sys
 import traceback
@@ -74,7 +75,13 @@ def _message(error: Exception) -> str:
 
 
 def _refusal(error: Exception) -> str | None:
-    """Return a message if the machine refused memory, files, threads or space on stdout's disk, else None."""
+    """Return a message if the machine refused memory, files, threads or space on stdout's disk, else None.
+
+    Numba refuses a number of threads from its environment variable.
+    """
+    if isinstance(error, ValueError) and "Number of threads specified" in str(error):
+        given = os.environ.get("NUMBA_NUM_THREADS")
+        return f"NUMBA_NUM_THREADS must be at least 1, got {given!r}: remove it, and give --threads"
     number = error.errno if isinstance(error, OSError) else None
     text = str(error) if isinstance(error, ImportError | RuntimeError) else ""
     if isinstance(error, MemoryError) or number == errno.ENOMEM or any(sign in text for sign in _NO_MEMORY):

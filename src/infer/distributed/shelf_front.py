@@ -121,7 +121,7 @@ class ShelfFront:
             "/v1/models/{id:path}": self._show,
             "/metrics": self._read_metrics,
         }
-        own |= {each.path: each.handler for each in _OWN} | self._ollama.handlers
+        own |= {each.path: each.handler for each in _OWN} | self._ollama.handlers | {"/ready": self._ready}
         answering = dict.fromkeys(OLLAMA_ANSWERS, self._ollama.answer)
         handed_on = [each for each in ROUTES if each.path not in ("/docs", "/openapi.json")]
         table = [
@@ -171,13 +171,24 @@ class ShelfFront:
         await self._shelf.unload(model, call_of(request).key_name)
         return json_response(await _shown(model, state))
 
+    async def _ready(self, request: Request, state: ServerState) -> Response:
+        """Answer 503 also if the process of a loaded model does not answer."""
+        hung = [name for name, found in (await self._ask_loaded(b"/ready")).items() if not found]
+        if hung and state.phase == "ready":
+            return json_response(health.Health("hung", models=hung), status=503)
+        return await health.ready(request, state)
+
+    async def _ask_loaded(self, target: bytes) -> dict[str, list[bytes]]:
+        """Return the bodies of the answers of each loaded model, within a second."""
+        loaded = {each.name: each.replicas for each in self._shelf.models.values() if each.phase == "ready"}
+        asked = {name: replicas for name, replicas in loaded.items() if replicas is not None}
+        found = await asyncio.gather(*(replicas.get(target) for replicas in asked.values()))
+        return {name: [body for _, body in each.values()] for name, each in zip(asked, found, strict=True)}
+
     async def _read_metrics(self, request: Request, state: ServerState) -> Response:
         """Return the metrics of all loaded models, with their names, and those of this process."""
-        texts = list[tuple[str, dict[str, str]]]()
-        for model in self._shelf.models.values():
-            if model.phase == "ready" and model.replicas is not None:
-                found = await model.replicas.get(b"/metrics")
-                texts += [(body.decode(), {"model": model.name}) for _, body in found.values()]
+        answers = await self._ask_loaded(b"/metrics")
+        texts = [(body.decode(), {"model": name}) for name, bodies in answers.items() for body in bodies]
         return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
 
 

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from infer.server.access_log import with_calls
@@ -75,7 +75,8 @@ def _refuse(request: Request, error: Exception, known: Sequence[str]) -> Respons
     if error.status_code == 404:
         refusal = ApiError(404, no_route(request.method, path, known), code="unknown_url")
     if error.status_code == 405:
-        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
         message = f"{path} takes {allowed}, not {request.method}"
         refusal = ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     call_of(request).error_code = refusal.code or refusal.type

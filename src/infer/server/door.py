@@ -167,7 +167,9 @@ class Door:
             place.due = now + seconds
         else:
             line.append(body, self._seconds_of(arrival, forecast), now + seconds)
-        reason = f"the first token would arrive after {with_line:.0f} s, at most {settings.max_ttft:g} s are allowed"
+        reason = f"the first token would arrive after {wait:.0f} s, at most {settings.max_ttft:g} s are allowed"
+        if wait <= longest:
+            reason = f"clients of this key that were refused earlier come first, retry after {seconds:.0f} s"
         if is_full:
             reason = f"{num_waiting} of your answers already wait, at most {settings.max_queue} may wait"
         raise ApiError(429, f"the server is busy: {reason}", code="rate_limit_exceeded", headers=retry_headers(seconds))

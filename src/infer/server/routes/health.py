@@ -15,10 +15,11 @@ _STUCK = 4  # /health is bad after 1/4 of the time after which the watchdog ends
 
 
 class Health(Struct):
-    """State of the server. `progress` is the loaded share of a model that is loading."""
+    """State of the server. `progress` is the loaded share of a model that is loading; `models` are those that hang."""
 
     status: Literal["ok", "loading", "draining", "failed", "hung"]
     progress: float | UnsetType = UNSET
+    models: list[str] | UnsetType = UNSET
 
 
 async def health(request: Request, state: ServerState) -> Response:

@@ -27,9 +27,10 @@ _STATUSES = {
     429: "The server is busy: retry after the time in Retry-After.",
     431: "The headers are too large.",
     500: "The server failed.",
+    501: "The body has a Transfer-Encoding other than chunked.",
     503: "The model is loading, or the server is shutting down.",
 }
-_OF_BODIES = (400, 408, 413, 415)
+_OF_BODIES = (400, 408, 413, 415, 501)
 
 
 _TEXT: Json = {"type": "string"}
@@ -43,6 +44,10 @@ _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minI
 _LISTS = [{"type": "array", "items": each, "minItems": 1} for each in (_TEXT, _IDS)]
 _TEXTS: Json = {"anyOf": [_TEXT, _IDS, *_LISTS]}
 _REFINED: dict[str, dict[str, Json]] = {"CompletionBody": {"prompt": _TEXTS}, "EmbeddingsBody": {"input": _TEXTS}}
+# Structs of which a body may leave out `type`: it is added when the body is read.
+_UNTYPED = ("InputMessage", "InputText", "TextPart")
+# Tools with another type than these are left out, with a warning.
+_TOOL_TYPES = {"FunctionTool": "function", "ResponseTool": "function", "MessagesTool": "custom"}
 
 
 def description_routes(table: Sequence[ApiRoute]) -> list[ApiRoute]:
@@ -74,7 +79,15 @@ def document(table: Sequence[ApiRoute]) -> Json:
     schema_by_type = dict(zip([*types, ErrorAnswer], schemas, strict=True))
     for name, fields in _REFINED.items():
         components[name]["properties"].update(fields)
-    components["InputMessage"]["required"].remove("type")  # `complete_response` adds it
+    for name in _UNTYPED:
+        components[name]["required"].remove("type")
+    for name, kind in _TOOL_TYPES.items():
+        other = {
+            "type": "object",
+            "properties": {"type": {"type": "string", "not": {"const": kind}}},
+            "required": ["type"],
+        }
+        components[name] = {"title": name, "anyOf": [components[name], other]}
     paths: Json = {}
     for route in table:
         path = route.path.replace(":path}", "}")
@@ -114,7 +127,11 @@ def _responses(route: ApiRoute, schema_by_type: Mapping[Any, Json]) -> Json:
         answer[route.stream_type] = {"schema": _STREAMS[route.stream_type]}
     found: Json = {"200": {"description": "The answer.", "content": answer}}
     for status, description in _STATUSES.items():
-        if route.body is not None or status not in _OF_BODIES or (status == 400 and route.method != "GET"):
+        if (
+            route.body is not None
+            or status not in _OF_BODIES
+            or (status == 400 and (route.parameters or route.method != "GET"))
+        ):
             kind = Health if status == 503 and route.answer is Health else ErrorAnswer
             found[str(status)] = {"description": description, "content": _json_of(schema_by_type[kind])}
     return found

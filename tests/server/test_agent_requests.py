@@ -135,20 +135,13 @@ def test_prompts_are_kept_as_they_are_if_asked(served: Served, keeping: Served) 
     assert kept["input_tokens"] - adapted["input_tokens"] == len(body["system"][0]["text"])
 
 
-def test_a_later_system_message_is_a_reminder_of_the_user() -> None:
+def test_a_later_system_message_stays_one_until_a_template_refuses_it() -> None:
     turns = [
         {"role": "user", "content": "a"},
         {"role": "system", "content": "b"},
         {"role": "assistant", "content": "c"},
     ]
-    assert shown({"messages": turns}) == [
-        {"role": "user", "content": "a\n<system-reminder>\nb\n</system-reminder>"},
-        {"role": "assistant", "content": "c"},
-    ]
-    assert shown({"system": "a", "messages": [turns[1], turns[0]]}) == [
-        {"role": "system", "content": "a\nb"},
-        {"role": "user", "content": "a"},
-    ]
+    assert shown({"messages": turns}) == turns
 
 
 def shown(body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -37,8 +37,11 @@ class Body(Parameters, kw_only=True):
 
 @final
 class TextPart(Struct):
+    """A part of a content. `own` has its other keys, which some templates read."""
+
     type: Literal["text"]
     text: str
+    own: dict[str, Any] = {}
 
 
 @final

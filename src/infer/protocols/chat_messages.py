@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from infer.protocols.bodies import AssistantMessage, DeveloperMessage, Message, ToolMessage
+from infer.protocols.bodies import AssistantMessage, DeveloperMessage, Message, TextPart, ToolMessage
 from infer.protocols.refusals import refuse
 from infer.protocols.response_items import OutputRefusal
 from infer.protocols.unknown_fields import Reading
@@ -86,7 +86,9 @@ def text_parts(parts: list[Any], path: str, reading: Reading, text_type: str, *,
         elif not isinstance(part, dict) or not isinstance(kind := part.get("type", "text"), str):
             found.append(part)
         elif kind in _TEXT_TYPES:
-            found.append({**part, "type": text_type} if "type" in part or "text" in part else part)
+            own = {name: value for name, value in part.items() if name not in ("type", "text")}
+            kept = {**part, "type": text_type} if "type" in part or "text" in part else part
+            found.append(kept | {"own": own} if own else kept)
         elif kind == "refusal":
             found.append(part)
         else:
@@ -155,14 +157,20 @@ def _with_type(tool: Any) -> Any:
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages as chat templates expect them.
 
-    Each message has one text. The developer's role becomes system, and the arguments of calls become objects.
+    The tokenizer gives each template the form of contents that it reads. The developer's role becomes system, and the
+    arguments of calls become objects.
     """
     return [_as_shown(message) for message in messages]
 
 
 def _as_shown(message: Message) -> dict[str, Any]:
     role = "system" if isinstance(message, DeveloperMessage) else message.__struct_config__.tag
-    found: dict[str, Any] = {"role": role, "content": text_of(message.content)}
+    content = message.content
+    if isinstance(content, list) and not isinstance(message, AssistantMessage | ToolMessage):
+        parts = [{**part.own, "type": "text", "text": part.text} for part in content if isinstance(part, TextPart)]
+        found: dict[str, Any] = {"role": role, "content": parts}
+    else:
+        found = {"role": role, "content": text_of(content)}
     if message.name is not None:
         found["name"] = message.name
     if isinstance(message, ToolMessage) and message.tool_call_id is not None:

@@ -115,8 +115,7 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """Return messages for chat templates: the system prompt first, each tool result as its own message.
 
-    Consecutive texts of one role become one message. Many templates accept a system message only as the first one. So
-    a later system message becomes a text of the user, in the tags that Claude Code uses for its reminders.
+    Consecutive texts of the user or the assistant become one message.
     """
     budgets = TokenBudgets(prompts)
     found = list[dict[str, Any]]()
@@ -128,9 +127,8 @@ def messages_of(
         for message in _messages_of_turn(turn, budgets):
             if message["role"] == "system" and not message["content"]:
                 continue
-            if message["role"] == "system" and any(each["role"] != "system" for each in found):
-                message = {"role": "user", "content": f"<system-reminder>\n{message['content']}\n</system-reminder>"}
-            if found and set(found[-1]) == set(message) == {"role", "content"} and found[-1]["role"] == message["role"]:
+            is_turn = message["role"] != "system" and set(message) == {"role", "content"}
+            if is_turn and found and set(found[-1]) == set(message) and found[-1]["role"] == message["role"]:
                 texts = [text for text in (found[-1]["content"], message["content"]) if text]
                 found[-1] = {"role": message["role"], "content": "\n".join(texts)}
             else:

@@ -38,8 +38,8 @@ def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str 
 def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
     """Return messages for chat templates: the instructions first, then one message per turn.
 
-    Clients send several consecutive items for one turn of the user or the assistant, or for the system prompt. But many
-    templates require turns that alternate.
+    Clients send several consecutive items for one turn of the user or the assistant. But many templates require turns
+    that alternate.
     """
     given: Sequence[InputItem] = (
         [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -58,7 +58,7 @@ def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
 
 
 def _add_text(found: list[dict[str, Any]], role: str, text: str) -> None:
-    if found and found[-1]["role"] == role:
+    if role != "system" and found and found[-1]["role"] == role:
         found[-1]["content"] += f"\n\n{text}"
     else:
         found.append({"role": role, "content": text})

@@ -9,13 +9,27 @@ from typing import Any
 
 from infer.errors import InvalidRequestError
 from infer.tokenizer.special_tokens import ComposedText, PromptPart, SpecialTexts
-from infer.tokenizer.template_process import TemplateRefusalError, render
+from infer.tokenizer.template_messages import (
+    RARE,
+    SYSTEM_ROLES,
+    ContentForms,
+    odd_system_texts,
+    probe_forms,
+    texts_of_content,
+    with_form,
+    with_one_system,
+    with_texts,
+)
+from infer.tokenizer.template_process import TemplateLimitError, TemplateRefusalError, render
 
 # Hugging Face's names of a message's reasoning. Templates read the first one.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's; it shows where the template put the message's end
 _TAKEN_APART = "a message contains the text of a special token, which the chat template splits: remove it"
+_UNLIKELY = 16  # characters of a text that is in a prompt only because the template shows it
+_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
+_NO_VARIABLES = {"add_generation_prompt": False, "tools": None, "documents": None}
 _PROBE = ({"role": "user", "content": "Hello"},)
 _PROBE_TOOL = {
     "type": "function",
@@ -24,11 +38,12 @@ _PROBE_TOOL = {
 
 
 class ChatTemplate:
-    """A template with the variables of its tokenizer (`bos_token`, …)."""
+    """A template with the variables of its tokenizer (`bos_token`, …), and the forms of contents that it shows."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self.source = source
         self._variables = dict(variables)
+        self._forms_by_role: dict[str, ContentForms] = {}
 
     def check(self) -> None:
         """Render a short conversation, with tools if it works only with tools.
@@ -36,12 +51,12 @@ class ChatTemplate:
         Raises InvalidRequestError for a template that can render neither.
         """
         try:
-            self.render(_PROBE)
+            self._render(_context(_PROBE, False, {}))
         except TemplateRefusalError:  # it may require a system message, which is not a fault
             return
         except InvalidRequestError:
             try:
-                self.render(_PROBE, tools=[_PROBE_TOOL])
+                self._render(_context(_PROBE, False, {"tools": [_PROBE_TOOL]}))
                 return
             except TemplateRefusalError:
                 return
@@ -57,8 +72,15 @@ class ChatTemplate:
         `variables` are `add_generation_prompt` (by default true), `tools`, `documents`, and the template's own. With
         `continue_final_message` the text ends where the last message ends, so that the model continues that message.
         """
-        context = _context(messages, continue_final_message, variables)
-        text = self._render(context)
+        _, text = self._accepted(_context(messages, continue_final_message, variables))
+        return text[: _end_of_final_message(text)] if continue_final_message else text
+
+    def render_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
+    ) -> str:
+        """Return the text of `render`. Raises InvalidRequestError if it lacks the text of the user's last message."""
+        context, text = self._accepted(_context(messages, continue_final_message, variables))
+        self._check_question(context, text)
         return text[: _end_of_final_message(text)] if continue_final_message else text
 
     def render_marked(
@@ -79,8 +101,8 @@ class ChatTemplate:
         its origin is unknown, and the request raises InvalidRequestError. The same applies to a string from which a
         template could make a special token by removing characters.
         """
-        context = _context(messages, continue_final_message, variables)
-        text = self._render(context)
+        context, text = self._accepted(_context(messages, continue_final_message, variables))
+        self._check_question(context, text)
         end = _end_of_final_message(text) if continue_final_message else len(text)
         strings = list(_strings(context))
         mark = _unused_character(text + self.source + "".join(strings))
@@ -97,6 +119,70 @@ class ChatTemplate:
             if len(special_texts.found_in(marked)) < len(special_texts.found_in(text)) - num_foreign:
                 raise InvalidRequestError(_TAKEN_APART)
         return pieces
+
+    def _accepted(self, context: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """Return the variables with messages in a form that the template takes, and the rendered text.
+
+        If the template refuses or leaves out a system message in an odd place, it gets one system message.
+        """
+        given = context["messages"]
+        odd = odd_system_texts(given)
+        refusal, found = None, list[tuple[dict[str, Any], str]]()
+        for messages in (given, with_one_system(given)) if odd else (given,):
+            fitted = {**context, "messages": [with_form(message, self._forms(message)) for message in messages]}
+            try:
+                text = self._render(fitted)
+            except TemplateLimitError:
+                raise
+            except InvalidRequestError as error:
+                refusal = refusal or error
+                continue
+            found.append((fitted, text))
+            if all(each in text for each in odd):
+                break
+        if refusal is not None and not found:
+            raise refusal
+        return next((each for each in found if all(text in each[1] for text in odd)), found[0])
+
+    def _forms(self, message: Mapping[str, Any]) -> ContentForms:
+        """Return the forms of contents of the message's role that the template shows. They are probed once."""
+        role = message.get("role")
+        role = role if role in _ROLES else "user"
+        if role not in self._forms_by_role:
+            user = None if role == "user" else self._forms({"role": "user"})
+            found = probe_forms(self._probe, role, user)
+            self._forms_by_role[role] = user if user is not None and not any(found) else found
+        return self._forms_by_role[role]
+
+    def _probe(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] = _NO_VARIABLES) -> str:
+        """Return the rendered text, or "" if the template refuses."""
+        try:
+            return self._render({**variables, "messages": messages})
+        except TemplateLimitError:
+            raise
+        except InvalidRequestError:
+            return ""
+
+    def _check_question(self, context: Mapping[str, Any], text: str) -> None:
+        """Raise InvalidRequestError if the user's last message is not in the rendered text.
+
+        A template may change a text, and a short text may be elsewhere in the prompt. So a rare text takes its place
+        before anything is refused.
+        """
+        messages = context["messages"]
+        last = next((index for index, each in reversed([*enumerate(messages)]) if each.get("role") == "user"), None)
+        if last is None:
+            return
+        texts = [stripped for each in texts_of_content(messages[last].get("content")) if (stripped := each.strip())]
+        if not texts or all(len(each) >= _UNLIKELY and each in text for each in texts):
+            return
+        rare = [*messages[:last], with_texts(messages[last], RARE), *messages[last + 1 :]]
+        rendered = self._probe(rare, context)
+        if rendered and rendered.count(RARE) < len(texts):
+            raise InvalidRequestError(
+                "the chat template leaves out the text of the user's last message, so the model would not see it: use "
+                "another chat_template, or give the content in the form that the template reads"
+            )
 
     def _render(self, context: Mapping[str, Any]) -> str:
         return render(self.source, {**self._variables, **_map_strings(context, str)})

@@ -24,6 +24,10 @@ class TemplateRefusalError(InvalidRequestError):
     """The template refuses the conversation with its own message."""
 
 
+class TemplateLimitError(InvalidRequestError):
+    """The template takes more time, memory or characters than it may."""
+
+
 @cache
 def _lane() -> Lane:
     return Lane(Path(__file__).with_name("template_child.py"), str(RENDER_SECONDS), str(MEMORY_BYTES))
@@ -40,11 +44,11 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         answer = _lane().ask([source, variables, MAX_CHARACTERS], _WAIT_SECONDS)
     except ChildError as error:
         problem = f"takes more than {RENDER_SECONDS:g} s" if error.signal == signal.SIGPROF else "makes Python crash"
-        raise InvalidRequestError(f"the chat template {problem}: it cannot be used") from None
+        raise TemplateLimitError(f"the chat template {problem}: it cannot be used") from None
     except (TypeError, ValueError, RecursionError) as error:  # JSON has neither tuples as keys nor 5,000 digits
         raise InvalidRequestError(f"the conversation cannot be passed to a chat template: {error}") from None
     except TimeoutError:
-        raise InvalidRequestError(f"the chat template was not rendered within {_WAIT_SECONDS:g} s") from None
+        raise TemplateLimitError(f"the chat template was not rendered within {_WAIT_SECONDS:g} s") from None
     if "text" in answer:
         return str(answer["text"])
     where = "" if answer["line"] is None else f", line {answer['line']},"
@@ -55,8 +59,8 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         case "syntax":
             raise InvalidRequestError(f"the chat template{where} is not valid: {message}")
         case "memory":
-            raise InvalidRequestError(f"the chat template takes more than {MEMORY_BYTES >> 20} MiB: it cannot be used")
+            raise TemplateLimitError(f"the chat template takes more than {MEMORY_BYTES >> 20} MiB: it cannot be used")
         case "length":
-            raise InvalidRequestError(f"the chat template writes more than {MAX_CHARACTERS:,} characters")
+            raise TemplateLimitError(f"the chat template writes more than {MAX_CHARACTERS:,} characters")
         case _:
             raise InvalidRequestError(f"the chat template{where} fails on the conversation: {message}")

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
+from infer.system.sized_cache import SizedCache
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.decoding_rules import make_token_bytes, read_decoding_rules
 from infer.tokenizer.detokenizer import Detokenizer
@@ -23,6 +24,8 @@ from infer.tokenizer.pairs import EncodedPair, encode_pair
 from infer.tokenizer.special_tokens import SpecialTexts
 from infer.tokenizer.tokenizer_files import read_folder, read_gguf
 from infer.tokenizer.tokenizers_library import MAX_TOKENS, encode, make_text_backend, read_vocabulary
+
+_MOST_TEMPLATE_BYTES, _LEAST_BYTES, _BYTES_PER_CHARACTER = 8 << 20, 1_000, 4
 
 
 @final
@@ -54,6 +57,7 @@ class Tokenizer:
         self.backend = backend
         self._named_tokens = dict(named_tokens)
         self._chat_templates = dict(chat_templates or {})
+        self._probed = SizedCache[ChatTemplate](_MOST_TEMPLATE_BYTES)  # requests may have their own templates
         self.allow_special = False  # the default for messages, which a call can change
         self._text_backend = make_text_backend(backend)  # two backends, because changing a flag would need a lock
         added = backend.get_added_tokens_decoder()
@@ -351,14 +355,14 @@ class Tokenizer:
                 variables of the template, such as `enable_thinking`.
 
         Raises:
-            InvalidRequestError: The template is missing, or refuses the messages.
+            InvalidRequestError: The template is missing, refuses the messages, or leaves out the user's last one.
 
         Examples:
             >>> text = llm.tokenizer.render_chat_template([{"role": "user", "content": "Hello"}])
             >>> text[-32:]
             '|im_end|>\\n<|im_start|>assistant\\n'
         """
-        return self._template(chat_template, variables.get("tools")).render(messages, **variables)
+        return self._template(chat_template, variables.get("tools")).render_prompt(messages, **variables)
 
     def encode_chat(
         self,
@@ -378,7 +382,8 @@ class Tokenizer:
             variables: As for `render_chat_template`.
 
         Raises:
-            InvalidRequestError: The template is missing or refuses the messages, or a message cannot be spelled.
+            InvalidRequestError: The template is missing, refuses the messages, or leaves out the user's last one; or a
+                message cannot be spelled.
 
         Examples:
             >>> len(llm.tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
@@ -386,7 +391,7 @@ class Tokenizer:
         """
         template = self._template(chat_template, variables.get("tools"))
         if self.allow_special if allow_special is None else allow_special:
-            return self.encode(template.render(messages, **variables), add_special_tokens=False)
+            return self.encode(template.render_prompt(messages, **variables), add_special_tokens=False)
         ids: list[int] = []
         for text, is_control in template.render_marked(messages, self._special_texts, **variables):
             ids += self._encode_control(text) if is_control else self._encode_as_text(text)
@@ -423,14 +428,18 @@ class Tokenizer:
         if chosen is None:
             chosen = "tool_use" if tools is not None and "tool_use" in templates else "default"
         elif chosen not in templates and "{" in chosen:
-            return ChatTemplate(chosen, self._named_tokens)
+            return self._made(chosen)
         if not templates:
             raise InvalidRequestError(
                 "the model has no chat template: use generate() with plain text, or an instruct version of the model"
             )
         if chosen not in templates:
             raise InvalidRequestError(f"chat_template must be one of {', '.join(sorted(templates))}, got {chosen!r}")
-        return ChatTemplate(templates[chosen], self._named_tokens)
+        return self._made(templates[chosen])
+
+    def _made(self, source: str) -> ChatTemplate:
+        num_bytes = _LEAST_BYTES + _BYTES_PER_CHARACTER * len(source)
+        return self._probed.get_or_make(source, lambda: ChatTemplate(source, self._named_tokens), lambda _: num_bytes)
 
     @cached_property
     def _length_bound(self) -> Bound:

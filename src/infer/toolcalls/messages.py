@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infer.tokenizer.special_tokens import ComposedText
+from infer.tokenizer.template_messages import SYSTEM_ROLES, text_of_content
 from infer.toolcalls.answer_format import written_arguments
 from infer.toolcalls.formats import ToolCallFormat
 from infer.toolcalls.past_calls import with_values
@@ -13,7 +14,6 @@ from infer.toolcalls.template_formats import TemplateFormats
 from infer.toolcalls.tools import Tool
 
 Message = Mapping[str, Any]
-_SYSTEM_ROLES = ("system", "developer")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _AFTER_RESULTS = "\nNow answer with this, in words."  # without it, small models repeat the call
 
@@ -114,7 +114,7 @@ def _as_taken(message: Message, formats: TemplateFormats) -> Message:
     found = dict(message)
     name = next((each for each in _REASONING_FIELDS if found.get(each)), None)
     if not formats.takes_both and name is not None and found.get("content"):
-        found[name] = f"{found[name]}\n\n{found['content']}"
+        found[name] = f"{found[name]}\n\n{text_of_content(found['content'])}"
         found["content"] = ""
     if formats.takes_no_content and not found.get("content"):
         found.pop("content", None)
@@ -136,7 +136,7 @@ def _call_as_text(message: Message, tools: Sequence[Tool], form: ToolCallFormat)
     calls = [
         (each["name"], written_arguments(form, by_name.get(each["name"]), each["arguments"])) for each in functions
     ]
-    text = message.get("content") or ""
+    text = text_of_content(message.get("content"))
     others = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**others, "content": ComposedText([(f"{text}\n" if text else "", False), *form.written_parts(calls)])}
 
@@ -148,17 +148,18 @@ def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:
 
 def _result_as_text(message: Message, names: Mapping[str, str]) -> str:
     name = message.get("name") or names.get(str(message.get("tool_call_id")), "the function")
-    return f"Result of {name}: {message.get('content')}{_AFTER_RESULTS}"
+    return f"Result of {name}: {text_of_content(message.get('content'))}{_AFTER_RESULTS}"
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
-    has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
+    has_system = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
     system: Message = messages[0] if has_system else {"role": "system", "content": ""}
     if formats.takes_tools_in_system:
         functions = [tool.to_json()["function"] for tool in tools]
         system = {**system, "tools": json.dumps(functions, ensure_ascii=False)}
     else:
-        text = "\n\n".join(part for part in (system.get("content"), _tools_as_text(tools, formats.calls)) if part)
+        texts = text_of_content(system.get("content")), _tools_as_text(tools, formats.calls)
+        text = "\n\n".join(filter(None, texts))
         system = {**system, "content": text}
     return [system, *messages[has_system:]]
 

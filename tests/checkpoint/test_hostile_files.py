@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -274,6 +275,48 @@ TRAPS: dict[str, tuple[tuple[str, ...], Any, str]] = {
         ("normalizer",), {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}, "tokenizer: ",
     ),
 }  # fmt: skip
+
+TEN = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+REGEX = {"type": "Replace", "pattern": {"Regex": "a"}, "content": "aa"}
+LIGATURE = {"type": "Replace", "pattern": {"String": "a"}, "content": "\ufdfa"}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+FUSE = {"type": "Fuse"}
+MARK = {"type": "Prepend", "prepend": "▁"}
+GROWING: dict[str, tuple[str, str, list[Any], list[Any]]] = {  # the part, the key of its list, steps that grow, and not
+    "replacements": ("normalizer", "normalizers", [TEN, TEN, {**TEN, "content": "aa"}], [TEN, TEN]),
+    "patterns": ("normalizer", "normalizers", [REGEX] * 5, [REGEX] * 4),
+    "prefixes": ("normalizer", "normalizers", [MARK] * 7, [MARK] * 6),
+    "ligatures": ("normalizer", "normalizers", [{"type": "NFKD"}, LIGATURE] * 3, [{"type": "NFKD"}, LIGATURE] * 2),
+    "steps": ("normalizer", "normalizers", [{"type": "NFC"}] * 64, [{"type": "NFC"}] * 63),
+    "spelt bytes": ("pre_tokenizer", "pretokenizers", [BYTES] * 8, [BYTES] * 7),
+    "templates": (
+        "post_processor", "processors", [{**TEMPLATE, "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 101}],
+        [{**TEMPLATE, "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 100}],
+    ),
+    "decoded": ("decoder", "decoders", [TEN, TEN, FUSE, TEN], [TEN, FUSE, TEN]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_tokenizer_that_lets_texts_grow_without_bound_is_refused_before_it_reads_one(
+    tmp_path: Path, kind: str
+) -> None:
+    part, name, growing, good_steps = GROWING[kind]
+    folder = write_folder(tmp_path / "model")
+    good = json.loads((folder / "tokenizer.json").read_text())
+    for steps, is_refused in (
+        (growing, True),
+        (good_steps, False),
+        ([*growing[:1], {"type": "Sequence", name: growing}], True),
+    ):
+        (folder / "tokenizer.json").write_text(json.dumps(good | {part: {"type": "Sequence", name: steps}}))
+        if is_refused:
+            assert re.search(r"at most (100 times is|64 are) supported", str(refused(lambda: load_tokenizer(folder))))
+        else:
+            tokenizer = load_tokenizer(folder)
+            assert len(tokenizer.encode("aaaa")) <= 4 * 4 * 100
+            assert len(tokenizer.decode([97] * 4)) <= 4 * 100
+
 
 LOAD = """
 import sys

@@ -19,6 +19,7 @@ from infer.tokenizer.gguf_vocabulary import (
     list_of,
     make_bos_eos_processor,
 )
+from infer.tokenizer.text_growth import check_growth
 from infer.tokenizer.tokenizers_library import is_charsmap, panics_as, try_backend
 from infer.tokenizer.value_checks import check_metadata
 from infer.tokenizer.wordpiece import PREFIX, make_wordpiece
@@ -68,6 +69,7 @@ def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     with panics_as(lambda problem: ModelFormatError("GGUF metadata", "tokenizer", problem)):
         make = _make_wordpiece if _model(metadata) == "bert" else _make_unigram
         backend = make(metadata, texts, types)
+        check_growth("GGUF metadata", backend)
         try_backend(backend)
     return GGUFBackend(backend, texts)
 

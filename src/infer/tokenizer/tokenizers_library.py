@@ -19,6 +19,7 @@ from tokenizers.models import Model, Unigram
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
 from infer.system.json_file import parse_json, read_whole
+from infer.tokenizer.text_growth import check_growth
 
 MAX_BYTES = 128 << 20
 _OF_TOKENIZERS = {Exception, ValueError}  # the classes that tokenizers raises
@@ -46,6 +47,7 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         _check_steps(path, backend)
+        check_growth(path, backend)
         try_backend(backend)
     return backend
 

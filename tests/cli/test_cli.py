@@ -423,7 +423,7 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--top-p", "1.5"], r"top_p must be in \[0, 1\], got 1.5"),
+        (["generate", "--top-p", "1.5"], r"top_p must be in \(0, 1\], got 1.5"),
         (["generate", "--temperature", "nan"], "temperature must be in"),
         (["generate", "-n", "0"], "max_new_tokens must be at least 1"),
         (["generate", "--top-k", "many"], "'many' is not a valid integer"),
@@ -459,7 +459,7 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
         (["generate", "--prompts-file", "a", "--prompt", "b"], "--prompt and --prompts-file are both given"),
         (["sample-trace", "a", "--prompt", "b"], "PROMPT and --prompt are both given"),
         (["sample-trace", "too long"], "the context holds 100"),
-        (["sample-trace", "a", "--top-p", "2"], r"top_p must be in \[0, 1\], got 2"),
+        (["sample-trace", "a", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),
         (["sample-trace", "a", "--step", "0"], "--step.*0 is not in the range"),
         (["sample-trace", "a", "--num-candidates", "0"], "--num-candidates.*0 is not in the range"),
         (["sample-trace", "a", "-n", "3"], "No such option.*-n"),

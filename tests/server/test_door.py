@@ -193,7 +193,7 @@ def test_each_refused_client_is_promised_a_place_after_those_before_it() -> None
     now[0] = told[0]
     nearly_full = busy("a", 85)  # 38 s are ahead, less than the limit, but this place is promised to others
     with pytest.raises(ApiError, match="clients of this key that were refused earlier come first"):
-        door.enter(Arrival("a"), b"new", lambda: forecast_of(nearly_full))
+        door.enter(Arrival("a", num_answer_tokens=100), b"new", lambda: forecast_of(busy("a", 75)))
     assert enter(door, lambda: forecast_of(nearly_full), b"0") is None
     now[0] = 58.0
     assert enter(door, lambda: forecast_of(busy("a", 40)), b"another") is None  # no refused client has returned

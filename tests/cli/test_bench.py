@@ -12,9 +12,10 @@ from transformers import Gemma3TextConfig, Lfm2Config, Qwen3_5TextConfig
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.backends.cpu.isa import instruction_set
+from infer.bench.memory_probe import MemoryProbe
 from infer.bench.mixer_costs import mixer_bytes, mixer_flops
 from infer.bench.profile import profile, split_label, summarize
-from infer.bench.speed import MemoryProbe, Workload, kv_bytes, measure, weight_bytes_by_kind
+from infer.bench.speed import Workload, kv_bytes, measure, weight_bytes_by_kind
 from infer.bench.suite import workloads
 from infer.cli import main
 from infer.cli.bench_command import columns, profile_lines, speed_lines
@@ -79,6 +80,29 @@ def test_the_share_is_the_bytes_of_decode_over_the_bandwidth_of_memory(llm: LLM)
     assert speed.achieved_bandwidth == pytest.approx(num_bytes * speed.decode_tokens_per_second)
     assert speed.bandwidth_share == pytest.approx(speed.achieved_bandwidth / speed.read_bandwidth)
     assert json.loads(json.dumps(speed.to_json()))["bandwidth_share"] == speed.bandwidth_share
+
+
+@pytest.mark.parametrize(("rate", "words"), [(1.0, "decode itself"), (1e15, "% used")])
+def test_no_share_is_above_the_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch, rate: float, words: str) -> None:
+    """The probe reads as many bytes as a token reads, so that weights in a cache are compared with the cache."""
+    sizes = list[int]()
+
+    def read_rate(probe: MemoryProbe) -> float:
+        sizes.append(probe.num_bytes)
+        return rate
+
+    monkeypatch.setattr(MemoryProbe, "read_rate", read_rate)
+    speed = measure(llm, WORKLOAD)
+    assert 0 < speed.bandwidth_share <= 1
+    assert set(sizes) == {(speed.weight_bytes + speed.kv_bytes) // 8 * 8}
+    assert words in next(line for line in speed_lines(speed) if line.startswith("bandwidth"))
+
+
+def test_a_rate_above_the_limit_is_that_of_a_cache(llm: LLM) -> None:
+    found = summarize(llm.model, "decode", [("L0.qkv.matmul F32", 1e-5)], 1, 12, 1.0)
+    [line] = (line for line in profile_lines(found, 100) if line.split()[0] == "qkv")
+    assert "a cache" in line
+    assert line.count("%") == 1
 
 
 def test_decode_reads_every_matrix_once_and_one_row_of_the_embedding(llm: LLM) -> None:
@@ -420,7 +444,7 @@ def test_a_picture_fills_the_terminal_and_no_more(llm: LLM, width: int) -> None:
 def test_the_command_prints_a_table(folder: Path, capsys: Capture) -> None:
     assert main(["bench", "--model", str(folder), "-p", "12", "-n", "4", "--repeats", "1"]) == 0
     shown = capsys.readouterr()
-    for part in ("prefill", "TTFT", "decode", "4 tokens at 12", "p95", "GB/s", "% used", "peak resident", "exact"):
+    for part in ("prefill", "TTFT", "decode", "4 tokens at 12", "p95", "GB/s", "bandwidth", "peak resident", "exact"):
         assert part in shown.out
     assert f" {instruction_set().name}, " in shown.out
     assert shown.err == ""

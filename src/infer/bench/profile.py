@@ -12,13 +12,14 @@ from typing import Any, final
 
 import torch
 
+from infer.bench.memory_probe import MemoryProbe
 from infer.bench.mixer_costs import mixer_bytes, mixer_flops
 from infer.bench.speed import (
-    MemoryProbe,
     OnProgress,
     Workload,
     make_prompt,
     projections_by_kind,
+    token_bytes,
     weight_bytes_by_kind,
 )
 from infer.llm import LLM
@@ -92,7 +93,7 @@ def profile(
     prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
     prefill_steps, decode_steps = list[_Cycles](), list[_Cycles]()
     with (
-        MemoryProbe(model.backend.num_threads(), read_bytes) as memory,
+        MemoryProbe(model.backend.num_threads(), read_bytes or token_bytes(model, workload.depth)) as memory,
         model.backend.threads(),
     ):
         runner = Runner(model, workload.max_seq_len)

@@ -1,7 +1,8 @@
 """Measure the speed of a model here: prefill, decode, the time between tokens, the share of the memory's speed.
 
-Bandwidth is measured between the repeats, in the same process, with the same number of threads. Other programs on the
-machine affect both, so a share is valid only within one run.
+The limit of decode is the rate at which the same threads read as many bytes as a token does, again and again, between
+the repeats. So weights that fit a large cache are compared with that cache, and others with the memory. If decode
+itself was faster, it is the limit. Other programs affect both, so a share is valid only within one run.
 """
 
 import resource
@@ -9,16 +10,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean, median
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
-import torch
-
-from infer import ops
+from infer.bench.memory_probe import MemoryProbe
 from infer.errors import InvalidRequestError
 from infer.kvcache.page_sizes import read_bytes
 from infer.llm import LLM
@@ -26,9 +24,6 @@ from infer.model.transformer import Transformer
 from infer.operands.weights import Projection
 from infer.outputs import GenerationTiming, percentile
 from infer.sampling_params import SamplingParams
-
-READ_BYTES = 512 << 20  # read by all threads together, and more by many threads; larger than any cache
-BYTES_PER_THREAD, PIECES_PER_THREAD = 32 << 20, 16
 
 OnProgress = Callable[[int, int], None]
 
@@ -98,7 +93,7 @@ class Speed:
     slowest_step: StepTime | None
     weight_bytes: int
     kv_bytes: int  # bytes read, averaged over the answer
-    read_bandwidth: float  # the best rate at which the same number of threads read memory; 0 if it was not measured
+    read_bandwidth: float  # the best rate at which the same number of threads read as many bytes, decode's included; 0: not measured
     loaded_resident_bytes: int
     peak_resident_bytes: int  # of the process until now
     loaded_gpu_bytes: int | None = None
@@ -126,8 +121,8 @@ def measure(
 ) -> Speed:
     """Warm up, then measure the repeats, with the bandwidth before, between and after them.
 
-    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None means more than the caches' size,
-    and 0 means that it is not measured.
+    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None means as many as a token, and 0 means
+    that it is not measured.
     """
     loaded, backend = resident_bytes(), llm.model.backend
     gpu_loaded = backend.begin_gpu_peak()
@@ -136,8 +131,9 @@ def measure(
         _run(llm, workload, number)
     peak = peak_resident_bytes()  # before the buffers for measuring bandwidth
     on_progress(1, num_parts)
-    threads = backend.num_threads()
-    with nullcontext() if read_bytes == 0 else MemoryProbe(threads, read_bytes) as memory:
+    threads, weights = backend.num_threads(), sum(weight_bytes_by_kind(llm.model).values())
+    cached = kv_bytes(llm.model, workload.depth + workload.new_tokens // 2)
+    with nullcontext() if read_bytes == 0 else MemoryProbe(threads, read_bytes or weights + cached) as memory:
         rates = [memory.read_rate() if memory else 0.0]
         for repeat in range(1, num_parts):
             runs.append(_run(llm, workload, workload.warmups + repeat - 1))
@@ -145,12 +141,13 @@ def measure(
             on_progress(repeat + 1, num_parts)
     steps = [step for run in runs for step in run.steps(workload.depth)]
     times = [step.seconds for step in steps]
+    decode_rate = median(run.decode.decode_tokens_per_second or 0.0 for run in runs)
     return Speed(
         workload=workload,
         threads=threads,
         prefill_tokens_per_second=median(workload.prompt_tokens / run.prefill.prefill_time_s for run in runs),
         ttft_s=median(run.prefill.ttft_s for run in runs),
-        decode_tokens_per_second=median(run.decode.decode_tokens_per_second or 0.0 for run in runs),
+        decode_tokens_per_second=decode_rate,
         wall_s=median(run.wall_s for run in runs),
         end_to_end_tokens_per_second=median(workload.new_tokens / run.wall_s for run in runs),
         inter_token_mean_s=fmean(times) if times else 0.0,
@@ -159,9 +156,9 @@ def measure(
         inter_token_p99_s=percentile(times, 99.0),
         fastest_step=min(steps, key=lambda step: step.seconds, default=None),
         slowest_step=max(steps, key=lambda step: step.seconds, default=None),
-        weight_bytes=sum(weight_bytes_by_kind(llm.model).values()),
-        kv_bytes=kv_bytes(llm.model, workload.depth + workload.new_tokens // 2),
-        read_bandwidth=max(rates),
+        weight_bytes=weights,
+        kv_bytes=cached,
+        read_bandwidth=max(*rates, (weights + cached) * decode_rate) if memory else 0.0,
         loaded_resident_bytes=loaded,
         peak_resident_bytes=peak if rates[0] else peak_resident_bytes(),
         loaded_gpu_bytes=gpu_loaded,
@@ -229,37 +226,12 @@ def kv_bytes(model: Transformer, context: int) -> int:
     return sum(read_bytes(layer, model.kv_type, context) for layer in model.architecture.mixers)
 
 
+def token_bytes(model: Transformer, context: int) -> int:
+    """Return the bytes that a decode step reads."""
+    return sum(weight_bytes_by_kind(model).values()) + kv_bytes(model, context)
+
+
 # Memory
-
-
-@final
-class MemoryProbe:
-    """A buffer in pieces, and threads that sum the pieces as fast as memory delivers them.
-
-    Each thread takes the next free piece.
-    """
-
-    def __init__(self, threads: int, num_bytes: int | None = None) -> None:
-        total = num_bytes or max(READ_BYTES, threads * BYTES_PER_THREAD)
-        self._buffer = torch.ones(total // 4)
-        self._pieces = self._buffer.chunk(threads * PIECES_PER_THREAD)
-        self._threads = ThreadPoolExecutor(threads)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._threads.shutdown()
-
-    def read_rate(self, tries: int = 5) -> float:
-        """Return the bytes per second that all threads read together: the best of the tries."""
-        rates = []
-        with ops.backend_of(torch.device("cpu")).threads():  # one of torch's threads for each of ours
-            for _ in range(tries):
-                started = time.perf_counter()
-                list(self._threads.map(torch.sum, self._pieces))
-                rates.append(self._buffer.nbytes / (time.perf_counter() - started))
-        return max(rates)
 
 
 def resident_bytes() -> int:

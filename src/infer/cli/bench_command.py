@@ -159,7 +159,9 @@ def speed_lines(speed: Speed) -> Iterator[str]:
     yield _row("end to end", f"{speed.end_to_end_tokens_per_second:.1f} tok/s", f"{answer} in {speed.wall_s:.2f} s")
     if speed.read_bandwidth:
         yield _row("reads", f"{speed.achieved_bandwidth / 1e9:.1f} GB/s", f"{num_bytes} per token")
-        used = f"measured between the runs; {speed.bandwidth_share:.1%} used"
+        used = f"as many bytes, read between the runs; {speed.bandwidth_share:.1%} used"
+        if speed.bandwidth_share == 1:
+            used = "decode itself, no read between the runs was faster"
         yield _row("bandwidth", f"{speed.read_bandwidth / 1e9:.1f} GB/s", used)
     loaded = f"{speed.loaded_resident_bytes / 1e6:.0f} MB after load"
     yield _row("peak resident", f"{speed.peak_resident_bytes / 1e6:.0f} MB", loaded)
@@ -178,7 +180,7 @@ def profile_lines(found: Profile, width: int) -> Iterator[str]:
     where = f"of {found.num_tokens}" if found.num_tokens > 1 else f"at {found.context}"
     yield f"{found.name} {where}: {1e6 * found.seconds:.1f} µs {each}, {found.num_calls} commands"
     if found.num_tokens == 1:
-        yield f"  the limit is {found.read_bandwidth / 1e9:.1f} GB/s, measured with as many threads before and after"
+        yield f"  the limit is {found.read_bandwidth / 1e9:.1f} GB/s: as many bytes, read before and after"
     reads = found.num_tokens == 1
     rates = f"{'MB':>8}{'GB/s':>8}{'of limit':>10}" if reads else f"{'MFLOP':>8}{'GFLOP/s':>8}"
     yield f"  {'operation':<10}{'calls':>6}{'µs/token':>10}{'share':>8}{rates}"
@@ -200,6 +202,7 @@ def profile_lines(found: Profile, width: int) -> Iterator[str]:
 def _rate(operation: StepOperation, found: Profile) -> str:
     """Return the number of bytes that an operation reads, their rate, and its share of the limit.
 
+    A rate above the limit is that of a cache, and has no share.
     In a prefill, many tokens share each read, so it returns the number of floating-point operations and their rate.
     """
     reads = found.num_tokens == 1
@@ -207,8 +210,8 @@ def _rate(operation: StepOperation, found: Profile) -> str:
     if not amount:
         return f"{'–':>8}{'–':>8}" + (f"{'–':>10}" if reads else "")
     rate = amount / operation.seconds
-    share = f"{rate / found.read_bandwidth:>10.1%}" if reads else ""
-    return f"{amount / 1e6:>8.2f}{rate / 1e9:>8.1f}{share}"
+    share = f"{rate / found.read_bandwidth:>10.1%}" if rate <= found.read_bandwidth else f"{'a cache':>10}"
+    return f"{amount / 1e6:>8.2f}{rate / 1e9:>8.1f}{share if reads else ''}"
 
 
 def columns(values: Sequence[float], highest: float) -> str:

@@ -93,7 +93,7 @@ class Speed:
     slowest_step: StepTime | None
     weight_bytes: int
     kv_bytes: int  # bytes read, averaged over the answer
-    read_bandwidth: float  # the best rate at which the same number of threads read as many bytes, decode's included; 0: not measured
+    read_bandwidth: float  # the best rate of reading as many bytes by the same threads, or decode's; 0: not measured
     loaded_resident_bytes: int
     peak_resident_bytes: int  # of the process until now
     loaded_gpu_bytes: int | None = None
@@ -121,8 +121,8 @@ def measure(
 ) -> Speed:
     """Warm up, then measure the repeats, with the bandwidth before, between and after them.
 
-    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None means as many as a token, and 0 means
-    that it is not measured.
+    `read_bytes` is the number of bytes that the bandwidth's measurement reads. None means as many as a token, and 0
+    means that it is not measured.
     """
     loaded, backend = resident_bytes(), llm.model.backend
     gpu_loaded = backend.begin_gpu_peak()

@@ -239,7 +239,7 @@ class Sequence:
         room = self.request.max_total_tokens - self.num_prompt_tokens
         form, parser = self.request.answer_format, None
         if form is not None:
-            parser = make_parser(form, partial(form.call_id, self.request.call_salt))
+            parser = make_parser(form, partial(form.call_id, self.request.call_salt), is_held=self.request.is_held)
         prompt_ids = self.token_ids[: self.num_prompt_tokens]
         return TextOutput(self.request.tokenizer, prompt_ids, self.params, room, parser)
 

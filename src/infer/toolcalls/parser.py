@@ -17,15 +17,21 @@ from infer.toolcalls.arguments import (
     XmlArguments,
     num_held,
 )
+from infer.toolcalls.bare_calls import BareCallParser
 from infer.toolcalls.channel_parser import ChannelParser
 from infer.toolcalls.formats import pattern_of
 from infer.toolcalls.parsed import MARKS, SPACES, Parsed, Parser
 
 
-def make_parser(form: AnswerFormat, id_of: Callable[[int], str]) -> Parser:
-    """Return a parser of one answer. `id_of` returns the id of a call by its index."""
+def make_parser(form: AnswerFormat, id_of: Callable[[int], str], *, is_held: bool = False) -> Parser:
+    """Return a parser of one answer. `id_of` returns the id of a call by its index.
+
+    If the answer's text `is_held` by the request's own grammar, JSON in it is no call.
+    """
     if form.reasoning is not None and form.reasoning.body:
         return ChannelParser(form, id_of)
+    if form.calls is not None and form.calls.kind == "auto" and not is_held:
+        return BareCallParser(form, id_of, AnswerParser)
     return AnswerParser(form, id_of)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import Gemma3TextConfig, Lfm2Config, Qwen3_5TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from encoder_models import BY_NAME, make_encoder
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.backends.cpu.isa import instruction_set
 from infer.bench.memory_probe import MemoryProbe
@@ -479,3 +480,13 @@ def test_progress_is_shown_only_on_a_terminal(folder: Path, capsys: Capture, mon
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["bench", "--model", str(folder), "-p", "12", "-n", "4", "--repeats", "1"]) == 0
     assert "loading" in capsys.readouterr().err
+
+
+def test_an_encoder_is_refused_before_it_is_loaded(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_encoder(BY_NAME["bert"], tmp_path)
+    monkeypatch.setattr("infer.cli.bench_command.LLM", None)
+    for options in ([], ["--suite", "quick"]):
+        assert main(["bench", "--model", str(tmp_path), *options]) == 2
+        assert "is an encoder and generates no text: name a decoder" in capsys.readouterr().err

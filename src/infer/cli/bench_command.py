@@ -38,11 +38,14 @@ def run_bench(options: BenchOptions) -> None:
         warmups=options.warmup,
         seed=options.seed,
     )
+    architecture = make_architecture(open_checkpoint(options.model).config)
+    if architecture.reads_whole_texts:
+        raise InvalidRequestError(f"{options.model} is an encoder and generates no text: name a decoder")
     if options.suite is None:
         works, skipped = {_name_of(workload): workload}, dict[str, str]()
     else:
         works = workloads(options.suite, repeats=options.repeats, warmups=options.warmup, seed=options.seed)
-        works, skipped = _that_fit(options, works)
+        works, skipped = _that_fit(options, works, architecture.most_positions)
     backend = device_backend(options.device)
     llm = _load(options, max(each.max_seq_len for each in works.values()))
     setting = {key: getattr(options, key) for key in ("model", "device", "dtype", "weights", "precision")}
@@ -75,13 +78,14 @@ def _name_of(workload: Workload) -> str:
     return size if workload.depth == workload.prompt_tokens else f"{size} at {workload.depth}"
 
 
-def _that_fit(options: BenchOptions, works: Mapping[str, Workload]) -> tuple[dict[str, Workload], dict[str, str]]:
-    """Return the workloads that fit the model's context, and the reasons why others do not.
+def _that_fit(
+    options: BenchOptions, works: Mapping[str, Workload], most: int
+) -> tuple[dict[str, Workload], dict[str, str]]:
+    """Return the workloads that fit the model's context of `most` tokens, and the reasons why others do not.
 
     Raises InvalidRequestError if none fits.
     """
     settings = CacheSettings(**cache_values(options))
-    most = make_architecture(open_checkpoint(options.model).config).most_positions
     skipped = dict[str, str]()
     for name, work in works.items():
         try:

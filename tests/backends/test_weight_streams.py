@@ -11,6 +11,7 @@ from numba import njit, types
 from infer.backends.cpu import isa as isa_module
 from infer.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, InstructionSet, Shape, instruction_set
 from infer.backends.cpu.layouts import LANES, LAYOUTS, PANEL
+from infer.backends.cpu.matmul.matrix_tiles import make_configure, release
 from infer.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
 from infer.backends.cpu.prefetch import Ahead
 from infer.backends.cpu.simd import Value, address, operation
@@ -103,11 +104,18 @@ def test_the_widest_tile_of_a_wide_panel_takes_two_groups(prefer: Prefer) -> Non
     assert exact == [Shape(2, 8, 7), Shape(1, 4, 3), Shape(1, 2, 2), Shape(1, 1, 1)]
 
 
+def aligned(num_bytes: int) -> np.ndarray:
+    """Return bytes whose address is that of a whole vector, as on a kernel's stack."""
+    found = np.zeros(num_bytes + 64, np.uint8)
+    first = -found.ctypes.data % 64
+    return found[first : first + num_bytes]
+
+
 @pytest.mark.parametrize("type_", ["Q4_1", "Q8_0", "F16"])
 @pytest.mark.parametrize("planes", [1, 2])
 def test_no_bit_depends_on_it(type_: str, planes: int, prefer: Prefer) -> None:
     isa, layout, records, widths = instruction_set(), LAYOUTS[type_], 4, (1, 2, 4, 7, 8, 11, 16)
-    form = isa.form(layout, planes)
+    form, on_matrices, configure = isa.form(layout, planes), isa.may_use_matrices(layout), make_configure(layout)
     random = np.random.default_rng(0)
     group_bytes, size = records * layout.record_bytes, layout.activation_bytes(form)
     num_bytes = 2 * group_bytes + 2 * weight_streams.FAR
@@ -120,11 +128,15 @@ def test_no_bit_depends_on_it(type_: str, planes: int, prefer: Prefer) -> None:
 
         @njit
         def run(first, second, inputs, width, out, scratch, multiply=multiply):
+            if on_matrices:  # a constant
+                configure(width > 0, scratch)
             multiply(first, second, inputs, width, records, out, scratch)
+            if on_matrices:
+                release(width > 0)
 
         all_results = []
         for width in widths:
-            out, scratch = np.zeros(2 * TILE_BYTES, np.uint8), np.zeros(1 << 16, np.uint8)
+            out, scratch = np.zeros(2 * TILE_BYTES, np.uint8), aligned(1 << 16)
             run(weights.ctypes.data, weights.ctypes.data + group_bytes, activations.ctypes.data, width,
                 out.ctypes.data, scratch.ctypes.data)  # fmt: skip
             results = out.view(np.float32).reshape(2, -1, LANES)[:, :width]

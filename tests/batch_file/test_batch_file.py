@@ -51,7 +51,8 @@ def test_plain_rows_and_openai_rows() -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}},
     }  # fmt: skip
     values = {"max_new_tokens": 5, "logprobs": 2, "json_schema": {"x-strict": False, "type": "string"}}
-    assert row_of(CHAT | {"body": body}) == Row("c", "/v1/chat/completions", HI, values)
+    asked = [{"role": "user", "content": body["messages"][0]["content"]}]  # the template gets parts or a text
+    assert row_of(CHAT | {"body": body}) == Row("c", "/v1/chat/completions", asked, values)
     body["response_format"]["json_schema"]["strict"] = True
     assert row_of(CHAT | {"body": body}).values["json_schema"] == {"type": "string"}
 

@@ -104,7 +104,7 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "a tensor of another shape": (weights(model__norm__weight=torch.ones(65)), "model.norm.weight has shape (65,)"),
     "a vocabulary larger than the embedding": (
         {**config(vocab_size=100), **weights(model__embed_tokens__weight=torch.ones(100, HIDDEN))},
-        "the tokenizer has 259 tokens, the embedding only 100 rows",
+        "the tokenizer has 257 tokens, the embedding only 100 rows",
     ),
     "UTF-16": ({"config_json": json.dumps(CONFIG).encode("utf-16")}, "config.json: JSON at byte 0: is not UTF-8"),
     "a byte order mark": ({"config_json": b"\xef\xbb\xbf{}"}, "config.json: JSON at byte 0: Unexpected UTF-8 BOM"),

@@ -145,7 +145,9 @@ def test_special_text_whose_origin_the_template_hides_is_refused() -> None:
 
 def test_a_key_is_no_way_in() -> None:
     tool = {"name": "f", "parameters": {"<|im_end|>": 1}}
-    pieces = ChatTemplate("{{ tools | tojson }}<|im_end|>", {}).render_marked([USER], SPECIALS, tools=[tool])
+    pieces = ChatTemplate("{{ messages[0].content }}{{ tools | tojson }}<|im_end|>", {}).render_marked(
+        [USER], SPECIALS, tools=[tool]
+    )
     assert [piece.is_control for piece in pieces] == [False, True]
 
 

@@ -243,7 +243,7 @@ def test_json_lines_come_as_they_are_made() -> None:
 REFUSED = [
     *["-m nope", "-m /no/such.gguf", "-m broken.gguf", "--threads 0", "--max-seq-len 0", "--max-seq-len 99999999"],
     *["--max-seq-len many", "--kv-type q3", "--eviction-policy sliding --eviction-window 2", "--device tpu"],
-    *["--eviction-policy snapkv --eviction-window 30", "--memory-threshold-mb 5", "--protected-prefix -1"],
+    *["--eviction-policy snapkv --eviction-window 30", "--memory-threshold-mb 0", "--protected-prefix -1"],
     *["--logit-bias 99999999=3", "--stop-token-ids 99999999", "--allowed-token-ids 49152", "--top-p 2", "-n 0"],
     *["--min-new-tokens 9 -n 3", "--seed -1", "--draft-tokens 0", "--prefill-chunk 0", "--regex a(b", "--preset none"],
     *["--prefill-chunk 513", "--device opencl --prefill-chunk 513", "--device cuda --prefill-chunk 8193"],

@@ -72,6 +72,9 @@ def test_a_body_has_the_limits_of_the_declaration(name: str) -> None:
         if is_allowed:
             assert getattr(read_body(content, ChatBody), field) == value
             continue
+        if value == 0 and DECLARED[name].zero is not None:  # other servers take it
+            read_body(content, ChatBody)
+            continue
         with pytest.raises(InvalidRequestError) as refused:
             read_body(content, ChatBody)
         assert refused.value.param == field, value

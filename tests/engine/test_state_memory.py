@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
@@ -16,7 +17,7 @@ from infer.cli import main
 from infer.kvcache.cache_settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.memory_estimate import PROCESS_BYTES, VOCABULARY_BYTES, LoadSettings, estimate
-from infer.system.cores import default_num_threads
+from infer.ops import backend_of
 from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE
 from tiny import Tiny, make_tiny
 
@@ -45,7 +46,11 @@ def large(folder: Path) -> LLM:
 def smallest(folder: Path, num_tokens: int = CONTEXT) -> int:
     """Return the bytes that `infer estimate` names, without those of the process."""
     checkpoint = open_checkpoint(folder)
-    model = make_architecture(checkpoint.config), checkpoint.tensors, LoadSettings(num_threads=default_num_threads())
+    model = (
+        make_architecture(checkpoint.config),
+        checkpoint.tensors,
+        LoadSettings(num_threads=backend_of(torch.device("cpu")).num_threads()),
+    )
     return estimate(*model, CacheSettings(), num_tokens=num_tokens).model
 
 

@@ -141,7 +141,7 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
 def test_a_device_without_a_part_names_it_in_its_refusal() -> None:
     for name, part in (
         ("deepseek_v3", "latent attention"),
-        ("granitemoehybrid", "recurrent"),
+        ("granitemoehybrid", "Mamba2 layers"),
     ):
         with pytest.raises(UnsupportedModelError, match=f"model_type '{name}' is not supported: it needs {part}"):
             make_architecture({"model_type": name})

@@ -50,6 +50,7 @@ def read(text: str, size: int, *, name: str = "hermes", kind: Kind = "auto", **o
         (f"{OSLO}\nDone.", "\nDone.", [OSLO_CALL]),
         (f"{OSLO}\n{OWN}", "", [OSLO_CALL, ("add", {})]),
         (OWN, "", [("add", {})]),
+        ('{"name": "add", "arguments": {"a": -1.5e-3, "b": 2.25}}', "", [("add", {"a": -1.5e-3, "b": 2.25})]),
     ],
 )
 def test_fenced_and_bare_calls_of_known_tools_arrive(answer: str, text: str, calls: Any, size: int) -> None:
@@ -62,6 +63,8 @@ TEXTS = [
     '{"name": "get_weather", "arguments": {}, "more": 1}',
     '{"name": "get_weather", "arguments": {"city": "Os',
     '{"name": "get_weather", oops}',
+    '{"arguments": {}, "name": []}',
+    '{"name": "add", "arguments": {"a": "\\ud800"}}',
     '{"name": "add", "arguments": {"a": 1e999}}',
     '{"city": "Oslo"}',
     f"See {OSLO}",

@@ -8,17 +8,18 @@ import numpy as np
 from numba import njit
 
 _PIECES_PER_THREAD = 4
+_MOST_BYTES = 1 << 30  # larger than any cache
 
 
 @final
 class MemoryProbe:
     """A buffer in pieces, and threads that read the pieces as fast as they arrive.
 
-    Each thread takes the next free piece.
+    Each thread takes the next free piece. The buffer has `num_bytes`, but at most 1 GiB.
     """
 
     def __init__(self, threads: int, num_bytes: int) -> None:
-        self._buffer = np.ones(num_bytes // 8, np.int64)
+        self._buffer = np.ones(min(num_bytes, _MOST_BYTES) // 8, np.int64)
         self._pieces = np.array_split(self._buffer, threads * _PIECES_PER_THREAD)
         self._threads = ThreadPoolExecutor(threads)
         _read(self._buffer[:4])  # compiles it

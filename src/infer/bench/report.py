@@ -99,7 +99,7 @@ def _commit() -> str | None:
     root = Path(infer.__file__).parents[2]
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(root), "rev-parse", "--verify", "HEAD"]
     with suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip() or None
     return None

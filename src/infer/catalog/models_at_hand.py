@@ -91,7 +91,8 @@ def _opened(found: ModelAtHand) -> ModelAtHand:
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
-    return _count(config.get("text_limit")) or _count(config.get("max_position_embeddings"))
+    limits = (_count(config.get(name)) for name in ("text_limit", "max_position_embeddings"))
+    return min(filter(None, limits), default=None)
 
 
 def _generates(config: Mapping[str, Any]) -> bool:

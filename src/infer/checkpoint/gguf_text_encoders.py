@@ -66,8 +66,10 @@ def encoder_settings(file: GGUFFile, values: GGUFValues, vocab_size: int) -> dic
     }
     if values.architecture == "bert":
         rows = {name: file.tensors[name].shape[0] for name in ("position_embd.weight",) if name in file.tensors}
-        config["text_limit"] = config["max_position_embeddings"]
-        config["max_position_embeddings"] = rows.get("position_embd.weight", config["max_position_embeddings"])
+        length = config["max_position_embeddings"]
+        config["max_position_embeddings"] = most = rows.get("position_embd.weight", length)
+        if length < most:
+            config["text_limit"] = length
         return config | {"hidden_act": "gelu", "type_vocab_size": _num_types(file)}
     theta = values.real("rope.freq_base")
     if values.architecture == "nomic-bert":

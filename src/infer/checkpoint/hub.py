@@ -198,7 +198,7 @@ def _snapshot(name: HubName) -> Path | None:
         except (OSError, UnicodeDecodeError):
             return None
     snapshot = folder / "snapshots" / commit
-    return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
+    return snapshot if _COMMIT.fullmatch(commit) and os.path.isdir(snapshot) else None
 
 
 def _shards(snapshot: Path, files: Collection[str]) -> list[str]:

@@ -12,7 +12,7 @@ from infer.system.json_file import MAX_BYTES, inside, parse_json, read_json_file
 
 _FILE = "modules.json"
 _TRANSFORMER, _TOKENIZER = "sentence_bert_config.json", "tokenizer_config.json"
-_MOST = 2**31  # tokenizers without a limit name 10^30
+_NO_LIMIT = 2**31  # tokenizers without a limit name 10^30
 
 
 @final
@@ -82,7 +82,7 @@ def text_limit(folder: Path, *, is_encoder: bool) -> int | None:
             continue
         if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 1:
             raise ModelFormatError(path, f"key {key!r}", f"expected a number from 1, got {found!r:.60}")
-        return int(min(found, _MOST))
+        return int(found) if found < _NO_LIMIT else None
     return None
 
 

@@ -242,7 +242,10 @@ class _EngineThread:
         return self._fail(error)
 
     def _next_call(self) -> EngineCall | None:
-        """Take out the call that continues. None if all wait for the steps that their tenants owe to others."""
+        """Take out the call that continues, or return None. A call whose tenant owes steps to others waits.
+
+        A call that does not give way also stops the calls behind it.
+        """
         for calls in (self._calls, self._begun_calls):
             for call in calls:
                 if call.tenant not in self._debts or call.reply.is_cancelled:

@@ -1,9 +1,9 @@
 """Continue a stream in a process other than the one that began it.
 
 Tokens depend only on the prompt, the parameters, the seed and their positions. So the events of a stream are equal byte
-by byte if its parts are divided as before. A comment before the events of each part notes its tokens (`note_of`). The
-process that asks again sends all these tokens with the request (`pack`). They are then given, not sampled, and cost as
-much as tokens of a prompt.
+by byte if its parts are divided as before. Only counts of cached tokens may differ. A comment before the events of each
+part notes its tokens (`note_of`). The process that asks again sends all these tokens with the request (`pack`). They
+are then given, not sampled, and cost as much as tokens of a prompt.
 """
 
 import base64

@@ -66,4 +66,4 @@ def _outside_strings(plain: bytes) -> bytes:
 
 
 def _too_many() -> JsonLimitError:
-    return JsonLimitError(f"made of more than {MAX_VALUES} values: split it")
+    return JsonLimitError(f"made of more than {MAX_VALUES:,} values")

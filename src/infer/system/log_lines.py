@@ -4,6 +4,7 @@ import logging
 from contextlib import suppress
 from os import write
 from queue import Full, Queue
+from select import select
 from threading import Thread
 from typing import TextIO, final
 
@@ -28,7 +29,12 @@ class LogLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         notice = f"{self._num_dropped} lines of the log were dropped: its reader is too slow\n"
         try:
-            self._lines.put_nowait(f"{notice if self._num_dropped else ''}{self.format(record)}\n")
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        try:
+            self._lines.put_nowait(f"{notice if self._num_dropped else ''}{line}\n")
             self._num_dropped = 0
         except Full:
             self._num_dropped += 1
@@ -37,10 +43,18 @@ class LogLines(logging.Handler):
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS)
 
+    def _put(self, content: bytes) -> int:
+        """Return the number of bytes that the stream took. It may be a pipe that another process made non-blocking."""
+        try:
+            return write(self._descriptor, content)
+        except BlockingIOError:
+            select([], [self._descriptor], [])
+            return 0
+
     def _write(self) -> None:
         while True:
             content = self._lines.get().encode(self._encoding, "backslashreplace")
             with suppress(OSError):  # the reader has closed the pipe
                 while content:
-                    content = content[write(self._descriptor, content) :]
+                    content = content[self._put(content) :]
             self._lines.task_done()

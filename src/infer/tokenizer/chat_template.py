@@ -102,7 +102,6 @@ class ChatTemplate:
         template could make a special token by removing characters.
         """
         context, text = self._accepted(_context(messages, continue_final_message, variables))
-        self._check_question(context, text)
         end = _end_of_final_message(text) if continue_final_message else len(text)
         strings = list(_strings(context))
         mark = _unused_character(text + self.source + "".join(strings))
@@ -118,6 +117,7 @@ class ChatTemplate:
             num_foreign = len(special_texts.found_in(text[:end])) - len(own)
             if len(special_texts.found_in(marked)) < len(special_texts.found_in(text)) - num_foreign:
                 raise InvalidRequestError(_TAKEN_APART)
+        self._check_question(context, text)
         return pieces
 
     def _accepted(self, context: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -177,7 +177,10 @@ class ChatTemplate:
         if not texts or all(len(each) >= _UNLIKELY and each in text for each in texts):
             return
         rare = [*messages[:last], with_texts(messages[last], RARE), *messages[last + 1 :]]
-        rendered = self._probe(rare, context)
+        try:
+            rendered = self._probe(rare, context)
+        except TemplateLimitError:  # the prompt itself was within the limits
+            return
         if rendered and rendered.count(RARE) < len(texts):
             raise InvalidRequestError(
                 "the chat template leaves out the text of the user's last message, so the model would not see it: use "

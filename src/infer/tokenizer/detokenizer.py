@@ -71,9 +71,9 @@ def _flushed(stages: Iterable[_Stage]) -> str:
     return text
 
 
-def _stages_after(rules: Sequence[Replacement | Strip], text: str) -> list[_Stage]:
+def _stages_after(rules: Sequence[Replacement], text: str) -> list[_Stage]:
     """Return the stages for the text that follows another one, whose own decoded text is left out."""
-    stages = [_make_stage(rule) for rule in rules if isinstance(rule, Replacement)]
+    stages: list[_Stage] = [_Replacing(rule) for rule in rules]
     for stage in stages:
         text = stage.push(text)
     held = _flushed(map(copy, stages))
@@ -105,10 +105,13 @@ class Detokenizer:
         self._skipped_token_ids = skipped_token_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._first_bytes = first_bytes if prompt_ids is None else None
-        self._stages = [_make_stage(rule) for rule in rules]
-        if prompt_ids is not None and rules:
+        if prompt_ids is None:
+            self._stages = [_make_stage(rule) for rule in rules]
+        elif rewrites := [rule for rule in rules if isinstance(rule, Replacement)]:
             before = b"".join(map(self._bytes_of, self._kept(prompt_ids))).decode("utf-8", "replace")
-            self._stages = _stages_after(rules, before)
+            self._stages = _stages_after(rewrites, before)
+        else:
+            self._stages = []
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, often one word, sometimes nothing."""

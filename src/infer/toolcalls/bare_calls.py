@@ -22,6 +22,7 @@ _NAME = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"\\]*)("?)')
 _DECODER = json.JSONDecoder(strict=False)
 _KEYS = ({"name", "arguments"}, {"name", "parameters"})
 _WORDS = ("true", "false", "null")
+_PART_OF_NUMBER = re.compile(r"-|\.|[eE][-+]?")
 _Calls = list[tuple[str, str]]  # names and arguments
 
 
@@ -71,7 +72,10 @@ class BareCallParser(Parser):
             self._text, self._held = self._text + self._held, ""
         self._has_own_calls = has_own_calls
         found = self._take()
-        return Parsed(found.text, (*found.deltas, *map(self._shifted, parsed.deltas)))
+        inner = parsed.deltas
+        if self._num_calls and not self._is_parallel:
+            inner = tuple(delta for delta in inner if not isinstance(delta, ToolCallDelta))
+        return Parsed(found.text, (*found.deltas, *map(self._shifted, inner)))
 
     def _shifted(self, delta: Delta) -> Delta:
         """Return a delta of the inner parser with its place after the calls in the text."""
@@ -144,15 +148,19 @@ class BareCallParser(Parser):
                 raise _NoCallError
 
     def _call(self, value: Any) -> tuple[str, str]:
-        if not (isinstance(value, dict) and set(value) in _KEYS and value["name"] in self._names):
+        if not (isinstance(value, dict) and set(value) in _KEYS):
+            raise _NoCallError
+        if not (isinstance(value["name"], str) and value["name"] in self._names):
             raise _NoCallError
         arguments = value.get("arguments", value.get("parameters"))
         if not isinstance(arguments, dict):
             raise _NoCallError
         try:
-            return value["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        except ValueError:
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written.encode()  # half a surrogate pair is no text
+        except (ValueError, RecursionError):
             raise _NoCallError from None
+        return value["name"], written
 
 
 def _decoded(text: str, at: int) -> tuple[Any, int]:
@@ -161,6 +169,6 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         rest = text[error.pos :].strip()
         is_cut = error.msg.startswith(("Unterminated", "Invalid \\")) or any(word.startswith(rest) for word in _WORDS)
-        raise _IncompleteError if is_cut or rest == "-" else _NoCallError from None
+        raise _IncompleteError if is_cut or _PART_OF_NUMBER.fullmatch(rest) else _NoCallError from None
     except (RecursionError, ValueError):
         raise _NoCallError from None

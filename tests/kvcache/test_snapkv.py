@@ -35,6 +35,8 @@ def llm(folder: Path) -> LLM:
 
 def make_llm(folder: Path, **settings: object) -> LLM:
     given = {"eviction_policy": "snapkv", "eviction_window": WINDOW, "protected_prefix": PREFIX, **settings}
+    if given["eviction_policy"] == "none":  # the others would have no effect
+        del given["eviction_window"], given["protected_prefix"]
     return LLM(folder, **given)  # type: ignore[arg-type]
 
 

@@ -201,7 +201,7 @@ def test_a_tokenizer_forgets_the_templates_that_were_not_used_for_longest(
     monkeypatch.setattr("infer.engine.conversation.MAX_TEMPLATE_BYTES", 20_000)
     with LLM(make_model(tmp_path)) as llm:
         for index in range(6):
-            template = "{# " + "x" * 2_000 + f" #}}{index}"
+            template = "{# " + "x" * 2_000 + f" #}}{index}" + "{{ messages[-1].content }}"
             asked: dict[str, Any] = {"tools": [{"name": "f"}], "chat_template": template}
             llm.chat([{"role": "user", "content": "a"}], max_new_tokens=1, **asked)
         assert 1 <= len(llm._host.requests._probes._found._kept) <= 2

@@ -24,6 +24,7 @@ EVALUATING = {"eval", "exec", "compile", "__import__", "execfile"}
 FORBIDDEN = UNPICKLING | NETWORK | PROCESSES | EVALUATING | {"huggingface_hub"}
 # Modules that are forbidden elsewhere, and the only places that may use them.
 ALLOWED = {
+    ("bench/report.py", "subprocess"),  # asks git for the commit of a clone
     ("backends/cpu/compile/parallel.py", "subprocess"),  # compiles kernels on every core
     ("batch_file/workers.py", "multiprocessing"),  # rows and lines, through pipes to processes that it started itself
     ("batch_file/workers.py", "multiprocessing.connection"),
@@ -36,6 +37,7 @@ ALLOWED = {
     ("engine/async_answers.py", "asyncio"),
     ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
     ("server/choices.py", "asyncio"),
+    ("server/endpoint.py", "asyncio"),
     ("server/connection.py", "http"),
     ("server/routes/engine_events.py", "asyncio"),
     ("server/loading.py", "asyncio"),

@@ -21,7 +21,8 @@ PACKAGES = (
     "system",
     "tokenizer",
 )
-MATCHED = {"infer.grammar.lark._TOKEN", "infer.grammar.reading._LARK_PLACE"}  # only from one place, which ends them
+# These are only matched at one place of a text.
+MATCHED = {"infer.grammar.lark._TOKEN", "infer.grammar.reading._LARK_PLACE", "infer.toolcalls.bare_calls._NAME"}
 MOST_CHARACTERS = 100_000
 _ENOUGH = 0.25  # seconds of processor time, after which the growth of a pattern is clear
 _GROWTH = 3.0  # of the time for twice the text; a quadratic pattern has 4

@@ -30,7 +30,7 @@ ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "
 ERROR_KEYS = {"message", "type", "param", "code"}
 LIMITS: dict[str, Any] = {
     "header_seconds": 0.5, "body_seconds": 0.5, "max_body_bytes": 1000, "max_header_bytes": 2000, "max_headers": 20,
-    "keep_alive_seconds": 1, "reader_seconds": 1.0, "max_unsent_bytes": 20_000,
+    "keep_alive_seconds": 1, "reader_seconds": 1.0, "stall_seconds": 0.3, "max_unsent_bytes": 20_000,
     "comment_seconds": 0.05,
 }  # fmt: skip
 KEYS = {"secret-of-ann": "ann", "secret-of-bob": "bob"}

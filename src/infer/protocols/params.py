@@ -20,7 +20,7 @@ from infer.protocols.bodies import (
 )
 from infer.protocols.declared_fields import DECLARED, values_of
 from infer.protocols.refusals import BodyError, refuse, shown
-from infer.request_limits import MAX_KEYS
+from infer.request_limits import MAX_BIAS, MAX_KEYS
 from infer.sampling.defaults import default_params
 from infer.sampling_params import (
     ALIASES,
@@ -53,7 +53,7 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
     if "stop" in values:
         values["stop"] = stops_of(values["stop"])
     if "logit_bias" in values:
-        values["logit_bias"] = {_bias_id(key): value for key, value in values["logit_bias"].items() if value}
+        values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
     if isinstance(body, CompletingBody):
         values |= constraint_of(body.response_format)
     return values
@@ -180,8 +180,10 @@ def _no_prompt(name: str, path: str, value: object) -> BodyError:
     return refuse(message, path, "invalid_type")
 
 
-def _bias_id(key: str) -> int:
+def _bias_id(key: str, value: float) -> int:
     param = f"logit_bias.{key}"[:80]
     if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS):
         raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
+    if abs(value) > MAX_BIAS:
+        raise refuse(f"{param} must be a number from -{MAX_BIAS} to {MAX_BIAS}, got {value:g}", param)
     return int(key)

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,14 +69,16 @@ def page(download: Download, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             lambda: [ModelSource(name, name) for name in download.models],
         )
         shelf = Shelf([ModelSource("first", "first")], ShelfSettings(100), work, tmp_path)
-        with serving(None, table=ShelfFront(shelf).table, allow_pull=True) as front, browsing() as browser:
+        with ExitStack() as stack:
+            stack.callback(shelf.kill)
+            front = stack.enter_context(serving(None, table=ShelfFront(shelf).table, allow_pull=True))
+            browser = stack.enter_context(browsing())
             front.state.phase = "ready"
             page = browser.page()
             page.open(front.url + "/")
             page.until("document.getElementById('model-choice').options.length === 2")
             yield page
             assert page.faults == []
-        shelf.kill()
 
 
 def pull(page: Page, name: str) -> None:

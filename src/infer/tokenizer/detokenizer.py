@@ -7,6 +7,7 @@ its prompt, such as BOS, so the rules for the beginning of a text (a dropped spa
 """
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 
@@ -14,12 +15,12 @@ from infer.errors import InvalidRequestError
 from infer.tokenizer.decoding_rules import Replacement, Strip
 
 
-class _Stage:
+class _Stage(ABC):
     """One rule on the joined text, while it is streamed."""
 
+    @abstractmethod
     def push(self, text: str) -> str:
         """Return the text that is now certain."""
-        raise NotImplementedError
 
     def flush(self) -> str:
         """Return the held text, because no more text follows."""

@@ -173,7 +173,9 @@ class ShelfFront:
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
         """Answer 503 also if the process of a loaded model does not answer."""
-        hung = [name for name, found in (await self._ask_loaded(b"/ready")).items() if not found]
+        silent = [name for name, found in (await self._ask_loaded(b"/ready")).items() if not found]
+        models = self._shelf.models
+        hung = [name for name in silent if models[name].phase == "ready"]  # others were unloaded meanwhile
         if hung and state.phase == "ready":
             return json_response(health.Health("hung", models=hung), status=503)
         return await health.ready(request, state)

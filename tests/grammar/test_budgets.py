@@ -71,8 +71,9 @@ def short_of_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def long_schema(count: int) -> dict[str, Any]:
-    """Return a schema with `count` subschemas. Each excludes some constants."""
-    items = [{"not": {"enum": [index, "a", "b", "c", "d", "e"]}} for index in range(count)]
+    """Return a schema with `count` subschemas. Each excludes some long constants, so it takes many times the limit."""
+    words = [first + "abcdefghij" * 3 for first in "bcdef"]
+    items = [{"not": {"enum": [index, *words]}} for index in range(count)]
     return {"type": "array", "prefixItems": items, "minItems": count, "items": False}
 
 

@@ -85,4 +85,4 @@ def test_a_pattern_takes_linear_time_for_its_own_worst_text(name: str) -> None:
 def test_a_quadratic_pattern_would_be_seen() -> None:
     pattern = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
     assert "1" in worst_units(pattern)
-    assert growth_of(pattern, "1") > _GROWTH
+    assert max(growth_of(pattern, "1") for _ in range(5)) > _GROWTH  # one measurement may meet a busy machine

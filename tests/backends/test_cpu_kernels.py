@@ -25,7 +25,7 @@ from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import BY_NAME, instruction_set, usable_instruction_sets
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.recording import Offer, record
-from infer.backends.cpu.sampling.sample_records import SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS
+from infer.backends.cpu.sample_records import SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS
 from infer.backends.cpu.threads.pool import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.operands.activation_values import Activations

@@ -8,8 +8,8 @@ import pytest
 from llvmlite import ir
 
 from infer.backends.cpu import simd
+from infer.backends.cpu.arithmetic import arithmetic_of
 from infer.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, target_features, usable_instruction_sets
-from infer.backends.cpu.matmul.arithmetic import arithmetic_of
 from infer.backends.cpu.simd import I32X16
 from infer.quantization.ggml_types import IQ4_VALUES
 

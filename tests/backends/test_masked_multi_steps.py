@@ -13,7 +13,7 @@ from numba import njit
 
 from infer import ops
 from infer.backends.cpu.capture.sampled import StepCallback
-from infer.backends.cpu.sampling.sample_records import SAMPLE
+from infer.backends.cpu.sample_records import SAMPLE
 from infer.backends.cpu.state import fields_of
 from infer.backends.cpu.threads.atomics import call_python
 from infer.errors import ConstraintError, EngineFailedError

@@ -16,11 +16,11 @@ import pytest
 from infer.backends.cpu import simd
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.state import STATE
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.backends.cpu.threads import adaptive, atomics, pool, stack_size
 from infer.backends.cpu.threads.adaptive import AdaptiveThreads, Outcome
 from infer.backends.cpu.threads.dispatch_table import BARRIER, Command, DispatchTable
 from infer.backends.cpu.threads.pool import ThreadPool, aligned, set_num_threads, thread_pool
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
 from infer.errors import InferError, InvalidRequestError
 from infer.model import from_checkpoint as load_settings
 from infer.system import cores

@@ -16,8 +16,8 @@ from infer import ops
 from infer.backends.before_load import StepSizes
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.backends.cpu.threads.pool import set_num_threads, thread_pool
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
 from infer.backends.cpu.workspace import step_buffers
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights

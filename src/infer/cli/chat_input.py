@@ -1,8 +1,4 @@
-"""Messages that are typed at a terminal or read from a pipe.
-
-A backslash at a line's end continues the message on the next line. A line that begins with three double quotes opens a
-block that three more end. Text that is pasted at a terminal is one message, however many lines it has.
-"""
+"""The input of a chat: an editor at a terminal, plain lines elsewhere."""
 
 import errno
 import os
@@ -18,10 +14,9 @@ from typing import Protocol, final, runtime_checkable
 import click
 
 from infer.cli.terminal import has_cursor, note
+from infer.cli.typed_message import LEAVE_HINT, is_open_block, message_of
 
-BLOCK = '"""'
 PASTE_SECONDS = 0.05  # lines that arrive within this time were pasted, because nobody types so fast
-LEAVE_HINT = "(Ctrl-C again, Ctrl-D or /quit leaves)"
 
 
 @runtime_checkable
@@ -35,18 +30,6 @@ class ChatInput(Protocol):
 
         At a terminal, Ctrl-C discards the typed text. If nothing is typed, a second Ctrl-C ends the input.
         """
-
-
-def is_open_block(text: str) -> bool:
-    """Return True if the text begins a block that is not closed yet."""
-    block = text.lstrip()
-    return block.startswith(BLOCK) and not block.removeprefix(BLOCK).rstrip().endswith(BLOCK)
-
-
-def message_of(text: str) -> str:
-    """Return the message without the marks of a block."""
-    block = text.lstrip()
-    return block.removeprefix(BLOCK).rstrip().removesuffix(BLOCK).strip("\n") if block.startswith(BLOCK) else text
 
 
 def is_terminal() -> bool:

@@ -20,9 +20,9 @@ from torch import Tensor
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.backends.cpu.state import STATE
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.backends.cpu.threads.dispatch_table import Arguments, Command, DispatchTable
 from infer.backends.cpu.threads.pool import aligned, thread_pool
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
 from infer.errors import InvalidRequestError
 from infer.operands.group import Shares
 from infer.operands.step import Step

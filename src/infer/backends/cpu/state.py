@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infer.backends.cpu.records import WORD, pointer
-from infer.backends.cpu.threads.thread_records import LINE_WORDS, MAX_THREADS
+from infer.backends.cpu.thread_records import LINE_WORDS, MAX_THREADS
 
 Words = ctypes.Array[ctypes.c_int64]
 

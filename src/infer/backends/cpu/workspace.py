@@ -18,7 +18,7 @@ from infer.backends.cpu.records import (
     attend_scratch_bytes,
     delta_net_scratch_bytes,
 )
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.feed_forwards import Dense, Experts, PerLayerInput
 from infer.operands.limits import STATE_TOKENS

@@ -6,8 +6,8 @@ from typing import final
 import numpy as np
 import torch
 
+from infer.backends.cpu.sample_records import LOGPROB
 from infer.backends.cpu.sampling.rows import SampleArguments
-from infer.backends.cpu.sampling.sample_records import LOGPROB
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.sampler import Sampled, normalized

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import llvmlite.binding as llvm
 
-from infer.backends.cpu.compile import kernel_cache
+from infer.backends.cpu.compile.numba_settings import has_numba_settings
 
 # LLVM's name of a feature: its bit in getauxval(AT_HWCAP) or (AT_HWCAP2) on Linux, its name in sysctl on macOS.
 _HWCAP, _HWCAP2 = 16, 26
@@ -50,7 +50,7 @@ def host() -> str:
 
 def target_features() -> frozenset[str]:
     """Return the features that Numba compiles for."""
-    if kernel_cache.has_numba_settings():
+    if has_numba_settings():
         config = import_module("numba.core.config")
         if config.CPU_FEATURES is not None:
             return frozenset(name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+"))

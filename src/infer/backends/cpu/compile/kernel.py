@@ -11,9 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from infer.backends.cpu import records
-from infer.backends.cpu.sampling import sample_records
-from infer.backends.cpu.threads import thread_records
+from infer.backends.cpu import records, sample_records, thread_records
 
 _PACKAGE = "infer.backends.cpu"
 

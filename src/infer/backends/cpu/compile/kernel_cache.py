@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from infer.backends.cpu.compile.numba_settings import numba_settings
 from infer.system.status_line import write_notice
 from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 
@@ -134,7 +135,7 @@ def fingerprint() -> str:
     for source in [*sorted(_PACKAGE.rglob("*.py")), *_CONSTANTS]:
         digest.update(source.relative_to(_PACKAGE.parents[1]).as_posix().encode() + source.read_bytes())
     compiler = [_version(name) for name in ("numba", "llvmlite", "numpy")]
-    digest.update(repr((compiler, sys.version, platform.machine(), *_numba_settings())).encode())
+    digest.update(repr((compiler, sys.version, platform.machine(), *numba_settings())).encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:16]
 
@@ -144,19 +145,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:  # it was not installed by a package manager
         return str(import_module(package).__version__)
-
-
-def has_numba_settings() -> bool:
-    return any(_numba_settings())
-
-
-def _numba_settings() -> tuple[list[tuple[str, str]], bytes]:
-    """Return Numba's settings in the environment, and those that it reads in the working directory."""
-    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
-    try:
-        return variables, Path(".numba_config.yaml").read_bytes()
-    except OSError:
-        return variables, b""
 
 
 def _processor() -> str:

@@ -11,9 +11,9 @@ from numba import njit
 
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.simd import load_upto, store_upto
+from infer.backends.cpu.thread_records import LINE_WORDS
 from infer.backends.cpu.threads import atomics
 from infer.backends.cpu.threads.barrier import SPIN_NANOSECONDS, spin
-from infer.backends.cpu.threads.thread_records import LINE_WORDS
 
 
 @njit

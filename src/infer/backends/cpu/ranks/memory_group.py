@@ -21,9 +21,9 @@ from torch import Tensor
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.records import EXCHANGE, TRANSFER
 from infer.backends.cpu.state import STATE
+from infer.backends.cpu.thread_records import LINE_WORDS
 from infer.backends.cpu.threads.dispatch_table import BARRIER, Arguments, Command, DispatchTable
 from infer.backends.cpu.threads.pool import aligned, thread_pool
-from infer.backends.cpu.threads.thread_records import LINE_WORDS
 from infer.errors import InferError, InvalidRequestError
 from infer.operands.group import Group, Shares
 

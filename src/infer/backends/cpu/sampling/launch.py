@@ -6,8 +6,8 @@ from torch import Tensor
 
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.recording import scope
+from infer.backends.cpu.sample_records import SAMPLE
 from infer.backends.cpu.sampling.rows import SampleArguments
-from infer.backends.cpu.sampling.sample_records import SAMPLE
 from infer.backends.cpu.threads.dispatch_table import BARRIER, Command
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.sampling.sample_records import (
+from infer.backends.cpu.sample_records import (
     SAMPLE,
     SAMPLE_COLUMNS,
     SAMPLE_HISTORY,
@@ -19,8 +19,8 @@ from infer.backends.cpu.sampling.sample_records import (
     SAMPLE_SCRATCH,
 )
 from infer.backends.cpu.state import Words, fields_of, integers
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.backends.cpu.threads.pool import aligned
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
 from infer.errors import InvalidRequestError
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History

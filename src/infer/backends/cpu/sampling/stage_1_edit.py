@@ -11,7 +11,7 @@ from numba import njit
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.sampling.exact_math import keep_bits
 from infer.backends.cpu.simd import address_of, load_i32, load_upto, max_f32, maximum, splat_f32, store_f32
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
+from infer.backends.cpu.thread_records import MAX_THREADS
 
 LARGEST = np.float32(np.finfo(np.float32).max)
 NOTHING = np.float32(-np.inf)

@@ -48,7 +48,7 @@ from infer.backends.cpu.simd import (
     stack,
     store_f32,
 )
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.sampling import constants
 
 _MAX_NOISE = np.float32(constants.MAX_NOISE)

@@ -39,7 +39,7 @@ from infer.backends.cpu.sampling.stage_2_candidates import (
     scaling,
 )
 from infer.backends.cpu.simd import load_f32, max_f32, splat_f32, store_f32
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.backends.cpu.threads.work_stealing import begin_units, take_units
 from infer.sampling import constants
 

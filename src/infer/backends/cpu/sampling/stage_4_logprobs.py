@@ -12,7 +12,7 @@ from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.sampling.exact_math import above, count_bits, equal_to, lowest_bit, splat_i64, sum_i64, weights
 from infer.backends.cpu.sampling.stage_1_edit import part
 from infer.backends.cpu.simd import address_of, load_f32
-from infer.backends.cpu.threads.thread_records import MAX_THREADS
+from infer.backends.cpu.thread_records import MAX_THREADS
 from infer.backends.cpu.threads.work_stealing import begin_units, take_units
 
 _ALL_LANES = np.int32(0xFFFF)

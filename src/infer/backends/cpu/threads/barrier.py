@@ -12,8 +12,8 @@ from numba import njit
 
 from infer.backends.cpu.compile.record_types import nth_record
 from infer.backends.cpu.state import GROUP
+from infer.backends.cpu.thread_records import LINE_WORDS
 from infer.backends.cpu.threads import atomics
-from infer.backends.cpu.threads.thread_records import LINE_WORDS
 
 SPIN_NANOSECONDS, _SHORT_SPIN_NANOSECONDS = 50_000, 2_000
 _NUM_SHORT = 8  # waits after one that spun in vain

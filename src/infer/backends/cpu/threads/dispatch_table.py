@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.state import fields_of
-from infer.backends.cpu.threads.thread_records import TABLE
+from infer.backends.cpu.thread_records import TABLE
 from infer.errors import InvalidRequestError
 
 NO_BARRIER, BARRIER, BARRIER_IF_MANY = 0, 1, 2

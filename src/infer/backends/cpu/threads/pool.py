@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 from infer.backends.cpu.compile.addresses import compiled_address
 from infer.backends.cpu.state import Words, fields_of
+from infer.backends.cpu.thread_records import FLAG, JOB, MAX_THREADS, TABLE
 from infer.backends.cpu.threads.adaptive import AdaptiveThreads, Choice, Outcome
 from infer.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.backends.cpu.threads.stack_size import check_stack
-from infer.backends.cpu.threads.thread_records import FLAG, JOB, MAX_THREADS, TABLE
 from infer.errors import InferError
 from infer.system.cores import default_num_threads
 from infer.system.nodes import keep_on_node, node_of_thread, visit

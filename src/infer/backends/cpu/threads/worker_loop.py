@@ -7,9 +7,9 @@ from numba import njit
 
 from infer.backends.cpu.compile.record_types import RecordAt, nth_record
 from infer.backends.cpu.simd import I8, Value, address, address_of, operation
+from infer.backends.cpu.thread_records import LINE_WORDS, MAX_THREADS, TABLE
 from infer.backends.cpu.threads import atomics
 from infer.backends.cpu.threads.barrier import SPIN_NANOSECONDS, clear_barrier, wait_at_barrier, wait_until, wake
-from infer.backends.cpu.threads.thread_records import LINE_WORDS, MAX_THREADS, TABLE
 from infer.backends.cpu.threads.work_stealing import clear_threads
 
 _SHARE_SHIFT = 2  # of thread 0's time may go in waits: a quarter

@@ -16,8 +16,8 @@ from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 
 from infer.backends.cpu import simd
+from infer.backends.cpu.arithmetic import Arithmetic
 from infer.backends.cpu.layouts import LANES, Layout
-from infer.backends.cpu.matmul.arithmetic import Arithmetic
 from infer.backends.cpu.simd import I8, I8X64, I16, I32, I32X16, I64, Value, call, constant, load
 from infer.quantization.ggml_grids import grid, pattern_words
 

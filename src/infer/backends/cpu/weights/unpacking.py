@@ -17,9 +17,9 @@ from numba import types
 from numba.core import cgutils
 
 from infer.backends.cpu import simd
+from infer.backends.cpu.arithmetic import Quads, arithmetic_of
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LANES, QUADS_BYTES, Layout
-from infer.backends.cpu.matmul.arithmetic import Quads, arithmetic_of
 from infer.backends.cpu.prefetch import prefetch
 from infer.backends.cpu.simd import F32X16, I8, I8X64, I32X16, I64, Value, address, constant, load, operation, store
 from infer.backends.cpu.weights.float_records import unpack_floats

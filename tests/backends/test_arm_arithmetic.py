@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from infer import ops
 from infer.backends.cpu import operations, simd
-from infer.backends.cpu.compile import host_features
+from infer.backends.cpu.host import host_features
 from infer.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_features, usable_instruction_sets
 from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, WORDS, Layout
 from infer.backends.cpu.matmul import panels

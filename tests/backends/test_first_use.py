@@ -11,9 +11,10 @@ from typing import ClassVar
 import pytest
 
 from infer.backends.cpu import records
-from infer.backends.cpu.compile import addresses, compiler, kernel_cache, linked_code
+from infer.backends.cpu.compile import addresses, compiler, linked_code
 from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.compile.parallel import CompiledObject
+from infer.backends.cpu.host import kernel_cache
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.checkpoint import open_checkpoint

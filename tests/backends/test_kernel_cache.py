@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from infer.backends.cpu import records, simd, thread_records
-from infer.backends.cpu.compile import addresses, kernel_cache, linked_code
+from infer.backends.cpu.compile import addresses, linked_code
 from infer.backends.cpu.compile.compiler import _Library, compile_command, link
 from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.host import kernel_cache
 from infer.backends.cpu.threads.worker_loop import publish
 from infer.errors import InferError
 from infer.system.status_line import StatusLine

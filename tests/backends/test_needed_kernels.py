@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from infer.backends.cpu.backend import CpuBackend
-from infer.backends.cpu.compile import addresses, kernel_cache
+from infer.backends.cpu.compile import addresses
 from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.compile.parallel import Compilation
+from infer.backends.cpu.host import kernel_cache
 from infer.backends.cpu.isa import BY_NAME
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.threads import pool

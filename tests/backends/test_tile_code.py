@@ -9,13 +9,12 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from infer.backends.cpu import simd
+from infer.backends.cpu import simd, weight_streams
 from infer.backends.cpu.isa import INSTRUCTION_SETS, InstructionSet, Shape
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.matmul import panels
 from infer.backends.cpu.matmul.vector_tiles import Operands
 from infer.backends.cpu.simd import I64
-from infer.backends.cpu.weights import weight_streams
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 _AVX2 = {"avx2", "fma", "f16c"}

@@ -9,13 +9,13 @@ from llvmlite.ir import IRBuilder as Builder
 from numba import njit, types
 
 from infer.backends.cpu import isa as isa_module
+from infer.backends.cpu import weight_streams
 from infer.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, InstructionSet, Shape, instruction_set
 from infer.backends.cpu.layouts import LANES, LAYOUTS, PANEL
 from infer.backends.cpu.matmul.matrix_tiles import make_configure, release
 from infer.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
 from infer.backends.cpu.prefetch import Ahead
 from infer.backends.cpu.simd import Value, address, operation
-from infer.backends.cpu.weights import weight_streams
 
 Prefer = Callable[[int], None]
 

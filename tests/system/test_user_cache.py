@@ -158,7 +158,7 @@ def unknown(uid):
     raise KeyError(uid)
 pwd.getpwuid = unknown
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.compile import kernel_cache
+from infer.backends.cpu.host import kernel_cache
 print(instruction_set().name != "", kernel_cache.cache_folder(), kernel_cache.trouble())
 """
     environment = {name: value for name, value in os.environ.items() if name not in ("INFER_CACHE", "XDG_CACHE_HOME")}

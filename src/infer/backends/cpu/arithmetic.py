@@ -13,9 +13,9 @@ from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 
 from infer.backends.cpu import simd
+from infer.backends.cpu.activation_record import ActivationRecord, Dots
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LANES, WORDS, Layout
-from infer.backends.cpu.matmul.activation_record import ActivationRecord, Dots
 from infer.backends.cpu.simd import F32X16, I8, I8X64, I16, I32, I32X16, Value, call, constant
 
 Quads = Callable[[int], Value]  # of a group's record, each computed where it is asked for

@@ -16,9 +16,10 @@ import torch
 
 from infer.backends.base import Captured, Forward, KernelStore, Stage, Stages
 from infer.backends.cpu import isa, operations
-from infer.backends.cpu.compile import addresses, kernel_cache
+from infer.backends.cpu.compile import addresses
 from infer.backends.cpu.compile.kernel import Kernel
 from infer.backends.cpu.delta_net.commands import check_net
+from infer.backends.cpu.host import kernel_cache
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.backends.cpu.threads import pool

@@ -15,9 +15,9 @@ from functools import cache
 from importlib import import_module
 from typing import NamedTuple, final
 
-from infer.backends.cpu.compile import kernel_cache
+from infer.backends.cpu.host import kernel_cache
 from infer.backends.cpu.layouts import PANEL, WORDS, Layout
-from infer.backends.cpu.weights.weight_streams import most_by_one_stream
+from infer.backends.cpu.weight_streams import most_by_one_stream
 from infer.errors import InvalidRequestError
 
 _FILE = "target-features"
@@ -135,7 +135,7 @@ def target_features() -> frozenset[str]:
     kept = kernel_cache.read(_FILE)
     if kept is not None and _FEATURES.fullmatch(kept):
         return frozenset(kept.decode().split())
-    features: frozenset[str] = import_module("infer.backends.cpu.compile.host_features").target_features()
+    features: frozenset[str] = import_module("infer.backends.cpu.host.host_features").target_features()
     kernel_cache.write(_FILE, " ".join(sorted(features)).encode())
     return features
 

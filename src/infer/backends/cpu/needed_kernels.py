@@ -6,8 +6,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from infer.backends.cpu.compile import addresses, kernel_cache
+from infer.backends.cpu.compile import addresses
 from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.host import kernel_cache
 from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.layouts import PLANES
 from infer.backends.cpu.workspace import add_apart, are_paired

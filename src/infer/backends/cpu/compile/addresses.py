@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from infer.backends.cpu.compile import kernel_cache, linked_code
+from infer.backends.cpu.compile import linked_code
 from infer.backends.cpu.compile.kernel import Kernel, records_by_name
 from infer.backends.cpu.compile.parallel import Compilation, how_often, seconds_of
+from infer.backends.cpu.host import kernel_cache
 from infer.system.status_line import StatusLine, write_notice
 
 _WORTH_SECONDS = 4.0  # of compiling: for less, processes of its own would take longer to start

@@ -14,10 +14,10 @@ from numba.core import codegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-from infer.backends.cpu.compile.host_features import arm_features
 from infer.backends.cpu.compile.linked_code import NEVER_CALLED, may_run_code, never_called_address, symbol_address
 from infer.backends.cpu.compile.numba_patches import shortcuts
 from infer.backends.cpu.compile.record_types import RecordAt
+from infer.backends.cpu.host.host_features import arm_features
 from infer.backends.cpu.state import STATE
 from infer.errors import InferError
 

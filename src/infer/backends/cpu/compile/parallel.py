@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
 import infer
-from infer.backends.cpu.compile import kernel_cache
 from infer.backends.cpu.compile.kernel import Kernel
+from infer.backends.cpu.host import kernel_cache
 from infer.system.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 

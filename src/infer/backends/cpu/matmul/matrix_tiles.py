@@ -20,14 +20,14 @@ from numba import types
 from numba.core import cgutils
 
 from infer.backends.cpu import simd
+from infer.backends.cpu.activation_record import ActivationRecord
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, QUADS_BYTES, Layout
-from infer.backends.cpu.matmul.activation_record import ActivationRecord
 from infer.backends.cpu.matmul.vector_tiles import add_record
 from infer.backends.cpu.prefetch import Ahead
 from infer.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
+from infer.backends.cpu.weight_streams import FAR
 from infer.backends.cpu.weights.unpacking import Emitter, PackedRecords, UnpackedRecords, alternate
-from infer.backends.cpu.weights.weight_streams import FAR
 
 GROUPS = 2
 _ROWS = 16  # of a matrix register

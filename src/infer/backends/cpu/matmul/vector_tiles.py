@@ -22,15 +22,15 @@ from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
 from infer.backends.cpu import simd
+from infer.backends.cpu.activation_record import ActivationRecord, Dots
 from infer.backends.cpu.arithmetic import arithmetic_of
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LAYOUTS, SCALE_AT, UNIT, Layout
-from infer.backends.cpu.matmul.activation_record import ActivationRecord, Dots
 from infer.backends.cpu.prefetch import Ahead, prefetch
 from infer.backends.cpu.simd import F32, F32X16, I32, I64, Value, constant, load
+from infer.backends.cpu.weight_streams import FAR, bytes_ahead
 from infer.backends.cpu.weights.float_records import float_scale, floats_of
 from infer.backends.cpu.weights.unpacking import PackedRecords, UnpackedRecords
-from infer.backends.cpu.weights.weight_streams import FAR, bytes_ahead
 
 Chain = list[list[Value]]  # a variable for the sum of each group and column
 

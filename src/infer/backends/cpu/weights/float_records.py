@@ -9,8 +9,8 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.layouts import LANES, UNIT, Layout
 from infer.backends.cpu.prefetch import prefetch
 from infer.backends.cpu.simd import F32X16, I8, I16X16, I32X16, Value, constant, load
+from infer.backends.cpu.weight_streams import FAR
 from infer.backends.cpu.weights.low_codes import Record
-from infer.backends.cpu.weights.weight_streams import FAR
 
 _I8X32 = ir.VectorType(I8, 2 * LANES)
 

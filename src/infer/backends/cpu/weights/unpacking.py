@@ -22,9 +22,9 @@ from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LANES, QUADS_BYTES, Layout
 from infer.backends.cpu.prefetch import prefetch
 from infer.backends.cpu.simd import F32X16, I8, I8X64, I32X16, I64, Value, address, constant, load, operation, store
+from infer.backends.cpu.weight_streams import FAR
 from infer.backends.cpu.weights.float_records import unpack_floats
 from infer.backends.cpu.weights.low_codes import LowCodes, Record, make_low_codes, nibbles
-from infer.backends.cpu.weights.weight_streams import FAR
 
 Emitter = Callable[[], None]
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from infer.backends.cpu.compile.numba_settings import numba_settings
+from infer.backends.cpu.host.numba_settings import numba_settings
 from infer.system.status_line import write_notice
 from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 
@@ -158,4 +158,4 @@ def _processor() -> str:
     known = {name.strip(): value.strip() for name, value in fields.items() if name.strip() in _PROCESSOR}
     if "flags" in known or "Features" in known:
         return repr(sorted(known.items()))
-    return str(import_module("infer.backends.cpu.compile.host_features").host())
+    return str(import_module("infer.backends.cpu.host.host_features").host())

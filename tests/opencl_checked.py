@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.append(str(Path(__file__).parent / "backends"))
+sys.path.append(str(Path(__file__).parents[1] / "tests/backends"))
 os.environ |= {"OCLGRIND_DATA_RACES": "1", "OCLGRIND_MAX_ERRORS": "10", "PYOPENCL_NO_CACHE": "1"}
 
 import opencl_platform

@@ -46,11 +46,11 @@ def written() -> dict[Path, str]:
     found = {path: _with_parts(path.read_text(encoding="utf-8"), each) for path, each in parts.items()}
     for path, name, lines in (
         (
-            SOURCE / "sampling" / "keywords.py",
+            SOURCE / "sampling/keywords.py",
             "SamplingKeywords",
             _keywords(sampling_params, "SamplingParams", ALIASES),
         ),
-        (SOURCE / "engine" / "request_options.py", "RequestKeywords", _keywords(request_options, "RequestOptions", {})),
+        (SOURCE / "engine/request_options.py", "RequestKeywords", _keywords(request_options, "RequestOptions", {})),
     ):
         found[path] = _with_fields(path.read_text(encoding="utf-8"), name, lines)
     return found

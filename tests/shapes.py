@@ -26,15 +26,16 @@ _configuration = BeartypeConf(hint_overrides=FrozenDict(_OWN_CHECKS), violation_
 
 
 def checked_modules() -> list[str]:
-    """Return all modules of `infer` except kernels, because their compiler cannot read a wrapper with checks."""
-    names = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    return [
-        *(f"infer.backends.{path.stem}" for path in sorted((SOURCE / "backends").glob("[!_]*.py"))),
-        "infer.backends.cpu.backend",
-        "infer.backends.cpu.capture",
-        "infer.backends.opencl",
-        *(f"infer.{name}" for name in sorted(names - {"__init__", "__main__", "backends"})),
-    ]
+    """Return all modules of `infer` except kernels, because their compiler cannot read a wrapper with checks.
+
+    The hook takes all modules of a package that it is given, so packages that contain kernels are not given.
+    """
+    kernels = ("infer.backends.cpu.", "infer.backends.cuda.")
+    no_kernels = ("infer.backends.cpu.backend", "infer.backends.cpu.capture.")
+    names = (".".join(["infer", *path.relative_to(SOURCE).with_suffix("").parts]) for path in SOURCE.rglob("*.py"))
+    own = [name for name in names if name.startswith(no_kernels) or not name.startswith(kernels)]
+    modules = {name.removesuffix(".__init__") for name in own} - {"infer.__main__"}
+    return sorted(name for name in modules if not any(kernel.startswith(f"{name}.") for kernel in kernels))
 
 
 def install() -> None:

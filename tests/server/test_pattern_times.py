@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 PACKAGES = (
-    "protocols",
-    "server",
-    "toolcalls",
-    "grammar",
-    "batch_file",
-    "distributed",
-    "prepare",
-    "system",
-    "tokenizer",
+    "infer.protocols",
+    "infer.server",
+    "infer.toolcalls",
+    "infer.grammar",
+    "infer.batch_file",
+    "infer.distributed",
+    "infer.prepare",
+    "infer.system",
+    "infer.tokenizer",
 )
 # These are only matched at one place of a text.
 MATCHED = {"infer.grammar.lark._TOKEN", "infer.grammar.reading._LARK_PLACE", "infer.toolcalls.bare_calls._NAME"}
@@ -30,8 +30,8 @@ _GROWTH = 3.0  # of the time for twice the text; a quadratic pattern has 4
 
 def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
     for name in PACKAGES:
-        package = importlib.import_module(f"infer.{name}")
-        for found in pkgutil.walk_packages(package.__path__, f"infer.{name}."):
+        package = importlib.import_module(name)
+        for found in pkgutil.walk_packages(package.__path__, f"{name}."):
             if ".ray_" in found.name or found.name.endswith("child"):  # another environment, and programs
                 continue
             module = importlib.import_module(found.name)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import infer
 from infer.errors import InvalidRequestError, SchemaError
 from infer.grammar.grammar import Grammar, Source
 from infer.grammar.reading import Read
@@ -28,7 +29,7 @@ def trial_lane(backend: str) -> Lane:
 
     Their program, in a package above this one, also prepares tools.
     """
-    program = Path(__file__).parents[1] / "prepare" / "preparing_child.py"
+    program = Path(infer.__file__).parent / "prepare/preparing_child.py"
     return Lane(program, backend, str(MEMORY_BYTES), str(READ_SECONDS), str(ANSWER_SECONDS))
 
 

@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import infer
 from infer.backends.cpu.host.numba_settings import numba_settings
 from infer.system.status_line import write_notice
 from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
@@ -116,10 +117,11 @@ def prune(newest: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+_ROOT = Path(infer.__file__).parent
 _PACKAGE = Path(__file__).parents[1]
 # Where its kernels take constants from.
 _CONSTANTS = [
-    _PACKAGE.parents[1] / name
+    _ROOT / name
     for name in (
         "operands/limits.py",
         "quantization/ggml_types.py",
@@ -133,7 +135,7 @@ _CONSTANTS = [
 def fingerprint() -> str:
     digest = hashlib.sha256()
     for source in [*sorted(_PACKAGE.rglob("*.py")), *_CONSTANTS]:
-        digest.update(source.relative_to(_PACKAGE.parents[1]).as_posix().encode() + source.read_bytes())
+        digest.update(source.relative_to(_ROOT).as_posix().encode() + source.read_bytes())
     compiler = [_version(name) for name in ("numba", "llvmlite", "numpy")]
     digest.update(repr((compiler, sys.version, platform.machine(), *numba_settings())).encode())
     digest.update(_processor().encode())

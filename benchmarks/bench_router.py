@@ -1,4 +1,4 @@
-"""Measure the router of `infer.distributed` by simulation: many replicas, several fronts with a router each, no model.
+"""Measure the router of `infer.distributed` by simulation: many replicas, several fronts with a router, no model.
 
     python benchmarks/bench_router.py --requests-each 150
 

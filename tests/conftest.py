@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # files without models must not load torch
 HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
 
 shapes.install()
-sys.path += [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]  # for parts of other tests
+FOLDERS = sorted(path for path in Path(__file__).parent.rglob("[!_]*") if path.is_dir())
+sys.path += map(str, FOLDERS)  # for parts of other tests
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
 os.environ["INFER_PREFIX_DISK"] = "0"  # prompts of earlier tests must not be found on disk
 os.environ["INFER_POISON"] = "1"  # new pages of a cache are filled with NaN, so that a read of unwritten values shows

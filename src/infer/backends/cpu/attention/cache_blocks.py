@@ -1,4 +1,4 @@
-"""Conversion of a position's key and value for the cache, to the bytes that `infer.quantization.kv_layout` defines."""
+"""Conversion of a position's key and value for the cache, to the bytes of `infer.quantization.kv_layout`."""
 
 from typing import Any
 

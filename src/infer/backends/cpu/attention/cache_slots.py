@@ -1,8 +1,8 @@
 """Slots of a row: the page of each slot, and the slots that a token sees.
 
-`infer.quantization.kv_layout.Pages` defines the table and the rule. A chunk is 256 slots. The visible blocks of 16
-slots form at most two parts, [0, gap) of the sinks and [first, end) of the window. Pages without visible slots are not
-read.
+`infer.quantization.kv_layout.Pages` defines the table and the rule. A chunk is 256 slots.
+The visible blocks of 16 slots form at most two parts, [0, gap) of the sinks and [first, end) of the window. Pages
+without visible slots are not read.
 """
 
 from typing import Any

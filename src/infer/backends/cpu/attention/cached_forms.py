@@ -1,9 +1,9 @@
 """Forms of keys and values that kernels read: as they are cached, or widened to f32 for many queries.
 
-`infer.quantization.kv_layout` defines the meaning of the bytes. A block's elements are stored 16 per row: a row of keys
-is one dimension of 16 positions, a row of values 16 dimensions of one position. Elements of q8 and q4 are stored in
-records of 32 dimensions: codes, then 16 scales (f16), then 16 minima in values of q4. A widened block has the same
-order, in f32.
+`infer.quantization.kv_layout` defines the meaning of the bytes. A block's elements are stored 16 per row:
+a row of keys is one dimension of 16 positions, a row of values 16 dimensions of one position. Elements of q8 and q4 are
+stored in records of 32 dimensions: codes, then 16 scales (f16), then 16 minima in values of q4. A widened block has the
+same order, in f32.
 """
 
 from collections.abc import Callable

@@ -27,6 +27,7 @@ from infer.errors import InvalidRequestError, closed
 from infer.kvcache.cache_settings import CacheSettings
 from infer.kvcache.prefix_store import open_store
 from infer.model.transformer import Transformer
+from infer.operands.identity import identity_of
 from infer.runner.caches import plan_rows
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import Runner
@@ -199,7 +200,7 @@ class Host:
         tokenizer = self.tokenizer
         vocabulary = repr((tokenizer.token_bytes, sorted(tokenizer.special_token_ids), sorted(tokenizer.eos_token_ids)))
         return {
-            "architecture": _digest(repr(self.model.architecture)),
+            "architecture": _digest(identity_of(self.model.architecture)),
             "tokenizer": _digest(vocabulary),
             "weights": self.settings.weights,
             "cache": cache_kind,
@@ -213,7 +214,9 @@ class Host:
         `fingerprint` does not name them.
         """
         kind = "" if self._open_runner is None else self._open_runner.cache.kind
-        model = self.fingerprint(kind), self.tokenizer.chat_templates, self.model.backend.kernel_kind
+        kernels = self.model.backend.kernel_kind
+        named = () if kernels == "cpu" else (kernels,)  # permalinks that were made before kinds had names are of a CPU
+        model = self.fingerprint(kind), self.tokenizer.chat_templates, *named
         return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
 
     def stream(

@@ -89,7 +89,10 @@ def _read(path: Path, fingerprint: Mapping[str, str], max_cache_bytes: int) -> S
     if metadata.get("format") != FORMAT:
         raise ModelFormatError(path, "format", f"expected {FORMAT!r}, got {metadata.get('format')!r:.80}")
     if metadata.get("version") != VERSION:
-        problem = f"expected {VERSION}, got {metadata.get('version')!r:.80}: it was saved by another version of infer"
+        problem = (
+            f"expected {VERSION}, got {metadata.get('version')!r:.80}: it was saved by another version of infer. "
+            "Load it there and save its messages as JSON, or begin a new session"
+        )
         raise ModelFormatError(path, "version", problem)
     blocks = sorted(found.values(), key=lambda tensor: tensor.offset)
     _check_sizes(path, blocks, max_cache_bytes)
@@ -133,7 +136,8 @@ def _check_fingerprint(path: Path, metadata: Mapping[str, Any], fingerprint: Map
     saved = parse_json(path, str(metadata.get("fingerprint")).encode())
     names = sorted(name for name in {*saved, *fingerprint} if saved.get(name) != fingerprint.get(name))
     if names:
-        raise ModelFormatError(path, "model", f"was saved with another {', '.join(names)}")
+        problem = f"was saved with another {', '.join(names)}: load it with the model and settings that saved it"
+        raise ModelFormatError(path, "model", problem)
 
 
 def _interpret(path: Path, tensors: Mapping[str, Tensor]) -> Saved:

@@ -31,6 +31,7 @@ from harness import (
 from infer import LLM, AsyncLLM, SamplingParams
 
 PROMPTS = [[100 + index] * 10 for index in range(32)]
+BATCH_PROMPTS, BATCH_LENGTHS = [[100 + index] * 8 for index in range(64)], [10 + index * 7 % 40 for index in range(64)]
 PREFILL_TOKENS, FIRST_TOKENS = 512, 16
 Answers = list[list[int]]
 Found = tuple[Answers, float]  # tokens, and the measured figure
@@ -56,9 +57,17 @@ class Ways:
         return answers, rate * PREFILL_TOKENS
 
     def batch_of_64(self, number: int) -> Found:
-        lengths = [10 + index * 7 % 40 for index in range(64)]
-        prompts = [[100 + index] * 8 for index in range(64)]
-        return _rate(lambda: self._batch(prompts, lengths))
+        return _rate(lambda: self._batch(BATCH_PROMPTS, BATCH_LENGTHS))
+
+    def batch_of_64_in_threads(self, number: int) -> Found:
+        def ask(prompt: list[int], length: int) -> list[int]:
+            return self.llm.generate(prompt, greedy(length)).token_ids
+
+        def in_threads() -> Answers:
+            with ThreadPoolExecutor(8) as pool:
+                return list(pool.map(ask, BATCH_PROMPTS, BATCH_LENGTHS))
+
+        return _rate(in_threads)
 
     def batch_of_1000(self, number: int) -> Found:
         lengths = [4 + index * 7 % 9 for index in range(1000)]
@@ -138,6 +147,7 @@ MEASURED: dict[str, Callable[[Ways, int], Found]] = {
     "decode, one caller": Ways.decode,
     f"prefill of {PREFILL_TOKENS}": Ways.prefill,
     "generate_all of 64": Ways.batch_of_64,
+    "8 threads, the same 64": Ways.batch_of_64_in_threads,
     "generate_all of 1,000": Ways.batch_of_1000,
     "generate_all of 8": lambda ways, number: ways.logprobs_in(0),
     "8, one with log-probabilities": lambda ways, number: ways.logprobs_in(1),

@@ -254,9 +254,13 @@ def turns(sides: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def compare(
-    cases: Iterable[str], sides: Iterable[str], rounds: int, measure: Callable[[str, str, int], float]
+    cases: Iterable[str],
+    sides: Iterable[str],
+    rounds: int,
+    measure: Callable[[str, str, int], float],
+    show: Callable[[Figures, list[str]], None] = Figures.show,
 ) -> Figures:
-    """Measure each case on all sides in turns, and print its medians and ratios. The warm-up is not counted.
+    """Measure each case on all sides in turns, and show its medians and ratios. The warm-up is not counted.
 
     A side that fails in a case is left out of it and of the cases after it.
     """
@@ -275,5 +279,5 @@ def compare(
                 continue
             if number >= 0:
                 figures.add(case, side, figure)
-        figures.show([case])
+        show(figures, [case])
     return figures

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import ray
 
+from infer import BatchEngine
 from infer.batch_file.output_file import OutputFile
-from infer.distributed import BatchEngine
 
 
 def main(source: str, output: str, model: str = "smollm2", engines: str = "2", threads: str = "1") -> None:

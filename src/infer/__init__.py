@@ -7,6 +7,7 @@
 Names are loaded on first use, so that `import infer` and the command line's help do not wait for torch.
 """
 
+import warnings
 from importlib import import_module
 
 _MODULE_BY_NAME = {
@@ -17,6 +18,7 @@ _MODULE_BY_NAME = {
     "AsyncStream": "infer.engine.stream",
     "load_model": "infer.llm",
     "load_tokenizer": "infer.llm",
+    "BatchEngine": "infer.distributed.ray_batch",
     "SamplingParams": "infer.sampling_params",
     "Classification": "infer.outputs",
     "GenerationResult": "infer.outputs",
@@ -29,6 +31,7 @@ _MODULE_BY_NAME = {
     "RequestOptions": "infer.engine.request_options",
     "Tokenizer": "infer.tokenizer",
     "sample_token": "infer.sampling.definition",
+    "sample_trace": "infer.sampling.trace",
     "apply_repetition_penalty": "infer.sampling.row_stages",
     "apply_frequency_penalty": "infer.sampling.row_stages",
     "apply_presence_penalty": "infer.sampling.row_stages",
@@ -42,12 +45,19 @@ _MODULE_BY_NAME = {
     "ModelError": "infer.errors",
 }
 
+_FORMER_NAMES: dict[str, str] = {}  # former name → name; a former name answers for one release
+
 __all__ = sorted(_MODULE_BY_NAME)
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return _version()
+    if name in _FORMER_NAMES:
+        current = _FORMER_NAMES[name]
+        message = f"infer.{name} has been renamed: use infer.{current}. The next release removes the former name"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        name = current
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'infer' has no attribute {name!r}")
     return getattr(import_module(_MODULE_BY_NAME[name]), name)

@@ -1,4 +1,5 @@
 from infer.async_llm import AsyncLLM as AsyncLLM
+from infer.distributed.ray_batch import BatchEngine as BatchEngine
 from infer.engine.request_options import RequestOptions as RequestOptions
 from infer.engine.stream import AsyncStream as AsyncStream
 from infer.engine.stream import Stream as Stream
@@ -25,6 +26,7 @@ from infer.sampling.row_stages import apply_repetition_penalty as apply_repetiti
 from infer.sampling.row_stages import apply_temperature as apply_temperature
 from infer.sampling.row_stages import apply_top_k as apply_top_k
 from infer.sampling.row_stages import apply_top_p as apply_top_p
+from infer.sampling.trace import sample_trace as sample_trace
 from infer.sampling_params import SamplingParams as SamplingParams
 from infer.session.session import Session as Session
 from infer.tokenizer import Tokenizer as Tokenizer

@@ -28,9 +28,22 @@ _NO_ID = ""
 
 @final
 class BatchEngine:
-    """Answers rows. `seed` and `values` apply to all rows, as in `infer batch`. `settings` are arguments of `LLM`.
+    """Answers rows of a data set in an actor of Ray Data, with the lines of `infer batch`.
 
-    Rows whose id is in `finished` get no line.
+    Args:
+        model: The model, as in `LLM`.
+        seed: The seed from which, with its id, each row gets its own.
+        values: Sampling parameters of rows that do not give them.
+        finished: The ids of rows that get no line.
+        batch_size: The number of rows that are answered at a time.
+        settings: The other arguments of `LLM`.
+
+    Examples:
+        >>> rows = ray.data.read_text("in.jsonl", override_num_blocks=64)  # doctest: +SKIP
+        >>> lines = rows.map_batches(  # doctest: +SKIP
+        ...     BatchEngine, fn_constructor_kwargs={"model": "smollm2", "threads": 4},
+        ...     num_cpus=4, batch_format="pyarrow", batch_size=64, compute=ray.data.ActorPoolStrategy(size=2),
+        ... )
     """
 
     def __init__(
@@ -48,9 +61,16 @@ class BatchEngine:
         self._settings = BatchSettings(model, seed, batch_size, values or {}, RequestOptions())
 
     def __call__(self, batch: Any) -> Any:
-        """Return a table with the columns `id` and `line` for a `pyarrow.Table` of rows.
+        """Return the lines of a batch of rows.
 
-        Raises InvalidRequestError for a row without its own id, because there are no line numbers to name it after.
+        Args:
+            batch: The rows, a `pyarrow.Table`.
+
+        Returns:
+            A table with the columns `id` and `line`.
+
+        Raises:
+            InvalidRequestError: A row has no id of its own, and there are no line numbers to name it after.
         """
         lines = dict[str, str]()
 

@@ -34,12 +34,31 @@ def sample_trace(
     allowed: Int[Tensor, "words"] | None = None,
     shown_id: int | None = None,
 ) -> SampleTrace:
-    """Return how the token after `context_token_ids` is sampled from these logits. By default the prompt is the whole
-    context.
+    """Return how the token after `context_token_ids` is sampled from these logits.
 
-    The candidates are the tokens with the largest probability after any stage, and `shown_id`. `allowed` is a grammar's
-    mask. Raises LogitsError if nothing can be sampled, and InvalidRequestError for values that `SamplingColumns.of` or
-    `History.begin` refuses.
+    The candidates are the tokens with the largest probability after any stage, and `shown_id`.
+
+    Args:
+        logits: The logits of the next token, `[vocab]`.
+        params: The parameters of the sampler.
+        context_token_ids: The ids of all tokens so far: the prompt, then the answer.
+        num_prompt_tokens: The number of those ids that are the prompt. None: all.
+        eos_token_ids: The ids that end an answer, which `min_new_tokens` bans.
+        num_candidates: The least number of tokens to show after each stage.
+        allowed: A grammar's mask of ids, in words of 32 bits. None allows all ids.
+        shown_id: An id that is a candidate in any case.
+
+    Returns:
+        The trace: each stage with its candidates, and the token that is chosen.
+
+    Raises:
+        LogitsError: Nothing can be sampled from the logits.
+        InvalidRequestError: A parameter does not fit the vocabulary or the context.
+
+    Examples:
+        >>> trace = sample_trace(torch.tensor([0.0, 2.0, 1.0]), SamplingParams(temperature=0), [0])
+        >>> trace.token_id, trace.position
+        (1, 1)
     """
     if num_candidates < 1:
         raise InvalidRequestError(f"num_candidates must be at least 1, got {num_candidates}")

@@ -2,8 +2,8 @@
 
 Kernels of one size for each number of tokens would be faster. A token's bits must not depend on its neighbours, so this
 needs instructions of different shapes to add products in the same order. Only a device can show this. The section
-compares a million random sums per pair of tiles. On Hopper, tiles of 64 rows become `wgmma`, and tiles of 16 rows
-`mma.sync`.
+compares a million random sums per pair of tiles. On Hopper, tiles of 64 rows become wgmma, and tiles of 16 rows
+mma.sync.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Read GGUF version 2 and 3 (github.com/ggml-org/ggml, docs/gguf.md).
+"""Read GGUF version 2 and 3 (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
 The file is not trusted: every count or length is compared, as a Python integer, with the remaining bytes before a loop
 or an allocation uses it. Opening a file reads only its header.

@@ -1,4 +1,4 @@
-"""Write GGUF version 3 (github.com/ggml-org/ggml, docs/gguf.md), tensor by tensor.
+"""Write GGUF version 3 (github.com/ggml-org/ggml/blob/master/docs/gguf.md), tensor by tensor.
 
 Only the header and one piece of a tensor are in memory at a time. The file appears under its name when it is complete.
 """

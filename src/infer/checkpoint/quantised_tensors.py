@@ -43,7 +43,7 @@ Parts = dict[str, TensorInfo]  # the tensors of a module, by the last parts of t
 
 
 def with_joined_matrices(stored: Mapping[str, TensorInfo], quantisation: Quantisation) -> dict[str, TensorInfo]:
-    """Return the tensors with each quantised matrix as one tensor, `MODULE.weight`, and without scales of activations.
+    """Return the tensors with one tensor per quantised matrix, its module's `weight`, and no scales of activations.
 
     Raises ModelFormatError if a matrix lacks a tensor, or if shapes and the config disagree.
     """

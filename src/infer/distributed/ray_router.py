@@ -1,4 +1,4 @@
-"""`router.Router` for Ray Serve. Each process that sends requests has its own router, which learns from them."""
+"""`router.ReplicaRouter` for Ray Serve. Each process that sends requests has its own router, which learns from them."""
 
 from typing import final
 

@@ -26,7 +26,7 @@ class _Part(NamedTuple):
 
 @final
 class ToolRules:
-    """The `Rules` of `toolcalls.lark`, for one library in this process. Results are cached, up to a number of bytes."""
+    """The `Rules` of `argument_grammar`, for one library in this process. Results are cached, up to a size in bytes."""
 
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
         """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""

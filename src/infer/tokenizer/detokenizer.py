@@ -48,7 +48,7 @@ class _Replacing(_Stage):
 
 
 class _Stripping(_Stage):
-    """Drops the first `num_left` characters, if they are copies of `character`. None stands for any character."""
+    """Drops the first `count` characters, if they are copies of `character`. None stands for any character."""
 
     def __init__(self, character: str | None, count: int) -> None:
         self._character, self._num_left = character, count

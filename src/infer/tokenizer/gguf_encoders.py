@@ -2,7 +2,7 @@
 
 Two dialects: WordPiece (`bert`) and Unigram (`t5`). llama.cpp normalizes, splits and spells with its own code, which
 differs for rare characters. This module combines the parts of Hugging Face's BERT and XLM-R. So a GGUF file and the
-folder from which it was converted give the same ids. Keys and defaults: llama.cpp, `src/llama-vocab.cpp`.
+folder from which it was converted give the same ids. Keys and defaults: `llama.cpp/src/llama-vocab.cpp`.
 """
 
 import math

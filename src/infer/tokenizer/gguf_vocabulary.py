@@ -1,7 +1,7 @@
 """A `tokenizers` backend from the key-values of a GGUF file.
 
 Two dialects: byte-pair encoding with merges (`gpt2`, `gemma4`), and SentencePiece's scores (`llama`), from which merges
-are derived. Source: llama.cpp, `src/llama-vocab.cpp`.
+are derived. Source: `llama.cpp/src/llama-vocab.cpp`.
 """
 
 from collections.abc import Mapping, Sequence

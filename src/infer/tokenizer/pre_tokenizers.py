@@ -2,8 +2,8 @@
 
 A GGUF file names its pre-tokenizer instead of describing it. Each entry here describes it like the models' own
 `tokenizer.json`. So a GGUF file and the folder from which it was converted give the same ids. If only llama.cpp's form
-(`src/llama-vocab.cpp`) is known, it is used. Some patterns are rewritten to take linear time: they give the same
-pieces, but do not scan a long run again from each of its positions.
+(`llama.cpp/src/llama-vocab.cpp`) is known, it is used. Some patterns are rewritten to take linear time: they give the
+same pieces, but do not scan a long run again from each of its positions.
 """
 
 import warnings

@@ -1,6 +1,6 @@
 """Control of threads: calls through an address, atomic numbers in memory, waiting, clocks.
 
-A semaphore is the system's: a `sem_t`, on macOS a pointer to one of libdispatch's. `pool` makes them. A thread that
+A semaphore is the system's: POSIX's sem_t, on macOS a pointer to one of libdispatch's. `pool` makes them. A thread that
 waits for a number in memory sleeps in Linux's futex; elsewhere it yields its core again and again.
 """
 
@@ -76,7 +76,7 @@ def pause(b: Builder) -> None:
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64", "i686"):
         call(b, "x86.sse2.pause", ir.VoidType())
-    elif machine in ("aarch64", "arm64"):  # `yield` is nothing there, and `isb` takes about as long as x86's pause
+    elif machine in ("aarch64", "arm64"):  # `yield` is nothing there, and isb takes about as long as x86's pause
         call(b, "aarch64.isb", ir.VoidType(), I32(15))
 
 

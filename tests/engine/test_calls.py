@@ -22,6 +22,13 @@ def test_a_list_of_texts_is_answered_with_a_list(llm: LLM) -> None:
         llm.generate(PROMPTS, GREEDY, on_token=lambda token_id, text: None)  # type: ignore[call-overload]
 
 
+def test_all_prompts_of_a_list_are_checked_before_one_is_answered(llm: LLM) -> None:
+    begun = list[tuple[int, int]]()
+    with pytest.raises(InvalidRequestError, match="prompt 1: "):
+        llm.generate_all(["a", [10**6]], GREEDY, on_progress=lambda *counts: begun.append(counts))
+    assert begun == []
+
+
 def test_prompts_are_taken_when_there_is_room_for_them_and_results_come_as_they_end(llm: LLM) -> None:
     num_taken, most = 0, 0
     expected = [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]

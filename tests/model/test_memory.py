@@ -270,6 +270,7 @@ def test_each_row_of_a_batch_takes_a_line_of_logits_and_its_history() -> None:
 def test_the_type_of_a_cache_is_the_loaders(dtype: str) -> None:
     chosen = None if dtype == "auto" else getattr(torch, dtype)
     assert LoadSettings(dtype=dtype).kv_type == ops.backend_of(CPU).kv_type(chosen)
+    assert LoadSettings(dtype=dtype).kv_type == ("f16" if dtype == "auto" else "f32")
 
 
 def test_the_largest_context_is_the_last_that_fits() -> None:

@@ -196,8 +196,9 @@ def test_a_refusal_is_one_line_in_ollama_s_shape(served: Served, path: str, body
     assert "\n" not in found["error"]
 
 
-def test_models_that_only_the_file_system_can_delete_are_refused(served: Served) -> None:
-    answer = served.client.request("DELETE", "/api/delete", json={"model": "tiny"})
+@pytest.mark.parametrize("route", ["DELETE /api/delete", "POST /api/copy", "POST /api/create", "POST /api/push"])
+def test_models_that_only_the_file_system_can_delete_are_refused(served: Served, route: str) -> None:
+    answer = served.client.request(*route.split(), json={"model": "tiny"})
     assert (answer.status_code, answer.json()["code"]) == (400, "unsupported")
 
 

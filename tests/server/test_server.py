@@ -283,9 +283,12 @@ def test_a_slow_reader_loses_its_answer_and_then_its_connection(
         assert call.error_code == "slow_reader"
 
 
-def test_a_silent_stream_is_kept_open_by_comments(served: Served) -> None:
-    with served.client.stream("POST", PATH, json=ASKED | {"stream": True}) as answer:
-        assert "".join(answer.iter_text()).endswith("data: [DONE]\n\n")
+def test_a_silent_stream_is_kept_open_by_comments(llm: LLM, slow_steps: None) -> None:
+    """Steps take five times as long as the silence that a comment ends."""
+    with serving(llm, comment_seconds=0.01) as served:
+        lines = served.client.post(PATH, json=ASKED | {"stream": True}).text.splitlines()
+    assert any(line.startswith(":") for line in lines)
+    assert lines[-2:] == ["data: [DONE]", ""]
 
 
 # Keys, origins and TLS

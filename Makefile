@@ -65,13 +65,14 @@ emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neove
 	$(BIN)/python scripts/check_emulated.py
 
 .PHONY: lint
-lint: $(VENV)/.dev ## ruff, mypy, the import contracts, the English and the names of code in docstrings and pages
+lint: $(VENV)/.dev ## ruff, mypy, the import contracts, English and names of code in docstrings and pages, the list of modules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_english.py
 	$(BIN)/python scripts/check_code_names.py
+	$(BIN)/python scripts/list_modules.py --check
 
 .PHONY: docs
 docs: $(VENV)/.docs ## the site of the pages in docs/, in site/

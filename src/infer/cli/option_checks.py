@@ -1,4 +1,4 @@
-"""Checks before torch is loaded.
+"""Checks of a command's options before torch is loaded.
 
 They refuse settings that break a rule, names without a model, and ids and lengths that the model's headers do not
 allow.

@@ -1,4 +1,4 @@
-"""The file of `--html`."""
+"""The file that `--html` names: checked before the work, written at its end."""
 
 from pathlib import Path
 

@@ -1,6 +1,7 @@
-"""The commands. Every sampling option has the name of its field in `SamplingParams`.
+"""The group of all commands, and the commands that run a model: `file_subcommands` has the others.
 
-The command line takes precedence over the model's values, and these over the defaults shown in the help.
+Every sampling option has the name of its field in `SamplingParams`. The command line takes precedence over the model's
+values, and these over the defaults shown in the help.
 """
 
 from dataclasses import replace

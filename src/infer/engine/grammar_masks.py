@@ -1,4 +1,4 @@
-"""The grammars' masks of a step.
+"""The masks of a step's grammars: the tokens that each sequence may get next.
 
 They are filled before the step, by a thread during the step, or between the steps of a multi-step.
 """

@@ -1,4 +1,4 @@
-"""Trials of a grammar by a library.
+"""Trials of a grammar by llguidance and by xgrammar: it is compiled, and asked for the tokens that it allows.
 
 They run in a process that may hang, crash or run out of memory (`prepare.preparing_child`).
 """

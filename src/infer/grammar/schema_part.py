@@ -1,5 +1,6 @@
-"""A rewritten JSON schema: the keywords of draft 2020-12 that a grammar library enforces, with their place in the
-user's schema.
+"""A rewritten JSON schema: keywords that a grammar library enforces, with their place in the user's schema.
+
+All keywords are of draft 2020-12.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,8 @@
-"""Trials of grammars: each is first read and compiled in a separate process, which may hang, crash or run out of
-memory.
+"""Trials of grammars in a separate process, which may hang, crash or run out of memory.
 
-The work for a schema can explode. llguidance 1.9 overflows its stack on a chain of 5,000 rules, and never returns from
-a product of large `multipleOf`. xgrammar 0.2 crashes on deep patterns. No check of the text covers every such case.
+Every grammar is read and compiled there first. The work for a schema can explode. llguidance 1.9 overflows its stack on
+a chain of 5,000 rules, and never returns from a product of large `multipleOf`. xgrammar 0.2 crashes on deep patterns.
+No check of the text covers every such case.
 """
 
 import signal

@@ -1,3 +1,3 @@
-"""The shapes of a network's tensors."""
+"""The type of the shapes of a network's tensors, by the tensors' names."""
 
 Shapes = dict[str, tuple[int, ...]]  # tensor name → shape

@@ -1,4 +1,4 @@
-"""How to install an extra. Loads nothing."""
+"""The command that installs an extra of this package. Loads nothing."""
 
 
 def install_extra(name: str) -> str:

@@ -1,5 +1,4 @@
-"""Activations in the form that the tiles read: normalised, quantised in blocks of 32, and stored in panels of 16
-tokens.
+"""Activations in the form that the tiles read: normalised, quantised in blocks of 32, in panels of 16 tokens.
 
     panel 0 (tokens 0–15)                              panel 1 (16–31)      the last panel is as narrow as it has tokens
     [block 0: token 0, 1, … 15] [block 1: …] …         [block 0: …] …

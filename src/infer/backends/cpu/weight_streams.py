@@ -1,9 +1,9 @@
-"""Order in which weights are read from memory. It depends on a core's maker, not on the instruction set, and changes no
-bit.
+"""The order in which weights are read from memory, and the prefetch distance, by a core's maker.
 
-A stream is a group of 16 rows, record by record. Zen's prefetchers follow one stream from page to page, and handle two
-streams badly. Up to Zen 4 other prefetches delay them. Zen 5's are too late for tiles that consume records quickly, and
-those of other cores stop at each page's end: docs/dev/log.md.
+The instruction set does not matter, and no bit changes. A stream is a group of 16 rows, record by record. Zen's
+prefetchers follow one stream from page to page, and handle two streams badly. Up to Zen 4 other prefetches delay them.
+Zen 5's are too late for tiles that consume records quickly, and those of other cores stop at each page's end:
+docs/dev/log.md.
 """
 
 from functools import cache

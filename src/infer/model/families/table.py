@@ -1,4 +1,4 @@
-"""Every family: one row of data each.
+"""The table of families: one row of data for each, by its name in configs.
 
 Defaults are those of Hugging Face's configuration classes, except for sizes, which a config must give.
 """

@@ -1,9 +1,9 @@
-"""Small compiled functions, called by address. Every command of the table is one, compiled on first use, stored on
-disk.
+"""Small compiled functions, called by address: the commands of the table. They are stored on disk.
 
-All have the signature `void(arguments*, state*, thread, num_threads)`; `arguments` is a numpy record type of the
-kernel's own (`records`). A kernel is named by the function that makes its source and its variant. So a kernel on disk
-needs neither that module nor the compiler: both are imported when something must be compiled.
+Each is compiled on its first use. All have the signature `void(arguments*, state*, thread, num_threads)`; `arguments`
+is a numpy record type of the kernel's own (`records`). A kernel is named by the function that makes its source and its
+variant. So a kernel on disk needs neither that module nor the compiler: both are imported when something must be
+compiled.
 """
 
 import os

@@ -1,6 +1,4 @@
-"""The threads' own loops, compiled: the dispatch loop over a table, a worker's loop, a run of a table, and the
-shutdown.
-"""
+"""The threads' own loops, compiled: dispatch over a table, a worker's loop, a run of a table, the shutdown."""
 
 from llvmlite.ir import IRBuilder as Builder
 from numba import njit

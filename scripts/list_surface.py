@@ -94,7 +94,7 @@ def updated(stored: Mapping[str, Any], found: Mapping[str, Rows]) -> dict[str, A
 def unannounced(stored: Mapping[str, Any], changelog: str) -> list[str]:
     """Return the removed rows that no group `### Removed` of the changelog names.
 
-    A removed name also covers the removed rows that begin with it: `LLM.old` covers its arguments.
+    A removed name also covers the removed rows that begin with it, such as the arguments of a method.
     """
     named = {name for group in _REMOVED_GROUP.findall(changelog) for name in re.findall(r"`([^`]+)`", group)}
     return [

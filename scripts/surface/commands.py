@@ -1,4 +1,7 @@
-"""Rows of the command line: commands, their options and arguments, and the options of other programs."""
+"""Rows of the command line: commands, their options and arguments, and the options of other programs.
+
+Each choice of an option is a row too, so a choice that is removed is seen as one.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -50,6 +53,8 @@ def _rows_of_option(command: str, option: click.Option) -> Iterator[Row]:
     for other in option.opts:
         if other != long:
             yield f"{command} {other}", f"means {long}"
+    for choice in option.type.choices if isinstance(option.type, click.Choice) else ():
+        yield f"{command} {long} {choice}", "a choice"
     for other in option.secondary_opts:
         yield f"{command} {other}", f"switches {long} off"
 
@@ -64,7 +69,7 @@ def _value_of(parameter: click.Parameter) -> str:
     """Return the kind of the value, how many there may be, and the default."""
     is_flag = isinstance(parameter, click.Option) and parameter.is_flag
     kind = parameter.type
-    words = "flag" if is_flag else "|".join(map(str, kind.choices)) if isinstance(kind, click.Choice) else kind.name
+    words = "flag" if is_flag else kind.name
     if isinstance(kind, click.IntRange | click.FloatRange):
         words += f" from {kind.min}" * (kind.min is not None) + f" to {kind.max}" * (kind.max is not None)
     if parameter.multiple or parameter.nargs != 1:

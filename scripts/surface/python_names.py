@@ -1,6 +1,7 @@
 """Rows of the names that `infer` exports: functions with their parameters, classes with their members.
 
-A type is written without the module that defines it, so a row stays the same if a module moves.
+A type is written without the module that defines it, so a row stays the same if a module moves. Each value of a
+`Literal` is a row too, so a value that is removed is seen as one.
 """
 
 import dataclasses
@@ -49,12 +50,12 @@ def _rows_of_class(name: str, cls: type) -> Iterator[Row]:
     yield name, f"class({', '.join(bases)})" if bases else "class"
     if is_typeddict(cls):
         for key, kind in cls.__annotations__.items():
-            yield f"{name}[{key!r}]", shown(kind)
+            yield from _typed_row(f"{name}[{key!r}]", kind)
         return
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     for position, field in enumerate(fields, 1):
         place = "keyword" if field.kw_only else f"position {position}"
-        yield f"{name}.{field.name}", f"field, {place}, {shown(field.type)}{_default_of(field)}"
+        yield from _typed_row(f"{name}.{field.name}", field.type, f"field, {place}, ", _default_of(field))
     if not fields and inspect.isfunction(vars(cls).get("__init__")):
         yield from _parameters(name, cls.__init__)  # type: ignore[misc]
     known = {field.name for field in fields}
@@ -102,7 +103,18 @@ def _parameters(name: str, function: Callable[..., Any]) -> Iterator[Row]:
         is_method = next(iter(inspect.signature(function).parameters)) in ("self", "cls")
         place = _KINDS.get(each.kind, f"position {position + (not is_method)}")
         default = "" if each.default is each.empty else f" = {_value(each.default)}"
-        yield f"{name}({each.name})", f"{place}, {shown(each.annotation)}{default}"
+        yield from _typed_row(f"{name}({each.name})", each.annotation, f"{place}, ", default)
+
+
+def _typed_row(name: str, kind: Any, place: str = "", default: str = "") -> Iterator[Row]:
+    yield name, f"{place}{shown(kind)}{default}"
+    for value in _literals_of(kind):
+        yield f"{name} {value!r}", "a choice"
+
+
+def _literals_of(kind: Any) -> Iterator[Any]:
+    for part in kind if isinstance(kind, list) else get_args(kind):
+        yield from [part] if get_origin(kind) is Literal else _literals_of(part)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> str:

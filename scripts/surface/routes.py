@@ -1,7 +1,8 @@
 """Rows of the server: routes with the fields of their bodies and answers, and the metrics.
 
 The fields are those of the server's OpenAPI description. A field of an object in a field is written with a dot, and a
-field of the objects in a list with `[].`, so a row does not depend on the classes that describe them.
+field of the objects in a list with `[].`, so a row does not depend on the classes that describe them. A value that a
+field may have is a row too, if the field has few.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,6 +76,8 @@ def _collect(
         _collect(f"{path}[]", items, schemas, open_names, kinds)
     if isinstance(values := schema.get("additionalProperties"), Mapping):
         _collect(f"{path}.*", values, schemas, open_names, kinds)
+    for value in _choices_of(schema):
+        kinds.setdefault(f"{path} {value!r}".strip(), set()).add("a choice")
     for name, field in schema.get("properties", {}).items():
         inner = f"{path}.{name}".removeprefix(".")
         needed = " (required)" if name in schema.get("required", ()) else ""
@@ -82,10 +85,14 @@ def _collect(
         _collect(inner, field, schemas, open_names, kinds)
 
 
+def _choices_of(schema: Mapping[str, Any]) -> list[Any]:
+    return schema.get("enum", [schema["const"]] if "const" in schema else [])
+
+
 def _kind_of(schema: Mapping[str, Any]) -> str:
-    """Return the JSON types of a value, or the values themselves if there are few."""
-    if "enum" in schema or "const" in schema:
-        return " | ".join(repr(value) for value in schema.get("enum", [schema.get("const")]))
+    """Return the JSON types of a value."""
+    if _choices_of(schema):
+        return "choice"
     parts = [_kind_of(choice) for word in _ONE_OF for choice in schema.get(word, ())]
     own = "object" if "$ref" in schema else schema.get("type", "" if parts else "any")
     own = own if isinstance(own, str) else " | ".join(own)

@@ -39,15 +39,21 @@ def test_the_changelog_names_every_removed_row() -> None:
 def test_every_kind_of_public_thing_has_rows(found: dict[str, Rows]) -> None:
     some = {
         "python": [
-            *("LLM", "LLM(kv_type)", "LLM.generate, overload 2(prompt)", "LLM.__enter__", "SamplingParams.top_p"),
+            *("LLM", "LLM(kv_type) 'q8'", "LLM.generate, overload 2(prompt)", "LLM.__enter__", "SamplingParams.top_p"),
             *("apply_top_k(k)", "TokenLogprob.rank", "RequestKeywords['temperature']", "ModelError.exit_status"),
         ],
-        "commands": ["infer serve --max-seq-len", "infer generate -n", "infer ray deploy --fronts", "infer embed FILE"],
+        "commands": [
+            "infer serve --max-seq-len",
+            "infer generate --kv-type q8",
+            "infer ray deploy --fronts",
+            "infer embed FILE",
+        ],
         "commands of a chat": ["/help"],
         "options of other programs": ["--max-tokens", "--zero-copy"],
         "routes": [
             "POST /v1/chat/completions request messages[].content",
             "POST /v1/chat/completions response choices[].message.tool_calls[].function.name",
+            "POST /v1/chat/completions request messages[].role 'developer'",
             "POST /api/chat request options",
             "POST /models/load request model",
             "GET /v1/engine/events query interval",

@@ -91,7 +91,7 @@ def event_rows(trees: Iterable[ast.Module]) -> Iterator[Row]:
 
 def exit_rows() -> Iterator[Row]:
     """Yield the exit statuses: those that `main` sets, and those of the exceptions."""
-    tree = ast.parse((SOURCE / "cli" / "__init__.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "src/infer/cli/__init__.py").read_text(encoding="utf-8"))
     found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and "status" in ast.dump(node)}
     set_by_main = {each.value for value in found for each in ast.walk(value) if isinstance(each, ast.Constant)}
     page = (DOCS / "reference" / "command-line.md").read_text(encoding="utf-8")

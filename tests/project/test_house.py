@@ -117,9 +117,13 @@ def test_the_transformer_names_no_family() -> None:
 
 def test_no_file_name_occurs_twice() -> None:
     """A part may have its own file in each backend, and one more where it is defined, such as `noise`."""
-    own = ("infer.backends.", "infer.model.")  # folders in which a name may occur again
-    names = [path.name for path in SOURCES if path.name != "__init__.py" and not module_name(path).startswith(own)]
+    names = files_named_once()
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
+def files_named_once() -> list[str]:
+    own = ("infer.backends.", "infer.model.")  # folders in which a name may occur again
+    return [path.name for path in SOURCES if path.name != "__init__.py" and not module_name(path).startswith(own)]
 
 
 def test_no_hasattr_global_or_type_checking() -> None:
@@ -153,15 +157,18 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def test_only_ops_and_tests_know_kernel_modules() -> None:
+    allowed = ("infer.backends.", "infer.ops.")
+    assert [name for name in modules_that_know_kernels() if not name.startswith(allowed)] == []
+
+
+def modules_that_know_kernels() -> list[str]:
     without_torch = {"infer.backends.before_load"}  # returns properties of a device by its name
 
     def knows_kernels(tree: ast.Module) -> bool:
         modules = {module for node in ast.walk(tree) for module in imported_modules(node)}
         return any(module.startswith("infer.backends") for module in modules - without_torch)
 
-    allowed = ("infer.backends.", "infer.ops.")
-    found = [module_name(SOURCE / name) for name, tree in syntax_trees() if knows_kernels(tree)]
-    assert [name for name in found if not name.startswith(allowed)] == []
+    return [module_name(SOURCE / name) for name, tree in syntax_trees() if knows_kernels(tree)]
 
 
 def test_kernel_modules_export_every_op() -> None:
@@ -190,12 +197,16 @@ def test_kernel_modules_export_every_op() -> None:
 
 def test_no_test_asserts_a_time() -> None:
     found = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
+    for path in python_files_of_tests():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assert) and re.search(r"perf_counter|monotonic\(|time\.time\(", ast.unparse(node)):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
     assert hypothesis.settings().deadline is None
+
+
+def python_files_of_tests() -> list[Path]:
+    return sorted((ROOT / "tests").rglob("*.py"))
 
 
 def test_files_name_no_registry_and_no_path_of_this_machine() -> None:

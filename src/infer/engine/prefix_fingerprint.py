@@ -3,22 +3,26 @@
 import hashlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-import infer
 from infer.runner.runner import Runner
 
-_PACKAGES = (
-    "backends",
-    "kvcache",
-    "model",
-    "operands",
-    "ops",
-    "quantization",
-    "runner",
-)  # packages whose code computes the values
+# Packages whose code computes the values, or reads the weights that they are computed from.
+PACKAGES = (
+    "infer.backends",
+    "infer.checkpoint",
+    "infer.kvcache",
+    "infer.model",
+    "infer.operands",
+    "infer.ops",
+    "infer.quantization",
+    "infer.runner",
+    "infer.tensor_parallel",
+)
+_SUFFIXES = (".py", ".cl")
 _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
 
 
@@ -38,12 +42,30 @@ def prefix_fingerprint(model: dict[str, str], runner: Runner) -> str:
 @cache
 def _code() -> str:
     """Return a digest of the code that computes keys and values."""
-    package = Path(infer.__file__).parent
-    sources = sorted(path for name in _PACKAGES for path in (package / name).rglob("*.py"))
     digest = hashlib.blake2b(digest_size=16)
-    for source in sources:
-        digest.update(source.relative_to(package).as_posix().encode() + b"\0" + source.read_bytes())
+    for name, path in sources().items():
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     return f"{digest.hexdigest()} {[_version(name) for name in _LIBRARIES]}"
+
+
+def sources() -> dict[str, Path]:
+    """Return the files of the code that computes keys and values, by package and path within it, in order.
+
+    Raises ModuleNotFoundError if a package is missing or empty.
+    """
+    found: dict[str, Path] = {}
+    for package in PACKAGES:
+        folders = getattr(find_spec(package), "submodule_search_locations", None) or ()
+        paths = {
+            f"{package}/{path.relative_to(folder).as_posix()}": path
+            for folder in folders
+            for path in Path(folder).rglob("*")
+            if path.suffix in _SUFFIXES
+        }
+        if not paths:
+            raise ModuleNotFoundError(f"{package} has no sources, so prefixes on disk cannot name it", name=package)
+        found.update(sorted(paths.items()))
+    return found
 
 
 def _version(name: str) -> str:

@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
-import infer
 from infer.backends.cpu.host.numba_settings import numba_settings
 from infer.system.status_line import write_notice
 from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
@@ -117,29 +117,37 @@ def prune(newest: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-_ROOT = Path(infer.__file__).parent
 _PACKAGE = Path(__file__).parents[1]
-# Where its kernels take constants from.
-_CONSTANTS = [
-    _ROOT / name
-    for name in (
-        "operands/limits.py",
-        "quantization/ggml_types.py",
-        "quantization/kv_formats.py",
-        "sampling/constants.py",
-    )
-]
+CONSTANTS = (  # modules of other packages whose constants the kernels contain
+    "infer.operands.limits",
+    "infer.quantization.ggml_grids",
+    "infer.quantization.ggml_types",
+    "infer.quantization.kv_formats",
+    "infer.request_limits",
+    "infer.sampling.constants",
+)
 
 
 @cache
 def fingerprint() -> str:
     digest = hashlib.sha256()
-    for source in [*sorted(_PACKAGE.rglob("*.py")), *_CONSTANTS]:
-        digest.update(source.relative_to(_ROOT).as_posix().encode() + source.read_bytes())
+    for name, path in sources().items():
+        digest.update(name.encode() + path.read_bytes())
     compiler = [_version(name) for name in ("numba", "llvmlite", "numpy")]
     digest.update(repr((compiler, sys.version, platform.machine(), *numba_settings())).encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:16]
+
+
+def sources() -> dict[str, Path]:
+    """Return the files that the kernels are made from, by name. Raises ModuleNotFoundError if a module is missing."""
+    found = {path.relative_to(_PACKAGE).as_posix(): path for path in sorted(_PACKAGE.rglob("*.py"))}
+    for module in CONSTANTS:
+        spec = find_spec(module)
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"{module} has no source, so compiled kernels cannot name it", name=module)
+        found[module] = Path(spec.origin)
+    return found
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,218 @@
+"""No list of modules, files or packages silently covers less than before.
+
+A folder that moves takes its files out of a glob without an error. So each count here may rise, but not fall. If files
+were removed on purpose, lower the count in the same commit.
+"""
+
+import ast
+import importlib
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from glob import glob
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from infer.backends.cpu.host import kernel_cache
+from infer.engine import prefix_fingerprint
+from shapes import SOURCE, checked_modules
+from test_house import (
+    ROOT,
+    files_named_once,
+    module_name,
+    modules_that_know_kernels,
+    project_files,
+    python_files_of_tests,
+    syntax_trees,
+)
+
+NUM_MODULES = 689
+NUM_CHECKED = 544
+NUM_PREFIX_SOURCES = 308
+NUM_KERNEL_SOURCES = 106
+NUM_PROJECT_FILES = 1400
+NUM_TEST_FILES = 387
+NUM_NAMED_ONCE = 455
+NUM_THAT_KNOW_KERNELS = 130
+NUM_KERNEL_MAKERS = 63
+NUM_NAMES_IN_STRINGS = 84
+
+# Modules that the runner uses, but that compute no keys and values.
+COMPUTE_NO_VALUES = (
+    "infer.errors",
+    "infer.outputs",
+    "infer.parameters",
+    "infer.request_limits",
+    "infer.sampling",
+    "infer.sampling_params",
+    "infer.system",
+    "infer.tokenizer",
+)
+# Names of loggers, of fields in logs, and of metadata in files: no modules, although they begin like one.
+NO_MODULES = (
+    *("infer.access", "infer.call", "infer.connection", "infer.disconnect_phase", "infer.prompts"),
+    *("infer.queue_seconds", "infer.request", "infer.stdin", "infer.usage"),
+)
+# Constants that the launching Python code uses, and no kernel.
+NOT_IN_KERNELS = ("infer.operands.feed_forwards", "infer.system.status_line", "infer.system.torch_threads")
+KERNELS = "infer.backends.cpu"
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax trees of all modules, by their dotted names."""
+    named = {module_name(SOURCE / name): tree for name, tree in syntax_trees()}
+    return {name.removesuffix(".__init__"): tree for name, tree in named.items()}
+
+
+def is_in(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def imports(module: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the modules of `infer` that a module imports or names in a string, each with the imported names."""
+    for node in ast.walk(trees()[module]):
+        if isinstance(node, ast.ImportFrom) and node.module in trees():
+            names = [alias.name for alias in node.names]
+            inner = [name for name in names if f"{node.module}.{name}" in trees()]
+            yield from ((f"{node.module}.{name}", ["*"]) for name in inner)
+            yield str(node.module), [name for name in names if name not in inner]
+        elif isinstance(node, ast.Constant) and node.value in trees():
+            yield str(node.value), ["*"]
+
+
+def strings() -> Iterator[tuple[str, str]]:
+    """Yield each string of the sources, with its module."""
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield module, node.value
+
+
+def exists(name: str) -> bool:
+    """Return True if a dotted name is a module, or an attribute of one."""
+    owner, _, attribute = name.rpartition(".")
+    return name in trees() or (owner in trees() and attribute in ast.unparse(trees()[owner]))
+
+
+def test_prefixes_name_the_code_of_all_packages() -> None:
+    found = prefix_fingerprint.sources()
+    assert len(found) >= NUM_PREFIX_SOURCES
+    assert {path.suffix for path in found.values()} == {".py", ".cl"}
+    assert all(path.is_file() and path.is_relative_to(SOURCE) for path in found.values())
+
+
+def test_prefixes_name_the_code_of_all_that_the_runner_uses() -> None:
+    """A change of any module from which the runner computes keys and values makes the stored pages useless."""
+    used = {module for module in trees() if is_in(module, "infer.runner", "infer.model", "infer.tensor_parallel")}
+    waiting = list(used)
+    while waiting:
+        new = {module for module, _ in imports(waiting.pop())} - used - {"infer"}
+        used |= new
+        waiting += new
+    assert len(used) > 200
+    assert sorted(m for m in used if not is_in(m, *prefix_fingerprint.PACKAGES, *COMPUTE_NO_VALUES)) == []
+
+
+@pytest.mark.parametrize("package", ["infer.no_such_package", "infer_without_sources"])
+def test_a_missing_package_of_prefixes_is_an_error(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "infer_without_sources").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(prefix_fingerprint, "PACKAGES", (*prefix_fingerprint.PACKAGES, package))
+    with pytest.raises(ModuleNotFoundError, match=f"{package} has no sources"):
+        prefix_fingerprint.sources()
+
+
+@pytest.mark.parametrize("name", ["inner/kernel.py", "kernel.cl"])
+def test_prefixes_of_changed_code_have_another_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "infer_changing_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(prefix_fingerprint, "PACKAGES", ("infer_changing_package",))
+    code = prefix_fingerprint._code.__wrapped__
+    found = [code(), code()]
+    for text in ("x = 1", "x = 2"):
+        (package / name).write_text(text)
+        found.append(code())
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_compiled_kernels_name_all_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernel_cache.sources()
+    assert len(found) >= NUM_KERNEL_SOURCES
+    modules = [module for module in trees() if is_in(module, KERNELS)]
+    assert len(modules) + len(kernel_cache.CONSTANTS) == len(found)
+    monkeypatch.setattr(kernel_cache, "CONSTANTS", ("infer.operands.no_such_module",))
+    with pytest.raises(ModuleNotFoundError, match="no_such_module has no source"):
+        kernel_cache.sources()
+
+
+def test_compiled_kernels_name_the_constants_of_other_packages() -> None:
+    found = set()
+    for module in trees():
+        if is_in(module, KERNELS):
+            for other, names in imports(module):
+                if (
+                    other != "infer"
+                    and not is_in(other, KERNELS)
+                    and any(name.isupper() or name == "*" for name in names)
+                ):
+                    found.add(other)
+    assert found >= {"infer.sampling.constants", "infer.quantization.ggml_grids", "infer.operands.limits"}
+    assert sorted(found - {*kernel_cache.CONSTANTS, *NOT_IN_KERNELS}) == []
+
+
+def test_every_maker_of_a_kernel_exists() -> None:
+    makers = [text for module, text in strings() if is_in(module, KERNELS) and re.fullmatch(r"\.[\w.]+:\w+[a-z]", text)]
+    assert len(makers) >= NUM_KERNEL_MAKERS
+    for module, function in (maker.split(":") for maker in makers):
+        assert callable(getattr(importlib.import_module(module, KERNELS), function)), module
+
+
+def test_every_module_in_a_string_exists() -> None:
+    names = [text for _, text in strings() if re.fullmatch(r"infer(\.[a-z]\w*)+", text)]
+    found = [name for name in names if not is_in(name, *NO_MODULES)]
+    assert len(found) >= NUM_NAMES_IN_STRINGS
+    assert [name for name in found if not exists(name)] == []
+
+
+def test_shapes_are_checked_in_as_many_modules() -> None:
+    assert len(trees()) >= NUM_MODULES
+    assert all(find_spec(module) is not None for module in checked_modules())
+    assert len([module for module in trees() if is_in(module, *checked_modules())]) >= NUM_CHECKED
+
+
+def test_rules_of_the_house_see_as_many_files() -> None:
+    assert len(project_files()) >= NUM_PROJECT_FILES
+    assert len(python_files_of_tests()) >= NUM_TEST_FILES
+    assert len(files_named_once()) >= NUM_NAMED_ONCE
+    assert len(modules_that_know_kernels()) >= NUM_THAT_KNOW_KERNELS
+
+
+def test_settings_of_the_project_name_existing_modules_and_files() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    names = set(re.findall(r'"(infer(?:\.\w+)+)(?:\.\*)?"', text))
+    assert len(names) > 50
+    assert [name for name in sorted(names) if not exists(name)] == []
+    settings = tomllib.loads(text)
+    for pattern in settings["tool"]["ruff"]["lint"]["per-file-ignores"]:
+        assert glob(str(ROOT / pattern)), pattern
+
+
+def test_every_other_file_is_in_the_wheel() -> None:
+    listed = subprocess.run(["git", "ls-files", "."], cwd=SOURCE, capture_output=True, text=True, check=True).stdout
+    others = {name for name in listed.splitlines() if not name.endswith(".py")}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["infer"]
+    found = {name for pattern in patterns for name in glob(pattern, root_dir=SOURCE, recursive=True)}
+    assert sorted(others - found) == []
+    assert len(others) >= 31
+    assert all(glob(pattern, root_dir=SOURCE, recursive=True) for pattern in patterns)

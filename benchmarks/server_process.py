@@ -58,7 +58,12 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    command: Sequence[str], log: Path, *, port: int | None = None, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    log: Path,
+    *,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[ServerProcess]:
     """Run a command, with a port in place of PORT, a free one unless given. Raise ServerError if it does not answer.
 
@@ -70,7 +75,7 @@ def running(
     with log.open("wb") as errors, subprocess.Popen(words, env=environment, stdout=errors, stderr=errors) as process:
         server = ServerProcess(process, port)
         try:
-            _await(server, log)
+            _await(server, log, start_seconds)
             yield server
         finally:
             process.terminate()
@@ -80,9 +85,9 @@ def running(
                 process.kill()
 
 
-def _await(server: ServerProcess, log: Path) -> None:
+def _await(server: ServerProcess, log: Path, start_seconds: float) -> None:
     started = time.perf_counter()
-    while time.perf_counter() - started < START_SECONDS and server.process.poll() is None:
+    while time.perf_counter() - started < start_seconds and server.process.poll() is None:
         try:
             server.get("/health")
         except urllib.error.HTTPError:

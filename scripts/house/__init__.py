@@ -1,0 +1,1 @@
+"""The counter of the project's size and of the code that a request passes."""

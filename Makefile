@@ -65,7 +65,7 @@ emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neove
 	$(BIN)/python scripts/check_emulated.py
 
 .PHONY: lint
-lint: $(VENV)/.dev ## ruff, mypy, the import contracts, English and names of code in docstrings and pages, the list of modules
+lint: $(VENV)/.dev ## ruff, mypy, import contracts, English and names of code, the list of modules, the size of the project
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -73,6 +73,7 @@ lint: $(VENV)/.dev ## ruff, mypy, the import contracts, English and names of cod
 	$(BIN)/python scripts/check_english.py
 	$(BIN)/python scripts/check_code_names.py
 	$(BIN)/python scripts/list_modules.py --check
+	$(BIN)/python scripts/count_house.py --check
 
 .PHONY: docs
 docs: $(VENV)/.docs ## the site of the pages in docs/, in site/

@@ -2,6 +2,7 @@
 
     python scripts/check_emulated.py                              some cases on haswell, nehalem, neoverse-n1 and max
     python scripts/check_emulated.py --cpus max --cases attend    cases whose names begin so (tests/kernel_digests.py)
+    python scripts/check_emulated.py --cases "answer llama: greedy"    an answer of a whole model: minutes
     python scripts/check_emulated.py --all                        every case: hours
     python scripts/check_emulated.py --prepare                    only make AArch64's folder
 

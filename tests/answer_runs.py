@@ -160,5 +160,5 @@ def _numbers(llm: LLM, case: Case, params: dict[str, Any]) -> Sequence[float] | 
 
 
 def digest(numbers: Sequence[float] | torch.Tensor) -> str:
-    """Return a digest of the bits of numbers. Float64 stores each without a change."""
-    return hashlib.sha256(np.asarray(numbers, dtype=np.float64).tobytes()).hexdigest()[:12]
+    """Return a digest of the numbers' bits as float32. The last bits of a float64 depend on torch's library."""
+    return hashlib.sha256(np.asarray(numbers, dtype=np.float32).tobytes()).hexdigest()[:12]

@@ -2,22 +2,27 @@
 
     python tests/kernel_digests.py                       every case
     python tests/kernel_digests.py Q4_K attend           the cases whose names begin so
+    python tests/kernel_digests.py "answer llama: "      the same for answers of whole models (answer_cases.py)
     INFER_ISA=avx2 python tests/kernel_digests.py        by another instruction set
 
 Inputs are whole numbers divided by powers of two, so that they do not depend on a library of mathematics.
 """
 
 import hashlib
+import json
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from answer_cases import CASES, Case
+from answer_runs import answers_in
 from block_scales import put_bytes, put_halves, with_tails
 from infer import SamplingParams, ops
 from infer.kvcache.page_sizes import page_bytes
@@ -244,6 +249,12 @@ def tokens() -> Iterator[Tensor]:
         yield ops.sample(logits, columns, None, torch.full((4,), position)).token_ids
 
 
+def answer(case: Case) -> Iterator[Tensor]:
+    """Yield the bytes of an answer's row, of which `data/answers.json` stores the same on every CPU."""
+    with tempfile.TemporaryDirectory() as folder, answers_in(Path(folder)) as answers:
+        yield torch.frombuffer(bytearray(json.dumps(answers.of(case)), "utf-8"), dtype=torch.uint8)
+
+
 def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
     """Return the cases by name. They are not computed yet."""
     for type_ in BLOCK_TYPES:
@@ -267,6 +278,9 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
     yield "short convolution", short_convolution()
     yield "gated delta net", delta_net()
     yield "sample", tokens()
+    for case in CASES:
+        if case.model != "gguf":  # AArch64's folder has no `gguf` package
+            yield f"answer {case.name}", answer(case)
 
 
 def main(prefixes: list[str]) -> None:

@@ -27,7 +27,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
 def test_an_answer_has_its_stored_bits(case: Case, answers: Answers) -> None:
     if not FUSES:
         pytest.skip("hardware: a CPU with FMA, which rounds a product and a sum once")
-    assert not differences(STORED[case.name], answers.of(case)), case.name
+    found = differences(STORED[case.name], answers.of(case))
+    assert not found, f"{case.name}: {'; '.join(found)}"
 
 
 def test_every_stored_answer_has_its_request() -> None:

@@ -13,8 +13,8 @@ warm-up, which is not counted. A ratio is new / old of one round: the table has 
     threads        the same prompts, from 8 threads
     tasks          32 tasks of one event loop
     http           16 streams from a server, each with two answers of 48 tokens
-    host-N         a step of N sequences of a tiny model that returns to Python after each step
     first-token    the first token of a short prompt
+    host-N         a step of N sequences of a tiny model that returns to Python after each step
 """
 
 import argparse
@@ -40,7 +40,7 @@ from serving_worker import HttpClients
 ROOT = Path(__file__).parents[1]
 OLD, NEW = "old", "new"
 UNITS = dict.fromkeys(("decode", "prefill", "generate-all", "threads", "tasks", "http"), "tok/s")
-UNITS |= {"host-1": "µs", "host-16": "µs", "host-60": "µs", "first-token": "ms"}
+UNITS |= {"first-token": "ms", "host-1": "µs", "host-16": "µs", "host-60": "µs"}
 NUM_STREAMS, ANSWERS_PER_STREAM = 16, 2
 TINY_CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 1,

@@ -19,7 +19,7 @@ WITHOUT_RESULT = ("→ None", "async → None")
 
 
 def used_members(tree: ast.Module, *, only_asserted: bool = False) -> set[str]:
-    """Return the members, as `Class.member`, that each function uses of the arguments that its signature annotates.
+    """Return the members, as "Class.member", that each function uses of the arguments that its signature annotates.
 
     With `only_asserted`, return those within `assert_type`.
     """

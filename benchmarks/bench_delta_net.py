@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from harness import available_cores, compare, make_parser, print_head, write_report
-from infer import ops
-from infer.backends.cpu.recording import record
-from infer.backends.cpu.threads.dispatch_table import DispatchTable
-from infer.backends.cpu.threads.pool import thread_pool
-from infer.kvcache.page_sizes import page_bytes
-from infer.operands.activation_values import Activations
-from infer.operands.delta_net_cache import DeltaNetCache
-from infer.operands.limits import STATE_TOKENS
-from infer.operands.mixers import GatedDeltaNet
-from infer.operands.weights import DeltaNetWeights, Norm
-from infer.quantization.kv_layout import Pages
+from infer.compute import ops
+from infer.compute.backends.cpu.recording import record
+from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
+from infer.compute.backends.cpu.threads.pool import thread_pool
+from infer.compute.kvcache.page_sizes import page_bytes
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.delta_net_cache import DeltaNetCache
+from infer.compute.operands.limits import STATE_TOKENS
+from infer.compute.operands.mixers import GatedDeltaNet
+from infer.compute.operands.weights import DeltaNetWeights, Norm
+from infer.compute.quantization.kv_layout import Pages
 
 NUM_LAYERS, CONTEXT = 16, 640
 CASES = {  # first position, tokens

@@ -20,12 +20,12 @@ import torch
 from transformers import AutoModel, BertConfig
 
 from harness import Worker, compare, find_llama_python, make_parser, print_head, write_report
-from infer import ops
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
-from infer.runner.text_encoder import TextEncoder
+from infer.compute import ops
+from infer.engine.runner.text_encoder import TextEncoder
+from infer.files import open_checkpoint
+from infer.files.tensors.lazy_weights import LazyWeights
+from infer.models.families import make_architecture
+from infer.models.load import load_transformer
 
 CASES = {"8 texts of 512 tokens": (8, 512), "16 texts of 32 tokens": (16, 32), "1 text of 12 tokens": (1, 12)}
 SIDES: dict[str, dict[str, Any]] = {

@@ -37,11 +37,11 @@ Measure = Callable[[], float]
 @cache
 def product(type_: str, precision: Any, size: str) -> Measure:
     """Return a function that measures the GMAC/s of one recorded projection."""
-    from infer import ops
-    from infer.backends.cpu.recording import record
-    from infer.backends.cpu.threads.dispatch_table import DispatchTable
-    from infer.backends.cpu.threads.pool import thread_pool
-    from infer.operands.weights import Projection
+    from infer.compute import ops
+    from infer.compute.backends.cpu.recording import record
+    from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
+    from infer.compute.backends.cpu.threads.pool import thread_pool
+    from infer.compute.operands.weights import Projection
     from random_weights import make_weight
 
     rows, tokens, repeats = SIZES[size]
@@ -67,13 +67,13 @@ def product(type_: str, precision: Any, size: str) -> Measure:
 @cache
 def attention(kv_type: str, context: int, tokens: int) -> Measure:
     """Return a function that measures the GMAC/s of all layers' attention after a context."""
-    from infer import ops
-    from infer.backends.cpu.capture.forward import CapturedForward
-    from infer.kvcache.paged import PagedCache
-    from infer.operands.mixers import Attention
-    from infer.operands.step import Step
-    from infer.operands.weights import Heads, RopeTable
-    from infer.quantization.kv_layout import Pages
+    from infer.compute import ops
+    from infer.compute.backends.cpu.capture.forward import CapturedForward
+    from infer.compute.kvcache.paged import PagedCache
+    from infer.compute.operands.mixers import Attention
+    from infer.compute.operands.step import Step
+    from infer.compute.operands.weights import Heads, RopeTable
+    from infer.compute.quantization.kv_layout import Pages
 
     angles = torch.arange(context + tokens + 1)[:, None] / 10000.0 ** torch.linspace(0, 1, HEAD_DIM // 2)
     rope = RopeTable(angles.cos()[None], angles.sin()[None])

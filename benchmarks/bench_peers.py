@@ -44,8 +44,8 @@ from harness import (
     say,
     write_report,
 )
-from infer.checkpoint import resolve
 from infer.errors import InvalidRequestError
+from infer.files import resolve
 from random_weights import write_gguf
 
 WORKER = str(Path(__file__).with_name("peer_worker.py"))

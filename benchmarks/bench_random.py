@@ -19,13 +19,13 @@ from statistics import median
 import torch
 
 from harness import available_cores, make_parser, write_report
-from infer import ops
-from infer.backends.cpu.capture.forward import CapturedForward
-from infer.bench.speed import weight_bytes_by_kind
-from infer.model.load import load_transformer
-from infer.model.transformer import Transformer
-from infer.operands.step import Step
-from infer.runner.caches import make_cache
+from infer.cli.bench.speed import weight_bytes_by_kind
+from infer.compute import ops
+from infer.compute.backends.cpu.capture.forward import CapturedForward
+from infer.compute.operands.step import Step
+from infer.engine.runner.caches import make_cache
+from infer.models.load import load_transformer
+from infer.models.transformer import Transformer
 from random_weights import random_layers
 
 PROMPT, CONTEXT, FEW = 512, 1024, (2, 4, 8)

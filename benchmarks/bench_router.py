@@ -1,4 +1,4 @@
-"""Measure the router of `infer.distributed` by simulation: many replicas, several fronts with a router, no model.
+"""Measure the router of `infer.serving.distributed` by simulation: many replicas, several fronts, no model.
 
     python benchmarks/bench_router.py --requests-each 150
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness import make_parser, write_report
-from infer.distributed.router import ReplicaRouter, RoutedPrompt
-from infer.kvcache.page_rows import page_keys
+from infer.compute.kvcache.page_rows import page_keys
+from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt
 
 LOAD = 0.7
 # Numbers of replicas and fronts, and True if conversations are sticky. The last entry is for the time of a choice.

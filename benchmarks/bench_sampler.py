@@ -32,16 +32,16 @@ from transformers.generation.logits_process import (
 
 from harness import compare, make_parser, print_head, write_report
 from infer import LLM, SamplingParams
-from infer.backends.cpu.recording import EagerRun
-from infer.backends.cpu.sampling.launch import commands
-from infer.backends.cpu.sampling.rows import SampleArguments
-from infer.backends.cpu.threads.dispatch_table import DispatchTable
-from infer.backends.cpu.threads.pool import thread_pool
+from infer.compute.backends.cpu.recording import EagerRun
+from infer.compute.backends.cpu.sampling.launch import commands
+from infer.compute.backends.cpu.sampling.rows import SampleArguments
+from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
+from infer.compute.backends.cpu.threads.pool import thread_pool
+from infer.compute.sampling import sampler
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
 from infer.errors import InvalidRequestError
 from infer.llm import set_num_threads
-from infer.sampling import sampler
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
 
 TEXT = Path(__file__).parent / "precision_text.txt"
 MODEL_BY_VOCABULARY = {49_152: "smollm2", 262_144: "gemma3-270m"}

@@ -122,7 +122,7 @@ def _serve(worker: Worker, asks: list[Ask]) -> list[Answer]:
 
 def make_side(name: str, options: argparse.Namespace, stack: ExitStack, logs: Path) -> Side:
     """Start a side. Raise WorkerError or ServerError, which name a missing part."""
-    from infer.checkpoint import resolve
+    from infer.files import resolve
 
     path, python, kind = resolve(options.model), sys.executable, name
     if name == "llama.cpp":

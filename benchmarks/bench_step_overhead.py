@@ -18,11 +18,11 @@ import torch
 
 from harness import make_parser, write_report
 from infer import SamplingParams, load_model, load_tokenizer
-from infer.backends.cpu.threads.pool import thread_pool
+from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.engine.engine import Engine
-from infer.engine.request import limits_of, make_request
-from infer.engine.sequence import Sequence
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.step.request import limits_of, make_request
+from infer.engine.step.sequence import Sequence
 
 PARAMS = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.05, ignore_eos=True, max_new_tokens=None

@@ -26,12 +26,12 @@ from torch import Tensor
 from bench_peers import peer_worker
 from harness import Worker, WorkerError, find_llama_python, make_parser, say, write_report
 from infer import load_model, load_tokenizer
-from infer.checkpoint import resolve
-from infer.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.step import Step
+from infer.compute.ops import backend_of
+from infer.engine.runner.caches import make_cache
+from infer.files import resolve
 from infer.llm import set_num_threads
-from infer.operands.step import Step
-from infer.ops import backend_of
-from infer.runner.caches import make_cache
 from needles import reference_text
 
 TEXT = Path(__file__).with_name("precision_text.txt")

@@ -30,21 +30,21 @@ from torch import Tensor
 
 from harness import make_parser, say, write_report
 from infer import LLM
-from infer.bench.importance import collect_importance
-from infer.bench.text_quality import measure_divergence
-from infer.bench.text_windows import cut
-from infer.checkpoint import resolve
-from infer.checkpoint.gguf import TypedValue, read_gguf
-from infer.checkpoint.gguf_writer import TensorPlan, write_gguf
-from infer.checkpoint.importance_matrix import read_importance_matrix
-from infer.checkpoint.quantised_file import (
+from infer.cli.bench.importance import collect_importance
+from infer.cli.bench.text_quality import measure_divergence
+from infer.cli.bench.text_windows import cut
+from infer.compute.quantization.ggml_blocks import dequantize
+from infer.files import resolve
+from infer.files.gguf.gguf import TypedValue, read_gguf
+from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
+from infer.files.gguf.importance_matrix import read_importance_matrix
+from infer.files.gguf.quantised_file import (
     FileTensor,
     QuantisationRequest,
     choose_types,
     model_of_gguf,
     write_quantised,
 )
-from infer.quantization.ggml_blocks import dequantize
 
 CONTEXT = 512
 TOPICS = [topics[name] for name in sorted(topics)]

@@ -17,10 +17,10 @@ from jsonschema import Draft202012Validator
 
 from harness import make_parser, print_head, write_report
 from infer import LLM, GenerationResult, RequestOptions, SamplingParams
-from infer.engine.prompt_batch import answer_all
-from infer.engine.request_maker import Ask
-from infer.engine.sequence import Sequence
-from infer.toolcalls.formats import FORMATS
+from infer.engine.requests.prompt_batch import answer_all
+from infer.engine.requests.request_maker import Ask
+from infer.engine.step.sequence import Sequence
+from infer.text.toolcalls.formats import FORMATS
 
 BATCH_SIZE, MAX_TOKENS = 16, 120
 _WORDS = ["get", "set", "city", "user", "date", "price", "items", "mode", "note", "size", "unit", "path", "limit"]

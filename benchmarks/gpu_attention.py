@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.backends import cuda, reference
-from infer.operands.activation_values import Activations
-from infer.operands.step import Step
-from infer.operands.weights import Heads, Norm, RopeTable
-from infer.quantization.kv_formats import BLOCK_POSITIONS, KV_TYPES, key_block_bytes, value_block_bytes
-from infer.quantization.kv_layout import LayerCache, Pages
+from infer.compute.backends import cuda, reference
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import Heads, Norm, RopeTable
+from infer.compute.quantization.kv_formats import BLOCK_POSITIONS, KV_TYPES, key_block_bytes, value_block_bytes
+from infer.compute.quantization.kv_layout import LayerCache, Pages
 
 TOLERANCE = 1e-4  # of values about 1
 PAGE_TOKENS = 64

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from gpu_models import SHAPES, at_context, make_model, make_runner, random_ids
-from infer.kvcache.cache_settings import CacheSettings
-from infer.model.families import make_architecture
-from infer.model.memory_estimate import LoadSettings, estimate
-from infer.model.tensors import expected_shapes
-from infer.operands.step import Chunk
-from infer.operands.weights import StoredWeight
-from infer.runner.runner import Runner
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.step import Chunk
+from infer.compute.operands.weights import StoredWeight
+from infer.engine.runner.runner import Runner
+from infer.models.families import make_architecture
+from infer.models.memory.memory_estimate import LoadSettings, estimate
+from infer.models.tensors import expected_shapes
 
 
 def measure_memory(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:

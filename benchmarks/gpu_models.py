@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer import ops
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
-from infer.model.tensors import expected_shapes
-from infer.model.transformer import Transformer
-from infer.operands.step import Chunk
-from infer.operands.weights import FileWeight
-from infer.runner.runner import Runner
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
+from infer.compute import ops
+from infer.compute.operands.step import Chunk
+from infer.compute.operands.weights import FileWeight
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.engine.runner.runner import Runner
+from infer.files import open_checkpoint
+from infer.files.tensors.lazy_weights import LazyWeights
+from infer.models.families import make_architecture
+from infer.models.load import load_transformer
+from infer.models.tensors import expected_shapes
+from infer.models.transformer import Transformer
 from infer.sampling_params import SamplingParams
 from random_weights import make_tensor, make_weight
 

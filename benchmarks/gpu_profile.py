@@ -14,8 +14,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_models import at_context, make_model, make_runner, random_ids
-from infer.operands.step import Chunk
-from infer.runner.runner import Runner
+from infer.compute.operands.step import Chunk
+from infer.engine.runner.runner import Runner
 
 TOKENS, CONTEXTS, MOST_ROWS = (1, 8, 9, 16, 17, 64, 512), (64, 1024, 8192), 64
 REPLAYS = 20

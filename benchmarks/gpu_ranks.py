@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from gpu_models import generated, random_ids
-from infer.checkpoint import open_checkpoint
-from infer.kvcache.cache_settings import CacheSettings
-from infer.model.families import make_architecture
-from infer.model.from_checkpoint import load_checked
-from infer.runner.runner import Runner
-from infer.tensor_parallel.leading import LeadingRunner
-from infer.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
-from infer.tensor_parallel.ranks import Ranks
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.engine.runner.runner import Runner
+from infer.engine.tensor_parallel.leading import LeadingRunner
+from infer.engine.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
+from infer.engine.tensor_parallel.ranks import Ranks
+from infer.files import open_checkpoint
+from infer.models.families import make_architecture
+from infer.models.from_checkpoint import load_checked
 
 
 def check_ranks(path: Path, devices: Sequence[str], transport: Transport, count: int) -> Iterator[dict[str, Any]]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gpu_weights import captured, microseconds
-from infer import ops
-from infer.sampling import sampler
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
-from infer.sampling.masks import num_mask_words
+from infer.compute import ops
+from infer.compute.sampling import sampler
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.compute.sampling.masks import num_mask_words
 from infer.sampling_params import SamplingParams
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -96,9 +96,9 @@ def check_tokens(device: torch.device, num_rows: int, vocab_sizes: list[int]) ->
 
 def check_logprobs(device: torch.device, num_rows: int, vocab_size: int) -> Iterator[dict[str, Any]]:
     """Yield the number of rows that differ from the CPU's in any bit, for each kind of sampling."""
-    from infer.backends.cuda.graphs import CudaGraphs, Repeats
-    from infer.backends.cuda.sampling.logprobs import Logprobs
-    from infer.backends.cuda.sampling.sampler import choose_by, tiling_of
+    from infer.compute.backends.cuda.graphs import CudaGraphs, Repeats
+    from infer.compute.backends.cuda.sampling.logprobs import Logprobs
+    from infer.compute.backends.cuda.sampling.sampler import choose_by, tiling_of
 
     logits, positions = make_logits("peaked", num_rows, vocab_size, 0), torch.arange(num_rows) + CONTEXT
     for name in ("greedy", "temperature", "top_k + top_p", "everything", "wide top_p", "temperature last"):

@@ -25,8 +25,8 @@ import gpu_sweeps
 import gpu_weights
 import several_gpus
 from check_gpu import NUM_WEIGHT_SECTIONS, TYPES_PER_SECTION
-from infer.backends import gpus
-from infer.backends.cuda.layouts import LAYOUTS
+from infer.compute.backends import gpus
+from infer.compute.backends.cuda.layouts import LAYOUTS
 
 Result = dict[str, Any]
 DUMP_SECONDS = 3.0  # before the section is killed, its stacks are written

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from gpu_weights import many_matrices, product_of_each, replayed
-from infer.backends.cuda import projection
+from infer.compute.backends.cuda import projection
 
 
 @final

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.backends import cuda
-from infer.backends.cuda.activations import quantized
-from infer.backends.cuda.layouts import LAYOUTS
-from infer.backends.reference_parts import dense
-from infer.operands.weights import Norm, Projection, StoredWeight
+from infer.compute.backends import cuda
+from infer.compute.backends.cuda.activations import quantized
+from infer.compute.backends.cuda.layouts import LAYOUTS
+from infer.compute.backends.reference_parts import dense
+from infer.compute.operands.weights import Norm, Projection, StoredWeight
 from random_weights import make_weight
 
 TOLERANCE = 1e-5  # of the largest value

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from harness import make_parser, write_report
-from infer import LLM, ops
+from infer import LLM
+from infer.compute import ops
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.step import Chunk
+from infer.engine.runner.runner import Runner
 from infer.errors import InvalidRequestError
-from infer.kvcache.cache_settings import CacheSettings
 from infer.llm import set_num_threads
-from infer.operands.step import Chunk
-from infer.runner.runner import Runner
 from needles import make_needles, reference_text
 
 POLICIES = ("sliding", "snapkv")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
-from infer.tokenizer import Tokenizer
+from infer.text.tokenizer import Tokenizer
 
 CITIES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tbilisi", "Perth", "Oslo", "Lima", "Hanoi", "Accra")
 

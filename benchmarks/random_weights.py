@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from infer.checkpoint.tensor_names import names_from_gguf
-from infer.model.families import make_architecture
-from infer.model.tensors import expected_shapes
-from infer.operands.architecture import Architecture
-from infer.operands.feed_forwards import PER_LAYER_TABLE
-from infer.operands.mixers import Attention
-from infer.operands.weights import StoredWeight
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
+from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.feed_forwards import PER_LAYER_TABLE
+from infer.compute.operands.mixers import Attention
+from infer.compute.operands.weights import StoredWeight
+from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
+from infer.files.tensors.tensor_names import names_from_gguf
+from infer.models.families import make_architecture
+from infer.models.tensors import expected_shapes
 
 MakeWeight = Callable[[str, int, int], StoredWeight]
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -5,8 +5,8 @@ import sys
 import torch
 
 from infer import load_model, load_tokenizer
-from infer.operands.step import Step
-from infer.runner.caches import make_cache
+from infer.compute.operands.step import Step
+from infer.engine.runner.caches import make_cache
 
 
 @torch.inference_mode()

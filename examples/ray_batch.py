@@ -6,7 +6,7 @@ from pathlib import Path
 import ray
 
 from infer import BatchEngine
-from infer.batch_file.output_file import OutputFile
+from infer.serving.batch_file.output_file import OutputFile
 
 
 def main(source: str, output: str, model: str = "smollm2", engines: str = "2", threads: str = "1") -> None:

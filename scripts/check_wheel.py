@@ -26,7 +26,7 @@ SECONDS = 300.0
 PAGE_SUFFIXES = (".css", ".html", ".js", ".svg")
 READ_KERNELS = """
 import sys
-from infer.backends.opencl.runtime import _text
+from infer.compute.backends.opencl.runtime import _text
 print(sum(len(_text(name)) for name in sys.argv[1:]))
 """
 _open = build_opener(ProxyHandler({})).open

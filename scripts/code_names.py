@@ -31,7 +31,7 @@ class CodeNames:
     dotted: set[str] = field(default_factory=set)
 
     def modules_ending_with(self, parts: Sequence[str]) -> Iterator[str]:
-        """Yield the modules whose last names are `parts`: `engine.loop` is found as `infer.engine.loop`."""
+        """Yield the modules whose last names are `parts`: `requests.loop` is found as `infer.engine.requests.loop`."""
         ending = "." + ".".join(parts)
         yield from (name for name in self.modules if f".{name}".endswith(ending))
 

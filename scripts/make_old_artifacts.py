@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.cli import main
-from infer.kvcache import prefix_store
+from infer.compute.kvcache import prefix_store
 
 HIDDEN, HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 32, 2, 16, 48, 2
 MODIFIED_NS = 1_700_000_000 * 10**9  # time of the weights' file, which names the prefixes too

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from answer_models import CONTEXT, ROWS, bits, integers
 from block_scales import put_halves
 from byte_tokenizer import write_byte_tokenizer
-from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.compute.quantization.ggml_types import BLOCK_TYPES
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 64
 # Exponents of the scales that give each type's weights a spread of about 1/16.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
+from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 Bytes = NDArray[np.uint8]
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infer.grammar.constraint import Constraint
-from infer.tokenizer import Tokenizer
+from infer.text.grammar.constraint import Constraint
+from infer.text.tokenizer import Tokenizer
 
 _CLOSERS = (b'"', b"}", b"]")
 

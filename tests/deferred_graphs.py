@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.backends.cuda.graphs import Event, Graphs, Recording
-from infer.kvcache import page_memory
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
+from infer.compute.backends.cuda.graphs import Event, Graphs, Recording
+from infer.compute.kvcache import page_memory
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
 
 _NONSENSE = 1 << 40
 
@@ -124,7 +124,7 @@ def defer(patch: pytest.MonkeyPatch) -> DeferredGraphs:
             graphs.run()
         select(columns, slots)
 
-    patch.setattr("infer.backends.cuda.backend.Repeats", lambda: graphs)
+    patch.setattr("infer.compute.backends.cuda.backend.Repeats", lambda: graphs)
     patch.setattr(SamplingColumns, "select", select_in_turn)
     for owner, name in (
         (page_memory, "_copy_array"),

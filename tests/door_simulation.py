@@ -6,10 +6,10 @@ from functools import partial
 from math import inf
 from typing import final
 
-from infer.server.door import Arrival, Door, Entry
-from infer.server.http_errors import ApiError
-from infer.server.server_settings import ServerSettings
-from infer.server.wait_forecast import Forecast, RemainingWork
+from infer.serving.server.door import Arrival, Door, Entry
+from infer.serving.server.http_errors import ApiError
+from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server.wait_forecast import Forecast, RemainingWork
 from simulation import Machine, Request, Simulation
 
 

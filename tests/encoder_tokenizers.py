@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers, pre_tokenizers
 from transformers import BertTokenizer, XLMRobertaTokenizer
 
-from infer.tokenizer.gguf_vocabulary import TokenType
+from infer.text.tokenizer.gguf_vocabulary import TokenType
 
 SENTENCES = [
     "The quick brown fox doesn't jump over the lazy dog; it's been 12,345 days!",

@@ -6,8 +6,8 @@ from typing import Any, final
 
 import torch
 
-from infer.backends import reference
-from infer.backends.torch_backend import TorchBackend
+from infer.compute.backends import reference
+from infer.compute.backends.torch_backend import TorchBackend
 
 NUM_CALLS = Counter[str]()
 

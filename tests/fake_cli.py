@@ -17,6 +17,7 @@ from typing import Any
 
 from infer.__main__ import run
 from infer.cli import subcommands
+from infer.compute.sampling.defaults import SamplingDefaults
 from infer.errors import ContextLengthError
 from infer.outputs import (
     GenerationResult,
@@ -27,7 +28,6 @@ from infer.outputs import (
     TraceCandidate,
     TraceStage,
 )
-from infer.sampling.defaults import SamplingDefaults
 from infer.sampling_params import SamplingParams
 
 OnProgress = Callable[[int, int], None]

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from infer.checkpoint.gguf import GGUFFile, read_gguf
+from infer.files.gguf.gguf import GGUFFile, read_gguf
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 4, 2, 16, 64, 96, 40
 Q4_0 = gguf.GGMLQuantizationType.Q4_0

@@ -18,13 +18,13 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from gpu_compiler import AMD, LEFT, code_of, compiled, cuobjdump
-from infer.backends.cuda.attention import tuning_of
-from infer.backends.cuda.attention_chunks import attend_chunks
-from infer.backends.cuda.attention_items import Items
-from infer.backends.cuda.attention_merge import ChunkParts
-from infer.backends.cuda.attention_results import Results
-from infer.backends.cuda.kv_blocks import Blocks
-from infer.quantization.kv_formats import KV_TYPES
+from infer.compute.backends.cuda.attention import tuning_of
+from infer.compute.backends.cuda.attention_chunks import attend_chunks
+from infer.compute.backends.cuda.attention_items import Items
+from infer.compute.backends.cuda.attention_merge import ChunkParts
+from infer.compute.backends.cuda.attention_results import Results
+from infer.compute.backends.cuda.kv_blocks import Blocks
+from infer.compute.quantization.kv_formats import KV_TYPES
 
 STORED = {"f32": "*fp32!", "f16": "*fp16!", "bf16": "*bf16!", "q8": "*i8!", "q4": "*i8!"}
 ADDRESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);")

@@ -14,21 +14,21 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from infer.backends.cuda.activations import Quantized, normalize_rows, quantize_rows
-from infer.backends.cuda.blocks import Matrix, constants_of
-from infer.backends.cuda.dense import DEPTHS, TILES, DenseTile, dense, num_stages
-from infer.backends.cuda.embed import embed_floats, embed_rows
-from infer.backends.cuda.epilogue import Output
-from infer.backends.cuda.float_planes import NUM_PLANES
-from infer.backends.cuda.layouts import LAYOUTS, Layout
-from infer.backends.cuda.matmul import matmul
-from infer.backends.cuda.matvec import MAX_LANES, matvec
-from infer.backends.cuda.projection import BLOCK_TILE, FORMS, MATVEC_TILE, matmul_tile
-from infer.backends.cuda.sampling import filters, logprobs, unfiltered
-from infer.backends.cuda.sampling.kernel_arguments import Batch
-from infer.backends.cuda.sampling.logprobs import BlockParts, Found
-from infer.backends.cuda.sampling.sampler import EXACT, tiling_of
-from infer.quantization.ggml_types import BLOCK_FIELDS
+from infer.compute.backends.cuda.activations import Quantized, normalize_rows, quantize_rows
+from infer.compute.backends.cuda.blocks import Matrix, constants_of
+from infer.compute.backends.cuda.dense import DEPTHS, TILES, DenseTile, dense, num_stages
+from infer.compute.backends.cuda.embed import embed_floats, embed_rows
+from infer.compute.backends.cuda.epilogue import Output
+from infer.compute.backends.cuda.float_planes import NUM_PLANES
+from infer.compute.backends.cuda.layouts import LAYOUTS, Layout
+from infer.compute.backends.cuda.matmul import matmul
+from infer.compute.backends.cuda.matvec import MAX_LANES, matvec
+from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATVEC_TILE, matmul_tile
+from infer.compute.backends.cuda.sampling import filters, logprobs, unfiltered
+from infer.compute.backends.cuda.sampling.kernel_arguments import Batch
+from infer.compute.backends.cuda.sampling.logprobs import BlockParts, Found
+from infer.compute.backends.cuda.sampling.sampler import EXACT, tiling_of
+from infer.compute.quantization.ggml_types import BLOCK_FIELDS
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]

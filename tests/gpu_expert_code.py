@@ -15,14 +15,14 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from gpu_compiler import AMD, LEFT, SHARED_BYTES, code_of, compiled, matrix_of, warps_of
-from infer.backends.cuda.activations import Quantized
-from infer.backends.cuda.dense import DEPTHS, FEW, num_stages
-from infer.backends.cuda.epilogue import Output
-from infer.backends.cuda.expert_choice import TILE, Tiles, choose_experts, fill_tiles, plan_tiles
-from infer.backends.cuda.expert_products import Stacks, add_pairs, expert_dense, expert_matmul, expert_matvec
-from infer.backends.cuda.float_planes import NUM_PLANES
-from infer.backends.cuda.matvec import MAX_LANES
-from infer.backends.cuda.projection import BLOCK_TILE, FORMS, MATMUL_TILE, MATVEC_TILE
+from infer.compute.backends.cuda.activations import Quantized
+from infer.compute.backends.cuda.dense import DEPTHS, FEW, num_stages
+from infer.compute.backends.cuda.epilogue import Output
+from infer.compute.backends.cuda.expert_choice import TILE, Tiles, choose_experts, fill_tiles, plan_tiles
+from infer.compute.backends.cuda.expert_products import Stacks, add_pairs, expert_dense, expert_matmul, expert_matvec
+from infer.compute.backends.cuda.float_planes import NUM_PLANES
+from infer.compute.backends.cuda.matvec import MAX_LANES
+from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATMUL_TILE, MATVEC_TILE
 
 Target = str | int
 

@@ -14,11 +14,11 @@ from typing import Any
 import triton.language as tl
 
 from gpu_compiler import AMD, LEFT, code_of, compiled
-from infer.backends.cuda.delta_net import HEADS, TILE
-from infer.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens
-from infer.backends.cuda.delta_net_recurrence import gate_heads, mix_runs
-from infer.backends.cuda.recurrent_pages import ConvPages, DeltaNetPages
-from infer.backends.cuda.short_conv import convolve_tokens
+from infer.compute.backends.cuda.delta_net import HEADS, TILE
+from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens
+from infer.compute.backends.cuda.delta_net_recurrence import gate_heads, mix_runs
+from infer.compute.backends.cuda.recurrent_pages import ConvPages, DeltaNetPages
+from infer.compute.backends.cuda.short_conv import convolve_tokens
 
 COLUMNS = 8  # of a program of `mix_runs`, outside of the interpreter
 _PAGES = ConvPages("*fp32!", "i32!", "*i64!", "i32", tl.constexpr(64))

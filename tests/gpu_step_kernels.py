@@ -8,10 +8,10 @@ from triton.compiler import CompiledKernel
 
 from gpu_attention_code import blocks
 from gpu_compiler import code_of, compiled
-from infer.backends.cuda.attention_items import Items
-from infer.backends.cuda.rotation import Columns, Rotation, rotate_append
-from infer.backends.cuda.sampling.after_sampling import accept_rows, advance_rows, take_tokens
-from infer.quantization.kv_formats import KV_TYPES
+from infer.compute.backends.cuda.attention_items import Items
+from infer.compute.backends.cuda.rotation import Columns, Rotation, rotate_append
+from infer.compute.backends.cuda.sampling.after_sampling import accept_rows, advance_rows, take_tokens
+from infer.compute.quantization.kv_formats import KV_TYPES
 
 _ADVANCE = {
     **dict.fromkeys(("sampled", "tokens", "positions", "control", "generated", "fields", "lengths"), "*i64!"),

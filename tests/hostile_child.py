@@ -21,8 +21,8 @@ import hostile_files
 from extent import usual_or_all
 from hostile_files import GGUF_KINDS, WRONG_KINDS, places, read_everything, replaced, write_folder, write_gguf
 from infer import LLM, SamplingParams
-from infer.catalog.explanation import explain
 from infer.errors import InferError
+from infer.models.catalog.explanation import explain
 from processor_time import least_processor_seconds
 
 MAX_MESSAGE = 2000

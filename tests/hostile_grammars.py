@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from infer.errors import InvalidRequestError
-from infer.grammar.grammar import Grammar
-from infer.grammar.grammar_compiler import make_compiler
-from infer.tokenizer import Tokenizer
+from infer.text.grammar.grammar import Grammar
+from infer.text.grammar.grammar_compiler import make_compiler
+from infer.text.tokenizer import Tokenizer
 
 Hostile = tuple[str, str, Any]
 STORED = Path(__file__).parent / "data" / "hostile-grammars.json"

@@ -24,15 +24,16 @@ from torch import Tensor
 from answer_cases import CASES, Case
 from answer_runs import answers_in
 from block_scales import put_bytes, put_halves, with_tails
-from infer import SamplingParams, ops
-from infer.kvcache.page_sizes import page_bytes
-from infer.operands.activation_values import Activations
-from infer.operands.delta_net_cache import DeltaNetCache
-from infer.operands.feed_forwards import Router
-from infer.operands.mixers import GatedDeltaNet
-from infer.operands.recurrent_cache import ConvCache
-from infer.operands.step import Step
-from infer.operands.weights import (
+from infer import SamplingParams
+from infer.compute import ops
+from infer.compute.kvcache.page_sizes import page_bytes
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.delta_net_cache import DeltaNetCache
+from infer.compute.operands.feed_forwards import Router
+from infer.compute.operands.mixers import GatedDeltaNet
+from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import (
     ConvWeights,
     DeltaNetWeights,
     ExpertNorms,
@@ -47,10 +48,10 @@ from infer.operands.weights import (
     StoredWeight,
     UnreadWeight,
 )
-from infer.quantization.ggml_types import BLOCK_TYPES
-from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
-from infer.quantization.kv_layout import LayerCache, Pages
-from infer.sampling.columns import SamplingColumns
+from infer.compute.quantization.ggml_types import BLOCK_TYPES
+from infer.compute.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+from infer.compute.quantization.kv_layout import LayerCache, Pages
+from infer.compute.sampling.columns import SamplingColumns
 from steps import join
 
 CPU = torch.device("cpu")

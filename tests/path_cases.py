@@ -27,27 +27,27 @@ from transformers import (
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
-from infer.engine.drafting import Drafting
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.step import Step
+from infer.compute.sampling import definition, sampler
 from infer.engine.engine import Engine
-from infer.engine.place import Lease
-from infer.engine.prompt_batch import answer_all
-from infer.engine.request import limits_of, make_request
-from infer.engine.sequence import Sequence as Answering
-from infer.engine.stream import Stream
-from infer.engine.text_output import TextOutput
-from infer.grammar.constraint import Constraint
-from infer.grammar.grammar import grammar_of
-from infer.grammar.grammar_compiler import Compiler, make_compiler
-from infer.kvcache.cache_settings import CacheSettings
-from infer.model.transformer import Transformer
-from infer.operands.step import Step
+from infer.engine.requests.prompt_batch import answer_all
+from infer.engine.requests.stream import Stream
+from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import Runner
+from infer.engine.speculation.drafter import Guess
+from infer.engine.step.drafting import Drafting
+from infer.engine.step.place import Lease
+from infer.engine.step.request import limits_of, make_request
+from infer.engine.step.sequence import Sequence as Answering
+from infer.engine.step.text_output import TextOutput
+from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.runner.caches import make_cache
-from infer.runner.runner import Runner
-from infer.sampling import definition, sampler
 from infer.sampling_params import SamplingParams
-from infer.speculation.drafter import Guess
-from infer.tokenizer import Tokenizer
+from infer.text.grammar.constraint import Constraint
+from infer.text.grammar.grammar import grammar_of
+from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.tokenizer import Tokenizer
 from looping import loop_of, open_stream
 from recompute import RecomputeRunner
 from steps import join

@@ -46,19 +46,19 @@ from infer import (
     sample_token,
     sample_trace,
 )
-from infer.engine.host import Host
-from infer.engine.prompt_batch import Ended
-from infer.engine.request import Request
-from infer.engine.sequence import Sequence as Answer
-from infer.engine.stream import OpenAnswer
-from infer.engine.vector_options import Computed, VectorOptions
-from infer.model.transformer import Transformer
-from infer.operands.architecture import Architecture
+from infer.compute.operands.architecture import Architecture
+from infer.engine.requests.host import Host
+from infer.engine.requests.prompt_batch import Ended
+from infer.engine.requests.stream import OpenAnswer
+from infer.engine.step.request import Request
+from infer.engine.step.sequence import Sequence as Answer
+from infer.engine.texts.vector_options import Computed, VectorOptions
+from infer.models.transformer import Transformer
 from infer.outputs import GenerationStats, SampleTrace, TokenLogprob, TraceCandidate, TraceStage
 from infer.parameters import HasJsonSchema
-from infer.tokenizer.detokenizer import Detokenizer
-from infer.tokenizer.infill import InfillMarks
-from infer.tokenizer.pairs import EncodedPair
+from infer.text.tokenizer.detokenizer import Detokenizer
+from infer.text.tokenizer.infill import InfillMarks
+from infer.text.tokenizer.pairs import EncodedPair
 
 Messages = Sequence[Mapping[str, Any]]
 Json = dict[str, Any]

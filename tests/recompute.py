@@ -7,14 +7,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer import LLM, GenerationResult, SamplingParams
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.step import Chunk, Step
 from infer.engine.engine import Engine
-from infer.engine.request import limits_of, make_request
-from infer.engine.sequence import Sequence as Answering
-from infer.kvcache.cache_settings import CacheSettings
-from infer.model.transformer import Transformer
-from infer.operands.step import Chunk, Step
-from infer.runner.caches import make_cache
-from infer.runner.runner import Runner
+from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import Runner
+from infer.engine.step.request import limits_of, make_request
+from infer.engine.step.sequence import Sequence as Answering
+from infer.models.transformer import Transformer
 
 
 class CachelessRunner(Runner):

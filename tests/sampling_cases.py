@@ -12,12 +12,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer import ops
-from infer.sampling import definition, sampler
-from infer.sampling.columns import SamplingColumns, uses_history
-from infer.sampling.definition import LogitsError
-from infer.sampling.history import History
-from infer.sampling.masks import pack_masks
+from infer.compute import ops
+from infer.compute.sampling import definition, sampler
+from infer.compute.sampling.columns import SamplingColumns, uses_history
+from infer.compute.sampling.definition import LogitsError
+from infer.compute.sampling.history import History
+from infer.compute.sampling.masks import pack_masks
 from infer.sampling_params import SamplingParams
 
 INF = math.inf

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
-from infer.sampling.sampler import Choose
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.compute.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
 
 INF = np.inf

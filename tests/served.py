@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import httpx
 
 from infer import LLM, AsyncLLM
-from infer.server.app import ROUTES
-from infer.server.endpoint import ApiRoute
-from infer.server.http_server import make_http_server
-from infer.server.process import bind
-from infer.server.server_settings import ServerSettings
-from infer.server.server_state import ServerState
+from infer.serving.server.app import ROUTES
+from infer.serving.server.endpoint import ApiRoute
+from infer.serving.server.http_server import make_http_server
+from infer.serving.server.process import bind
+from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server.server_state import ServerState
 
 SECONDS = 60.0
 

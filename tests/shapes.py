@@ -30,8 +30,8 @@ def checked_modules() -> list[str]:
 
     The hook takes all modules of a package that it is given, so packages that contain kernels are not given.
     """
-    kernels = ("infer.backends.cpu.", "infer.backends.cuda.")
-    no_kernels = ("infer.backends.cpu.backend", "infer.backends.cpu.capture.")
+    kernels = ("infer.compute.backends.cpu.", "infer.compute.backends.cuda.")
+    no_kernels = ("infer.compute.backends.cpu.backend", "infer.compute.backends.cpu.capture.")
     names = (".".join(["infer", *path.relative_to(SOURCE).with_suffix("").parts]) for path in SOURCE.rglob("*.py"))
     own = [name for name in names if name.startswith(no_kernels) or not name.startswith(kernels)]
     modules = {name.removesuffix(".__init__") for name in own} - {"infer.__main__"}

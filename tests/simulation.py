@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import final
 
-from infer.engine.fair_queueing import (
+from infer.compute.operands.limits import HOST_STEP
+from infer.engine.step.fair_queueing import (
     ANSWER_WORK,
     EXPECTED_ANSWER,
     AnswerLengths,
@@ -25,7 +26,7 @@ from infer.engine.fair_queueing import (
     victim,
     work_of,
 )
-from infer.engine.scheduler import (
+from infer.engine.step.scheduler import (
     LEAST_PROMPT_TOKENS,
     MAX_SECONDS,
     MAX_STEPS,
@@ -34,9 +35,8 @@ from infer.engine.scheduler import (
     Plan,
     Scheduler,
 )
-from infer.engine.step_costs import StepCosts, StepWork
-from infer.engine.step_shares import StepPart, StepShares
-from infer.operands.limits import HOST_STEP
+from infer.engine.step.step_costs import StepCosts, StepWork
+from infer.engine.step.step_shares import StepPart, StepShares
 
 
 @dataclass(eq=False)

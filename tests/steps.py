@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer import ops
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
-from infer.kvcache.cache_settings import CacheSettings
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
-from infer.model.transformer import Transformer
-from infer.operands.step import Step
-from infer.runner.caches import make_cache
+from infer.compute import ops
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.step import Step
+from infer.engine.runner.caches import make_cache
+from infer.files import open_checkpoint
+from infer.files.tensors.lazy_weights import LazyWeights
+from infer.models.families import make_architecture
+from infer.models.load import load_transformer
+from infer.models.transformer import Transformer
 
 
 def join(steps: Sequence[Step]) -> Step:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, final
 
-from infer.backends.base import Captured, Generated, PendingStep
-from infer.operands.step import Chunk, Step
-from infer.runner.runner import Runner
-from infer.sampling.columns import SamplingColumns
+from infer.compute.backends.base import Captured, Generated, PendingStep
+from infer.compute.operands.step import Chunk, Step
+from infer.compute.sampling.columns import SamplingColumns
+from infer.engine.runner.runner import Runner
 
 
 @final

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infer.operands.activation_values import Activations
-from infer.operands.step import Step
-from infer.operands.weights import Heads, RopeTable
-from infer.quantization.kv_layout import LayerCache
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import Heads, RopeTable
+from infer.compute.quantization.kv_layout import LayerCache
 from layer_caches import make_layer
 
 Attend = Callable[[Activations, Heads, LayerCache, Step], Any]

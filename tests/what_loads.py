@@ -7,12 +7,12 @@ from transformers import PretrainedConfig
 
 from converted_encoders import ARCHITECTURES
 from encoder_models import ENCODERS, WITHOUT_MASK, config_of
-from infer.catalog.supported import SUPPORTED
-from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture, Layer
-from infer.operands.feed_forwards import Dense, Experts, FeedForward
-from infer.operands.mixers import Attention, GatedDeltaNet, ShortConv
-from infer.quantization.ggml_types import FLOAT_TYPES, GGML_TYPES
+from infer.compute.operands.architecture import Architecture, Layer
+from infer.compute.operands.feed_forwards import Dense, Experts, FeedForward
+from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
+from infer.compute.quantization.ggml_types import FLOAT_TYPES, GGML_TYPES
+from infer.models.catalog.supported import SUPPORTED
+from infer.models.families import make_architecture
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY
 

@@ -13,14 +13,14 @@ from unittest.mock import Mock
 import msgspec
 from msgspec import Struct
 
-from infer.distributed.shelf import Shelf
-from infer.distributed.shelf_front import ShelfFront
-from infer.protocols.foreign import FOREIGN, Foreign
-from infer.server.answer_types import Answer
-from infer.server.app import ROUTES
-from infer.server.endpoint import ApiRoute
-from infer.server.metrics import Metrics
-from infer.server.routes.openapi import document
+from infer.serving.distributed.shelf import Shelf
+from infer.serving.distributed.shelf_front import ShelfFront
+from infer.serving.protocols.foreign import FOREIGN, Foreign
+from infer.serving.server.answer_types import Answer
+from infer.serving.server.app import ROUTES
+from infer.serving.server.endpoint import ApiRoute
+from infer.serving.server.metrics import Metrics
+from infer.serving.server.routes.openapi import document
 
 Row = tuple[str, str]
 _ONE_OF = ("anyOf", "oneOf", "allOf")

@@ -6,8 +6,8 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from infer.compute.quantization.ggml_types import GGML_TYPES
 from infer.errors import InferError
-from infer.quantization.ggml_types import GGML_TYPES
 
 Row = tuple[str, str]
 ROOT = Path(__file__).parents[2]

@@ -1,8 +1,18 @@
 from infer.async_llm import AsyncLLM as AsyncLLM
-from infer.distributed.ray_batch import BatchEngine as BatchEngine
-from infer.engine.request_options import RequestOptions as RequestOptions
-from infer.engine.stream import AsyncStream as AsyncStream
-from infer.engine.stream import Stream as Stream
+from infer.compute.sampling.definition import sample_token as sample_token
+from infer.compute.sampling.row_stages import apply_frequency_penalty as apply_frequency_penalty
+from infer.compute.sampling.row_stages import apply_logit_bias as apply_logit_bias
+from infer.compute.sampling.row_stages import apply_min_p as apply_min_p
+from infer.compute.sampling.row_stages import apply_presence_penalty as apply_presence_penalty
+from infer.compute.sampling.row_stages import apply_repetition_penalty as apply_repetition_penalty
+from infer.compute.sampling.row_stages import apply_temperature as apply_temperature
+from infer.compute.sampling.row_stages import apply_top_k as apply_top_k
+from infer.compute.sampling.row_stages import apply_top_p as apply_top_p
+from infer.compute.sampling.trace import sample_trace as sample_trace
+from infer.engine.requests.request_options import RequestOptions as RequestOptions
+from infer.engine.requests.stream import AsyncStream as AsyncStream
+from infer.engine.requests.stream import Stream as Stream
+from infer.engine.session.session import Session as Session
 from infer.errors import InferError as InferError
 from infer.errors import InvalidRequestError as InvalidRequestError
 from infer.errors import ModelError as ModelError
@@ -17,18 +27,8 @@ from infer.outputs import RankedDocument as RankedDocument
 from infer.outputs import ReasoningDelta as ReasoningDelta
 from infer.outputs import ToolCall as ToolCall
 from infer.outputs import ToolCallDelta as ToolCallDelta
-from infer.sampling.definition import sample_token as sample_token
-from infer.sampling.row_stages import apply_frequency_penalty as apply_frequency_penalty
-from infer.sampling.row_stages import apply_logit_bias as apply_logit_bias
-from infer.sampling.row_stages import apply_min_p as apply_min_p
-from infer.sampling.row_stages import apply_presence_penalty as apply_presence_penalty
-from infer.sampling.row_stages import apply_repetition_penalty as apply_repetition_penalty
-from infer.sampling.row_stages import apply_temperature as apply_temperature
-from infer.sampling.row_stages import apply_top_k as apply_top_k
-from infer.sampling.row_stages import apply_top_p as apply_top_p
-from infer.sampling.trace import sample_trace as sample_trace
 from infer.sampling_params import SamplingParams as SamplingParams
-from infer.session.session import Session as Session
-from infer.tokenizer import Tokenizer as Tokenizer
+from infer.serving.distributed.ray_batch import BatchEngine as BatchEngine
+from infer.text.tokenizer import Tokenizer as Tokenizer
 
 __version__: str

@@ -10,27 +10,33 @@ from typing import Any, Self, Unpack, final, overload
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.engine.classification import TextOrPair, classifications, classify, texts_to_classify
-from infer.engine.embedding import embed, texts_to_embed
-from infer.engine.host import Host
-from infer.engine.loop_messages import once
-from infer.engine.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
-from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
-from infer.engine.request import Request
-from infer.engine.request_maker import Ask
-from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
-from infer.engine.reranking import check_top_n, documents_of
-from infer.engine.scheduler import MAX_SECONDS
-from infer.engine.similarity import TextPair, scoring
-from infer.engine.stream import AsyncStream
-from infer.engine.text_calls import warn_if_cut
-from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
-from infer.engine.vector_options import Computed, VectorOptions, ranked
-from infer.grammar.grammar import grammar_of
+from infer.compute.sampling.keywords import Params
+from infer.engine.requests.host import Host
+from infer.engine.requests.loop_messages import once
+from infer.engine.requests.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
+from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
+from infer.engine.requests.request_maker import Ask
+from infer.engine.requests.request_options import (
+    RequestKeywords,
+    RequestOptions,
+    check_callback,
+    check_count,
+    split_options,
+)
+from infer.engine.requests.stream import AsyncStream
+from infer.engine.step.request import Request
+from infer.engine.step.scheduler import MAX_SECONDS
+from infer.engine.texts.classification import TextOrPair, classifications, classify, texts_to_classify
+from infer.engine.texts.embedding import embed, texts_to_embed
+from infer.engine.texts.reranking import check_top_n, documents_of
+from infer.engine.texts.similarity import TextPair, scoring
+from infer.engine.texts.text_calls import warn_if_cut
+from infer.engine.texts.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
+from infer.engine.texts.vector_options import Computed, VectorOptions, ranked
 from infer.llm import LLM
 from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
-from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
+from infer.text.grammar.grammar import grammar_of
 
 
 @final

@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.catalog.models_at_hand import shown_as, weights_name
-from infer.checkpoint import open_checkpoint
-from infer.engine.classification import TextOrPair
-from infer.engine.host import Host
-from infer.engine.host_loading import HostArguments, load_host
-from infer.engine.model_settings import (
+from infer.compute.kvcache.cache_settings import CacheSettings, without_effect
+from infer.compute.operands.architecture import Architecture
+from infer.compute.sampling.defaults import default_params
+from infer.compute.sampling.keywords import Params
+from infer.engine.requests.host import Host
+from infer.engine.requests.host_loading import HostArguments, load_host
+from infer.engine.requests.model_settings import (
     DeviceName,
     DtypeName,
     EvictionPolicy,
@@ -29,28 +30,35 @@ from infer.engine.model_settings import (
     checks_settings,
     prefix_bytes,
 )
-from infer.engine.prompt_batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
-from infer.engine.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
-from infer.engine.request_maker import Ask, OnError
-from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
-from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
-from infer.engine.text_calls import classify_texts, embed_texts, rank_documents
-from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
-from infer.engine.vector_options import VectorOptions
+from infer.engine.requests.prompt_batch import (
+    BATCH_SIZE,
+    Ended,
+    OnResult,
+    answer_all,
+    begun,
+    check_batch_size,
+    results_of,
+)
+from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
+from infer.engine.requests.request_maker import Ask, OnError
+from infer.engine.requests.request_options import RequestKeywords, RequestOptions, check_callback, split_options
+from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
+from infer.engine.session.session import Session, begin_session
+from infer.engine.texts.classification import TextOrPair
+from infer.engine.texts.text_calls import classify_texts, embed_texts, rank_documents
+from infer.engine.texts.token_trace import ids_to_score, logits_of, score_prompt, trace_token
+from infer.engine.texts.vector_options import VectorOptions
 from infer.errors import InvalidRequestError, closed
-from infer.kvcache.cache_settings import CacheSettings, without_effect
-from infer.model.from_checkpoint import dtype_name, load_model, load_tokenizer, set_num_threads, threads_if_loaded
-from infer.model.load import OnProgress
-from infer.model.transformer import Transformer
-from infer.operands.architecture import Architecture
+from infer.files import open_checkpoint
+from infer.models.catalog.models_at_hand import shown_as, weights_name
+from infer.models.from_checkpoint import dtype_name, load_model, load_tokenizer, set_num_threads, threads_if_loaded
+from infer.models.load import OnProgress
+from infer.models.transformer import Transformer
 from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
-from infer.sampling.defaults import default_params
-from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
-from infer.session.session import Session, begin_session
-from infer.system.available_memory import give_back_freed
-from infer.tokenizer import Tokenizer
-from infer.toolcalls.tools import ToolLike
+from infer.system.memory.available_memory import give_back_freed
+from infer.text.tokenizer import Tokenizer
+from infer.text.toolcalls.tools import ToolLike
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 

@@ -12,18 +12,18 @@ from transformers import Gemma3TextConfig, Lfm2Config, Qwen3_5TextConfig
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from encoder_models import BY_NAME, make_encoder
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams
-from infer.backends.cpu.isa import instruction_set
-from infer.bench.memory_probe import MemoryProbe
-from infer.bench.mixer_costs import mixer_bytes, mixer_flops
-from infer.bench.profile import profile, split_label, summarize
-from infer.bench.speed import Workload, kv_bytes, measure, weight_bytes_by_kind
-from infer.bench.suite import workloads
 from infer.cli import main
-from infer.cli.bench_command import columns, profile_lines, speed_lines
-from infer.cli.suite_tables import comparison_lines
-from infer.model.families import make_architecture
-from infer.operands.architecture import Architecture
-from infer.operands.mixers import GatedDeltaNet
+from infer.cli.bench.memory_probe import MemoryProbe
+from infer.cli.bench.mixer_costs import mixer_bytes, mixer_flops
+from infer.cli.bench.profile import profile, split_label, summarize
+from infer.cli.bench.speed import Workload, kv_bytes, measure, weight_bytes_by_kind
+from infer.cli.bench.suite import workloads
+from infer.cli.model_commands.bench_command import columns, profile_lines, speed_lines
+from infer.cli.model_commands.suite_tables import comparison_lines
+from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.mixers import GatedDeltaNet
+from infer.models.families import make_architecture
 from infer.system.status_line import bar
 from tiny import Tiny, make_tiny
 
@@ -252,7 +252,7 @@ def test_a_comparison_shows_ratios_and_the_conditions_that_differ(
 def test_a_wrong_suite_or_report_is_one_line_before_anything_is_loaded(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("infer.cli.bench_command.LLM", None)
+    monkeypatch.setattr("infer.cli.model_commands.bench_command.LLM", None)
     assert main(["bench", "--model", str(folder), *options]) == 2
     shown = capsys.readouterr()
     assert message in shown.err
@@ -486,7 +486,7 @@ def test_an_encoder_is_refused_before_it_is_loaded(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_encoder(BY_NAME["bert"], tmp_path)
-    monkeypatch.setattr("infer.cli.bench_command.LLM", None)
+    monkeypatch.setattr("infer.cli.model_commands.bench_command.LLM", None)
     for options in ([], ["--suite", "quick"]):
         assert main(["bench", "--model", str(tmp_path), *options]) == 2
         assert "is an encoder and generates no text: name a decoder" in capsys.readouterr().err

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infer.errors import InvalidRequestError
-from infer.tokenizer import Tokenizer
-from infer.tokenizer.chat_template import ChatTemplate
-from infer.tokenizer.special_tokens import SpecialTexts
+from infer.text.templates.chat_template import ChatTemplate
+from infer.text.templates.special_tokens import SpecialTexts
+from infer.text.tokenizer import Tokenizer
 
 ASSETS = Path(os.environ.get("INFER_TEST_ASSETS", "~/.cache/infer-tests")).expanduser() / "tokenizers"
 NAMES = ("llama3_1", "qwen3", "gemma3", "deepseek_v3")

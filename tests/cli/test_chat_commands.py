@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fake_cli import FakeModel
-from infer.cli.chat_commands import (
+from infer.cli.answers.permalink import read_permalink
+from infer.cli.chat.chat_commands import (
     BY_NAME,
     COMMANDS,
     Edit,
@@ -21,9 +22,8 @@ from infer.cli.chat_commands import (
     is_command,
     run_command,
 )
-from infer.cli.chat_prompt import history_path, read_history
-from infer.cli.chat_session import ChatSession, Opened
-from infer.cli.permalink import read_permalink
+from infer.cli.chat.chat_prompt import history_path, read_history
+from infer.cli.chat.chat_session import ChatSession, Opened
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams

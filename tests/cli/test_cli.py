@@ -20,22 +20,22 @@ import pytest
 
 import infer
 from fake_cli import FakeModel
-from infer.backends.cpu.isa import instruction_set
 from infer.cli import main, subcommands
-from infer.cli.chat_commands import run_command
-from infer.cli.chat_session import ChatSession
-from infer.cli.terminal import Spinner
+from infer.cli.chat.chat_commands import run_command
+from infer.cli.chat.chat_session import ChatSession
+from infer.cli.terminal.terminal import Spinner
+from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.sampling.defaults import SamplingDefaults
 from infer.errors import InvalidRequestError
-from infer.sampling.defaults import SamplingDefaults
 from infer.sampling_params import SamplingParams
-from infer.system.cores import num_processors
+from infer.system.cores.cores import num_processors
 from infer.system.status_line import write_notice
 from watched import python_command
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "fake_cli.py")]
 HEAVY = {
     *("torch", "numba", "numpy", "transformers", "tokenizers", "jinja2", "msgspec", "prompt_toolkit", "rich"),
-    *("asyncio", "infer.cli.chat_loop", "infer.cli.chat_prompt"),
+    *("asyncio", "infer.cli.chat.chat_loop", "infer.cli.chat.chat_prompt"),
 }
 Capture = pytest.CaptureFixture[str]
 

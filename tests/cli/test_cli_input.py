@@ -12,7 +12,7 @@ import pytest
 
 from fake_cli import FakeModel
 from infer.cli import main, subcommands
-from infer.cli.other_programs import INSTEAD
+from infer.cli.options.other_programs import INSTEAD
 from infer.sampling_params import SamplingParams
 from test_cli import FAKE, Screen, run_fake
 from watched import python_command

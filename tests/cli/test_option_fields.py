@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from infer.cli.option_fields import Invocation, argument, option, takes_options
+from infer.cli.options.option_fields import Invocation, argument, option, takes_options
 from infer.cli.subcommands import infer
 
 

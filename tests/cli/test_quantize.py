@@ -7,14 +7,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from test_session import make_model
 
 from gguf_files import random_tensors, write_model
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.gguf import read_gguf
-from infer.checkpoint.importance_matrix import ImportanceMatrix, InputSquares
-from infer.checkpoint.lazy_weights import LazyWeights, as_float32
 from infer.cli import main
-from test_session import make_model
+from infer.files import open_checkpoint
+from infer.files.gguf.gguf import read_gguf
+from infer.files.gguf.importance_matrix import ImportanceMatrix, InputSquares
+from infer.files.tensors.lazy_weights import LazyWeights, as_float32
 
 Capture = pytest.CaptureFixture[str]
 
@@ -123,7 +123,7 @@ def test_a_full_disk_is_named_and_leaves_no_file(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("infer.system.atomic.os.fsync", full)
+    monkeypatch.setattr("infer.system.files.atomic.os.fsync", full)
     assert main(["quantize", str(model), str(tmp_path / "q.gguf"), "-t", "Q8_0"]) == 1
     assert f"{tmp_path / 'q.gguf'}: No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -5,15 +5,15 @@ import json
 from typing import Any
 
 import pytest
+from test_session import TEXT_IDS
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import main, subcommands
-from infer.cli.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
-from infer.protocols.asked import ask_chat, ask_completion
-from infer.protocols.bodies import ChatBody, CompletionBody
-from infer.protocols.read_body import read_body
+from infer.cli.answers.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
+from infer.serving.protocols.asked import ask_chat, ask_completion
+from infer.serving.protocols.bodies import ChatBody, CompletionBody
+from infer.serving.protocols.read_body import read_body
 from served import Served
-from test_session import TEXT_IDS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello — 🙂"}]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.tokenizer import tokenizers_library
+from infer.text.tokenizer import tokenizers_library
 
 NUMBER = signal.SIGUSR1
 SHORT = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)

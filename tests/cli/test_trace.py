@@ -8,20 +8,20 @@ from typing import Any
 import click
 import pytest
 import torch
+from test_session import NUM_TOKENS
 
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import main
-from infer.cli.trace_command import trace_lines
-from infer.cli.wrapping import display_width
+from infer.cli.answers.trace_command import trace_lines
+from infer.cli.terminal.wrapping import display_width
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.definition import LogitsError, sample_token
+from infer.compute.sampling.history import History
+from infer.compute.sampling.sampler import stages
+from infer.compute.sampling.trace import sample_trace
 from infer.outputs import SampleTrace
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.definition import LogitsError, sample_token
-from infer.sampling.history import History
-from infer.sampling.sampler import stages
-from infer.sampling.trace import sample_trace
 from infer.sampling_params import PARAMETERS
-from test_session import NUM_TOKENS
 
 Capture = pytest.CaptureFixture[str]
 CONTEXT = [3, 5, 5, 8, 13]

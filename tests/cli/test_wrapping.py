@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.cli.wrapping import WordWrap, display_width
+from infer.cli.terminal.wrapping import WordWrap, display_width
 
 TEXTS = st.text(alphabet="ab-深い é\u0301\t\n`|👩\u200d\ufe0f", max_size=80)
 

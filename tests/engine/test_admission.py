@@ -4,7 +4,8 @@ from math import inf
 
 import pytest
 
-from infer.engine.fair_queueing import (
+from infer.compute.operands.limits import HOST_STEP
+from infer.engine.step.fair_queueing import (
     KEPT_SECONDS,
     AnswerLengths,
     Blocked,
@@ -14,10 +15,9 @@ from infer.engine.fair_queueing import (
     Waiting,
     may_pass,
 )
-from infer.engine.scheduler import Demand, Scheduler
-from infer.engine.step_costs import Costs, StepCosts, StepWork
-from infer.engine.step_shares import MOST_OWED, StepPart, StepShares
-from infer.operands.limits import HOST_STEP
+from infer.engine.step.scheduler import Demand, Scheduler
+from infer.engine.step.step_costs import Costs, StepCosts, StepWork
+from infer.engine.step.step_shares import MOST_OWED, StepPart, StepShares
 
 # Tenants
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from infer import LLM, AsyncLLM, AsyncStream, InvalidRequestError, SamplingParams
-from infer.engine.mailbox import Relay
-from infer.engine.request_maker import RequestMaker
+from infer.engine.requests.mailbox import Relay
+from infer.engine.requests.request_maker import RequestMaker
 from infer.errors import ClosedError
 from infer.outputs import GenerationResult, Piece
 

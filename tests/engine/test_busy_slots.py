@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.loop import Backlog, once
-from infer.engine.prompt_batch import answer_all
-from infer.engine.sequence import Sequence
+from infer.engine.requests.loop import Backlog, once
+from infer.engine.requests.prompt_batch import answer_all
+from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence
 from infer.errors import ConstraintError
-from infer.grammar.constraint import Constraint
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
+from infer.text.grammar.constraint import Constraint
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 
@@ -62,7 +62,7 @@ def test_a_slot_that_an_answer_frees_is_filled_before_the_next_step(
             taken.append(make_sequence(world, case, Way()))
             yield number, taken[-1]
 
-    monkeypatch.setattr("infer.engine.prompt_batch.Backlog", make_backlog)
+    monkeypatch.setattr("infer.engine.requests.prompt_batch.Backlog", make_backlog)
     monkeypatch.setattr(engine, "step", step_when_filled)
     for ended in answer_all(loop_of(engine), sequences(), NUM_SLOTS):
         assert Outcome.of(ended.result) == by_definition(world, cases[ended.number])

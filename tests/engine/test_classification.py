@@ -18,10 +18,10 @@ from classifier_model import LABELS, join_pairs, make_classifier
 from embedding_model import CONTEXT
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer import LLM, AsyncLLM, Classification, InvalidRequestError, ModelError
-from infer.checkpoint import open_checkpoint
-from infer.engine import text_states
+from infer.engine.texts import text_states
 from infer.errors import TruncationWarning
-from infer.model.pooled_head import load_head
+from infer.files import open_checkpoint
+from infer.models.pooled_head import load_head
 
 TEXTS = ["the food was cold", "a", "once upon a time " * 9, "a"]
 

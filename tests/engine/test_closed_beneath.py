@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from infer import AsyncLLM, InvalidRequestError, SamplingParams
-from infer.engine.host import Host
+from infer.engine.requests.host import Host
 from infer.errors import ClosedError
-from infer.server.asking import while_connected
-from infer.server.endpoint import ClientGoneError
-from infer.server.server_settings import ServerSettings
-from infer.server.server_state import ServerState
+from infer.serving.server.asking import while_connected
+from infer.serving.server.endpoint import ClientGoneError
+from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server.server_state import ServerState
 
 ANSWER = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Stream
-from infer.engine.conversation import Conversation, TemplateProbes
-from infer.engine.request_options import RequestOptions
+from infer.engine.requests.conversation import Conversation, TemplateProbes
+from infer.engine.requests.request_options import RequestOptions
 from infer.errors import ClosedError, InferError
 from programs import Programs
 
@@ -235,7 +235,7 @@ def test_scores_are_computed_between_steps_and_again_where_others_took_their_slo
 ) -> None:
     """Others may take it after each part. 208 tokens are computed again in parts of 32 tokens."""
     llm = LLM(folder)
-    monkeypatch.setattr("infer.engine.token_trace.step_tokens", lambda host: 16)
+    monkeypatch.setattr("infer.engine.texts.token_trace.step_tokens", lambda host: 16)
     token_ids = [5 + index % 50 for index in range(300)]
     expected, engine, num_turns = llm.prompt_logprobs(token_ids, num=2), llm._opened.engine, 0
     change = engine.change

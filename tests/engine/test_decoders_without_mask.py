@@ -16,9 +16,9 @@ from embedding_model import PROMPTS, write_dense, write_modules
 from encoder_models import BY_NAME, make_encoder, states_of
 from encoder_tokenizers import SENTENCES, as_xlmr_gguf, make_xlmr_folder
 from infer import LLM
-from infer.catalog.explanation import explain
-from infer.cli.explain_command import lines
+from infer.cli.model_commands.explain_command import lines
 from infer.errors import InvalidRequestError
+from infer.models.catalog.explanation import explain
 from served import serving
 
 TEXTS = [*SENTENCES, "", " ".join(SENTENCES * 3)]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from infer.engine.engine import Engine
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.speculation.drafter import Guess, Priors
 from infer.sampling_params import SamplingParams
-from infer.speculation.drafter import Guess, Priors
 from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence, make_world
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)

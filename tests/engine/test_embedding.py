@@ -7,21 +7,22 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from test_session import make_model
 from torch import Tensor
 
 from embedding_model import write_modules
-from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
-from infer.engine import text_states
-from infer.engine.embedding import embed, texts_to_embed
-from infer.engine.loop_messages import Work, once
-from infer.engine.vector_options import TextIds, VectorOptions
+from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from infer.compute import ops
+from infer.compute.operands.step import Step
+from infer.engine.requests.loop_messages import Work, once
+from infer.engine.runner.caches import make_cache
+from infer.engine.runner.hidden_states import STEP_TOKENS, HiddenStates
+from infer.engine.texts import text_states
+from infer.engine.texts.embedding import embed, texts_to_embed
+from infer.engine.texts.vector_options import TextIds, VectorOptions
 from infer.errors import ClosedError
-from infer.operands.step import Step
 from infer.outputs import Pooling
-from infer.runner.caches import make_cache
-from infer.runner.hidden_states import STEP_TOKENS, HiddenStates
 from served import serving
-from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from byte_tokenizer import EOS
 from embedding_model import CONTEXT, PROMPTS, make_embedding_model
 from infer import LLM, AsyncLLM, InvalidRequestError, ModelError
-from infer.checkpoint.text_prompts import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
 from infer.errors import TruncationWarning
+from infer.files.heads.text_prompts import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
 from served import Served, serving
 
 TEXTS = ["hello", "", "once upon a time " * 9, "hello"]

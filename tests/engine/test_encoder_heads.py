@@ -13,11 +13,11 @@ from converted_encoders import write_gguf
 from encoder_models import BY_NAME, CONTEXT, make_encoder
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from infer import LLM, Classification, InvalidRequestError, ModelError
-from infer.catalog.explanation import explain
-from infer.cli.explain_command import lines
-from infer.engine.loop_messages import Work
-from infer.engine.reranking import pairs_to_score, scores
+from infer.cli.model_commands.explain_command import lines
+from infer.engine.requests.loop_messages import Work
+from infer.engine.texts.reranking import pairs_to_score, scores
 from infer.errors import ContextLengthError, TruncationWarning, UnsupportedModelError
+from infer.models.catalog.explanation import explain
 from served import serving
 
 LABELS = ("bad", "so-so", "good")

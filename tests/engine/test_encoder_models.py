@@ -16,8 +16,7 @@ from converted_encoders import write_gguf
 from encoder_models import BY_NAME, CONTEXT, make_encoder, states_of, write_modules
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from infer import LLM, AsyncLLM
-from infer.catalog.explanation import explain
-from infer.cli.explain_command import lines
+from infer.cli.model_commands.explain_command import lines
 from infer.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -25,6 +24,7 @@ from infer.errors import (
     TruncationWarning,
     UnsupportedModelError,
 )
+from infer.models.catalog.explanation import explain
 from served import serving
 
 

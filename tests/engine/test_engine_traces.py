@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from extent import usual_or_all
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.place import Lease
-from infer.engine.sequence import Sequence
-from infer.engine.slots import Slots
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.step.place import Lease
+from infer.engine.step.sequence import Sequence
+from infer.engine.step.slots import Slots
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -252,8 +252,10 @@ def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monke
         preempt(slots, sequence)
 
     monkeypatch.setattr(Slots, "preempt", note)
-    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so all may enter, although their answers are longer
-    monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
+    monkeypatch.setattr(
+        "infer.engine.step.queue.EXPECTED_ANSWER", 8
+    )  # so all may enter, although their answers are longer
+    monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
     runner = Runner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
     engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]

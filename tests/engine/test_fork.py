@@ -21,10 +21,10 @@ import asyncio, multiprocessing, os, signal, sys, threading, warnings
 import torch
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.errors import ClosedError
-from infer.backends.cpu.compile import addresses
-from infer.backends.cpu.weights import packed_weight
-from infer.grammar.trial import trial_lane
-from infer.tokenizer import template_process
+from infer.compute.backends.cpu.compile import addresses
+from infer.compute.backends.cpu.weights import packed_weight
+from infer.text.grammar.trial import trial_lane
+from infer.text.tokenizer import template_process
 
 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of a fork, as it is meant here
 folder, seconds = sys.argv[1], 60

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
-from infer import ops
+from infer.compute import ops
+from infer.compute.operands.step import Chunk
 from infer.engine.engine import Engine
-from infer.engine.request import Request
-from infer.engine.sequence import Sequence as Answering
-from infer.engine.stream import Stream
-from infer.model.transformer import Transformer
-from infer.operands.step import Chunk
+from infer.engine.requests.stream import Stream
+from infer.engine.runner.runner import Runner
+from infer.engine.step.request import Request
+from infer.engine.step.sequence import Sequence as Answering
+from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
-from infer.tokenizer import Tokenizer
+from infer.text.tokenizer import Tokenizer
 from looping import loop_of, open_stream
 from recompute import CachelessRunner
 

@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tokenizer
-from infer.checkpoint.generation_config import sampling_defaults
+from infer.compute.kvcache.paged import PagedCache
+from infer.compute.operands.mixers import Attention
 from infer.errors import ContextLengthError
-from infer.kvcache.paged import PagedCache
-from infer.operands.mixers import Attention
+from infer.files.generation_config import sampling_defaults
 from recompute import generate_recomputed
 from tiny import Tiny, make_tiny
 
@@ -154,7 +154,7 @@ def test_masks_filled_beside_the_step_and_before_it_give_the_same_tokens(
     params = SamplingParams(regex="([ab]{2}|[a-z]{5})+", temperature=1.0, seed=3, max_new_tokens=40)
     found = []
     for seconds in (0.0, 1000.0):
-        monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
+        monkeypatch.setattr("infer.engine.step.grammar_masks.HAND_OVER_SECONDS", seconds)
         found += [llm.generate("abab", params, speculation=speculation) for speculation in (None, "ngram")]
     assert all(result.token_ids == found[0].token_ids for result in found)
     assert all(result.stats.masks_filled >= result.stats.single_steps for result in found)

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
-from infer.engine.engine_thread import Heartbeat
-from infer.engine.loop import Loop
-from infer.engine.loop_messages import Work
-from infer.engine.mailbox import Mailbox
-from infer.engine.sequence import Sequence
-from infer.engine.stream import AsyncStream, Stream
+from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.engine_thread import Heartbeat
+from infer.engine.requests.loop import Loop
+from infer.engine.requests.loop_messages import Work
+from infer.engine.requests.mailbox import Mailbox
+from infer.engine.requests.stream import AsyncStream, Stream
+from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError
 from infer.outputs import Piece
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import in_threads, loop_of, open_stream
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
@@ -225,7 +225,7 @@ def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
     world: World, place: Place, was_called: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop may have been called, and closed before it woke its tasks."""
-    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 60)  # answers without a reader would pause here
+    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", 60)  # answers without a reader would pause here
 
     async def begin() -> list[AsyncStream]:
         answers = AsyncAnswers(place.loop)
@@ -250,7 +250,7 @@ def test_a_paused_answer_ends_when_its_event_loop_is_closed(
     world: World, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is delivered to it, so no call of the event loop shows that it is closed."""
-    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 8)
+    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", 8)
 
     async def begin() -> AsyncStream:
         stream = await AsyncAnswers(place.loop).stream(make_sequence(world, LONG, Way())).begin()
@@ -392,7 +392,7 @@ def test_an_idle_loop_uses_no_processor_time_and_begins_again(world: World, plac
 def test_the_heart_beats_with_each_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock advances each time it is read, so fast steps and busy machines do not matter."""
     clock, seen = count(1.0), list[Heartbeat]()
-    monkeypatch.setattr("infer.engine.engine_thread.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("infer.engine.requests.engine_thread.time", SimpleNamespace(monotonic=lambda: next(clock)))
     place.on_step = lambda: seen.append(place.loop.heartbeat)
     place.submit(LONG).outcome()
     assert len(seen) >= len(place.num_of_step) > 3

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_model
+from infer.compute.operands.step import Chunk, Clock, StepEnd
+from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.engine import Engine
-from infer.engine.sequence import Sequence as Answering
+from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ConstraintError
-from infer.grammar.constraint import Constraint
-from infer.operands.step import Chunk, Clock, StepEnd
-from infer.runner.runner import Runner
-from infer.sampling.columns import SamplingColumns
+from infer.text.grammar.constraint import Constraint
 from looping import open_stream
 from path_cases import (
     CONTEXT,

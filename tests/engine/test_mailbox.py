@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from extent import usual_or_all
-from infer.engine.async_answers import AsyncAnswers
 from infer.engine.engine import Engine
-from infer.engine.loop import Loop
-from infer.engine.mailbox import Mailbox, Relay, Waiters
+from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.loop import Loop
+from infer.engine.requests.mailbox import Mailbox, Relay, Waiters
+from infer.engine.runner.runner import Runner
 from infer.errors import InvalidRequestError
 from infer.outputs import Piece
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import beside, in_threads, loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
@@ -31,7 +31,7 @@ NUM_CLOSED = usual_or_all(300, 10_000)
 @pytest.fixture
 def engine(world: World, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Return an engine with one slot."""
-    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", MOST)
+    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", MOST)
     return Engine(Runner(world.model, CONTEXT, num_slots=1), max_steps=4)
 
 
@@ -128,7 +128,7 @@ def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
 def test_a_mailbox_is_full_from_its_limit_on_and_has_room_at_half(
     num_unread: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", MOST)
+    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", MOST)
     mailbox, num_calls = Mailbox(), 0
 
     def on_room() -> None:

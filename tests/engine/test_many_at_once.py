@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from test_session import CONTEXT
 
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
-from infer.system import child_process
+from infer.system.processes import child_process
 from looping import in_threads
-from test_session import CONTEXT
 from watched import python_command
 
 NUM_REQUESTS = usual_or_all(200, 2000)
@@ -182,7 +182,7 @@ CHURN = """
 import asyncio, gc, os, random, sys, threading
 from pathlib import Path
 from infer import AsyncLLM, SamplingParams
-from infer.system.available_memory import give_back_freed
+from infer.system.memory.available_memory import give_back_freed
 llm, total = AsyncLLM(sys.argv[1], threads=1), int(sys.argv[2])
 host, draw = llm.llm._opened, random.Random(1)
 forms = [{}, {"logprobs": 1}, {"repetition_penalty": 1.2}, {"regex": "[a-f]{40}"}]

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from infer.engine.scheduler import FIRST_STEPS, MAX_STEPS
-from infer.engine.step_costs import StepKind
+from infer.engine.runner.runner import Runner
+from infer.engine.speculation.ngram import NgramDrafter
+from infer.engine.step.scheduler import FIRST_STEPS, MAX_STEPS
+from infer.engine.step.step_costs import StepKind
 from infer.outputs import GenerationResult
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
-from infer.speculation.ngram import NgramDrafter
 from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all
 
 CASE = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=140, ignore_eos=True))
@@ -24,7 +24,7 @@ def run(world: World, case: Case, way: Way, chain: int | None = None) -> Generat
 def test_a_chain_lasts_a_tenth_of_a_second(
     world: World, seconds: float, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", seconds)
+    monkeypatch.setattr("infer.engine.step.scheduler.MAX_SECONDS", seconds)
     result = run(world, CASE, Way())
     assert Outcome.of(result) == by_definition(world, CASE)
     rest = 140 - 1 - FIRST_STEPS
@@ -35,7 +35,7 @@ def test_a_chain_lasts_a_tenth_of_a_second(
 
 
 def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", 1e9)
+    monkeypatch.setattr("infer.engine.step.scheduler.MAX_SECONDS", 1e9)
     stopped = replace(CASE, params=replace(CASE.params, stop=["never said"]))
     for case, way in ((stopped, Way()), (CASE, Way("ngram"))):
         result = run(world, case, way)
@@ -44,7 +44,7 @@ def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monke
 
 
 def test_a_requested_multi_step_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", 0.0)
+    monkeypatch.setattr("infer.engine.step.scheduler.MAX_SECONDS", 0.0)
     assert run(world, CASE, Way(), chain=20).stats.multi_steps == 7
 
 

@@ -9,19 +9,19 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from infer.engine.request_options import OPTIONS, RequestKeywords
+from infer.compute.sampling.keywords import SamplingKeywords
+from infer.engine.requests.request_options import OPTIONS, RequestKeywords
 from infer.errors import InvalidRequestError
 from infer.parameters import Count, Number, OneOf, Parameter
-from infer.protocols.bodies import ChatBody, CompletionBody, ResponseBody
-from infer.protocols.chat_messages import complete_chat
-from infer.protocols.declared_fields import DECLARED
-from infer.protocols.params import refusal
-from infer.protocols.read_body import read_body
-from infer.protocols.refusals import refuse
 from infer.request_limits import MAX_STOPS
-from infer.sampling.keywords import SamplingKeywords
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
-from infer.server.routes.page_parameters import page_parameters
+from infer.serving.protocols.bodies import ChatBody, CompletionBody, ResponseBody
+from infer.serving.protocols.chat_messages import complete_chat
+from infer.serving.protocols.declared_fields import DECLARED
+from infer.serving.protocols.params import refusal
+from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.refusals import refuse
+from infer.serving.server.routes.page_parameters import page_parameters
 from parameter_tables import written
 from watched import python_command
 
@@ -152,11 +152,11 @@ def test_the_page_gets_a_slider_inside_the_limits_of_each_number() -> None:
 
 def test_declarations_load_neither_torch_nor_msgspec_and_help_neither_protocols() -> None:
     program = (
-        "import sys, infer.parameters, infer.sampling_params, infer.engine.request_options\n"
+        "import sys, infer.parameters, infer.sampling_params, infer.engine.requests.request_options\n"
         "print(*({'torch', 'msgspec', 'numpy'} & set(sys.modules)))\n"
         "from infer.cli import main\n"
         "main(['generate', '--help'])\n"
-        "print(*({'torch', 'msgspec', 'infer.protocols'} & set(sys.modules)))"
+        "print(*({'torch', 'msgspec', 'infer.serving.protocols'} & set(sys.modules)))"
     )
     done = subprocess.run(python_command(program), capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.engine.pooled_states import PooledStates
+from infer.engine.texts.pooled_states import PooledStates
 from infer.outputs import Pooling
 
 FORMULAS: dict[Pooling, Callable[[Tensor, int], Tensor]] = {

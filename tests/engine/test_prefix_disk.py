@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.cli.model_loading import bytes_for_prefixes
-from infer.cli.server_options import ServeOptions
+from infer.cli.options.model_loading import bytes_for_prefixes
+from infer.cli.options.server_options import ServeOptions
 from infer.cli.subcommands import infer as commands
-from infer.engine.prefix_ends import prefix_end
+from infer.compute.kvcache.page_exchange import PageExchange
+from infer.compute.kvcache.prefix_store import PrefixStore
+from infer.engine.prefixes.prefix_ends import prefix_end
 from infer.errors import InvalidRequestError
-from infer.kvcache.page_exchange import PageExchange
-from infer.kvcache.prefix_store import PrefixStore
 from path_cases import EOS, make_folder
 from programs import Programs
 from served import serving
@@ -27,7 +27,7 @@ PROMPT = [(7 * index + index // 9) % EOS for index in range(220)]  # three pages
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set a new folder for prefixes. Compiled kernels are still in the usual folder."""
-    monkeypatch.setattr("infer.kvcache.prefix_store.base_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("infer.compute.kvcache.prefix_store.base_folder", lambda: tmp_path / "cache")
 
 
 def long_model(name: str, folder: Path) -> Path:
@@ -111,7 +111,7 @@ def test_pages_that_cannot_be_stored_or_read_fail_no_answer(
 ) -> None:
     plain = LLM(folder).generate(PROMPT, GREEDY).token_ids
     with monkeypatch.context() as patched:
-        patched.setattr("infer.kvcache.prefix_store._SPARE_BYTES", 1 << 62)
+        patched.setattr("infer.compute.kvcache.prefix_store._SPARE_BYTES", 1 << 62)
         for _ in range(2):
             assert answer(folder) == (plain, 0, 0)
     assert "less than 1 GB free" in caplog.text
@@ -187,7 +187,7 @@ def test_a_disk_that_is_slower_than_the_model_is_left(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = answer(folder)[0]
-    monkeypatch.setattr("infer.engine.prefix_disk._SLICE_BYTES", 1)  # a page at a time
+    monkeypatch.setattr("infer.engine.prefixes.prefix_disk._SLICE_BYTES", 1)  # a page at a time
     for seconds, num_loaded in ((60.0, 192), (0.0, 64), (None, 192)):
         with LLM(folder, prefix_disk="1GB") as llm:
             prefixes = llm._opened.engine.prefixes
@@ -255,7 +255,7 @@ _UNCLOSED = """
 import sys
 from pathlib import Path
 from infer import LLM
-from infer.kvcache import prefix_store
+from infer.compute.kvcache import prefix_store
 prefix_store.base_folder = lambda: Path(sys.argv[1])
 llm = LLM(sys.argv[2], prefix_disk="1GB")
 llm.generate([(7 * index + index // 9) % int(sys.argv[3]) for index in range(220)], max_tokens=1)

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.fair_queueing import FEWEST_KEPT, work_of
-from infer.engine.queue import Queue
-from infer.engine.sequence import Sequence
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.step.fair_queueing import FEWEST_KEPT, work_of
+from infer.engine.step.queue import Queue
+from infer.engine.step.sequence import Sequence
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_session import CONTEXT
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_tokenizer
-from infer.engine.prompt_encoding import fitted
+from infer.compute.sampling.keywords import params_of, split_keywords
+from infer.engine.requests.prompt_encoding import fitted
 from infer.errors import ContextLengthError
-from infer.sampling.keywords import params_of, split_keywords
 from infer.sampling_params import UnknownParameterError
 from programs import Programs
-from test_session import CONTEXT
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "hello"}]
@@ -193,7 +193,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(llm: LLM, monk
     def fail(*values: object) -> None:
         raise AssertionError("it was tokenized")
 
-    monkeypatch.setattr("infer.tokenizer.tokenizer.encode", fail)
+    monkeypatch.setattr("infer.text.tokenizer.tokenizer.encode", fail)
     text = "ab e " * 1000
     for call in (lambda: llm.generate(text, GREEDY), lambda: llm.session().append(text)):
         with pytest.raises(ContextLengthError, match=rf"at least 500 tokens and the context holds {CONTEXT}"):
@@ -239,7 +239,7 @@ def test_a_dtype_is_the_same_by_name_and_by_object(folder: Path, tmp_path: Path)
 
 
 def test_threads_are_as_they_were_where_the_model_does_not_load(folder: Path, tmp_path: Path) -> None:
-    from infer import ops
+    from infer.compute import ops
 
     before = torch.get_num_threads(), ops.backend_of(torch.device("cpu")).num_threads()
     for values in ({"model": tmp_path / "none"}, {"model": folder, "max_seq_len": 10**6}):

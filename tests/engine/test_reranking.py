@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer import LLM, AsyncLLM, InvalidRequestError, ModelError, RankedDocument
-from infer.checkpoint import open_checkpoint
-from infer.engine import text_states
-from infer.engine.reranker import make_reranker
-from infer.engine.reranking import pairs_to_score, reranker_of
+from infer.engine.requests.reranker import make_reranker
+from infer.engine.runner.hidden_states import MAX_TEXTS, HiddenStates
+from infer.engine.texts import text_states
+from infer.engine.texts.reranking import pairs_to_score, reranker_of
 from infer.errors import TruncationWarning
-from infer.model.from_checkpoint import load_tokenizer
-from infer.runner.hidden_states import MAX_TEXTS, HiddenStates
+from infer.files import open_checkpoint
+from infer.models.from_checkpoint import load_tokenizer
 from reranker_model import CONTEXT, NO, YES, make_logit_score, make_reranker_model, qwen3_prompt
 
 QUERY = "where do cats sleep?"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.loop_messages import Reply, once
-from infer.engine.sequence import Sequence as Answering
+from infer.engine.requests.loop_messages import Reply, once
+from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import EngineFailedError
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
 from looping import open_stream
 from path_cases import (
     Case,

@@ -9,11 +9,11 @@ import pytest
 
 from gguf_files import write_model
 from infer import LLM, SamplingParams
-from infer.checkpoint import open_checkpoint, resolve
-from infer.checkpoint.find import INSTALLED_MODELS
-from infer.checkpoint.generation_config import defaults_of, sampling_defaults
-from infer.engine.request import make_request
-from infer.sampling.defaults import PRESETS, SamplingDefaults, default_params
+from infer.compute.sampling.defaults import PRESETS, SamplingDefaults, default_params
+from infer.engine.step.request import make_request
+from infer.files import open_checkpoint, resolve
+from infer.files.generation_config import defaults_of, sampling_defaults
+from infer.files.hub.find import INSTALLED_MODELS
 from test_llm import folder  # noqa: F401  # a fixture
 
 
@@ -91,7 +91,7 @@ def test_a_call_without_parameters_takes_the_table(folder: Path, monkeypatch: py
         seen.append(params)
         return make_request(limits, tokenizer, prompt, params, *others, **named)
 
-    monkeypatch.setattr("infer.engine.request_maker.make_request", watch)
+    monkeypatch.setattr("infer.engine.requests.request_maker.make_request", watch)
     message = {"role": "user", "content": "ab"}
     llm.generate("ab")
     llm.generate([message])

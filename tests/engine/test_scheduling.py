@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from extent import IS_WHOLE, usual_or_all
-from infer.engine.fair_queueing import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
-from infer.engine.scheduler import (
+from infer.compute.operands.limits import HOST_STEP
+from infer.engine.step.fair_queueing import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
+from infer.engine.step.scheduler import (
     FIRST_PROMPT_TOKENS,
     LEAST_PROMPT_TOKENS,
     PLAIN_STEPS,
@@ -16,8 +17,7 @@ from infer.engine.scheduler import (
     Demand,
     Scheduler,
 )
-from infer.engine.step_costs import Costs, StepWork, context_of
-from infer.operands.limits import HOST_STEP
+from infer.engine.step.step_costs import Costs, StepWork, context_of
 from infer.outputs import percentile
 from simulation import Machine, Request, Simulation
 

@@ -12,24 +12,24 @@ from typing import Any
 from unittest.mock import PropertyMock
 
 import pytest
+from test_session import make_model
 
 from infer import LLM
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.fair_queueing import work_of
-from infer.engine.loop import Loop
-from infer.engine.request_options import RequestOptions
-from infer.engine.scheduler import Demand, Plan
-from infer.engine.sequence import Sequence
-from infer.engine.step_costs import StepCosts
-from infer.engine.step_shares import StepPart, StepShares
+from infer.engine.requests.loop import Loop
+from infer.engine.requests.request_options import RequestOptions
+from infer.engine.runner.runner import Runner
+from infer.engine.step.fair_queueing import work_of
+from infer.engine.step.scheduler import Demand, Plan
+from infer.engine.step.sequence import Sequence
+from infer.engine.step.step_costs import StepCosts
+from infer.engine.step.step_shares import StepPart, StepShares
 from infer.errors import InvalidRequestError
-from infer.kvcache.cache_settings import CacheSettings
 from infer.outputs import Piece
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
-from test_session import make_model
 
 LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
@@ -76,7 +76,7 @@ def test_waiting_sequences_enter_by_priority_and_keep_their_answers(world: World
 def test_a_stream_pauses_if_its_reader_lags_behind_and_then_continues(
     world: World, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 8)
+    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", 8)
     sequence = make_sequence(world, LONG, Way())
     pieces, stream, other = list[Piece](), open_stream(loop, sequence), make_sequence(world, LONG, Way())
     while (piece := next(stream, None)) is not None:
@@ -180,7 +180,7 @@ def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
 def test_a_prompt_that_another_is_reading_is_read_once(
     world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch, salt: str
 ) -> None:
-    monkeypatch.setattr("infer.engine.slots._SHARED_TOKENS", 32)
+    monkeypatch.setattr("infer.engine.step.slots._SHARED_TOKENS", 32)
     beginning, params = tuple(b"abc cab " * 15), SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
     first, second, short = (
         Case(name, beginning[:count] + tuple(rest), params)
@@ -211,7 +211,7 @@ def test_a_timeout_ends_an_answer_with_what_it_has_and_one_that_waits(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("infer.engine.engine.time.perf_counter", lambda: now)
-    monkeypatch.setattr("infer.engine.queue.time.perf_counter", lambda: now)
+    monkeypatch.setattr("infer.engine.step.queue.time.perf_counter", lambda: now)
     engine.max_running = 2
     running, patient = submit(world, engine, LONG, timeout=5.0), submit(world, engine, LONG)
     waiting = submit(world, engine, LONG, timeout=5.0)

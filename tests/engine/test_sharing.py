@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from infer.engine.engine import Engine
-from infer.engine.fair_queueing import Running, Tenants, Waiting, victim, work_of
+from infer.engine.runner.runner import Runner
+from infer.engine.step.fair_queueing import Running, Tenants, Waiting, victim, work_of
 from infer.outputs import percentile
-from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
 from simulation import Machine, Request, Simulation

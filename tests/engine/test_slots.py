@@ -2,11 +2,11 @@
 
 import pytest
 
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.place import Lease
-from infer.engine.sequence import Sequence
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.step.place import Lease
+from infer.engine.step.sequence import Sequence
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 
@@ -21,7 +21,7 @@ def make_engine(world: World, num_slots: int, pool_pages: int | None = None) -> 
 
 def test_a_paused_answer_gives_its_pages_before_one_that_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two answers of 67 tokens fill the ten pages."""
-    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)
+    monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 1)
     engine = make_engine(world, 3, pool_pages=CONTEXT // 16)
     cases = [
         Case(name, tuple(text), PARAMS) for name, text in (("paused", b"abc"), ("b", b"abc cab"), ("c", b"cab abc"))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE
 from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, InvalidRequestError, ModelError
-from infer.checkpoint import open_checkpoint
 from infer.cli import main
-from infer.kvcache.cache_settings import CacheSettings
-from infer.model.families import make_architecture
-from infer.model.memory_estimate import PROCESS_BYTES, VOCABULARY_BYTES, LoadSettings, estimate
-from infer.ops import backend_of
-from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.ops import backend_of
+from infer.files import open_checkpoint
+from infer.models.families import make_architecture
+from infer.models.memory.memory_estimate import PROCESS_BYTES, VOCABULARY_BYTES, LoadSettings, estimate
 from tiny import Tiny, make_tiny
 
 CONTEXT, STATES_MB = 1024, 9  # the states of one row
@@ -55,9 +55,9 @@ def smallest(folder: Path, num_tokens: int = CONTEXT) -> int:
 
 
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: num_bytes)
+    monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: num_bytes)
     process = PROCESS_BYTES + VOCABULARY_BYTES * CONFIG.vocab_size  # which `infer estimate` counts
-    monkeypatch.setattr("infer.cli.estimate_command.available_memory_bytes", lambda: num_bytes + process)
+    monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: num_bytes + process)
 
 
 def state_pages(llm: LLM) -> int:
@@ -78,7 +78,7 @@ def test_states_take_a_share_of_the_memory_and_the_estimated_minimum_opens(
     for spare, count in found.items():
         assert count * page_bytes <= 5 * page_bytes + (needed + spare) / 8 + 2**20
     set_available(monkeypatch, needed - 1)
-    monkeypatch.setattr("infer.model.from_checkpoint.load_transformer", None)  # it is not called
+    monkeypatch.setattr("infer.models.from_checkpoint.load_transformer", None)  # it is not called
     with pytest.raises(ModelError, match="max_seq_len="):
         LLM(folder, max_seq_len=CONTEXT)
 
@@ -115,7 +115,7 @@ def test_a_refusal_comes_before_loading_and_names_an_option_that_opens(
     (name,) = options
     set_available(monkeypatch, smallest(folder) + 4_000_000)
     with monkeypatch.context() as within:
-        within.setattr("infer.model.from_checkpoint.load_transformer", None)
+        within.setattr("infer.models.from_checkpoint.load_transformer", None)
         with pytest.raises(ModelError, match=f"{name}=\\d+ fits") as error:
             LLM(folder, **options)
     value = int(re.findall(rf"{name}=(\d+) fits", str(error.value))[0])

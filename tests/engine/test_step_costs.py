@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.engine.step_costs import StepCosts, StepWork, context_of
+from infer.engine.step.step_costs import StepCosts, StepWork, context_of
 
 TRUE = (2e-3, 3e-4, 4e-4, 1e-5)
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_session import make_model
 
 from infer import LLM
-from infer.engine.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
-from infer.engine.slots import Slots
-from infer.engine.step_plans import StepPlanner
-from infer.operands.limits import HOST_STEP
+from infer.compute.operands.limits import HOST_STEP
+from infer.engine.speculation.policy import DraftPolicy
+from infer.engine.step.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
+from infer.engine.step.slots import Slots
+from infer.engine.step.step_plans import StepPlanner
 from infer.sampling_params import SamplingParams
-from infer.speculation.policy import DraftPolicy
-from test_session import make_model
 
 MOST_ROWS = 8
 

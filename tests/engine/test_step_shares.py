@@ -2,8 +2,8 @@
 
 import pytest
 
-from infer.engine.step_costs import StepCosts
-from infer.engine.step_shares import StepPart, StepShares
+from infer.engine.step.step_costs import StepCosts
+from infer.engine.step.step_shares import StepPart, StepShares
 
 QUIET, LOUD = StepPart("quiet", 1, 100), StepPart("loud", 1, 100)
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.place import Lease
-from infer.engine.sequence import Sequence
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.step.place import Lease
+from infer.engine.step.sequence import Sequence
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 from steps_behind import RunsOnItsOwn

@@ -11,7 +11,7 @@ import pytest
 
 from answer_cases import CASES, Case
 from answer_runs import Answers, Row, answers_in, differences, read_stored
-from infer.backends.cpu.isa import target_features
+from infer.compute.backends.cpu.isa import target_features
 
 STORED = read_stored()
 IS_ARM = platform.machine() in ("aarch64", "arm64")

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from extent import usual_or_all
-from infer.backends.cpu.threads.pool import set_num_threads
+from infer.compute.backends.cpu.threads.pool import set_num_threads
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.sequence import Sequence
-from infer.engine.stream import Stream
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
+from infer.engine.requests.stream import Stream
+from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence
 from infer.sampling_params import SamplingParams
-from infer.system.available_memory import give_back_freed
+from infer.system.memory.available_memory import give_back_freed
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, GRAMMARS, SAMPLERS, Case, Outcome, Way, World, make_sequence, make_world
 
@@ -66,8 +66,8 @@ def alone(world: World, case: Case) -> Outcome:
 def test_an_answer_under_load_is_the_one_that_it_has_alone(
     world: World, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)  # so more sequences enter than have pages
-    monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 1)  # so more sequences enter than have pages
+    monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
     draw = random.Random(num_threads)
     cases = [random_case(draw, number) for number in range(NUM_REQUESTS)]
     runner = Runner(world.model, CONTEXT, num_slots=7, settings=world.settings, pool_pages=12)
@@ -116,8 +116,8 @@ def test_an_answer_under_load_is_the_one_that_it_has_alone(
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: what a process holds is read from Linux's /proc")
 def test_preempted_without_end_all_answer_and_nothing_is_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are pages for two or three of five sequences. Pages and threads are as before, and memory within 1 %."""
-    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)
-    monkeypatch.setattr("infer.engine.fair_queueing.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 1)
+    monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
     draw, cases = random.Random(3), list(SEEDED)
     expected = {case.name: alone(world, case) for case in cases}
     runner = Runner(world.model, CONTEXT, num_slots=5, settings=world.settings, pool_pages=12)

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
 import gpu_models
-from infer import ops
-from infer.backends.cuda.capture import CapturedForward
-from infer.backends.cuda.graphs import Event, Graphs, Recording, Repeats
-from infer.operands.step import Chunk, Step, sampled_after
+from infer.compute import ops
+from infer.compute.backends.cuda.capture import CapturedForward
+from infer.compute.backends.cuda.graphs import Event, Graphs, Recording, Repeats
+from infer.compute.operands.step import Chunk, Step, sampled_after
 
 CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
 PARTS = ("experts", "delta nets", "convolutions", "per-layer inputs")

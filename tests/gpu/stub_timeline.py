@@ -21,12 +21,13 @@ import torch
 import triton
 from torch import Tensor
 
-from infer import SamplingParams, ops
-from infer.backends.cuda.capture import CapturedForward
-from infer.backends.cuda.graphs import Event, Graphs, Recording
+from infer import SamplingParams
+from infer.compute import ops
+from infer.compute.backends.cuda.capture import CapturedForward
+from infer.compute.backends.cuda.graphs import Event, Graphs, Recording
 from infer.engine.engine import Engine
-from infer.engine.sequence import Sequence
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence
 from path_cases import CONTEXT, Case, Way, World, make_sequence, make_world
 from stub_program import StubDriver
 
@@ -99,7 +100,7 @@ def sequences_of(world: World, num_answers: int) -> Iterator[Sequence]:
 def measured(world: World, num_answers: int) -> dict[str, Any]:
     """Return for how long the device idled before each step."""
     timeline = Timeline()
-    with patch("infer.backends.cuda.backend.Repeats", lambda: timeline):
+    with patch("infer.compute.backends.cuda.backend.Repeats", lambda: timeline):
         runner = Runner(world.model, CONTEXT, num_slots=num_answers + 1, step_tokens=128)
     assert isinstance(runner._captured, CapturedForward)
     timeline.after_sampler = sampler_of(runner._captured)

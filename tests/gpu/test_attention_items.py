@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.operands.weights import Heads
-from infer.quantization.kv_layout import Pages
+from infer.compute.operands.weights import Heads
+from infer.compute.quantization.kv_layout import Pages
 from layer_caches import make_layer
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.attention_items import (
+from infer.compute.backends.cuda.attention_items import (
     FIELDS,
     first_turn_of,
     num_seen_chunks,
@@ -24,7 +24,7 @@ from infer.backends.cuda.attention_items import (
     seen_turns,
     turn_of,
 )
-from infer.backends.cuda.kv_blocks import make_blocks
+from infer.compute.backends.cuda.kv_blocks import make_blocks
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 HEADS = Heads(4, 1, 32, 1.0, None, None, None)

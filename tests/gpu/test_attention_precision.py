@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.backends import reference
-from infer.operands.activation_values import Activations
-from infer.operands.step import Step
-from infer.operands.weights import Heads
-from infer.quantization.kv_layout import LayerCache, decode_keys, decode_values, key_parts, value_parts
+from infer.compute.backends import reference
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import Heads
+from infer.compute.quantization.kv_layout import LayerCache, decode_keys, decode_values, key_parts, value_parts
 from layer_caches import make_layer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends import cuda
+from infer.compute.backends import cuda
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 DIM, CONTEXT = 32, 330

@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.backends import reference
-from infer.operands.activation_values import Activations
-from infer.operands.step import Step
-from infer.operands.weights import Heads, Norm, RopeTable
-from infer.quantization.kv_formats import KV_TYPES
-from infer.quantization.kv_layout import LayerCache, Pages
+from infer.compute.backends import reference
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import Heads, Norm, RopeTable
+from infer.compute.quantization.kv_formats import KV_TYPES
+from infer.compute.quantization.kv_layout import LayerCache, Pages
 from layer_caches import make_layer
 from unseen_values import VALUE, Span, check_unseen
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends import cuda
-from infer.backends.cuda import attention, attention_items
-from infer.backends.cuda.activations import Twin, quantized, twin_of
+from infer.compute.backends import cuda
+from infer.compute.backends.cuda import attention, attention_items
+from infer.compute.backends.cuda.activations import Twin, quantized, twin_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CAPACITY = 640

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.backends import reference
-from infer.operands.activation_values import Activations
-from infer.operands.step import Step
-from infer.operands.weights import Heads, Norm
-from infer.quantization.kv_layout import LayerCache
+from infer.compute.backends import reference
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import Heads, Norm
+from infer.compute.quantization.kv_layout import LayerCache
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends import cuda
-from infer.backends.cuda import attention_items
-from infer.backends.cuda.activations import Twin, quantized, twin_of
+from infer.compute.backends import cuda
+from infer.compute.backends.cuda import attention_items
+from infer.compute.backends.cuda.activations import Twin, quantized, twin_of
 from test_cuda_attention import filled, make_heads
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

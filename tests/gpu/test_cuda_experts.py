@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from infer.backends import reference
-from infer.operands.feed_forwards import Router
-from infer.operands.weights import ExpertWeights, Norm
 from test_cpu_kernels import assert_near
 from test_expert_kernels import HIDDEN, NORM, ROUTERS, WEIGHTED, make_experts, make_x, prepared, with_norms
+from torch import Tensor
+
+from infer.compute.backends import reference
+from infer.compute.operands.feed_forwards import Router
+from infer.compute.operands.weights import ExpertWeights, Norm
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends import cuda
-from infer.backends.cuda import experts as cuda_experts
-from infer.backends.cuda.expert_choice import TILE, choose, tiles_of
+from infer.compute.backends import cuda
+from infer.compute.backends.cuda import experts as cuda_experts
+from infer.compute.backends.cuda.expert_choice import TILE, choose, tiles_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 TYPES = ("Q4_0", "Q6_K", "MXFP4", "IQ4_XS", "F16", "BF16", "F32")

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from extent import IS_WHOLE
-from infer import SamplingParams, ops
-from infer.model.transformer import Transformer
-from infer.operands.step import Chunk, Interrupt, Step
-from infer.runner.runner import Runner
-from infer.runner.sample_loop import SampledTokens
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
+from infer import SamplingParams
+from infer.compute import ops
+from infer.compute.operands.step import Chunk, Interrupt, Step
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.engine.runner.runner import Runner
+from infer.engine.runner.sample_loop import SampledTokens
+from infer.models.transformer import Transformer
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
 from steps import load_network
 from test_families import expected_logits, load, make_reserved, random_ids, tolerance_of
@@ -24,9 +25,9 @@ from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends.cuda import multi_step
-from infer.backends.cuda.capture import CapturedForward
-from infer.backends.cuda.graphs import Repeats
+from infer.compute.backends.cuda import multi_step
+from infer.compute.backends.cuda.capture import CapturedForward
+from infer.compute.backends.cuda.graphs import Repeats
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CPU = torch.device("cpu")

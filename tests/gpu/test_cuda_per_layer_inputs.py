@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.backends import reference
-from infer.operands.activation_values import Activations
-from infer.operands.weights import Norm, PerLayerWeights, Projection, UnreadWeight
+from infer.compute.backends import reference
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.weights import Norm, PerLayerWeights, Projection, UnreadWeight
 from test_cuda_weights import CPU, activations, assert_near, norm_of, quantized_values, weight_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends import cuda
-from infer.backends.cuda.activations import quantized, twin_of
+from infer.compute.backends import cuda
+from infer.compute.backends.cuda.activations import quantized, twin_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 VOCAB, LAYERS, DIM, HIDDEN = 20, 4, 64, 96

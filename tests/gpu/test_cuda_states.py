@@ -4,23 +4,23 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from test_delta_net import NETS, definition, make_cache, make_projected, make_weights, run
+from test_recurrent_rows import NET, NET_WEIGHTS, PAGE, TAPS, Rows, go_on_at_random, make
 from torch import Tensor
 
 from extent import IS_WHOLE
-from infer import ops
-from infer.kvcache.paged import PagedCache
-from infer.operands.activation_values import Activations
-from infer.operands.mixers import GatedDeltaNet
-from infer.operands.recurrent_cache import ConvCache
-from infer.operands.step import Chunk, Step
-from infer.operands.weights import ConvWeights
-from test_delta_net import NETS, definition, make_cache, make_projected, make_weights, run
-from test_recurrent_rows import NET, NET_WEIGHTS, PAGE, TAPS, Rows, go_on_at_random, make
+from infer.compute import ops
+from infer.compute.kvcache.paged import PagedCache
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.mixers import GatedDeltaNet
+from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.operands.step import Chunk, Step
+from infer.compute.operands.weights import ConvWeights
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends.cuda.activations import Twin, quantized
-from infer.backends.cuda.float_planes import BF16_PLANES, F16_PLANES
+from infer.compute.backends.cuda.activations import Twin, quantized
+from infer.compute.backends.cuda.float_planes import BF16_PLANES, F16_PLANES
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 

@@ -12,17 +12,17 @@ import pytest
 from torch import Tensor
 
 from extent import usual_or_all
-from infer import ops
+from infer.compute import ops
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.sequence import Sequence
-from infer.kvcache.cache_settings import CacheSettings
-from infer.runner.runner import Runner
+from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, make_sequence, make_world
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from deferred_graphs import DeferredGraphs, defer
-from infer.backends.cuda.verifier import Verifier
+from infer.compute.backends.cuda.verifier import Verifier
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 NUM_SEEDS = usual_or_all(3, 30)

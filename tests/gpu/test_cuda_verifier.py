@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.operands.step import Chunk, Masks
-from infer.runner.sample_loop import verify
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
+from infer.compute.operands.step import Chunk, Masks
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.engine.runner.sample_loop import verify
 from infer.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends.cuda.graphs import Recording, Repeats
-from infer.backends.cuda.verifier import Verifier
+from infer.compute.backends.cuda.graphs import Recording, Repeats
+from infer.compute.backends.cuda.verifier import Verifier
 from test_gpu_sampler import drawn_batch
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

@@ -8,24 +8,24 @@ from typing import get_args
 
 import pytest
 import torch
+from test_packing import make_weight
 from torch import Tensor
 
 from extent import IS_WHOLE
-from infer.backends import reference
-from infer.operands.activation_values import Activations
-from infer.operands.feed_forwards import Activation
-from infer.operands.weights import Norm, Projection, StoredWeight, UnreadWeight
-from infer.quantization.ggml_types import BLOCK_TYPES
-from test_packing import make_weight
+from infer.compute.backends import reference
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.feed_forwards import Activation
+from infer.compute.operands.weights import Norm, Projection, StoredWeight, UnreadWeight
+from infer.compute.quantization.ggml_types import BLOCK_TYPES
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends import cuda
-from infer.backends.cuda import packing, projection
-from infer.backends.cuda.activations import Twin, quantized, twin_of
-from infer.backends.cuda.dense import TILES, dense_tile
-from infer.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
-from infer.backends.cuda.projection import FORMS, multiply
+from infer.compute.backends import cuda
+from infer.compute.backends.cuda import packing, projection
+from infer.compute.backends.cuda.activations import Twin, quantized, twin_of
+from infer.compute.backends.cuda.dense import TILES, dense_tile
+from infer.compute.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
+from infer.compute.backends.cuda.projection import FORMS, multiply
 from quick_interpreter import multiply_in_one_order
 
 CPU = torch.device("cpu")

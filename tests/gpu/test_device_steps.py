@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.backends.device_steps import DeviceSteps, Header, Steps
-from infer.operands.step import Interrupt, Masks
+from infer.compute.backends.device_steps import DeviceSteps, Header, Steps
+from infer.compute.operands.step import Interrupt, Masks
 
 NUM_ROWS, LAST = 2, 6  # the sixth step is the last one
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from extent import IS_WHOLE
-from infer.sampling import integer_probs, noise
+from infer.compute.sampling import integer_probs, noise
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from infer import LLM, ops
-from infer.checkpoint import open_checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
-from infer.model.families import make_architecture
-from infer.model.load import load_transformer
-from infer.operands.step import Step
-from infer.runner.runner import Runner
+from infer import LLM
+from infer.compute import ops
+from infer.compute.operands.step import Step
+from infer.engine.runner.runner import Runner
+from infer.files import open_checkpoint
+from infer.files.tensors.lazy_weights import LazyWeights
+from infer.models.families import make_architecture
+from infer.models.load import load_transformer
 from tiny import Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends.cuda.graphs import CudaGraphs
-from test_families import make_reserved
 from test_session import make_model
+
+from infer.compute.backends.cuda.graphs import CudaGraphs
+from test_families import make_reserved
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 SECOND = torch.device("cuda:1")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer import ops
-from infer.model.transformer import Transformer
-from infer.operands.limits import GPU_STEP
-from infer.operands.step import Chunk, Step
-from infer.runner.runner import Runner
+from infer.compute import ops
+from infer.compute.operands.limits import GPU_STEP
+from infer.compute.operands.step import Chunk, Step
+from infer.engine.runner.runner import Runner
+from infer.models.transformer import Transformer
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -18,10 +18,10 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_models
 from gpu_launches import num_variants, recorded_launches
-from infer.backends import cuda
-from infer.backends.cuda.capture import CapturedForward
-from infer.backends.cuda.graphs import Repeats
-from infer.backends.cuda.step_sizes import StepSize, sizes_ahead
+from infer.compute.backends import cuda
+from infer.compute.backends.cuda.capture import CapturedForward
+from infer.compute.backends.cuda.graphs import Repeats
+from infer.compute.backends.cuda.step_sizes import StepSize, sizes_ahead
 
 CPU = torch.device("cpu")
 PLAIN = ["advance_rows", "choose_plain", "score_blocks"]

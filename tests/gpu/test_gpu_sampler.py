@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer import ops
+from infer.compute import ops
+from infer.compute.sampling import integer_probs, noise, sampler
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.compute.sampling.masks import num_mask_words
 from infer.errors import InvalidRequestError
-from infer.sampling import integer_probs, noise, sampler
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
-from infer.sampling.masks import num_mask_words
 from infer.sampling_params import SamplingParams
 from watched import script_command
 
@@ -27,18 +27,14 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl  # noqa: E402 - there may be no Triton
 
-from infer.backends import cuda  # noqa: E402
-from infer.backends.cuda.graphs import Repeats  # noqa: E402
-from infer.backends.cuda.sampling.kernel_arguments import Selection, Stages  # noqa: E402
-from infer.backends.cuda.sampling.keys_and_weights import (  # noqa: E402
-    key_of,
-    logit_of,
-    weights,
-)
-from infer.backends.cuda.sampling.logprobs import Logprobs  # noqa: E402
-from infer.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, rough_gumbel  # noqa: E402
-from infer.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, choose_selected, tiling_of  # noqa: E402
-from infer.backends.cuda.sampling.selected_rows import SelectedRows  # noqa: E402
+from infer.compute.backends import cuda  # noqa: E402
+from infer.compute.backends.cuda.graphs import Repeats  # noqa: E402
+from infer.compute.backends.cuda.sampling.kernel_arguments import Selection, Stages  # noqa: E402
+from infer.compute.backends.cuda.sampling.keys_and_weights import key_of, logit_of, weights  # noqa: E402
+from infer.compute.backends.cuda.sampling.logprobs import Logprobs  # noqa: E402
+from infer.compute.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, rough_gumbel  # noqa: E402
+from infer.compute.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, choose_selected, tiling_of  # noqa: E402
+from infer.compute.backends.cuda.sampling.selected_rows import SelectedRows  # noqa: E402
 
 HERE = Path(__file__).parent
 

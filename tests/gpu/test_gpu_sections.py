@@ -20,8 +20,8 @@ import check_gpu
 import gpu_sections
 import gpu_sweeps
 from gpu_profile import Launch, summary
-from infer.backends.cuda import projection
-from infer.backends.cuda.layouts import LAYOUTS
+from infer.compute.backends.cuda import projection
+from infer.compute.backends.cuda.layouts import LAYOUTS
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CPU = torch.device("cpu")

@@ -4,16 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from infer import load_model, ops
-from infer.backends import gpu_memory, gpus
-from infer.backends.before_load import StepSizes
-from infer.cli import main
-from infer.errors import InvalidRequestError
-from infer.model.families import make_architecture
-from infer.operands.weights import Projection
-from infer.quantization.ggml_types import BLOCK_TYPES
 from test_packing import make_weight
+
+from infer import load_model
+from infer.cli import main
+from infer.compute import ops
+from infer.compute.backends import gpu_memory, gpus
+from infer.compute.backends.before_load import StepSizes
+from infer.compute.operands.weights import Projection
+from infer.compute.quantization.ggml_types import BLOCK_TYPES
+from infer.errors import InvalidRequestError
+from infer.models.families import make_architecture
 
 HOPPER, PASCAL = ("NVIDIA H200", 9, 0), ("NVIDIA GeForce GTX 1080", 6, 1)
 
@@ -94,7 +95,7 @@ def test_without_triton_plain_torch_runs_with_a_warning(machine, monkeypatch: py
     machine(HOPPER)
     monkeypatch.setattr(gpus, "has_triton", lambda: False)
     with pytest.warns(UserWarning, match="Triton is not installed: plain torch runs on the GPU"):
-        assert ops.cuda_backend("cuda").kernels.__name__ == "infer.backends.reference"
+        assert ops.cuda_backend("cuda").kernels.__name__ == "infer.compute.backends.reference"
     assert not ops.is_gpu_of_use()
 
 
@@ -113,7 +114,7 @@ def test_free_memory_includes_the_memory_that_torch_holds_unused(monkeypatch: py
 
 @pytest.mark.parametrize("type_", sorted(BLOCK_TYPES))
 def test_a_matrix_takes_the_memory_of_its_planes(type_: str) -> None:
-    cuda = pytest.importorskip("infer.backends.cuda", reason="Triton is not installed")
+    cuda = pytest.importorskip("infer.compute.backends.cuda", reason="Triton is not installed")
     for columns in {512, 512 + BLOCK_TYPES[type_].block_size}:
         weight = make_weight(type_, 4, columns, 0, (0.5, -0.37, 1.0, 0.01))
         (packed,) = cuda.prepare(Projection((weight,)), torch.device("cpu")).parts

@@ -12,28 +12,29 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from test_cpu_kernels import make_weight
+from test_session import make_model
 from torch import Tensor
 
 import opencl_platform
-from infer import LLM, SamplingParams, ops
-from infer.backends.cpu.layouts import LAYOUTS
-from infer.backends.cpu.sampling.launch import choose_tokens
-from infer.backends.gpu_memory import stored_type
+from infer import LLM, SamplingParams
 from infer.cli.subcommands import infer
+from infer.compute import ops
+from infer.compute.backends.cpu.layouts import LAYOUTS
+from infer.compute.backends.cpu.sampling.launch import choose_tokens
+from infer.compute.backends.gpu_memory import stored_type
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.feed_forwards import Activation
+from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
+from infer.compute.operands.weights import Heads, Norm, Projection, RopeTable, Weight
+from infer.compute.quantization.kv_formats import KV_TYPES
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED
+from infer.compute.sampling.masks import pack_masks
 from infer.errors import InvalidRequestError
-from infer.operands.activation_values import Activations
-from infer.operands.feed_forwards import Activation
-from infer.operands.step import Chunk, Interrupt, Masks, Step
-from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
-from infer.quantization.kv_formats import KV_TYPES
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED
-from infer.sampling.masks import pack_masks
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch
-from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
-from test_session import make_model
 from tiny import ONE_EACH_DENSE, Tiny, make_tiny
 from unseen_values import Span, check_unseen
 
@@ -43,12 +44,12 @@ opencl_platform.use_cpu_runtime()
 # The platform is chosen before these modules are imported.
 import pyopencl as cl  # noqa: E402
 
-from infer.backends.opencl import devices, runtime  # noqa: E402
-from infer.backends.opencl.backend import OpenCLBackend  # noqa: E402
-from infer.backends.opencl.launches import Recording  # noqa: E402
-from infer.backends.opencl.projection import macros_of, packed  # noqa: E402
-from infer.backends.opencl.sampled import _MACROS as SAMPLING  # noqa: E402
-from infer.backends.opencl.sampled import Sampler  # noqa: E402
+from infer.compute.backends.opencl import devices, runtime  # noqa: E402
+from infer.compute.backends.opencl.backend import OpenCLBackend  # noqa: E402
+from infer.compute.backends.opencl.launches import Recording  # noqa: E402
+from infer.compute.backends.opencl.projection import macros_of, packed  # noqa: E402
+from infer.compute.backends.opencl.sampled import _MACROS as SAMPLING  # noqa: E402
+from infer.compute.backends.opencl.sampled import Sampler  # noqa: E402
 from steps import join  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -318,7 +319,7 @@ def test_no_platform_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_pyopencl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.ops.device.find_spec", lambda name: None)
+    monkeypatch.setattr("infer.compute.ops.device.find_spec", lambda name: None)
     with pytest.raises(InvalidRequestError, match=r"run pip install '\.\[opencl\]' in the clone of infer"):
         ops.backend_named("opencl:other")
     assert ops.opencl_devices() == []

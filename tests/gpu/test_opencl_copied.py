@@ -6,13 +6,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from test_session import make_model
 from torch import Tensor
 
 import opencl_platform
-from infer import LLM, SamplingParams, ops
+from infer import LLM, SamplingParams
+from infer.compute import ops
 from infer.errors import InvalidRequestError, ModelError
 from looping import until_freed
-from test_session import make_model
 
 pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()
@@ -20,7 +21,7 @@ opencl_platform.use_cpu_runtime()
 # The platform is chosen before these modules are imported.
 import pyopencl as cl  # noqa: E402
 
-from infer.backends.opencl.memory import Memory  # noqa: E402
+from infer.compute.backends.opencl.memory import Memory  # noqa: E402
 
 _POISON = 0xFF  # in each byte: NaN of every float type, and -1
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.engine import host
-from infer.operands.step import Chunk, Step
-from infer.runner.runner import Runner
-from infer.sampling import sampler
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
+from infer.compute.operands.step import Chunk, Step
+from infer.compute.sampling import sampler
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.engine.requests import host
+from infer.engine.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends.cuda.capture import CapturedForward
-from infer.backends.cuda.graphs import Event, Graphs, Recording, Repeats
+from infer.compute.backends.cuda.capture import CapturedForward
+from infer.compute.backends.cuda.graphs import Event, Graphs, Recording, Repeats
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CPU = torch.device("cpu")

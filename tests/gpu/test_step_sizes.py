@@ -2,11 +2,11 @@
 
 import pytest
 
-from infer.operands.limits import GPU_STEP, HOST_STEP, StepLimits
+from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends.cuda.step_sizes import size_for, sizes_ahead
+from infer.compute.backends.cuda.step_sizes import size_for, sizes_ahead
 
 
 @pytest.mark.parametrize("limits", [GPU_STEP, HOST_STEP, StepLimits(6, 4), StepLimits(512, 512)], ids=str)

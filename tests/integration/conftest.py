@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from extent import IS_WHOLE
-from infer.checkpoint import resolve
 from infer.errors import InvalidRequestError
+from infer.files import resolve
 
 FOLDER = Path(__file__).parent
 # Clients of others, which take seconds to import, and fuzzing. INFER_TESTS=all runs them.

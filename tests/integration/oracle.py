@@ -12,9 +12,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from infer.checkpoint import Checkpoint
-from infer.checkpoint.lazy_weights import LazyWeights
-from infer.model.weight_loader import dense
+from infer.files import Checkpoint
+from infer.files.tensors.lazy_weights import LazyWeights
+from infer.models.weight_loader import dense
 
 _GEMMA_NORMS = {
     "attention_norm": "input_layernorm",

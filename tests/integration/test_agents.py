@@ -17,9 +17,9 @@ from starlette.responses import Response
 
 from idle import until_idle
 from infer import LLM
-from infer.server.app import ROUTES
-from infer.server.endpoint import ApiRoute
-from infer.server.server_state import ServerState
+from infer.serving.server.app import ROUTES
+from infer.serving.server.endpoint import ApiRoute
+from infer.serving.server.server_state import ServerState
 from served import Served, serving
 
 CONTEXT = 16384

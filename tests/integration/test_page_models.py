@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from test_front_bodies import OneReplica
+from test_session import make_model
+from test_shelf import FakeReplicas
 
 from browser import Page, browsing
 from idle import until
 from infer import LLM
-from infer.distributed.shelf import Shelf, ShelfSettings, ShelfWork
-from infer.distributed.shelf_front import ShelfFront
-from infer.distributed.shelved_model import ModelPlan, ModelSource
 from infer.errors import InferError
+from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf_front import ShelfFront
+from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from served import SECONDS, serving
-from test_front_bodies import OneReplica
-from test_session import make_model
-from test_shelf import FakeReplicas
 
 NAME = "org/quants:Q4_K_M"
 
@@ -47,9 +47,11 @@ class Download(NamedTuple):
 @pytest.fixture
 def download(monkeypatch: pytest.MonkeyPatch) -> Download:
     found = Download(threading.Event(), threading.Event(), ["first"])
-    monkeypatch.setattr("infer.server.routes.ollama_pull.fetch", found.fetch)
-    monkeypatch.setattr("infer.server.routes.ollama_pull.is_at_hand", lambda name: False)
-    monkeypatch.setattr("infer.server.routes.ollama_pull.is_fetched", lambda name: False if "/" in name else None)
+    monkeypatch.setattr("infer.serving.server.routes.ollama_pull.fetch", found.fetch)
+    monkeypatch.setattr("infer.serving.server.routes.ollama_pull.is_at_hand", lambda name: False)
+    monkeypatch.setattr(
+        "infer.serving.server.routes.ollama_pull.is_fetched", lambda name: False if "/" in name else None
+    )
     return found
 
 
@@ -61,7 +63,7 @@ def page(download: Download, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         class LocalReplicas(FakeReplicas):
             exchange = OneReplica(child.port).exchange  # type: ignore[assignment]
 
-        monkeypatch.setattr("infer.distributed.shelved_model.Replicas", LocalReplicas)
+        monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", LocalReplicas)
         monkeypatch.setattr(FakeReplicas, "running", [])
         work = ShelfWork(
             lambda source, _: ModelPlan(7, takes=("generate",)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infer import LLM
-from infer.checkpoint import open_checkpoint
+from infer.files import open_checkpoint
 from oracle import make_oracle, mean_kl, oracle_logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")

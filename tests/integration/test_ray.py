@@ -34,7 +34,7 @@ MOST_HEADS = 3  # clusters whose control service may die before the test fails
 READ_DEPLOYMENT = """
 import sys, yaml
 from ray.serve.schema import ServeDeploySchema
-from infer.distributed.ray_serve import app
+from infer.serving.distributed.ray_serve import app
 with open(sys.argv[1]) as file:
     (application,) = ServeDeploySchema(**yaml.safe_load(file)).applications
 front = app(application.args)._bound_deployment

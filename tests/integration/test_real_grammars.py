@@ -11,10 +11,10 @@ import pytest
 from constraint_walks import allowed_ids, schema_text, walk
 from extent import usual_or_all
 from infer import LLM, SamplingParams
-from infer.checkpoint import open_checkpoint
-from infer.grammar.grammar import Grammar
-from infer.grammar.grammar_compiler import Compiler, make_compiler
-from infer.tokenizer import Tokenizer
+from infer.files import open_checkpoint
+from infer.text.grammar.grammar import Grammar
+from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49_152 + 40
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from infer import load_model, load_tokenizer
-from infer.operands.step import Chunk
-from infer.ops import backend_of
-from infer.runner.runner import Runner
+from infer.compute.operands.step import Chunk
+from infer.compute.ops import backend_of
+from infer.engine.runner.runner import Runner
 from oracle import mean_kl
 
 pytestmark = pytest.mark.slow

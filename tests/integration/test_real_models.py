@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from extent import IS_WHOLE, usual_or_all
-from infer import LLM, SamplingParams, ops
-from infer.backends.cpu.capture.forward import CapturedForward
-from infer.checkpoint import open_checkpoint
-from infer.operands.step import Chunk, Step
-from infer.ops import backend_of
-from infer.runner.caches import make_cache
-from infer.runner.runner import Runner
+from infer import LLM, SamplingParams
+from infer.compute import ops
+from infer.compute.backends.cpu.capture.forward import CapturedForward
+from infer.compute.operands.step import Chunk, Step
+from infer.compute.ops import backend_of
+from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import Runner
+from infer.files import open_checkpoint
 from oracle import make_oracle, mean_kl, oracle_logits
 from steps import join
 from watched import python_command

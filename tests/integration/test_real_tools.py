@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from infer import Tokenizer
-from infer.engine.conversation import Conversation, TemplateProbes
-from infer.engine.request_options import RequestOptions
-from infer.grammar.grammar_compiler import make_compiler
-from infer.prepare.answer import AnswerGrammars
-from infer.toolcalls.parser import AnswerParser
+from infer.engine.prepare.answer import AnswerGrammars
+from infer.engine.requests.conversation import Conversation, TemplateProbes
+from infer.engine.requests.request_options import RequestOptions
+from infer.text.grammar.grammar_compiler import make_compiler
+from infer.text.toolcalls.parser import AnswerParser
 from watched import script_command
 
 CHECK = Path(__file__).parents[2] / "benchmarks" / "check_tool_calls.py"

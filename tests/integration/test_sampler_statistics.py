@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from extent import usual_or_all
-from infer.sampling.columns import SamplingColumns
-from infer.sampling.sampler import Choose
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
 from sampling_cases import IMPLEMENTATIONS, make_logits
 from sampling_statistics import (

@@ -84,7 +84,7 @@ def test_lines_of_other_files_are_no_longer_than_120() -> None:
 
 
 def test_a_family_is_named_as_a_whole_word_outside_the_tables() -> None:
-    table = source('FAMILIES: dict[str, int] = {"llama": 1, "qwen3_moe": 2}\n', "src/infer/model/families/table.py")
+    table = source('FAMILIES: dict[str, int] = {"llama": 1, "qwen3_moe": 2}\n', "src/infer/models/families/table.py")
     named = {
         "a.py": 'x = "the llama model"\n',
         "b.py": "is_qwen3_moe = 1\n",
@@ -116,7 +116,7 @@ def repository(tmp_path: Path) -> Path:
         "src/infer/cli/long.py": "def f():\n" + "    x = 1\n" * 400,
         "src/infer/cli/__init__.py": "",
         "src/infer/cli/__pycache__/old.py": "x = 1\n",
-        "src/infer/web_ui/main.js": "a\nb\n",
+        "src/infer/serving/web_ui/main.js": "a\nb\n",
         "src/infer/py.typed": "",
         "tests/test_a.py": "x = 1\n\n# fmt: off\ny = 1  # noqa: E501\n",
         "benchmarks/b.py": "x = 1\n",

@@ -35,9 +35,9 @@ LAZY_DEPENDENCIES = {
     "uvicorn",
     "xgrammar",
 }
-LIGHT_MODULES = ["infer", "infer.sampling_params", "infer.outputs", "infer.errors", "infer.cli", "infer.checkpoint"]
+LIGHT_MODULES = ["infer", "infer.sampling_params", "infer.outputs", "infer.errors", "infer.cli", "infer.files"]
 # Modules that answer --help, or are imported, before torch is: they may load the rest of infer late.
-LAZY_FRONT = ("__init__.py", "__main__.py", "cli/", "batch_file/workers.py")
+LAZY_FRONT = ("__init__.py", "__main__.py", "cli/", "serving/batch_file/workers.py")
 
 
 def module_name(path: Path) -> str:
@@ -60,11 +60,11 @@ def test_light_modules_do_not_load_torch() -> None:
 
 
 def test_only_the_kernels_for_gpus_load_triton() -> None:
-    assert run_python("import sys, infer.llm, infer.ops; print('triton' in sys.modules)").strip() == "False"
+    assert run_python("import sys, infer.llm, infer.compute.ops; print('triton' in sys.modules)").strip() == "False"
 
 
 def test_a_wrong_shape_is_caught_at_the_call() -> None:
-    from infer.operands.step import Step
+    from infer.compute.operands.step import Step
 
     tokens = torch.zeros(3, dtype=torch.int64)
     assert len(Step(tokens, tokens, tokens, tokens[:1]).tokens) == 3
@@ -105,12 +105,18 @@ def test_every_module_but_compiled_kernels_is_checked() -> None:
         for name, _ in syntax_trees()
         if not any(module_name(SOURCE / name).startswith(m) for m in checked_modules())
     ]
-    allowed = ("infer.__", "infer.backends.__init__", "infer.backends.cpu", "infer.backends.cuda")
+    allowed = (
+        "infer.__",
+        "infer.compute.__init__",
+        "infer.compute.backends.__init__",
+        "infer.compute.backends.cpu",
+        "infer.compute.backends.cuda",
+    )
     assert [name for name in unchecked if not module_name(SOURCE / name).startswith(allowed)] == []
 
 
 def test_the_transformer_names_no_family() -> None:
-    for name in ("model/transformer.py", "ops/__init__.py", "operands/architecture.py"):
+    for name in ("models/transformer.py", "compute/ops/__init__.py", "compute/operands/architecture.py"):
         text = (SOURCE / name).read_text(encoding="utf-8").lower()
         assert [family for family in FAMILIES if family in text] == [], name
 
@@ -122,7 +128,8 @@ def test_no_file_name_occurs_twice() -> None:
 
 
 def files_named_once() -> list[str]:
-    own = ("infer.backends.", "infer.model.")  # folders in which a name may occur again
+    parts = ("infer.compute.backends.", "infer.models.families.", "infer.models.layers.", "infer.models.tensors")
+    own = (*parts, "infer.distributed.")  # where a name may occur again
     return [path.name for path in SOURCES if path.name != "__init__.py" and not module_name(path).startswith(own)]
 
 
@@ -157,24 +164,24 @@ def imported_modules(node: ast.AST) -> list[str]:
 
 
 def test_only_ops_and_tests_know_kernel_modules() -> None:
-    allowed = ("infer.backends.", "infer.ops.")
+    allowed = ("infer.compute.backends.", "infer.compute.ops.")
     assert [name for name in modules_that_know_kernels() if not name.startswith(allowed)] == []
 
 
 def modules_that_know_kernels() -> list[str]:
-    without_torch = {"infer.backends.before_load"}  # returns properties of a device by its name
+    without_torch = {"infer.compute.backends.before_load"}  # returns properties of a device by its name
 
     def knows_kernels(tree: ast.Module) -> bool:
         modules = {module for node in ast.walk(tree) for module in imported_modules(node)}
-        return any(module.startswith("infer.backends") for module in modules - without_torch)
+        return any(module.startswith("infer.compute.backends") for module in modules - without_torch)
 
     return [module_name(SOURCE / name) for name, tree in syntax_trees() if knows_kernels(tree)]
 
 
 def test_kernel_modules_export_every_op() -> None:
-    ops = importlib.import_module("infer.ops")
-    reference = importlib.import_module("infer.backends.reference")
-    tree = ast.parse((SOURCE / "ops/__init__.py").read_text(encoding="utf-8"))
+    ops = importlib.import_module("infer.compute.ops")
+    reference = importlib.import_module("infer.compute.backends.reference")
+    tree = ast.parse((SOURCE / "compute/ops/__init__.py").read_text(encoding="utf-8"))
     called = {
         node.func.attr
         for node in ast.walk(tree)
@@ -184,12 +191,12 @@ def test_kernel_modules_export_every_op() -> None:
     for module in (
         reference,
         ops.backend_of(torch.device("cpu")).kernels,
-        importlib.import_module("infer.backends.cuda"),
+        importlib.import_module("infer.compute.backends.cuda"),
     ):
         refused = (
             {"add_experts", "gate_inputs", "gated_delta_net", "per_layer_inputs", "short_conv"}
             | {"add_text_inputs", "append_keys", "norm_activate", "project_add_norm"}
-            if module.__name__ == "infer.backends.cuda"
+            if module.__name__ == "infer.compute.backends.cuda"
             else set()
         )  # by its `check_layers`
         assert sorted(called - set(vars(module)) - refused) == [], module.__name__

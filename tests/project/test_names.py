@@ -2,7 +2,7 @@
 
 import pytest
 
-from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
+from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 
 PROJECTIONS = {
     "attn_q": "self_attn.q_proj",

@@ -14,9 +14,9 @@ import pytest
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import main
-from infer.cli.permalink import read_permalink
-from infer.engine import prefix_fingerprint
-from infer.session import session_file
+from infer.cli.answers.permalink import read_permalink
+from infer.engine.prefixes import prefix_fingerprint
+from infer.engine.session import session_file
 
 OLD = Path(__file__).parents[1] / "data" / "old"
 ANSWERS: dict[str, Any] = json.loads((OLD / "answers.json").read_text())
@@ -46,7 +46,7 @@ def prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in (tmp_path / "cache", folder, *folder.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)
         os.utime(path, (1e9, 1e9))
-    monkeypatch.setattr("infer.kvcache.prefix_store.base_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("infer.compute.kvcache.prefix_store.base_folder", lambda: tmp_path / "cache")
     return folder
 
 

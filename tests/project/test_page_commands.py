@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from infer.cli.other_programs import ALIASES
+from infer.cli.options.other_programs import ALIASES
 from infer.cli.subcommands import infer
 
 ROOT = Path(__file__).parents[2]

@@ -29,7 +29,7 @@ def test_a_fault_applies_to_one_place_and_names_tests(fault: Fault) -> None:
         ({"file": "absent.py"}, r"A1: src/infer/absent\.py does not exist"),
         ({"old": "no such text"}, "A1: the old text occurs 0 times in .*'no such text'"),
         ({"old": "return"}, r"A1: the old text occurs \d+ times"),
-        ({"tests": ["backends/test_shared_prefix.py::test_absent"]}, "A1: .*::test_absent does not exist"),
+        ({"tests": ["compute/backends/test_shared_prefix.py::test_absent"]}, "A1: .*::test_absent does not exist"),
         ({"tests": []}, "A1: no test is named"),
     ],
 )

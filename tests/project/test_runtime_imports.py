@@ -12,7 +12,7 @@ import pytest
 
 from hostile_files import CONFIG, write_folder, write_gguf
 from infer.errors import UnsupportedModelError
-from infer.model.from_checkpoint import load_model
+from infer.models.from_checkpoint import load_model
 from shapes import SOURCE
 from watched import python_command
 
@@ -24,57 +24,66 @@ EVALUATING = {"eval", "exec", "compile", "__import__", "execfile"}
 FORBIDDEN = UNPICKLING | NETWORK | PROCESSES | EVALUATING | {"huggingface_hub"}
 # Modules that are forbidden elsewhere, and the only places that may use them.
 ALLOWED = {
-    ("bench/report.py", "subprocess"),  # asks git for the commit of a clone
-    ("backends/cpu/compile/parallel.py", "subprocess"),  # compiles kernels on every core
-    ("batch_file/workers.py", "multiprocessing"),  # rows and lines, through pipes to processes that it started itself
-    ("batch_file/workers.py", "multiprocessing.connection"),
-    ("batch_file/workers.py", "multiprocessing.process"),
-    ("system/child_process.py", "subprocess"),  # grammars and templates of strangers, in a process that may die
-    ("grammar/schema_references.py", "urllib.parse"),  # decodes the pointers inside a schema
-    ("checkpoint/hub_download.py", "huggingface_hub"),  # asked for by the user
+    ("cli/bench/report.py", "subprocess"),  # asks git for the commit of a clone
+    ("compute/backends/cpu/compile/parallel.py", "subprocess"),  # compiles kernels on every core
+    (
+        "serving/batch_file/workers.py",
+        "multiprocessing",
+    ),  # rows and lines, through pipes to processes that it started itself
+    ("serving/batch_file/workers.py", "multiprocessing.connection"),
+    ("serving/batch_file/workers.py", "multiprocessing.process"),
+    (
+        "system/processes/child_process.py",
+        "subprocess",
+    ),  # grammars and templates of strangers, in a process that may die
+    ("text/grammar/schema_references.py", "urllib.parse"),  # decodes the pointers inside a schema
+    ("files/hub/hub_download.py", "huggingface_hub"),  # asked for by the user
     ("async_llm.py", "asyncio"),  # answers for programs that use it: threads, no network
-    ("engine/mailbox.py", "asyncio"),
-    ("engine/async_answers.py", "asyncio"),
-    ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
-    ("server/choices.py", "asyncio"),
-    ("server/endpoint.py", "asyncio"),
-    ("server/connection.py", "http"),
-    ("server/routes/engine_events.py", "asyncio"),
-    ("server/loading.py", "asyncio"),
-    ("server/model_catalog.py", "asyncio"),
-    ("server/routes/ollama_pull.py", "asyncio"),
-    ("server/process.py", "asyncio"),
-    ("server/process.py", "socket"),
-    ("server/sse.py", "asyncio"),
-    ("server/connection.py", "asyncio"),
-    ("distributed/exchange.py", "asyncio"),  # replicas: of `infer serve`
-    ("distributed/front.py", "asyncio"),
-    ("distributed/front.py", "socket"),
-    ("distributed/replica.py", "asyncio"),
-    ("distributed/replica.py", "socket"),
-    ("distributed/replicas.py", "asyncio"),
-    ("distributed/replicas.py", "socket"),
-    ("distributed/shelf.py", "asyncio"),
-    ("distributed/shelf.py", "socket"),
-    ("distributed/shelf_front.py", "asyncio"),
-    ("distributed/shelf_front.py", "socket"),
-    ("distributed/shelved_model.py", "socket"),
-    ("server/http_server.py", "asyncio"),
-    ("server/http_server.py", "socket"),  # a pair of them
-    ("distributed/ray_serve.py", "asyncio"),
-    ("cli/serve_command.py", "socket"),
-    ("cli/server_commands.py", "urllib.error"),  # asks a running server
-    ("cli/server_commands.py", "urllib.parse"),
-    ("cli/server_commands.py", "urllib.request"),
-    ("server/body_limits.py", "asyncio"),
-    ("server/server_state.py", "asyncio"),
-    ("server/turns.py", "asyncio"),
-    ("server/auth.py", "socket"),  # asks what address a name of this machine has
-    ("server/process.py", "ssl"),
-    ("tensor_parallel/follower.py", "multiprocessing.connection"),  # calls, from the process that started this one
-    ("tensor_parallel/ranks.py", "multiprocessing.connection"),
-    ("tensor_parallel/ranks.py", "socket"),  # pairs of them, of no address
-    ("tensor_parallel/ranks.py", "subprocess"),
+    ("engine/requests/mailbox.py", "asyncio"),
+    ("engine/requests/async_answers.py", "asyncio"),
+    ("serving/server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
+    ("serving/server/choices.py", "asyncio"),
+    ("serving/server/endpoint.py", "asyncio"),
+    ("serving/server/connection.py", "http"),
+    ("serving/server/routes/engine_events.py", "asyncio"),
+    ("serving/server/loading.py", "asyncio"),
+    ("serving/server/model_catalog.py", "asyncio"),
+    ("serving/server/routes/ollama_pull.py", "asyncio"),
+    ("serving/server/process.py", "asyncio"),
+    ("serving/server/process.py", "socket"),
+    ("serving/server/sse.py", "asyncio"),
+    ("serving/server/connection.py", "asyncio"),
+    ("serving/distributed/exchange.py", "asyncio"),  # replicas: of `infer serve`
+    ("serving/distributed/front.py", "asyncio"),
+    ("serving/distributed/front.py", "socket"),
+    ("serving/distributed/replica.py", "asyncio"),
+    ("serving/distributed/replica.py", "socket"),
+    ("serving/distributed/replicas.py", "asyncio"),
+    ("serving/distributed/replicas.py", "socket"),
+    ("serving/distributed/shelf.py", "asyncio"),
+    ("serving/distributed/shelf.py", "socket"),
+    ("serving/distributed/shelf_front.py", "asyncio"),
+    ("serving/distributed/shelf_front.py", "socket"),
+    ("serving/distributed/shelved_model.py", "socket"),
+    ("serving/server/http_server.py", "asyncio"),
+    ("serving/server/http_server.py", "socket"),  # a pair of them
+    ("serving/distributed/ray_serve.py", "asyncio"),
+    ("cli/servers/serve_command.py", "socket"),
+    ("cli/servers/server_commands.py", "urllib.error"),  # asks a running server
+    ("cli/servers/server_commands.py", "urllib.parse"),
+    ("cli/servers/server_commands.py", "urllib.request"),
+    ("serving/server/body_limits.py", "asyncio"),
+    ("serving/server/server_state.py", "asyncio"),
+    ("serving/server/turns.py", "asyncio"),
+    ("serving/server/auth.py", "socket"),  # asks what address a name of this machine has
+    ("serving/server/process.py", "ssl"),
+    (
+        "engine/tensor_parallel/follower.py",
+        "multiprocessing.connection",
+    ),  # calls, from the process that started this one
+    ("engine/tensor_parallel/ranks.py", "multiprocessing.connection"),
+    ("engine/tensor_parallel/ranks.py", "socket"),  # pairs of them, of no address
+    ("engine/tensor_parallel/ranks.py", "subprocess"),
 }
 
 

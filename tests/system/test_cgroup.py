@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.system.cgroup import cpu_quota, memory_left_bytes, memory_limit_bytes
+from infer.system.memory.cgroup import cpu_quota, memory_left_bytes, memory_limit_bytes
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNTS = (

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from infer.system.locked_folder import locked_folder
+from infer.system.files.locked_folder import locked_folder
 from watched import python_command
 
 HOLDER = """
 import sys, tempfile
-from infer.system.locked_folder import locked_folder
+from infer.system.files.locked_folder import locked_folder
 tempfile.tempdir = sys.argv[1]
 with locked_folder("infer-a-") as folder:
     (folder / "0").touch()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infer.model.sharding import head_starts, kv_heads_of
-from infer.operands.mixers import Attention
-from infer.system import nodes
-from infer.system.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node, visit
+from infer.compute.operands.mixers import Attention
+from infer.models.sharding import head_starts, kv_heads_of
+from infer.system.cores import nodes
+from infer.system.cores.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node, visit
 
 
 def tree(root: Path, *cpu_lists: str) -> Path:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infer.checkpoint.find import cache_folder
 from infer.errors import ModelError
-from infer.system.user_cache import base_folder, folder_problem, read_own, write_own
+from infer.files.hub.find import cache_folder
+from infer.system.files.user_cache import base_folder, folder_problem, read_own, write_own
 from watched import python_command
 
 needs_users = pytest.mark.skipif(sys.platform == "win32", reason="hardware: a POSIX system only")
@@ -157,8 +157,8 @@ import pwd
 def unknown(uid):
     raise KeyError(uid)
 pwd.getpwuid = unknown
-from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.host import kernel_cache
+from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.backends.cpu.host import kernel_cache
 print(instruction_set().name != "", kernel_cache.cache_folder(), kernel_cache.trouble())
 """
     environment = {name: value for name, value in os.environ.items() if name not in ("INFER_CACHE", "XDG_CACHE_HOME")}

@@ -11,7 +11,8 @@ from pathlib import Path
 import click
 
 import infer as package
-from infer.cli.command_options import (
+from infer.cli.file_subcommands import COMMANDS
+from infer.cli.options.command_options import (
     BatchOptions,
     BenchOptions,
     ChatOptions,
@@ -25,18 +26,17 @@ from infer.cli.command_options import (
     RerankOptions,
     TraceOptions,
 )
-from infer.cli.file_subcommands import COMMANDS
-from infer.cli.model_choice import choose_model, choose_models, take_named
-from infer.cli.model_loading import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
-from infer.cli.option_checks import check_constraints, check_grammar, check_options, check_suite, needs_extra
-from infer.cli.option_fields import takes_options
-from infer.cli.other_programs import TolerantCommand, what_to_type
-from infer.cli.prompts import many_prompts, one_prompt
-from infer.cli.sampling_options import given_values, is_given, merge_params, model_defaults, own_params
-from infer.cli.server_options import DeployOptions, ServeOptions, serves_several
-from infer.cli.signals import exit_on_signal
-from infer.cli.terminal import Spinner
-from infer.sampling.defaults import neutral_values
+from infer.cli.options.model_choice import choose_model, choose_models, take_named
+from infer.cli.options.model_loading import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
+from infer.cli.options.option_checks import check_constraints, check_grammar, check_options, check_suite, needs_extra
+from infer.cli.options.option_fields import takes_options
+from infer.cli.options.other_programs import TolerantCommand, what_to_type
+from infer.cli.options.prompts import many_prompts, one_prompt
+from infer.cli.options.sampling_options import given_values, is_given, merge_params, model_defaults, own_params
+from infer.cli.options.server_options import DeployOptions, ServeOptions, serves_several
+from infer.cli.terminal.signals import exit_on_signal
+from infer.cli.terminal.terminal import Spinner
+from infer.compute.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
 
 
@@ -61,7 +61,7 @@ def _show_version(*, with_machine: bool) -> None:
     if not with_machine:
         click.echo(f"infer {package.__version__}")
         return
-    from infer.cli.machine_report import version_lines
+    from infer.cli.model_commands.machine_report import version_lines
 
     for line in version_lines():
         click.echo(line)
@@ -106,7 +106,7 @@ def generate(context: click.Context, options: GenerateOptions) -> int:
         check_options(options, own)
     for each in own:
         check_grammar(each)
-    from infer.cli.generate_command import answer_many, answer_one
+    from infer.cli.answers.generate_command import answer_many, answer_one
 
     model = load_model(options)
     defaults = model_defaults(model, context.params)
@@ -128,7 +128,7 @@ def batch(context: click.Context, options: BatchOptions) -> int:
     """
     given = {name: value for name, value in given_values(context, context.params).items() if name != "seed"}
     check_options(options, [SamplingParams.from_mapping(given)])
-    from infer.cli.batch_command import run_batch
+    from infer.cli.answers.batch_command import run_batch
 
     return run_batch(options, given, partial(load_model, options), load_arguments(options))
 
@@ -141,10 +141,10 @@ def embed(context: click.Context, options: EmbedOptions) -> None:
     The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
     """
     check_options(options, [])
-    from infer.cli.given_texts import read_texts
+    from infer.cli.answers.given_texts import read_texts
 
     texts, model = read_texts(options.source), load_model(options)
-    from infer.cli.embed_command import run_embed
+    from infer.cli.answers.embed_command import run_embed
 
     run_embed(model, texts, options)
 
@@ -154,8 +154,8 @@ def embed(context: click.Context, options: EmbedOptions) -> None:
 def rerank(context: click.Context, options: RerankOptions) -> None:
     """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
     check_options(options, [])
-    from infer.cli.given_texts import read_texts
-    from infer.cli.rerank_command import run_rerank
+    from infer.cli.answers.given_texts import read_texts
+    from infer.cli.answers.rerank_command import run_rerank
 
     texts = read_texts(options.source)
     run_rerank(load_model(options), texts, options)
@@ -169,10 +169,10 @@ def classify(context: click.Context, options: ClassifyOptions) -> None:
     The lines of a .jsonl file are strings, or objects {"text": …, "text_pair": …, "id": …}.
     """
     check_options(options, [])
-    from infer.cli.given_texts import read_texts
+    from infer.cli.answers.given_texts import read_texts
 
     texts, model = read_texts(options.source), load_model(options)
-    from infer.cli.classify_command import run_classify
+    from infer.cli.answers.classify_command import run_classify
 
     run_classify(model, texts, options)
 
@@ -183,8 +183,8 @@ def perplexity(context: click.Context, options: PerplexityOptions) -> None:
     """Measure how well a MODEL predicts a text, as llama.cpp does."""
     options = take_named(context, options)
     check_options(options, [])
-    from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text
-    from infer.cli.quality_commands import run_perplexity
+    from infer.cli.model_commands.quality_commands import run_perplexity
+    from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text
 
     text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
     run_perplexity(load_model(options), text, options)
@@ -200,9 +200,9 @@ def compare(context: click.Context, options: CompareOptions) -> None:
     options = take_named(context, options)
     if not (options.named or is_given(context, "model")):
         options = replace(options, model=options.reference)
-    from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text
-    from infer.cli.page_file import check_page
-    from infer.cli.quality_commands import reference_options, run_compare
+    from infer.cli.model_commands.page_file import check_page
+    from infer.cli.model_commands.quality_commands import reference_options, run_compare
+    from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text
 
     check_page(options.html)
     plain = reference_options(context, options)
@@ -219,7 +219,7 @@ def imatrix(context: click.Context, options: ImatrixOptions) -> None:
 
     Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
     """
-    from infer.cli.imatrix_command import run_imatrix
+    from infer.cli.model_commands.imatrix_command import run_imatrix
 
     run_imatrix(options)
 
@@ -232,7 +232,7 @@ def chat(context: click.Context, options: ChatOptions) -> int:
     Without a MODEL, a terminal shows the models to choose from; otherwise the default answers.
     """
     options = choose_model(context, options)
-    from infer.cli.chat_loop import run_chat
+    from infer.cli.chat.chat_loop import run_chat
 
     return run_chat(options, given_values(context, context.params), load_model)
 
@@ -245,13 +245,13 @@ def replay(context: click.Context, options: ReplayOptions) -> int:
     Exit status: 0 if the answer is the same, 1 if it differs. Without -m the link's own model answers, if it is on this
     machine.
     """
-    from infer.cli.option_files import read_text
-    from infer.cli.permalink import read_permalink
+    from infer.cli.answers.permalink import read_permalink
+    from infer.cli.options.option_files import read_text
 
     is_stdin = options.permalink == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)
     with needs_extra():
-        from infer.cli.replay import model_of, read_request, run_replay
+        from infer.cli.answers.replay import model_of, read_request, run_replay
 
     body = read_request(link)
     if not is_given(context, "model"):
@@ -273,8 +273,8 @@ def serve(context: click.Context, options: ServeOptions) -> int:
     if not is_shelf:
         check_options(options, [])
     with needs_extra():
-        from infer.cli.serve_command import run_serve
-        from infer.cli.shelf_command import run_models
+        from infer.cli.servers.serve_command import run_serve
+        from infer.cli.servers.shelf_command import run_models
 
     return run_models(options) if is_shelf else run_serve(options, partial(load_for_server, options))
 
@@ -294,7 +294,7 @@ def deploy(context: click.Context, options: DeployOptions) -> int:
     options = take_named(context, options)
     check_options(options, [])
     with needs_extra():
-        from infer.cli.ray_command import run_deploy
+        from infer.cli.servers.ray_command import run_deploy
 
     return run_deploy(options, served_arguments(options))
 
@@ -305,7 +305,7 @@ def sample_trace(context: click.Context, options: TraceOptions) -> None:
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = given_values(context, context.params)
     check_options(options, [SamplingParams.from_mapping({**neutral_values(is_chat=options.chat), **given})])
-    from infer.cli.trace_command import run_trace
+    from infer.cli.answers.trace_command import run_trace
 
     prompt = one_prompt(options, quiet=options.quiet)
     model = load_model(options)
@@ -322,7 +322,7 @@ def bench(context: click.Context, options: BenchOptions) -> None:
     check_options(options, [])
     with kernels_ahead(options):
         with exit_on_signal(), Spinner("loading"):
-            from infer.cli.bench_command import run_bench
+            from infer.cli.model_commands.bench_command import run_bench
 
         run_bench(options)
 

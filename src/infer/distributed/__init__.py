@@ -1,10 +1,12 @@
-"""Several processes that serve one model: the choice of a process for each request, and failover when one dies."""
+"""Old name of `infer.serving.distributed`, which works for one release. `BatchEngine` is a name of `infer` now."""
 
-from importlib import import_module
+import warnings
+
+import infer
 
 
 def __getattr__(name: str) -> object:
-    """Load `BatchEngine` on its first use, because it loads torch."""
     if name != "BatchEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("infer.distributed.ray_batch").BatchEngine
+    warnings.warn("infer.distributed.BatchEngine is now infer.BatchEngine", DeprecationWarning, stacklevel=2)
+    return infer.BatchEngine

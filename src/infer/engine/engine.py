@@ -16,29 +16,29 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import TypeVar, final
 
-from infer.engine.drafting import Drafting
-from infer.engine.grammar_masks import MaskFiller
-from infer.engine.launched_step import LaunchedStep, Work
-from infer.engine.place import Lease
-from infer.engine.prefix_disk import PrefixDisk
-from infer.engine.prefix_ends import PrefixEnds
-from infer.engine.queue import Queue
-from infer.engine.scheduler import Plan, Scheduler
-from infer.engine.sequence import Sequence
-from infer.engine.slot_params import SlotParams
-from infer.engine.slots import Slots
-from infer.engine.snapshot import EngineSnapshot, take_snapshot
-from infer.engine.step_costs import context_of
-from infer.engine.step_ends import StepEnds
-from infer.engine.step_plans import StepPlanner
-from infer.engine.step_shares import StepPart, StepShares
+from infer.compute.operands.limits import STATE_TOKENS
+from infer.compute.operands.step import Interrupt, Masks
+from infer.compute.ops import Generated, PendingStep
+from infer.compute.sampling.columns import SamplingColumns
+from infer.engine.prefixes.prefix_disk import PrefixDisk
+from infer.engine.prefixes.prefix_ends import PrefixEnds
+from infer.engine.runner.runner import Runner
+from infer.engine.speculation.drafter import Drafter
+from infer.engine.step.drafting import Drafting
+from infer.engine.step.grammar_masks import MaskFiller
+from infer.engine.step.launched_step import LaunchedStep, Work
+from infer.engine.step.place import Lease
+from infer.engine.step.queue import Queue
+from infer.engine.step.scheduler import Plan, Scheduler
+from infer.engine.step.sequence import Sequence
+from infer.engine.step.slot_params import SlotParams
+from infer.engine.step.slots import Slots
+from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
+from infer.engine.step.step_costs import context_of
+from infer.engine.step.step_ends import StepEnds
+from infer.engine.step.step_plans import StepPlanner
+from infer.engine.step.step_shares import StepPart, StepShares
 from infer.errors import InferError, OutOfPagesError, closed
-from infer.operands.limits import STATE_TOKENS
-from infer.operands.step import Interrupt, Masks
-from infer.ops import Generated, PendingStep
-from infer.runner.runner import Runner
-from infer.sampling.columns import SamplingColumns
-from infer.speculation.drafter import Drafter
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
 _Found = TypeVar("_Found")
@@ -46,7 +46,7 @@ _Found = TypeVar("_Found")
 
 @final
 class Engine:
-    """The engine. Only the loop's thread uses it (`engine.loop`).
+    """The engine. Only the loop's thread uses it (`requests.loop`).
 
     A step that raises leaves the engine in an incomplete state. Then `recover` empties the cache, and all sequences are
     computed again.

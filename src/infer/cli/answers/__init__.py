@@ -1,0 +1,1 @@
+"""Commands that answer: generate, batch, embed, rerank, classify, sample-trace and replay."""

@@ -1,0 +1,1 @@
+"""`infer chat`: a conversation at a terminal or through a pipe."""

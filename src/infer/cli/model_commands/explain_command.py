@@ -1,0 +1,172 @@
+"""`infer explain`: describe a model as lines for a terminal, or as one JSON object."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import click
+
+from infer.cli.terminal.terminal import columns_of_rows
+from infer.compute.kvcache.groups import ROW_STATES
+from infer.models.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
+
+_WORDS = {
+    "mixer": "{}",
+    "feed_forward": "{}",
+    "num_heads": "heads {:,}",
+    "num_kv_heads": "kv heads {:,}",
+    "head_dim": "head size {:,}",
+    "intermediate_size": "mlp {:,}",
+    "scale": "scale {:.5g}",
+    "window": "window {:,}",
+    "chunk": "chunks of {:,} tokens",
+    "softcap": "softcap {:g}",
+    "activation": "{}",
+    "qk_norm": "q and k norms ({})",
+    "per_layer_input": "per-layer inputs of {:,}",
+}
+_FLAGS = {"has_bias": "mlp bias", "has_sinks": "attention sinks", "has_gate": "output gates"}
+_FLAGS |= {"has_v_norm": "norm of values", "are_values_keys": "keys as values", "has_norms": "experts beside the mlp"}
+_FLAGS |= {"per_layer_input": "per-layer inputs"}
+_FLAGS |= {"are_gates_of_heads": "one gate per head", "norms_of_sum": "norms of sums", "norms_are_centred": "LayerNorm"}
+_FLAGS |= {"norms_have_bias": "norms with bias", "norms_skip_mixer": "no norm before attention"}
+_WITHOUT = {"is_causal": "no mask", "is_gated": "no gate in the mlp"}  # named if the value is False
+# Differences in a file's layout, which do not change the computation.
+_IN_FILES = ("is_decay_log", "are_heads_tiled", "are_parts_apart")
+_MAX_ENDS = 8
+
+
+def run_explain(model: str, *, as_json: bool) -> None:
+    found = explain(model)
+    click.echo(json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(lines(found)))
+
+
+def lines(found: Explanation) -> Iterator[str]:
+    network, tokenizer = found.architecture, found.tokenizer
+    count = f"{found.num_parameters / 1e6:,.1f} M values in {found.file_bytes / 1e6:,.1f} MB of {found.file_format}"
+    num_layers = sum(len(group.layers) for group in found.layer_groups)
+    rows = [
+        ("model", f"{found.name}: {network['family']}, {count}"),
+        ("file", found.path),
+        ("network", f"{num_layers} layers, {', '.join(_network(network))}"),
+        ("every layer", ", ".join(_layer(found.common, is_common=True))),
+        *(() if len(found.layer_groups) == 1 else (_group(group) for group in found.layer_groups)),
+        ("tokenizer", f"{tokenizer.kind} ({tokenizer.pre_tokenizer}), {tokenizer.vocab_size:,} tokens, "
+                      f"{tokenizer.num_special_tokens:,} of them special, "
+                      + (f"begins with {tokenizer.bos}" if tokenizer.adds_bos else "adds no first token")),
+        *([("use", _use(found))] if found.uses else []),
+        *([] if found.is_encoder else _answers(found)),
+        *((each.type, _stored(each)) for each in found.weights),
+        ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
+        *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
+        *([("state", _state(found.state_bytes))] if found.state_bytes else []),
+    ]  # fmt: skip
+    return columns_of_rows(rows, "<<")
+
+
+def _use(found: Explanation) -> str:
+    uses = " and ".join(found.uses)
+    return f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses
+
+
+def _answers(found: Explanation) -> Iterator[tuple[str, str]]:
+    """Yield the rows about the answers of a model that generates."""
+    tokenizer = found.tokenizer
+    yield "template", ", ".join(tokenizer.templates) or "none: no chat"
+    yield "ends", ", ".join(f"{text} ({token_id})" for token_id, text in list(tokenizer.ends.items())[:_MAX_ENDS])
+    yield "sampling", ", ".join(f"{name} {value}" for name, value in found.sampling_defaults.items()) or "no defaults"
+
+
+def _network(network: Mapping[str, Any]) -> Iterator[str]:
+    yield f"hidden {network['hidden_size']:,}"
+    yield f"vocabulary {network['vocab_size']:,}"
+    yield f"context {network['text_limit'] or network['max_positions']:,}"
+    yield f"eps {network['norm_eps']:g}"
+    for name in ("embedding_scale", "logit_scale"):
+        if network[name] != 1.0:
+            yield f"{name.replace('_', ' ')} {network[name]:g}"
+    if network["has_embedding_norm"]:
+        yield "a norm of the embedding"
+    if network["logit_softcap"] is not None:
+        yield f"logit softcap {network['logit_softcap']:g}"
+    yield "tied embeddings" if network["tied_embeddings"] else "a head of its own"
+
+
+def _stored(weights: StoredWeights) -> str:
+    tensors = f"{weights.num_tensors} tensor{'' if weights.num_tensors == 1 else 's'}"
+    method = f" as {weights.method}" if weights.method else ""
+    return f"{tensors}, {weights.num_values / 1e6:,.1f} M values, {weights.num_bytes / 1e6:,.1f} MB{method}"
+
+
+def _group(group: LayerGroup) -> tuple[str, str]:
+    word = "layer" if len(group.layers) == 1 else "layers"
+    return f"{word} {ranges(group.layers)}", ", ".join(_layer(group.values, is_common=False))
+
+
+def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
+    """Yield the features of layers in words. A missing feature is named only if other layers have it."""
+    for name, value in values.items():
+        if name in _IN_FILES:
+            continue
+        plain = _FLAGS.get(name, name.removeprefix("has_").replace("_", " "))
+        if name == "shared_from":  # 0 is a valid layer
+            if value is not None:
+                yield f"keys and values of layer {value}"
+        elif name in _WITHOUT:
+            if not value:
+                yield _WITHOUT[name]
+        elif name == "rope" and value is not None:
+            yield _rope(value)
+        elif name == "beta_scale":
+            if value != 1.0:
+                yield f"beta up to {value:g}"
+        elif name == "gate_curve":
+            if value != "sigmoid":
+                yield f"gates of {value}"
+        elif name == "query_scale" and value is not None:
+            yield f"queries that grow every {value['period']:,} tokens"
+        elif name == "router" and value is not None:
+            yield f"{value['num_chosen']:,} of {value['num_experts']:,} chosen by {value['scores'].replace('_', ' ')}"
+            if value["weighs_inputs"]:
+                yield "weighted inputs of experts"
+        elif value is None or value == 0:  # False, too
+            if not is_common:
+                yield plain.removeprefix("no ") if plain.startswith("no ") else f"no {plain}"
+        else:
+            text = value.replace("_", " ") if name in ("mixer", "feed_forward", "qk_norm") else value
+            yield plain if value is True else _WORDS.get(name, plain + " {}").format(text)
+
+
+def _rope(rope: Mapping[str, Any]) -> str:
+    text = f"rope of {rope['dim']} at {rope['theta']:,.10g}"
+    if "frequency_factors" in rope:
+        low, high = rope["frequency_factors"]
+        if (low, high) != (1, 1):
+            text += f" slowed {low:g}×" if low == high else f" slowed {low:.4g} to {high:.4g}×"
+    if "pairs_that_do_not_turn" in rope:
+        text += f" but {rope['pairs_that_do_not_turn']} pairs"
+    if "attention_factor" in rope:
+        text += f" times {rope['attention_factor']:.4g}"
+    return text + (f", another beyond {rope['other_beyond']:,} tokens" if "other_beyond" in rope else "")
+
+
+def _cache(found: Explanation) -> Iterator[str]:
+    for size in found.cache:
+        whole, beyond = size.bytes_per_1000_tokens, size.bytes_per_1000_tokens_beyond_windows
+        beyond_text = "" if whole == beyond else f" ({beyond / 1e6:,.1f} beyond the windows)"
+        yield f"{size.kv_type} {whole / 1e6:,.1f} MB{beyond_text}"
+
+
+def _state(num_bytes: int) -> str:
+    whole = ROW_STATES * num_bytes
+    return f"{whole / 1e6:,.1f} MB for a sequence, and {num_bytes / 1e6:,.1f} MB where another may go on from"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers as text, with ranges: 0–4, 6–10, 12."""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda indexed: indexed[1] - indexed[0])
+    ]
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,0 +1,135 @@
+"""`infer quantize`: write a model as a GGUF file of another type, with a progress bar, and report the sizes."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from infer.cli.options.command_options import QuantizeOptions
+from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows
+from infer.compute.quantization.file_types import FILE_TYPES
+from infer.compute.quantization.ggml_types import BLOCK_TYPES
+from infer.compute.quantization.quantisers import QUANTISED_TYPES
+from infer.errors import InvalidRequestError
+from infer.files import open_checkpoint, resolve
+from infer.files.gguf.gguf_split import read_whole_gguf
+from infer.files.gguf.importance_matrix import read_importance_matrix
+from infer.files.gguf.quantised_file import (
+    QuantisableModel,
+    QuantisationRequest,
+    choose_types,
+    model_of_gguf,
+    write_quantised,
+)
+from infer.models.gguf_export.plan import export_plan
+from infer.system.cores.cores import check_num_threads, default_num_threads
+
+_MIXTURES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}  # short names
+
+
+def run_quantize(options: QuantizeOptions) -> None:
+    """Write the file, and report its size and the types of its tensors."""
+    threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
+    request = _request(options)
+    path = resolve(options.source)
+    _check_output(options.output, path, force=options.force or options.dry_run)
+    model = open_quantisable(path)
+    if request.importance and not any(tensor.name in request.importance for tensor in model.tensors):
+        raise InvalidRequestError(f"{options.imatrix} has no tensor of {path.name}: make it with infer imatrix")
+    types = choose_types(model, request)
+    if not options.dry_run:
+        _write(options, model, request, types, threads)
+    if not options.quiet:
+        TextWriter(sys.stdout).write(
+            "".join(f"{line}\n" for line in columns_of_rows(list(_rows(model, types)), "<>><"))
+        )
+
+
+def open_quantisable(path: Path) -> QuantisableModel:
+    """Return the metadata and the tensors of a GGUF file, or of a folder in the form of a GGUF file.
+
+    Raises ModelError if the files cannot be read, or if GGUF has no form for the model.
+    """
+    if not path.is_dir():
+        return model_of_gguf(read_whole_gguf(path))
+    plan = export_plan(open_checkpoint(path))
+    return QuantisableModel(plan.values, plan.tensors)
+
+
+def _request(options: QuantizeOptions) -> QuantisationRequest:
+    name = _MIXTURES.get(options.type.upper(), options.type.upper())
+    if name not in FILE_TYPES:
+        raise InvalidRequestError(f"--type must be one of {', '.join(FILE_TYPES)}, got {options.type!r}")
+    return QuantisationRequest(
+        name,
+        [_pattern(text) for text in options.tensor_type],
+        _type("--output-tensor-type", options.output_tensor_type),
+        _type("--token-embedding-type", options.token_embedding_type),
+        options.pure,
+        options.requantize,
+        {} if options.imatrix is None else read_importance_matrix(options.imatrix),
+        None if options.imatrix is None else options.imatrix.name,
+    )
+
+
+def _pattern(text: str) -> tuple[str, str]:
+    pattern, equals, name = text.rpartition("=")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidRequestError(f"--tensor-type {text}: {pattern!r} is not a regular expression: {error}") from error
+    found = _type(f"--tensor-type {text}", name)
+    if not (equals and pattern) or found is None:
+        raise InvalidRequestError(f"--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got {text!r}")
+    return pattern, found
+
+
+def _type(option: str, name: str | None) -> str | None:
+    if name is not None and name.upper() not in QUANTISED_TYPES:
+        raise InvalidRequestError(f"{option}: the type must be one of {', '.join(QUANTISED_TYPES)}, got {name!r}")
+    return None if name is None else name.upper()
+
+
+def _check_output(output: Path, source: Path, *, force: bool) -> None:
+    """Raise InvalidRequestError if the output is the source, a folder, or a file that may not be replaced."""
+    if not output.exists():
+        return
+    if output.is_dir():
+        raise InvalidRequestError(f"the output {output} is a folder: name a file in it")
+    if output.samefile(source):
+        raise InvalidRequestError(f"the output {output} is the input: name another file")
+    if not force:
+        raise InvalidRequestError(f"the output {output} exists: name another file, or give --force to replace it")
+
+
+def _write(
+    options: QuantizeOptions,
+    model: QuantisableModel,
+    request: QuantisationRequest,
+    types: Mapping[str, str],
+    threads: int,
+) -> None:
+    try:
+        with Spinner("quantising", shown=not options.quiet) as spinner:
+            write_quantised(options.output, model, request, types, threads, spinner.progress)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise InvalidRequestError(f"the output {options.output} cannot be written: {error.strerror}") from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(options.output)) from error
+
+
+def _rows(model: QuantisableModel, types: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the size, the bits per weight and the types before and after."""
+    before = {tensor.name: tensor.type for tensor in model.tensors}
+    count = sum(prod(tensor.shape) for tensor in model.tensors)
+    for label, chosen in (("before", before), ("after", types)):
+        size = sum(
+            prod(tensor.shape[:-1]) * BLOCK_TYPES[chosen[tensor.name]].row_bytes(tensor.shape[-1])
+            for tensor in model.tensors
+        )
+        kinds = ", ".join(f"{number} {type}" for type, number in Counter(chosen.values()).most_common())
+        yield label, f"{size / 1e6:,.1f} MB", f"{8 * size / max(count, 1):.2f} bits per weight", kinds

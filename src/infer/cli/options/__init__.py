@@ -1,0 +1,1 @@
+"""Options of commands: declared, read, checked, and used to choose and load a model."""

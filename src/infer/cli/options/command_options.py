@@ -1,0 +1,399 @@
+"""The options of each command: one frozen dataclass per command, made of groups that commands share.
+
+A field has the name of the argument of `LLM` or the field of `ServerSettings` that it sets, if there is one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import click
+
+from infer.cli.options.option_fields import ByteSize, argument, option
+from infer.cli.options.option_files import read_named_file, read_schema
+from infer.cli.options.other_programs import Device
+from infer.cli.options.prompts import PromptOptions
+from infer.cli.options.sampling_options import logprobs_options, sampling_options
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.limits import GPU_STEP
+from infer.engine.requests.model_settings import (
+    DtypeName,
+    EvictionPolicy,
+    GrammarBackend,
+    KVType,
+    Overflow,
+    PrecisionName,
+    RerankerName,
+    Speculation,
+    WeightsType,
+)
+from infer.outputs import Pooling
+from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
+
+Decorators = tuple[Callable[..., Any], ...]
+AT_LEAST_1 = click.IntRange(min=1)
+FILE = click.Path(path_type=Path)
+_CACHE = CacheSettings()
+
+
+def _or_none(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
+    return values or None
+
+
+# fmt: off
+@dataclass(frozen=True)
+class ModelArgument:
+    """MODEL, another way to give --model."""
+
+    named: str | None = argument(metavar="[MODEL]", required=False)
+
+
+@dataclass(frozen=True)
+class ManyPromptsOptions:
+    prompts_file: Path | None = option(
+        metavar="FILE",
+        help="Answer many prompts: one per line, or JSON lines if the name ends in .jsonl, each a string or an object "
+             "of prompt and its own sampling parameters; - is stdin. Answers are in the order of the prompts, with an "
+             "empty line between them, or one JSON object per line with --json.")
+    batch_size: int = option(type=click.IntRange(1, GPU_STEP.logits), default=8,
+                             help="With --prompts-file: number of prompts answered together.")
+    overflow: Overflow = option(default="error", help="For a prompt that is too long: refuse it, or cut its beginning.")
+
+
+@dataclass(frozen=True)
+class ConstraintOptions:
+    """Constraints, of which at most one may be given. They are fields of `SamplingParams`."""
+
+    json_schema: str | None = option(
+        metavar="FILE", callback=read_schema,
+        help="The answer must be JSON of this schema: a file, or the schema itself, {…}.")
+    regex: str | None = option(metavar="PATTERN", help="The answer must match this pattern as a whole.")
+    grammar: str | None = option(type=FILE, metavar="FILE", callback=read_named_file,
+                                 help="The answer must follow this grammar in Lark's notation.")
+    choice: tuple[str, ...] | None = option(metavar="TEXT", callback=_or_none,
+                                            help="The answer must be one of these. Repeatable, or as --choice yes no.")
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """All sampling options. `given_values` reads them."""
+
+    decorators: ClassVar[Decorators] = (sampling_options(has_length=True),)
+
+
+@dataclass(frozen=True)
+class PathOptions:
+    """Options that change the speed of an answer, but never its tokens."""
+
+    speculation: Speculation | None = option(
+        help="Draft several tokens and verify them in one step: faster if the text repeats, with the same tokens.")
+    num_draft_tokens: int = option(
+        "--num-draft-tokens", "--draft-tokens", default=NUM_DRAFT_TOKENS, type=click.IntRange(1, MAX_DRAFT_TOKENS),
+        help="With --speculation: limit of drafted tokens per step.")
+    prefill_chunk: int | None = option(type=click.IntRange(1, GPU_STEP.tokens),
+                                       help="Limit of prompt tokens per step.  [default: 512 on a CPU, 8192 on a GPU]")
+    stats: bool = option(help="Print on stderr which path ran and what it did.")
+
+
+@dataclass(frozen=True)
+class NumberOptions:
+    """Options for threads and for number formats."""
+
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
+    precision: PrecisionName = option(default="exact",
+                                      help="Bits of activations with quantised weights on a CPU: 16, or 8 (fast).")
+    weights: WeightsType = option(default="auto", help="Quantise float weights at load; auto keeps the file's format.")
+    dtype: DtypeName = option(default="auto", help="Dequantise weights at load; auto keeps the file's format.")
+
+
+@dataclass(frozen=True)
+class ModelOption:
+    model: str = option("-m", "--model", default="smollm2", metavar="NAME|PATH",
+                        help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub.")
+
+
+@dataclass(frozen=True)
+class WeightOptions(ModelOption, NumberOptions):
+    """Options for the model and its number formats."""
+
+
+@dataclass(frozen=True)
+class EvictionOptions:
+    """Options for the format of keys and values, and for their eviction: fields of `CacheSettings`."""
+
+    kv_type: KVType = option(default=_CACHE.kv_type,
+                             help="Format of stored keys and values; auto chooses by the device and the weights.")
+    eviction_policy: EvictionPolicy = option(
+        default=_CACHE.eviction_policy,
+        help="Tokens of a long text to forget. sliding: all but its first and last tokens; snapkv: those of the prompt "
+             "that its end does not attend to, then as sliding.")
+    eviction_window: int = option(default=_CACHE.eviction_window,
+                                  help="With a policy: number of tokens to keep, including the protected ones.")
+    protected_prefix: int = option(default=_CACHE.protected_prefix,
+                                   help="With a policy: number of first tokens that are never forgotten.")
+    memory_threshold_mb: int | None = option(
+        metavar="MB", help="With a policy: forget tokens only if the system has less available memory.")
+    state_memory_mb: int | None = option(
+        "--state-memory-mb", "--state-memory", metavar="MB",
+        help="Memory for states of recurrent layers, current and stored.  [default: a share of what is free]")
+
+
+@dataclass(frozen=True)
+class CacheOptions(EvictionOptions):
+    reuse_prefixes: bool = option(help="Read the common beginning of prompts once; not with a policy.")
+
+
+@dataclass(frozen=True)
+class PrefixOption:
+    prefix_disk: int | None = option(
+        type=ByteSize(), metavar="SIZE", envvar="INFER_PREFIX_DISK",
+        help="Size of the files that keep beginnings of prompts for use after a restart; 0 keeps none.  "
+             "[default: 8GB, 0 with --api-key-file]")
+
+
+@dataclass(frozen=True)
+class DeviceOption:
+    device: str = option("--device", "--backend", type=Device(), default="cpu")
+
+
+@dataclass(frozen=True)
+class RunningOptions(DeviceOption):
+    """Options for how a model runs, and for the reports next to the text."""
+
+    max_seq_len: int | None = option(
+        help="Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]")
+    grammar_backend: GrammarBackend = option(default="llguidance",
+                                             help="Library that enforces a schema, a pattern or a grammar.")
+    tensor_parallel: int = option(type=AT_LEAST_1, default=1,
+                                  help="Number of processes that divide the model, each with --threads; same tokens.")
+    no_capture: bool = option(help="Run each operation separately: slower, with the same tokens.")
+    chat_template: str | None = option(type=FILE, metavar="FILE", callback=read_named_file,
+                                       help="A Jinja template for conversations, in place of the model's own.")
+    allow_special: bool = option(help="Read control tokens in a message as control tokens, not as text.")
+    quiet: bool = option("-q", "--quiet", help="Print only the text.")
+    verbose: bool = option("-v", "--verbose", help="Print counts, seed and finish reason; a traceback with an error.")
+
+
+@dataclass(frozen=True)
+class LoadOptions(WeightOptions, CacheOptions, RunningOptions):
+    """The options of a command that loads a model and generates."""
+
+
+@dataclass(frozen=True)
+class RerankerOption:
+    reranker: RerankerName = option(
+        default="auto", help="Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.")
+
+
+@dataclass(frozen=True)
+class ServedOptions(NumberOptions, EvictionOptions, RunningOptions, RerankerOption):
+    """The options of a server's models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, SamplingOptions, PathOptions, LoadOptions):
+    decorators: ClassVar[Decorators] = (logprobs_options,)
+    logprobs: int | None
+    as_json: bool = option("--json", help="Print JSON instead of text: one object per answer.")
+    as_lines: bool = option(
+        "--json-lines",
+        help="Print one JSON object per token, then the result; with many prompts, only results, as they end.")
+    permalink: bool = option(help="Print on stderr a link to this answer, for infer replay and the server's page.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
+    source: Path = argument(metavar="IN.jsonl")
+    output: Path = argument(metavar="OUT.jsonl")
+    workers: int = option(type=AT_LEAST_1, default=1, help="Number of processes, each with the model.")
+    batch_size: int = option(type=click.IntRange(1, GPU_STEP.logits), default=16,
+                             help="Number of rows that each process answers together.")
+    retry_errors: bool = option(help="Answer again the rows whose line is an error.")
+    seed: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(LoadOptions):
+    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
+    output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
+                                 help="A .npy file for all vectors, or JSON lines.  [default: JSON lines on stdout]")
+    prompt_name: str | None = option(metavar="NAME",
+                                     help="Name of a prompt in the model's files, such as query, for each text.")
+    pooling: Pooling | None = option(help="How to make one vector of a text's states.  [default: the model's own]")
+    dimensions: int | None = option(type=AT_LEAST_1, help="Number of first dimensions to keep.")
+    no_normalize: bool = option(help="Do not scale vectors to length 1.")
+    truncate: bool = option(help="Cut texts that do not fit the context.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankOptions(LoadOptions, RerankerOption):
+    query: str = argument(metavar="QUERY")
+    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
+    top_n: int | None = option("-n", "--top-n", type=AT_LEAST_1, help="Number of documents to show.  [default: all]")
+    instruction: str | None = option(metavar="TEXT", help="The task, in a sentence.  [default: the model's own]")
+    truncate: bool = option(help="Cut documents that do not fit the context.")
+    as_json: bool = option("--json", help="Print one JSON object per document, with its place in FILE.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions(LoadOptions):
+    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
+    output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
+                                 help="Output: a file of JSON lines.  [default: stdout]")
+    truncate: bool = option(help="Cut texts that do not fit the context.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions(ModelArgument, LoadOptions):
+    """The options of a command that lets models predict a text."""
+
+    text: Path = option("-f", "--text", default="-", type=FILE, metavar="FILE", show_default=False,
+                        help="The text to predict.   [default: stdin]")
+    context: int = option(type=click.IntRange(4), default=512, help="Tokens of a window; the second half is predicted.")
+    as_json: bool = option("--json", help="Print one JSON object instead of a table.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOptions(QualityOptions):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(QualityOptions):
+    reference: str = argument()
+    html: Path | None = option(type=FILE, metavar="FILE",
+                               help="Also write a page: the divergence over the text, the weights' errors by layer.")
+
+
+@dataclass(frozen=True)
+class ImatrixOptions:
+    model: str = argument()
+    texts: tuple[Path, ...] = argument(metavar="[TEXT]...", type=FILE)
+    output: Path = option("-o", "--output", type=FILE, metavar="OUT", required=True,
+                          help="Write the matrix to a .gguf file, or to a .dat file in llama.cpp's older format.")
+    in_files: tuple[Path, ...] = option("--in-file", type=FILE, metavar="FILE",
+                                        help="An earlier importance matrix to add. Repeatable.")
+    chunk_size: int = option("-c", "--chunk-size", type=AT_LEAST_1, default=512,
+                             help="Tokens of a chunk; each chunk begins with an empty context.")
+    parse_special: bool = option(help="Read control tokens in the texts as control tokens, not as text.")
+    force: bool = option(help="Replace OUT if it exists.")
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
+    quiet: bool = option("-q", "--quiet", help="Print no progress.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, PrefixOption):
+    system: str | None = option(metavar="TEXT", help="System message before the conversation.")
+    plain: bool = option(help="Show answers without styles for their Markdown.")
+    no_generation_config: bool
+
+
+@dataclass(frozen=True)
+class ReplayOptions(LoadOptions):
+    permalink: str = argument()
+
+
+@dataclass(frozen=True)
+class TraceOptions(PromptOptions, LoadOptions):
+    decorators: ClassVar[Decorators] = (sampling_options(has_length=False),)
+    step: int = option(type=AT_LEAST_1, default=1, help="Number of the token to trace; 1 follows the prompt.")
+    num_candidates: int = option(type=click.IntRange(1, 50), default=10, help="Number of tokens to show.")
+    as_json: bool = option("--json", help="Print one JSON object instead of a table.")
+
+
+@dataclass(frozen=True)
+class InspectionOptions:
+    """The options of a command that reports on a model without generating."""
+
+    as_json: bool = option("--json", help="Print one JSON object instead of a table.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
+
+
+@dataclass(frozen=True)
+class BenchOptions(ModelArgument, WeightOptions, CacheOptions, DeviceOption, InspectionOptions):
+    prompt_tokens: int = option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, help="Tokens to prefill.")
+    num_tokens: int = option("-n", "--num-tokens", "--max-new-tokens", type=AT_LEAST_1, default=128,
+                             help="Tokens to generate, the first of them by the prefill.")
+    context: int | None = option(type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: --prompt-tokens]")
+    suite: Literal["quick", "standard", "full"] | None = option(
+        help="Measure configs of several sizes instead: quick, two greedy ones; standard, also a long prompt, a long "
+             "answer and a sampled one; full, seven.")
+    repeats: int = option("--repeats", "--trials", type=AT_LEAST_1, default=3, help="Number of measured runs.")
+    warmup: int = option(type=click.IntRange(min=0), default=2, help="Number of runs before the measured ones.")
+    seed: int = option(type=click.IntRange(min=0, max=2**53), default=42, help="Seed of the prompts and of sampling.")
+    report: Path | None = option(type=FILE, metavar="PATH",
+                                 help="Also write the figures as JSON, to a file or to a new file in a folder.")
+    compare: Path | None = option(type=FILE, metavar="REPORT", help="Also show ratios to the figures of a report.")
+    profile: bool = option(help="Show the time of each operation and layer instead, as a table and bars.")
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    model: str = argument(default="smollm2")
+
+
+@dataclass(frozen=True)
+class ExplainOptions(NamedModel, InspectionOptions):
+    pass
+
+
+@dataclass(frozen=True)
+class DoctorOptions(NamedModel, InspectionOptions):
+    html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    source: str = argument(metavar="MODEL")
+    output: Path = argument(metavar="OUT.gguf", type=FILE)
+    type: str = option("-t", "--type", default="Q4_K_M", metavar="TYPE",
+                       help="F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q4_0, IQ4_XS, Q3_K_M, Q2_K and others; "
+                            "any other word lists all.")
+    tensor_type: tuple[str, ...] = option(
+        metavar="PATTERN=TYPE", help="Type of tensors whose names match, as in ffn_down=Q6_K. Repeatable.")
+    output_tensor_type: str | None = option(metavar="TYPE", help="Type of the output matrix.")
+    token_embedding_type: str | None = option(metavar="TYPE", help="Type of the token embedding.")
+    pure: bool = option(help="Use one type for all matrices, not the mixture of --type.")
+    imatrix: Path | None = option(type=FILE, metavar="FILE",
+                                  help="An importance matrix, from infer imatrix or llama.cpp.")
+    requantize: bool = option(help="Also quantise tensors that are already quantised: more precision is lost.")
+    dry_run: bool = option(help="Show the sizes and types without writing the file.")
+    force: bool = option("-f", "--force", help="Replace the output if it exists.")
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
+    quiet: bool = option("-q", "--quiet", help="Print nothing.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
+
+
+@dataclass(frozen=True)
+class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
+    max_seq_len: int | None = option(type=AT_LEAST_1, help="Tokens of a row.  [default: the model's own, at most 8192]")
+    batch: int = option(type=AT_LEAST_1, default=1, help="Number of rows in the cache.")
+    pool_pages: int | None = option(type=AT_LEAST_1,
+                                    help="Pages of 64 tokens that the rows share.  [default: enough for full rows]")
+    device: Literal["cpu", "cuda"] = option(default="cpu")
+
+
+@dataclass(frozen=True)
+class CompileOptions(NamedModel):
+    is_all: bool = option("--all", help="Compile for every kv type and precision, not only the usual ones.")
+    quiet: bool = option("-q", "--quiet", help="Print no progress.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
+
+
+@dataclass(frozen=True)
+class HubModelOptions:
+    """The options of a command about a model in the hub's local cache."""
+
+    model: str = argument(metavar="ORG/REPO[:Q4_K_M]")
+    quiet: bool = option("-q", "--quiet", help="Print no progress.")
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
+
+
+@dataclass(frozen=True)
+class ModelsOptions:
+    as_json: bool = option("--json", help="Print one JSON array instead of a table.")
+    supported: bool = option("--supported", help="List the families of models that load, with a tested model each.")
+    verbose: bool = option("-v", "--verbose", help="Also list the names for --device; a traceback with an error.")
+# fmt: on

@@ -1,0 +1,1 @@
+"""Commands that start servers, and ask and stop them."""

@@ -1,0 +1,1 @@
+"""A terminal: streams, signals, styles, and lines that are wrapped and hidden."""

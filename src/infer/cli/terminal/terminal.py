@@ -1,0 +1,187 @@
+"""Output of the command line: streaming text, notes, tables, bars and a spinner. Pipes get no bars or spinners."""
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Protocol, Self, TextIO, final, runtime_checkable
+
+import click
+
+from infer.cli.terminal.markdown import MarkdownStyle
+from infer.cli.terminal.standard_streams import raise_if_reader_has_gone
+from infer.cli.terminal.wrapping import WordWrap
+from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
+
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+# Control characters that a model wrote are made visible, not sent: they could move the cursor or set the title.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(128, 160), 65533)
+
+
+@runtime_checkable
+class TextStream(Protocol):
+    """The methods of stdout that are used here, and that a test's replacement needs."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool: ...
+
+
+@final
+class TextWriter:
+    """Writes text as it is generated, and flushes each piece.
+
+    With `wrap`, a word that does not fit moves to the next line completely.
+    """
+
+    def __init__(self, stream: TextStream, wrap: WordWrap | None = None, style: MarkdownStyle | None = None) -> None:
+        self._stream = stream
+        self._wrap, self._style = wrap, style
+        self._is_terminal = stream.isatty()
+        self._in_line = False
+
+    def write(self, text: str) -> None:
+        if not text:
+            return
+        self._in_line = not text.endswith("\n")
+        visible = text.translate(_VISIBLE) if self._is_terminal else text
+        shown = visible if self._style is None else self._style.feed(visible)
+        self._stream.write("".join(shown) if self._wrap is None else self._wrap.feed(shown))
+        self._stream.flush()
+
+    def end_line(self) -> None:
+        """End the current line if it has been begun."""
+        if self._in_line:
+            self.write("\n")
+
+
+@final
+class PrefillLine:
+    """A sign on stderr until the first word of an answer: it shows the share of a long prompt that has been read.
+
+    In a chat it is dim, appears with the question, and counts the tokens of reasoning. At the end it is erased. If
+    stderr is not a terminal, nothing is shown.
+    """
+
+    def __init__(self, *, shown: bool, is_chat: bool = False) -> None:
+        self._num_tokens, self._sign = 0, "…" if is_chat else "prompt"
+        self._is_dim = is_chat and not os.environ.get("NO_COLOR")
+        self._line = StatusLine() if shown and has_cursor(sys.stderr) else None
+        if is_chat:
+            self._show(self._sign)
+
+    def show(self, done: int, total: int) -> None:
+        if 0 < done < total:
+            self._show(f"{self._sign} {progress_bar(done, total)}")
+
+    def count_token(self) -> None:
+        """Count a token that adds nothing to the text."""
+        self._num_tokens += 1
+        if self._num_tokens > 1:
+            self._show(f"{self._sign} {self._num_tokens} tokens")
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _show(self, text: str) -> None:
+        if self._line is not None:
+            self._line.show(f"\x1b[2m{text}\x1b[22m" if self._is_dim else text)
+
+
+@final
+class Spinner:
+    """A sign on stderr that something slow is running, with a bar when its progress is known.
+
+    If stderr is not a terminal, nothing is shown.
+    """
+
+    def __init__(self, message: str, *, shown: bool = True) -> None:
+        self._message, self._detail = message, ""
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._spin, daemon=True) if shown and has_cursor(sys.stderr) else None
+
+    def __enter__(self) -> Self:
+        if self._thread:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stopped.set()
+        if self._thread:
+            self._thread.join()
+
+    def progress(self, done: int, total: int) -> None:
+        """Set the progress.
+
+        Raises BrokenPipeError if stdout's reader has gone, because the rest of the work would be useless.
+        """
+        raise_if_reader_has_gone()
+        self._detail = f" {progress_bar(done, total)}"
+
+    def _spin(self) -> None:
+        line = StatusLine()
+        for sign in itertools.cycle(SPINNER):
+            line.show(f"{sign} {self._message}{self._detail}")
+            if self._stopped.wait(0.1):
+                line.close()
+                return
+
+
+def progress_bar(done: int, total: int) -> str:
+    share = done / max(total, 1)
+    return f"{bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %"
+
+
+def columns_of_rows(rows: Sequence[Sequence[str]], alignments: str) -> Iterator[str]:
+    """Yield rows as lines whose columns are aligned: `<` to the left, `>` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def has_cursor(stream: TextStream) -> bool:
+    """Return True for a terminal that can overwrite a line."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def note(text: str) -> None:
+    """Write text that the model did not generate to stderr. On a terminal, it is dim and wrapped at words."""
+    if not text:
+        return
+    if sys.stderr.isatty():
+        wrap = WordWrap(lambda: columns_of(sys.stderr))
+        text = wrap.feed(text) + wrap.finish()
+    is_dim = has_cursor(sys.stderr) and not os.environ.get("NO_COLOR")
+    click.echo(click.style(text, dim=True) if is_dim else text, err=True)
+
+
+def note_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Write rows of two columns to stderr. On a terminal with rich, long values are wrapped within their column."""
+    if has_cursor(sys.stderr):
+        with suppress(ModuleNotFoundError):
+            from rich.console import Console
+            from rich.table import Table
+
+            table = Table.grid(padding=(0, 2, 0, 0))
+            for name, value in rows:
+                table.add_row(f"  {name}", value)
+            console = Console(stderr=True, width=columns_of(sys.stderr), highlight=False, markup=False, emoji=False)
+            console.print(table, style=None if os.environ.get("NO_COLOR") else "dim")
+            return
+    note("\n".join(f"  {line}" for line in columns_of_rows(rows, "<<")))
+
+
+def columns_of(stream: TextIO) -> int:
+    """Return the current width of a terminal, or 0 if it is unknown."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,1 @@
+"""Arithmetic and its memory: operations, operands, caches, sampling, quantisation, and backends."""

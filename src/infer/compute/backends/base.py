@@ -1,0 +1,344 @@
+"""The interface of a backend: everything that differs by device.
+
+Above `ops`, no module names a device's kernels, threads or captures.
+"""
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute.operands.architecture import Layer, ModelOutline
+from infer.compute.operands.group import Group
+from infer.compute.operands.limits import HOST_STEP, StepLimits
+from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.errors import InvalidRequestError
+from infer.outputs import TokenLogprob
+from infer.system.memory.available_memory import available_memory_bytes
+
+Precision = Literal["exact", "fast"]
+Forward = Callable[[Step], Tensor]
+Stage = Callable[[Tensor | None, Step], Tensor]  # (residual stream before it, None for the first; step) → after it
+
+
+class Generated(NamedTuple):
+    """Tokens sampled after each chunk, the time at which each step ended, and log-probabilities where a row asks for
+    them.
+
+    The last token of a row may be the code of its failure. For a step that verifies drafts, `ends` has one time per
+    entry.
+    """
+
+    token_ids: list[list[int]]
+    ends: list[StepEnd]
+    logprobs: list[list[TokenLogprob]]
+
+
+@final
+class PendingStep:
+    """A step that was launched. Until it has ended, another step may be launched behind it."""
+
+    def __init__(self, wait: Callable[[], Generated], *, is_running: bool) -> None:
+        """Take the function that waits for the step's end. With `is_running` the device runs the step."""
+        self._wait: Callable[[], Generated] | None = wait
+        self._generated: Generated | None = None
+        self.is_running = is_running
+
+    @classmethod
+    def ended(cls, generated: Generated) -> Self:
+        """Return a step that has ended with these tokens."""
+        return cls(lambda: generated, is_running=False)
+
+    def wait(self) -> Generated:
+        """Wait until the step has ended, and return its tokens. Another call returns them again."""
+        if self._wait is not None:
+            self._generated = self._wait()
+            self._wait, self.is_running = None, False  # `wait` refers to memory
+        assert self._generated is not None
+        return self._generated
+
+
+class Recorded(ABC):
+    """A forward that was recorded once. Its results equal those of the same ops run one by one, to the bit."""
+
+    @abstractmethod
+    def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
+        """Return the requested logits, in a buffer that the next run may overwrite."""
+
+
+class Stages(ABC):
+    """A forward in stages, of which each may be run for many steps before the next."""
+
+    @abstractmethod
+    def run(self, first: int, end: int, x: Tensor | None, step: Step) -> Float[Tensor, "tokens hidden"]:
+        """Run stages [first, end) for a step. x is the residual stream before them.
+
+        Returns that after them, in a buffer that the next run may overwrite.
+        """
+
+
+class EagerStages(Stages):
+    """Stages whose ops are run one by one."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+
+    def run(self, first: int, end: int, x: Tensor | None, step: Step) -> Float[Tensor, "tokens hidden"]:
+        x = None if x is None else x.clone()
+        for stage in self._stages[first:end]:
+            x = stage(x, step)
+        assert x is not None
+        return x
+
+
+class Captured(Recorded):
+    """A recorded forward that also samples, without a return to Python."""
+
+    capacity: int  # tokens that one replay holds
+    max_logits: int
+    is_followed = False  # True if other ranks can `follow` it; otherwise rank 0 of a group samples after `run`
+
+    def record_ahead(self, selections: Sequence[SamplingColumns]) -> int:
+        """Record steps before the first request, so that no request waits for the compilation of kernels.
+
+        Samplers are recorded for the stages of these selections. Return the number of steps, 0 if nothing is compiled.
+        """
+        return 0
+
+    @abstractmethod
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        """Return True if the chunks fit one replay and can be sampled there with these parameters."""
+
+    @abstractmethod
+    def run_multi_step(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        count: int,
+        columns: SamplingColumns,
+        history: History | None = None,
+        stop_ids: Sequence[int] = (),
+        masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> Generated:
+        """Run up to `count` steps without a return to Python, and sample after each of them.
+
+        Each chunk has one token, at its position in `starts`. Fewer steps run if every row met one of `stop_ids`, or if
+        any thread sets `interrupt`. The last token may be a negative code, if a row failed. `history` has seen the
+        step's tokens, and sees what is sampled. `masks` are the first step's; `masks.advance` sees each step.
+        """
+
+    @abstractmethod
+    def run_verified(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+    ) -> Generated:
+        """Run chunks from their positions on, and return the tokens sampled after each chunk with logits.
+
+        These are the drafts that were right, and the token after them.
+        """
+
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+        behind: PendingStep | None = None,
+    ) -> PendingStep:
+        """Begin `run_verified`. If the device can run steps on its own, the step may still run when this returns.
+
+        With `behind`, a step that is running and was launched last, a chunk may be one id of
+        `operands.step.sampled_after`. A recording whose steps have ended when `launch` returns is never asked for it.
+        """
+        if behind is not None:
+            raise InvalidRequestError("a step can only be launched behind one that is running")
+        return PendingStep.ended(self.run_verified(chunks, starts, columns, history, masks))
+
+    def _has_room(self, chunks: Sequence[Chunk]) -> bool:
+        num_tokens = sum([len(chunk.token_ids) for chunk in chunks])
+        return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in chunks]) <= self.max_logits
+
+    def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> int:
+        """Run the steps that rank 0 of a group runs as a multi-step, and return their number. Rank 0 sends the sampled
+        tokens.
+        """
+        raise InvalidRequestError("a group runs no multi-steps here")
+
+    @abstractmethod
+    def profile(self, step: Step) -> list[tuple[str, int]]:
+        """Return each command's label and the cycles spent in it."""
+
+
+def check_multi_step(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
+    if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
+        raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+
+
+def check_verified(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
+    if len(chunks) != len(columns):
+        raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
+
+
+class KernelStore(NamedTuple):
+    """Names of the models' kernels that are not stored yet, the folder they are stored in, and the reason if they
+    cannot be.
+    """
+
+    instruction_set: str
+    missing: list[str]
+    num_kernels: int
+    folder: Path | None
+    trouble: str | None
+
+
+class Backend(ABC):
+    """A device's kernels, memory, threads and captures.
+
+    A method's default here is right for a device that has nothing of the kind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    @abstractmethod
+    def kernels(self) -> Any:
+        """A module or an object that has every op under its name in `ops`, and agrees with `backends.reference`."""
+
+    @property
+    @abstractmethod
+    def kernel_kind(self) -> str:
+        """Name of the kernels in fingerprints. Equal names give equal bits."""
+
+    def check_layers(self, layers: Iterable[Layer]) -> None:
+        """Raise UnsupportedModelError if the kernels do not compute a part of these layers."""
+        return
+
+    @abstractmethod
+    def description(self) -> str:
+        """Return one line for reports that names the device's properties that decide its speed."""
+
+    def instruction_set(self) -> str | None:
+        """Return the instruction set's name; None if kernels are not compiled for one of several."""
+        return None
+
+    @property
+    @abstractmethod
+    def computes_on_host(self) -> bool:
+        """True if a forward keeps the cores busy that Python runs on."""
+
+    @property
+    def reads_files(self) -> bool:
+        """True if kernels read a step's rows of a table that stays in its file."""
+        return True
+
+    @property
+    def step_limits(self) -> StepLimits:
+        """Limits of a step, as `before_load.step_limits` returns them for the device."""
+        return HOST_STEP
+
+    @abstractmethod
+    def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype that a forward computes in if weights are requested in `dtype` (None: as stored)."""
+
+    @abstractmethod
+    def kv_type(self, dtype: torch.dtype | None, stored: str = "F32") -> str:
+        """Return the default storage type of keys and values. `stored` is the type of the keys' matrix in the file."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeroed memory for a cache."""
+
+    def available_bytes(self) -> int | None:
+        """Return how many bytes can still be allocated in the memory that models use; None if that is not known."""
+        return available_memory_bytes()
+
+    def begin_gpu_peak(self) -> int | None:
+        """Return the bytes allocated on the GPU, and measure `peak_gpu_bytes` from now on. None without a GPU."""
+        return None
+
+    def peak_gpu_bytes(self) -> int | None:
+        """Return the most bytes that were allocated on the GPU since `begin_gpu_peak`. None without a GPU."""
+        return None
+
+    def give_back(self, memory: Tensor, first: int, count: int) -> None:
+        """Free entries [first, first + count) of the first axis of memory that `zeros` made.
+
+        Their contents are lost, and their memory returns to the system as far as possible.
+        """
+        return
+
+    def to_host(self, memory: Tensor, entries: Sequence[int]) -> None:
+        """Make entries of the first axis, as the device wrote them, readable by the host. `zeros` made `memory`."""
+        return
+
+    def to_device(self, memory: Tensor, entries: Sequence[int]) -> None:
+        """Make entries of the first axis, as the host wrote them, readable by the device. `zeros` made `memory`."""
+        return
+
+    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Recorded | None:
+        """Return `forward` recorded for up to `capacity` tokens and `max_logits` logits per run; None if nothing is
+        recorded.
+
+        The tensors that it reads and writes (weights, cache) must stay where they are. Recording runs no kernel.
+        """
+        return None
+
+    def make_stages(self, stages: Sequence[Stage], capacity: int, *, capture: bool) -> Stages:
+        """Return a forward in stages for steps of up to `capacity` tokens, recorded if asked and the device can."""
+        return EagerStages(stages)
+
+    def make_group(self, rank: int, size: int, memory: mmap.mmap) -> Group:
+        """Return one rank of a group whose processes share this memory, which is zero at first."""
+        raise InvalidRequestError(f"ranks share memory on a CPU, not on {self.device}")
+
+    def num_threads(self) -> int:
+        """Return how many threads a forward computes with."""
+        return torch.get_num_threads()
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Return a context manager to enter around forwards and sampling."""
+        return nullcontext()
+
+    def forbid_forwards(self) -> None:
+        """Make any op that the calling thread runs raise InferError, instead of waiting for ever.
+
+        For a thread that forwards wait for.
+        """
+        return
+
+    def publisher(self, flag: npt.NDArray[np.int64]) -> Callable[[], None]:
+        """Return a function that sets a flag for which a forward may wait.
+
+        The forward then sees everything that was written before.
+        """
+        return partial(flag.fill, 1)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all its work. For use around timed regions."""
+        return
+
+    def compiling(self, models: Iterable[ModelOutline]) -> AbstractContextManager[None]:
+        """Compile the missing kernels of these models while the context runs. When it ends, all kernels exist."""
+        return nullcontext()
+
+    def kernel_store(self, models: Iterable[ModelOutline]) -> KernelStore | None:
+        """Return the state of these models' stored kernels; None if kernels are not compiled ahead."""
+        return None

@@ -1,0 +1,149 @@
+"""Conversion of a position's key and value for the cache, to the bytes of `infer.compute.quantization.kv_layout`."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite.ir import IRBuilder as Builder
+from numba import njit, types
+
+from infer.compute.backends.cpu import simd
+from infer.compute.backends.cpu.attention.cached_forms import KEYS, VALUES, Form
+from infer.compute.backends.cpu.attention.quantized_tiles import emit_mix
+from infer.compute.backends.cpu.layouts import BLOCK, LANES
+from infer.compute.backends.cpu.simd import Value, address, operation
+from infer.compute.quantization.kv_formats import QUANTIZED
+
+_CODES = BLOCK
+_FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+mix_32 = operation(types.void, address)(emit_mix)
+
+
+def _make_put_16(kv_type: str, apart: int) -> Any:
+    """Return put(where, x), which stores 16 floats in the cache's type, each `apart` elements after the one before."""
+    size = _FLOAT_BYTES[kv_type]
+
+    @operation(types.void, address, simd.f32x16)
+    def put_16(b: Builder, where: Value, stored: Value) -> None:
+        if kv_type != "f32":
+            stored = simd.narrow_f16(b, stored) if kv_type == "f16" else simd.narrow_bf16(b, stored)
+        if apart == 1:
+            simd.store(b, where, stored, size)
+            return
+        for lane in range(LANES):
+            element = b.extract_element(stored, simd.constant(simd.I32, lane))
+            simd.store(b, simd.offset(b, where, lane * apart * size), element, size)
+
+    return put_16
+
+
+@njit(forceinline=True)
+def _put(at, size, is_f16, value):
+    if size == 4:
+        simd.store_scalar_f32(at, value)
+    elif is_f16:
+        simd.store_u16(at, simd.narrow_f16(value))
+    else:
+        simd.store_u16(at, simd.narrow_bf16(value))
+
+
+def make_mix(kv_type: str) -> Any:
+    """Return mix(x, dim), in place: it mixes a query or a key before it is used with quantised blocks, else does
+    nothing.
+    """
+    is_mixed = kv_type in QUANTIZED
+
+    @njit
+    def mix(x, dim):
+        if is_mixed:
+            for i in range(0, 4 * dim, 4 * BLOCK):
+                mix_32(x + i)
+
+    return mix
+
+
+def make_put_key(kv_type: str) -> Any:
+    """Return put(block, lane, dim, x), which stores the key of `dim` floats at x, mixed, as the block's position
+    `lane`.
+    """
+    if kv_type in QUANTIZED:
+        return _make_put_codes(_quantize_8, KEYS[kv_type], 1, LANES)
+    return _make_put_floats(kv_type, LANES)
+
+
+def make_put_value(kv_type: str) -> Any:
+    """Return put(block, lane, dim, x), which stores a value as the block's position `lane`."""
+    if kv_type in QUANTIZED:
+        quantize, form = _quantize_8 if kv_type == "q8" else _quantize_4, VALUES[kv_type]
+        return _make_put_codes(quantize, form, form.codes_bytes // LANES, 1)
+    return _make_put_floats(kv_type, 1)
+
+
+def _make_put_floats(kv_type: str, apart: int) -> Any:
+    """Return put for float types. An element of a position is `apart` elements after the previous one.
+
+    `apart` is 16 if positions are neighbours (keys), or 1 (values).
+    """
+    size, is_f16, put_16 = _FLOAT_BYTES[kv_type], kv_type == "f16", _make_put_16(kv_type, apart)
+
+    @njit
+    def put(block, lane, dim, x):
+        to, whole = block + lane * size * (dim if apart == 1 else 1), dim // LANES * LANES
+        for i in range(0, whole, LANES):
+            put_16(to + i * apart * size, simd.load_f32(x + 4 * i))
+        for i in range(whole, dim):
+            _put(to + i * apart * size, size, is_f16, simd.load_scalar_f32(x + 4 * i))
+
+    return put
+
+
+def _make_put_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int) -> Any:
+    """Return put for codes. Byte i of a position's codes is at lane × lane_bytes + i × byte_bytes of each record."""
+    codes_bytes, record_bytes = form.codes_bytes, form.record_bytes
+    bytes_per_lane = codes_bytes // LANES
+
+    @njit
+    def put(block, lane, dim, x):
+        codes = simd.stack(_CODES)
+        for record in range(dim // BLOCK):
+            at = block + record * record_bytes
+            quantize(x + 4 * BLOCK * record, codes, at + codes_bytes + 2 * lane)
+            for i in range(bytes_per_lane):
+                simd.store_u8(at + lane * lane_bytes + i * byte_bytes, simd.load_u8(codes + i))
+
+    return put
+
+
+@njit
+def _quantize_8(x, codes, scale_at):
+    """Quantise 32 floats at x to 32 bytes of codes and the f16 scale."""
+    first, second = simd.load_f32(x), simd.load_f32(x + 64)
+    largest = simd.max_f32(simd.maximum(simd.absolute(first), simd.absolute(second)))
+    bits = simd.narrow_f16(largest / np.float32(127))
+    simd.store_u16(scale_at, bits)
+    scale = simd.widen_f16(bits)
+    if scale == np.float32(0):
+        scale = np.float32(1)
+    low, high = simd.splat_f32(np.float32(-127)), simd.splat_f32(np.float32(127))
+    simd.store_i8(codes, simd.nearest_i32(simd.clamp(first / simd.splat_f32(scale), low, high)))
+    simd.store_i8(codes + LANES, simd.nearest_i32(simd.clamp(second / simd.splat_f32(scale), low, high)))
+
+
+@njit
+def _quantize_4(x, codes, scale_at):
+    """Quantise 32 floats at x to 16 bytes of codes, the f16 scale and, 32 bytes after it, the f16 minimum."""
+    first, second = simd.load_f32(x), simd.load_f32(x + 64)
+    largest = simd.max_f32(simd.maximum(first, second))
+    minus = simd.splat_f32(np.float32(-1))
+    smallest = -simd.max_f32(simd.maximum(first * minus, second * minus))
+    scale_bits, minimum_bits = simd.narrow_f16((largest - smallest) / np.float32(15)), simd.narrow_f16(smallest)
+    simd.store_u16(scale_at, scale_bits)
+    simd.store_u16(scale_at + 2 * LANES, minimum_bits)
+    scale, minimum = simd.widen_f16(scale_bits), simd.splat_f32(simd.widen_f16(minimum_bits))
+    if scale == np.float32(0):
+        scale = np.float32(1)
+    low, high = simd.splat_f32(np.float32(0)), simd.splat_f32(np.float32(15))
+    left = simd.nearest_i32(simd.clamp((first - minimum) / simd.splat_f32(scale), low, high))
+    right = simd.nearest_i32(simd.clamp((second - minimum) / simd.splat_f32(scale), low, high))
+    simd.store_i8(codes, left + right * simd.splat_i32(np.int32(16)))

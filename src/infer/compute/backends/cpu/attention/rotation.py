@@ -1,0 +1,181 @@
+"""A head of q or k, normalised by itself or with its neighbours, rotated and scaled, as a query or for the cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from infer.compute.backends.cpu import simd
+from infer.compute.backends.cpu.activations import inverse_rms
+from infer.compute.backends.cpu.attention.cache_blocks import make_mix, make_put_key, make_put_value
+from infer.compute.backends.cpu.attention.cache_slots import make_block_at, slot_of
+from infer.compute.backends.cpu.attention.partition import is_split
+from infer.compute.backends.cpu.layouts import LANES
+from infer.compute.backends.cpu.records import MAX_HEAD_DIM
+from infer.compute.backends.cpu.simd import load_scalar_f32, load_upto, splat_f32, store_scalar_f32, store_upto
+from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_share
+
+_HEAD_BYTES = 4 * MAX_HEAD_DIM
+_LEAST = 32  # heads of 16 tokens that a thread takes at once
+
+
+@njit(forceinline=True)
+def _norm_of_all(args, which, x, heads):
+    """Return 1 / rms of all heads together if they are normalised so, else 1."""
+    if args.norms[which] == 0 or args.norm_strides[which] == 0:
+        return np.float32(1)
+    return inverse_rms(x, args.dim * heads, args.eps[which])
+
+
+@njit(forceinline=True)
+def _norm_of_head(args, which, x, head, of_all):
+    """Return the address of the head's weight, or 0, and the factor of its elements before the weight."""
+    weight, stride, factor = args.norms[which], args.norm_strides[which], of_all
+    if weight != 0 and stride == 0:
+        factor = inverse_rms(x, args.dim, args.eps[which])
+    return weight + stride * head, factor
+
+
+@njit
+def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
+    """Store scale × rotate(x × factor × weight) at out."""
+    for i in range(0, dim, LANES):
+        vector = load_upto(x + 4 * i, dim - i)
+        if weight != 0:
+            vector = vector * splat_f32(factor) * load_upto(weight + 4 * i, dim - i)
+        store_upto(out + 4 * i, dim - i, vector)
+    for i in range(0, half if cos != 0 else 0, LANES):
+        left, right, room = out + 4 * i, out + 4 * (half + i), half - i
+        first, second = load_upto(left, room), load_upto(right, room)
+        c, s = load_upto(cos + 4 * i, room), load_upto(sin + 4 * i, room)
+        store_upto(left, room, first * c - second * s)
+        store_upto(right, room, second * c + first * s)
+    for i in range(0, dim if scale != np.float32(1) else 0, LANES):
+        store_upto(out + 4 * i, dim - i, load_upto(out + 4 * i, dim - i) * splat_f32(scale))
+
+
+@njit
+def _put_finite(x, dim, factor, out):
+    """Store x × factor at out, and 0 for elements that are not finite."""
+    for i in range(0, dim, LANES):
+        store_upto(out + 4 * i, dim - i, simd.finite(load_upto(x + 4 * i, dim - i) * splat_f32(factor)))
+
+
+@njit
+def _times_0(x, dim):
+    """Return Σ x × 0: 0, or NaN if an element is not finite."""
+    total, zero = splat_f32(np.float32(0)), np.float32(0)
+    for i in range(0, dim // LANES * LANES, LANES):
+        total = total + simd.load_f32(x + 4 * i) * splat_f32(zero)
+    found = simd.sum_f32(total)
+    for i in range(dim // LANES * LANES, dim):
+        found += load_scalar_f32(x + 4 * i) * zero
+    return found
+
+
+@njit(forceinline=True)
+def _of_token(args, state, token):
+    """Return (the token's position, its cosines, its sines)."""
+    position, row = state.positions[token], state.rows[token]
+    at = 4 * args.half * position + args.set_bytes * args.rope_sets[row]
+    return position, 0 if args.cos == 0 else args.cos + at, args.sin + at
+
+
+def make_put_queries(kv_type: str) -> Any:
+    """Return put(args, state, kv, first, end), which makes queries [first, end) of a kv head.
+
+    Queries are numbered as [token, query head of the group].
+    """
+    mix = make_mix(kv_type)
+
+    @njit
+    def put_queries(args, state, kv, first, end):
+        dim, group = args.dim, args.num_heads // args.num_kv_heads
+        of_all, of_token = np.float32(1), -1
+        for column in range(first, end):
+            token, head = column // group, kv * group + column % group
+            position, cos, sin = _of_token(args, state, token)
+            scale = args.scale
+            if args.query_scales != 0:
+                scale *= load_scalar_f32(args.query_scales + 4 * position)
+            x = args.q + args.qkv_bytes * token
+            if token != of_token:
+                of_all, of_token = _norm_of_all(args, 0, x, args.num_heads), token
+            x += 4 * dim * head
+            weight, factor = _norm_of_head(args, 0, x, head, of_all)
+            to = args.queries + 4 * dim * (kv * state.num_tokens * group + column)
+            _rotate_head(x, weight, factor, cos, sin, args.half, dim, scale, to)
+            mix(to, dim)
+            if args.far_bytes != 0:
+                far, also = 4 * args.half * min(0, args.furthest - position), to + args.far_bytes
+                _rotate_head(x, weight, factor, cos + far, sin + far, args.half, dim, scale, also)
+                mix(also, dim)
+
+    return put_queries
+
+
+def make_rotate(kv_type: str) -> Callable[..., None]:
+    """Return the command that stores k and v in the cache, and makes queries from q if threads share them.
+
+    Heads of 16 tokens go to one thread, because their keys share cache lines.
+    """
+    rotate_share = _make_rotate_share(kv_type)
+
+    def rotate(args, state, thread, num_threads):
+        num_queries = 0  # but for few, each is made by who needs it
+        if args.only_stores == 0 and is_split(args, state, num_threads):
+            num_queries = args.num_heads
+        total = (state.num_tokens + LANES - 1) // LANES * (num_queries + 2 * args.num_new_heads)
+        begin_units(state, thread)
+        begin, stop = take_share(state, thread, num_threads, total, _LEAST)
+        while begin < stop:
+            rotate_share(args, state, num_queries, begin, stop)
+            begin, stop = take_share(state, thread, num_threads, total, _LEAST)
+
+    return rotate
+
+
+def _make_rotate_share(kv_type: str) -> Any:
+    """Return rotate(args, state, num_queries, begin, stop), which processes some heads.
+
+    For each 16 tokens, q's heads come first, then k's and v's.
+    """
+    mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
+    put_queries, block_at = make_put_queries(kv_type), make_block_at(kv_type)
+
+    @njit
+    def rotate_share(args, state, num_queries, begin, stop):
+        dim, kv_heads, tokens, rotated = args.dim, args.num_new_heads, state.num_tokens, simd.stack(_HEAD_BYTES)
+        group, of_16 = args.num_heads // args.num_kv_heads, num_queries + 2 * kv_heads
+        end = min(tokens, (stop + of_16 - 1) // of_16 * LANES)
+        for token in range(begin // of_16 * LANES, end):
+            first = token // LANES * of_16
+            for head in range(max(0, begin - first), min(num_queries, stop - first)):
+                column = token * group + head % group
+                put_queries(args, state, head // group, column, column + 1)
+            if kv_heads == 0:
+                continue
+            first += num_queries
+            position, cos, sin = _of_token(args, state, token)
+            row, ahead = state.rows[token], args.qkv_bytes * token
+            k, v = args.k + ahead, args.v + ahead
+            slot, of_all = slot_of(args, row, position), _norm_of_all(args, 1, k, kv_heads)
+            for item in range(max(0, begin - first), min(2 * kv_heads, stop - first)):
+                head, at = item // 2, 4 * dim * (item // 2)
+                keys, values = block_at(args, row, head, slot)
+                if item % 2 == 0:
+                    weight, factor = _norm_of_head(args, 1, k + at, head, of_all)
+                    _rotate_head(k + at, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
+                    if _times_0(rotated, dim) + _times_0(v + at, dim) != np.float32(0):
+                        store_scalar_f32(rotated, np.float32(np.nan))  # as `kv_layout.storable`
+                    mix(rotated, dim)
+                    put_key(keys, slot % LANES, dim, rotated)
+                else:
+                    factor = np.float32(1)
+                    if args.v_eps >= 0:
+                        factor = inverse_rms(v + at, dim, args.v_eps)
+                    _put_finite(v + at, dim, factor, rotated)
+                    put_value(values, slot % LANES, dim, rotated)
+
+    return rotate_share

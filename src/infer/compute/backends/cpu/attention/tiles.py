@@ -1,0 +1,181 @@
+"""Attention's two inner loops in registers: scores of query columns against keys, and p × values.
+
+Keys of 16 positions are stored transposed: a score's sum over dim is one chain of FMAs in its own lane. Values are
+stored position by position: an output element's sum over positions is one chain in its own lane. Neither order depends
+on how many columns, blocks or dims a tile computes, nor on whether blocks are read as they are cached or widened.
+
+A tile is a number of columns × a number of vectors of 16 lanes, of keys (16 positions each) or of values (16 dims).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.core import cgutils
+
+from infer.compute.backends.cpu import simd
+from infer.compute.backends.cpu.attention import quantized_tiles, registers
+from infer.compute.backends.cpu.attention.cached_forms import Form
+from infer.compute.backends.cpu.layouts import LANES
+from infer.compute.backends.cpu.prefetch import Prefetch, Share
+from infer.compute.backends.cpu.records import CHUNK
+from infer.compute.backends.cpu.simd import F32, F32X16, I64, Value, address, constant, multiply, offset, operation
+
+REGION = 4  # blocks that all columns process before the next: they stay in a core's first cache
+STRIDE = 4 * CHUNK  # bytes from column to column of scores
+
+
+def _for_each_region(
+    b: Builder, total: Value, size: int, start: Value, region_bytes: Value, after: Value, asked: Value | None,
+    emit: Callable[[Value, Value, Value, Value], None],
+) -> None:  # fmt: skip
+    """Emit a call of emit(first, count, address, prefetch address) for each region of `size`.
+
+    The prefetched memory is the next region, and for the last one the memory at `after`. If `asked` is given, each
+    region prefetches that many bytes from `after` on.
+    """
+    with cgutils.for_range(b, b.udiv(b.add(total, constant(I64, size - 1)), constant(I64, size))) as loop:
+        first, at = multiply(b, loop.index, size), b.add(start, b.mul(loop.index, region_bytes))
+        left = b.sub(total, first)
+        is_last = b.icmp_signed("<=", left, constant(I64, size))
+        count = b.select(is_last, left, constant(I64, size))
+        following = b.select(is_last, after, b.add(at, region_bytes))
+        emit(first, count, at, following if asked is None else b.add(after, b.mul(loop.index, asked)))
+
+
+def _share(
+    b: Builder, prefetch: Prefetch, form: Form, cached: Form | None, vectors: int, width: int, columns: Value
+) -> Share:
+    """Return the prefetches of a tile's iteration: as many bytes as it reads.
+
+    If blocks are widened, a region prefetches one block of the cached form in total.
+    """
+    num_bytes = vectors * form.row_bytes
+    if cached is not None:
+        num_bytes = num_bytes * cached.dim_bytes // (REGION * form.dim_bytes)
+    return prefetch.share(b, num_bytes, width, columns)
+
+
+def make_score_run(form: Form, cached: Form | None = None) -> Any:
+    """Return scores(columns, queries, dim, keys, num_blocks, out, after).
+
+    It stores the scores of queries against a run of blocks of keys, as [column, 256]. It prefetches the rest of the
+    run, then the memory at `after`. Widened blocks are already near. For them it prefetches only the memory at `after`,
+    one cached block per region.
+    """
+    emit_tile = quantized_tiles.emit_scores if form.is_coded else emit_scores
+
+    @operation(types.void, *(address,) * 7)
+    def score_run(
+        b: Builder, columns: Value, queries: Value, dim: Value, keys: Value, num_blocks: Value, out: Value, after: Value
+    ) -> None:
+        block_bytes = multiply(b, dim, form.dim_bytes)
+
+        def region(first: Value, count: Value, at: Value, following: Value) -> None:
+            prefetch, to = Prefetch.begin(b, following), b.add(out, multiply(b, first, 4 * LANES))
+
+            def tiles(width: int, vectors: int, column: Value) -> None:
+                numbers = [b.add(column, constant(I64, c)) for c in range(width)]
+                q = [b.add(queries, multiply(b, b.mul(number, dim), 4)) for number in numbers]
+                row = b.add(to, multiply(b, column, STRIDE))
+
+                def tile(num_blocks: int, block: Value) -> None:
+                    share = _share(b, prefetch, form, cached, num_blocks, width, columns)
+                    own = b.add(at, b.mul(block, block_bytes))
+                    blocks = [b.add(own, multiply(b, block_bytes, k)) for k in range(num_blocks)]
+                    sums, scores = emit_tile(b, form, q, blocks, dim, share), b.add(row, multiply(b, block, 4 * LANES))
+                    places = [
+                        offset(b, scores, STRIDE * c + 4 * LANES * k) for c in range(width) for k in range(num_blocks)
+                    ]
+                    registers.store_variables(b, sums, places)
+
+                registers.for_each_vector(b, count, vectors, tile)
+
+            registers.for_each_tile(b, columns, tiles)
+
+        asked = None if cached is None else multiply(b, dim, cached.dim_bytes)
+        _for_each_region(b, num_blocks, REGION, keys, multiply(b, block_bytes, REGION), after, asked, region)
+
+    return score_run
+
+
+def emit_scores(
+    b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, share: Share
+) -> list[Value]:
+    sums = registers.variables(b, [constant(F32X16, 0.0)] * (len(queries) * len(blocks)))
+    with cgutils.for_range(b, dim) as loop:
+        share.prefetch(b)
+        row, element = multiply(b, loop.index, form.row_bytes), multiply(b, loop.index, 4)
+        keys = [form.load(b, b.add(block, row)) for block in blocks]
+        for column, query in enumerate(queries):
+            registers.add_products(b, sums[column * len(keys) :], simd.broadcast(b, b.add(query, element)), keys)
+    return sums
+
+
+def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
+    """Return add(columns, p, dim, values, num_positions, out, stride, after).
+
+    It adds Σ p[column, 256] × values, over the first positions of a run of blocks, to out[column × stride …]. It covers
+    as many whole vectors as dim has. The sum starts from the contents of out. It prefetches as `make_score_run` does.
+    """
+    emit_tile = quantized_tiles.emit_values if form.is_coded else emit_values
+
+    @operation(types.void, *(address,) * 8)
+    def add_value_run(
+        b: Builder, columns: Value, p: Value, dim: Value, values: Value, num_positions: Value, out: Value,
+        stride: Value, after: Value,
+    ) -> None:  # fmt: skip
+        def region(first: Value, count: Value, at: Value, following: Value) -> None:
+            prefetch, p_at = Prefetch.begin(b, following), b.add(p, multiply(b, first, 4))
+
+            def tiles(width: int, vectors: int, column: Value) -> None:
+                numbers = [b.add(column, constant(I64, c)) for c in range(width)]
+                shares_at = [b.add(p_at, multiply(b, number, STRIDE)) for number in numbers]
+                rows = [b.add(out, b.mul(number, stride)) for number in numbers]
+
+                def tile(num_vectors: int, vector: Value) -> None:
+                    share = _share(b, prefetch, form, cached, num_vectors, width, columns)
+                    to = [b.add(row, multiply(b, vector, 4 * LANES)) for row in rows]
+                    emit_tile(b, form, shares_at, at, dim, vector, num_vectors, count, to, share)
+
+                registers.for_each_vector(b, b.udiv(dim, constant(I64, LANES)), vectors, tile)
+
+            registers.for_each_tile(b, columns, tiles)
+
+        region_bytes = multiply(b, dim, form.dim_bytes * REGION)
+        asked = None if cached is None else multiply(b, dim, cached.dim_bytes)
+        _for_each_region(b, num_positions, REGION * LANES, values, region_bytes, after, asked, region)
+
+    return add_value_run
+
+
+def emit_values(
+    b: Builder, form: Form, p: Sequence[Value], values: Value, dim: Value, vector: Value, num_vectors: int,
+    num_positions: Value, out: Sequence[Value], share: Share,
+) -> None:  # fmt: skip
+    places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
+    sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
+    first, position_bytes = (
+        b.add(values, multiply(b, vector, form.row_bytes)),
+        multiply(b, dim, form.row_bytes // LANES),
+    )
+    with cgutils.for_range(b, num_positions) as loop:
+        share.prefetch(b)
+        row, element = b.add(first, b.mul(loop.index, position_bytes)), multiply(b, loop.index, 4)
+        cached = [form.load(b, offset(b, row, form.row_bytes * v)) for v in range(num_vectors)]
+        for column, at in enumerate(p):
+            registers.add_products(b, sums[column * num_vectors :], simd.broadcast(b, b.add(at, element)), cached)
+    registers.store_variables(b, sums, places)
+
+
+def make_float_value(form: Form) -> Any:
+    """Return value(values, index), which returns a single element of blocks of floats."""
+
+    @operation(types.float32, address, types.int64)
+    def float_value(b: Builder, values: Value, index: Value) -> Value:
+        if form.is_coded:  # whose heads are whole vectors
+            return constant(F32, 0.0)
+        return form.load_element(b, b.add(values, multiply(b, index, form.row_bytes // LANES)))
+
+    return float_value

@@ -1,0 +1,230 @@
+"""The gated delta rule over pages: for each key head of each row, its tokens in their order.
+
+`DeltaNetCache` has the definition. A page's first token makes the page's S from the page before. Within a page
+
+    Sᵀx of token t = e^{G_t} S₀ᵀx + Σ_j (k_j · x) e^{G_t − G_j} u_j        G_t = Σ_{i ≤ t} log α_i
+
+for x = k with j < t, which gives u_t, then for x = q with j ≤ t, which gives o_t. Every sum is one chain of FMAs, over
+the elements of x, then over j. So its bits depend neither on how many tokens a step has, nor on which tokens a tile
+has. No exponent is positive. G is float64: after a token that forgets all, its rounding in float32 would be an error of
+all decays in the rest of the page.
+"""
+
+import numpy as np
+from numba import njit
+
+from infer.compute.backends.cpu.activations import inverse_rms, quantize_block, quantized_size, record_address
+from infer.compute.backends.cpu.delta_net.inputs import (
+    PageTokens,
+    column,
+    convolve,
+    page_of,
+    store_gates,
+    store_keys_and_queries,
+)
+from infer.compute.backends.cpu.delta_net.products import add_products, clear
+from infer.compute.backends.cpu.delta_net.scratch import scratch_at
+from infer.compute.backends.cpu.layouts import BLOCK, LANES
+from infer.compute.backends.cpu.math_functions import exp_up_to_0, silu
+from infer.compute.backends.cpu.simd import (
+    load_f32,
+    load_scalar_f32,
+    load_scalar_f64,
+    splat_f32,
+    store_f32,
+    store_scalar_f32,
+    store_scalar_f64,
+    subtract_f64,
+)
+from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_share
+
+_TILE = 4  # tokens whose sums over the tokens before them are computed together
+_LEAST = 32  # weight of what a thread takes at once
+_PAGE_WEIGHT = 4  # tokens that take as long as reading a page's state
+
+
+def gated_delta_net(args, state, thread, num_threads):
+    """Mix the step's tokens. Threads divide the key heads of all rows."""
+    total, token = 0, 0
+    while token < state.num_tokens:
+        count = _run_at(state, token)
+        if state.rows[token] >= 0:
+            total += (count + _PAGE_WEIGHT) * args.num_key_heads
+        token += count
+    begin_units(state, thread)
+    share = take_share(state, thread, num_threads, total, _LEAST)
+    while share[0] < share[1]:
+        _mix_share(args, state, share, args.scratch + thread * args.scratch_bytes)
+        share = take_share(state, thread, num_threads, total, _LEAST)
+
+
+@njit
+def _run_at(state, token):
+    """Return how many tokens of a row follow each other from this one on."""
+    count = 1
+    while token + count < state.num_tokens and state.rows[token + count] == state.rows[token]:
+        count += 1
+    return count
+
+
+@njit
+def _mix_share(args, state, share, scratch):
+    """Mix the key heads whose weights begin in the share."""
+    item, token = 0, 0
+    while token < state.num_tokens and item < share[1]:
+        count = _run_at(state, token)
+        if state.rows[token] >= 0:  # otherwise a recorded step has no token here
+            for key_head in range(args.num_key_heads):
+                if share[0] <= item < share[1]:
+                    _mix_run(args, state, token, count, key_head, scratch)
+                item += count + _PAGE_WEIGHT
+        token += count
+
+
+@njit
+def _mix_run(args, state, token, count, key_head, scratch):
+    """Mix a row's tokens for one key head, page by page."""
+    done, row, page_tokens = 0, state.rows[token], args.page_tokens
+    arrays = scratch_at(args, scratch)
+    while done < count:
+        position = state.positions[token] + done
+        index, place = position // page_tokens, position % page_tokens
+        some = min(page_tokens - place, count - done)
+        page = page_of(args, row, index)
+        tokens = PageTokens(token + done, some, row, position, done, page, place)
+        if place == 0:
+            _begin_page(args, tokens, index, key_head, arrays)
+        store_keys_and_queries(args, tokens, key_head, arrays.keys_queries)
+        _multiply_keys(args, tokens, key_head, arrays)
+        for which in range(args.num_value_heads // args.num_key_heads):
+            value_head = _value_head(args, key_head, which)
+            _append(args, tokens, value_head, arrays)
+            _store_result(args, state, tokens, value_head, arrays.sums)
+        done += some
+
+
+@njit(forceinline=True)
+def _value_head(args, key_head, which):
+    if args.are_heads_tiled != 0:
+        return which * args.num_key_heads + key_head
+    return key_head * (args.num_value_heads // args.num_key_heads) + which
+
+
+@njit(forceinline=True)
+def _in_page(args, first, page, value_head, num_floats):
+    """Return the address of a value head's part of a page. Each head has `num_floats`."""
+    return first + page * args.page_bytes + 4 * value_head * num_floats
+
+
+@njit
+def _begin_page(args, tokens, index, key_head, arrays):
+    """Make the states at a page's start: e^G S + Σ_j e^{G − G_j} k_j u_jᵀ of the page before, or 0 at position 0."""
+    key_dim, value_dim, page_tokens = args.key_dim, args.value_dim, args.page_tokens
+    size, row, state_row = key_dim * value_dim, 4 * page_tokens, 4 * value_dim
+    for which in range(args.num_value_heads // args.num_key_heads):
+        head = _value_head(args, key_head, which)
+        new = _in_page(args, args.states, tokens.page, head, size)
+        if index == 0:
+            clear(new, key_dim, state_row, value_dim // LANES)
+            continue
+        before = page_of(args, tokens.row, index - 1)
+        decays = _in_page(args, args.decays, before, head, page_tokens)
+        last = _sum_log_alphas(decays, page_tokens, arrays.totals)
+        scaled = arrays.scaled
+        keys = _in_page(args, args.keys, before, key_head, key_dim * page_tokens)
+        for j in range(0, row, 4 * LANES):
+            share = exp_up_to_0(subtract_f64(last, arrays.totals + 2 * j))
+            for at in range(j, j + row * key_dim, row):
+                store_f32(scaled + at, load_f32(keys + at) * share)
+        old, factor = _in_page(args, args.states, before, head, size), exp_up_to_0(splat_f32(np.float32(last)))
+        for at in range(0, 4 * size, 4 * LANES):
+            store_f32(new + at, load_f32(old + at) * factor)
+        updates = _in_page(args, args.updates, before, head, page_tokens * value_dim)
+        add_products(key_dim, scaled, row, updates, state_row, page_tokens, new, state_row, value_dim // LANES)
+
+
+@njit
+def _sum_log_alphas(log_alphas, count, totals):
+    """Store the sums of the first numbers up to each of them, and return the last."""
+    total = 0.0
+    for j in range(count):
+        total += np.float64(load_scalar_f32(log_alphas + 4 * j))
+        store_scalar_f64(totals + 8 * j, total)
+    return total
+
+
+@njit
+def _multiply_keys(args, tokens, key_head, arrays):
+    """Multiply each k and q with the page's keys."""
+    dim, row = args.key_dim, 4 * args.page_tokens
+    num_vectors = (tokens.place + tokens.num + LANES - 1) // LANES
+    keys = _in_page(args, args.keys, tokens.page, key_head, dim * args.page_tokens)
+    clear(arrays.dots, 2 * tokens.num, row, num_vectors)
+    add_products(2 * tokens.num, arrays.keys_queries, 4 * dim, keys, row, dim, arrays.dots, row, num_vectors)
+
+
+@njit
+def _append(args, tokens, value_head, arrays):
+    """Append the tokens' log α and u to the page. Leave Sᵀq in each second row of the sums."""
+    key_dim, value_dim, page, place = args.key_dim, args.value_dim, tokens.page, tokens.place
+    row, num_vectors, sums = 4 * value_dim, value_dim // LANES, arrays.sums
+    num_before = 2 * args.num_key_heads * key_dim
+    convolve(args, tokens, num_before + value_head * value_dim, value_dim, arrays.values, row)
+    store_gates(args, tokens, value_head, arrays.log_alphas, arrays.betas)
+    decays = _in_page(args, args.decays, page, value_head, args.page_tokens)
+    for t in range(tokens.num):
+        store_scalar_f32(decays + 4 * (place + t), load_scalar_f32(arrays.log_alphas + 4 * t))
+    _sum_log_alphas(decays, place + tokens.num, arrays.totals)
+    state = _in_page(args, args.states, page, value_head, key_dim * value_dim)
+    updates = _in_page(args, args.updates, page, value_head, args.page_tokens * value_dim)
+    clear(sums, 2 * tokens.num, row, num_vectors)
+    add_products(2 * tokens.num, arrays.keys_queries, 4 * key_dim, state, row, key_dim, sums, row, num_vectors)
+    for begin in range(0, tokens.num, _TILE):
+        count, past = min(_TILE, tokens.num - begin), place + begin
+        for t in range(begin, begin + count):
+            _decay(args, place + t, t, t - begin, arrays)
+        own, share_row = sums + 2 * row * begin, 4 * args.page_tokens
+        add_products(2 * count, arrays.shares, share_row, updates, row, past, own, row, num_vectors)
+        for t in range(count):
+            shares, at = arrays.shares + 2 * share_row * t + 4 * past, own + 2 * row * t
+            u, in_tile = updates + row * (past + t), updates + row * past
+            add_products(1, shares, 0, in_tile, row, t, at, row, num_vectors)
+            beta = splat_f32(load_scalar_f32(arrays.betas + 4 * (begin + t)))
+            value = arrays.values + row * (begin + t)
+            for i in range(0, row, 4 * LANES):
+                store_f32(u + i, beta * (load_f32(value + i) - load_f32(at + i)))
+            add_products(1, shares + share_row, 0, in_tile, row, t + 1, at + row, row, num_vectors)
+
+
+@njit(forceinline=True)
+def _decay(args, place, t, in_tile, arrays):
+    """Multiply the token's sums over S₀ with e^G, and its dots with e^{G − G_j}."""
+    now, row, width = load_scalar_f64(arrays.totals + 8 * place), 4 * args.page_tokens, 4 * args.value_dim
+    factor = exp_up_to_0(splat_f32(np.float32(now)))
+    for at in range(arrays.sums + 2 * width * t, arrays.sums + 2 * width * (t + 1), 4 * LANES):
+        store_f32(at, load_f32(at) * factor)
+    dots, shares = arrays.dots + 2 * row * t, arrays.shares + 2 * row * in_tile
+    for j in range(0, 4 * (place + 1), 4 * LANES):
+        share = exp_up_to_0(subtract_f64(now, arrays.totals + 2 * j))
+        store_f32(shares + j, load_f32(dots + j) * share)
+        store_f32(shares + row + j, load_f32(dots + row + j) * share)
+
+
+@njit
+def _store_result(args, state, tokens, value_head, sums):
+    """Store norm(o) × silu(z) of a head, and quantise it if asked to."""
+    dim, features = args.value_dim, args.num_value_heads * args.value_dim
+    for t in range(tokens.num):
+        token, o = tokens.first + t, sums + 4 * dim * (2 * t + 1)
+        z = column(args, token, args.num_channels + value_head * dim)
+        out = args.out + 4 * (token * features + value_head * dim)
+        factor = splat_f32(inverse_rms(o, dim, args.eps))
+        for i in range(0, 4 * dim, 4 * LANES):
+            store_f32(out + i, load_f32(o + i) * factor * load_f32(args.norm + i) * silu(load_f32(z + i)))
+        if args.quantized != 0:  # only if a head is whole blocks
+            num_records, record_bytes = features // BLOCK, quantized_size(args.form)
+            for i in range(dim // BLOCK):
+                record = value_head * dim // BLOCK + i
+                to = record_address(args.quantized, token, state.num_tokens, num_records, record, record_bytes)
+                at = out + 4 * BLOCK * i
+                quantize_block(load_f32(at), load_f32(at + 4 * LANES), args.form, to)

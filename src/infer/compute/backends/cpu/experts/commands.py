@@ -1,0 +1,193 @@
+"""A layer of experts as commands: route and group, gate and up of each slot, down into the residual stream.
+
+A slot is a token of an expert. Slots stand expert after expert, and so do their activations.
+"""
+
+import torch
+from torch import Tensor
+
+from infer.compute.backends.cpu.compile.addresses import compiled_address
+from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.backends.cpu.layouts import LANES, SPARE_TOKENS
+from infer.compute.backends.cpu.projections import is_in_blocks, matmul_arguments, own_columns, packed, project
+from infer.compute.backends.cpu.recording import Run, scope
+from infer.compute.backends.cpu.records import COPY_COLUMNS, EPILOGUE, EXPERT_INPUTS, EXPERT_MATMUL, ROUTING
+from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Arguments
+from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.group import Shares
+from infer.compute.operands.weights import ExpertWeights, Norm, Projection
+from infer.errors import InvalidRequestError
+
+_TABLES = ("counts", "starts", "active", "num_active")  # of `ROUTING`, which the commands after it read
+
+
+def weigh_shared(x: Tensor, norm: Norm | None, gate: Projection) -> Tensor:
+    """Return sigmoid(gate · norm(x)) of each token."""
+    with scope(gate.label, num_tokens=len(x)) as run:
+        weights = run.tensor("shared weights", run.capacity, 1)
+        project(run, Activations(x), norm, gate, (weights, 0), kind="sigmoid")
+        return weights
+
+
+def route(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights) -> Arguments:
+    """Append what chooses the experts, and return the record that says where it leaves each expert's tokens."""
+    router = experts.router
+    count, num_slots = router.num_experts, run.capacity * router.num_chosen
+    scores = run.tensor("expert scores", run.capacity, count)
+    project(run, Activations(x), norm, experts.router_logits, (scores, 0))
+    arguments = Arguments(ROUTING, scores=scores, keys=run.tensor("expert keys", run.capacity, count))
+    arguments.set(num_experts=count, num_chosen=router.num_chosen, is_normalized=int(router.is_normalized))
+    arguments.set(floor=router.floor, scale=router.scale)
+    if experts.correction is not None:
+        arguments.set(correction=experts.correction)
+    if experts.expert_scales is not None:
+        arguments.set(expert_scales=experts.expert_scales)
+    sizes = {"chosen": num_slots, "counts": count, "starts": count, "active": count, "num_active": 1}
+    for name, size in (sizes | {"tokens": num_slots}).items():
+        arguments.set(**{name: run.tensor(f"expert {name}", size, dtype=torch.int64)})
+    for name in ("chosen_weights", "weights"):
+        arguments.set(**{name: run.tensor(f"expert {name}", num_slots)})
+    run.append("route", arguments, BARRIER, ".experts.kernels:make_route", router.scores)
+    run.append("group", arguments, BARRIER, ".experts.kernels:group")
+    return arguments
+
+
+def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, routing: Arguments) -> Tensor | int:
+    """Append gate and up of all slots, and return the activations that down takes, or their address.
+
+    Gate and up are multiplied together if they have one layout. Then their product may be quantised while it is made.
+    """
+    gate, up, down = (_stacked(each, experts) for each in (experts.gate, experts.up, experts.down))
+    num_slots, features = run.capacity * experts.router.num_chosen, gate.out_features // experts.router.num_experts
+    shares, width = experts.gate.shares, down.in_features
+    hidden, first = run.columns("expert hidden", num_slots, features, shares)
+    is_paired = gate.layout == up.layout
+    of_slots = ("tokens", "weights") if experts.router.weighs_inputs else ("tokens",)
+    quantized: Tensor | int | None = None
+    bias, second_bias = experts.gate.bias, experts.up.bias
+    if is_paired:
+        inputs = _inputs(run, x, norm, gate, routing, _records(run, "inputs", gate, num_slots), of_slots)
+        epilogue = _epilogue(hidden, (first, first + features), bias, second_bias)
+        if is_in_blocks(width, shares) and not down.layout.is_float:
+            quantized = _make_quantized(run, epilogue, down, num_slots, shares)
+        function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, experts.activation)
+        _append(run, "wide", gate, experts, routing, inputs, epilogue, function, second_weights=up.data_at())
+    else:
+        for weight, kind, own in ((gate, "plain", bias), (up, experts.activation, second_bias)):
+            inputs = _inputs(run, x, norm, weight, routing, _records(run, "inputs", weight, num_slots), of_slots)
+            function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
+            epilogue = _epilogue(hidden, (first, first + features), own)
+            _append(run, "wide", weight, experts, routing, inputs, epilogue, function)
+    hidden = run.gathered(hidden, shares)
+    if quantized is not None:
+        return quantized
+    return _inputs(run, hidden, None, down, routing, _records(run, "hidden", down, num_slots))
+
+
+def add_down(run: Run, hidden: Tensor | int, experts: ExpertWeights, routing: Arguments, residual: Tensor) -> None:
+    """Append what adds weight × down(hidden) of each slot to the row of its token, in this rank's columns.
+
+    If the experts' inputs are weighted, it adds down(hidden).
+    """
+    epilogue = _epilogue(residual, own_columns(experts.down, residual.shape[1]), experts.down.bias)
+    _copy(epilogue, routing, ("tokens", "weights"))
+    kind = "by_token" if experts.router.weighs_inputs else "weighted"
+    function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
+    _append(run, "narrow", _stacked(experts.down, experts), experts, routing, hidden, epilogue, function)
+
+
+def exchange_sums(run: Run, residual: Tensor, shares: Shares) -> None:
+    """Append what replaces the other ranks' columns of the residual stream by the sums that those ranks made."""
+    first, end = shares.own
+    sums, column = run.columns("expert sums", run.capacity, end - first, shares)
+    _copy_columns(run, (residual, first), (sums, column), end - first)
+    _copy_columns(run, (run.gathered(sums, shares), 0), (residual, 0), shares.width)
+
+
+def _copy_columns(run: Run, source: tuple[Tensor, int], target: tuple[Tensor, int], num_columns: int) -> None:
+    """Append what copies columns of each token. `source` and `target` are matrices with their first columns."""
+    arguments = Arguments(COPY_COLUMNS, source=source[0], target=target[0], num_columns=num_columns)
+    arguments.set(source_stride=source[0].shape[1], target_stride=target[0].shape[1])
+    for name, (_, first) in (("source", source), ("target", target)):
+        arguments.record[name] += 4 * first
+    run.append("copy", arguments, BARRIER, ".ranks.gather:copy_columns")
+
+
+def _stacked(projection: Projection, experts: ExpertWeights) -> PackedWeight:
+    """Return the matrix of all experts. Each must begin with a group of 16 rows, and all must be of one type."""
+    if len(projection.parts) != 1 or projection.out_features % (experts.router.num_experts * LANES):
+        raise InvalidRequestError(
+            f"{projection.label}: the experts of a layer must be of one type, with a multiple of {LANES} rows each"
+        )
+    return packed(projection.parts[0])
+
+
+def _records(run: Run, role: str, weight: PackedWeight, num_slots: int) -> Tensor:
+    return run.tensor(f"expert {role} quantized", (num_slots + SPARE_TOKENS) * weight.token_bytes, dtype=torch.uint8)
+
+
+def _inputs(
+    run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, routing: Arguments, records: Tensor,
+    of_slots: tuple[str, ...] = (),
+) -> Tensor:  # fmt: skip
+    """Append the activations of each slot, of norm(x). `of_slots` has `tokens` if rows of x are tokens, not slots.
+
+    It has `weights` if these multiply the activations, which needs a norm.
+    """
+    arguments = Arguments(EXPERT_INPUTS, x=x, out=records, features=weight.in_features, form=weight.form)
+    arguments.set(token_bytes=weight.token_bytes)
+    if norm is not None:
+        arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)
+    assert norm is not None or "weights" not in of_slots
+    _copy(arguments, routing, _TABLES + of_slots)
+    run.append("inputs", arguments, BARRIER, ".experts.kernels:inputs")
+    return records
+
+
+def _make_quantized(
+    run: Run, epilogue: Arguments, down: PackedWeight, num_slots: int, shares: Shares | None
+) -> Tensor | int | None:
+    """Let gate and up also write their product as the activations of down, and return these, or their address.
+
+    Return None if the ranks must gather the product first.
+    """
+    if shares is None:
+        records = _records(run, "hidden", down, num_slots)
+        epilogue.set(quantized=records, form=down.form)
+        return records
+    offer = run.offer("expert hidden", epilogue, shares)
+    return None if offer is None else offer.redeem(down.form, (num_slots + SPARE_TOKENS) * down.token_bytes)
+
+
+def _epilogue(
+    out: Tensor, columns: tuple[int, int], bias: Tensor | None, second_bias: Tensor | None = None
+) -> Arguments:
+    """Return the arguments of an epilogue that writes a range of the columns of `out`."""
+    first, end = columns
+    arguments = Arguments(EPILOGUE, out=out, row_stride=out.shape[1], first_column=first, num_columns=end - first)
+    for name, tensor in (("bias", bias), ("second_bias", second_bias)):
+        if tensor is not None:
+            arguments.set(**{name: tensor})
+    return arguments
+
+
+def _append(
+    run: Run, order: str, weight: PackedWeight, experts: ExpertWeights, routing: Arguments, activations: Tensor | int,
+    epilogue: Arguments, function: int, second_weights: int = 0,
+) -> None:  # fmt: skip
+    rows = weight.out_features // experts.router.num_experts
+    arguments = matmul_arguments(run, weight, rows // LANES, second_weights, EXPERT_MATMUL)
+    arguments.set(activations=activations, epilogue=function, epilogue_arguments=epilogue.address)
+    arguments.set(expert_bytes=rows // LANES * weight.group_bytes, expert_rows=rows)
+    _copy(arguments, routing, _TABLES)
+    arguments.keeps.append(epilogue)
+    variant = weight.layout.type, weight.planes, instruction_set().name, order
+    run.append(f"experts {weight.layout.type}", arguments, BARRIER, ".experts.kernels:make_multiply", *variant)
+
+
+def _copy(arguments: Arguments, source: Arguments, names: tuple[str, ...]) -> None:
+    """Set fields of one record as they are in another, which is kept alive with what it points to."""
+    for name in names:
+        arguments.record[name] = source.record[name]
+    arguments.keeps.append(source)

@@ -1,0 +1,227 @@
+"""Experts: each token chooses some, the tokens of each expert come together, and each expert multiplies its own.
+
+    route      a token's scores, its experts in ascending order, and their weights
+    group      counts and first slots of all experts, and the token and the weight of each slot
+    inputs     the activations of each slot, expert after expert, in the form of a projection's
+    wide       gate and up: a unit is some rows of one expert, with all tokens of that expert
+    narrow     down: a unit is some rows of the result. It goes over the experts in ascending order and adds in place
+
+A slot is a token of an expert. So each result depends on nothing but its token: a row of products does not depend on
+the rows beside it, and a token's experts are added in the same order in every batch. An expert without tokens is read
+by nobody.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from infer.compute.backends.cpu import simd
+from infer.compute.backends.cpu.activations import inverse_rms, keep_row, quantize_row
+from infer.compute.backends.cpu.isa import BY_NAME
+from infer.compute.backends.cpu.layouts import LANES, LAYOUTS
+from infer.compute.backends.cpu.math_functions import exp, exp_scalar, sigmoid
+from infer.compute.backends.cpu.matmul.matmul import fewest_on_matrices, make_unit, stack_sizes
+from infer.compute.backends.cpu.matmul.matrix_tiles import make_configure, release
+from infer.compute.backends.cpu.simd import load_scalar_f32, load_upto, splat_f32, store_scalar_f32, store_upto
+from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_units
+
+
+@njit(forceinline=True)
+def _largest(row, count):
+    """Return the largest of some numbers; NaN if one is NaN."""
+    largest = load_scalar_f32(row)
+    for index in range(1, count):
+        value = load_scalar_f32(row + 4 * index)
+        if not value <= largest:
+            largest = value
+    return largest
+
+
+@njit(forceinline=True)
+def _softmax(row, count):
+    lowered, total = splat_f32(_largest(row, count)), np.float32(0)
+    for first in range(0, count, LANES):
+        at, room = row + 4 * first, count - first
+        store_upto(at, room, exp(load_upto(at, room) - lowered))
+    for index in range(count):
+        total += load_scalar_f32(row + 4 * index)
+    for index in range(count):
+        store_scalar_f32(row + 4 * index, load_scalar_f32(row + 4 * index) / total)
+
+
+@njit(forceinline=True)
+def _choose(args, keys):
+    """Mark the experts with the highest keys by a key of NaN; among equal ones, those with the lower numbers."""
+    for _ in range(args.num_chosen):
+        best, highest = -1, np.float32(0)
+        for expert in range(args.num_experts):
+            key = load_scalar_f32(keys + 4 * expert)
+            if key > highest or (best < 0 and key == key):
+                best, highest = expert, key
+        if best >= 0:
+            store_scalar_f32(keys + 4 * best, np.float32(np.nan))
+
+
+@njit(forceinline=True)
+def _weigh(args, first, softmax):
+    """Turn the chosen experts' scores into weights."""
+    total, largest = np.float32(0), args.chosen_weights[first]
+    for place in range(1, args.num_chosen):
+        largest = max(largest, args.chosen_weights[first + place])
+    for place in range(args.num_chosen):
+        weight = args.chosen_weights[first + place]
+        if softmax:
+            weight = exp_scalar(weight - largest)
+            args.chosen_weights[first + place] = weight
+        total += weight
+    divisor = total if softmax else total + args.floor
+    for place in range(args.num_chosen):
+        weight = args.chosen_weights[first + place]
+        if softmax or args.is_normalized != 0:
+            weight = weight / divisor
+        weight = weight * args.scale
+        if args.expert_scales != 0:
+            weight = weight * load_scalar_f32(args.expert_scales + 4 * args.chosen[first + place])
+        args.chosen_weights[first + place] = weight
+
+
+def make_route(scores: str) -> Callable[..., None]:
+    """Return the command that chooses experts by the scores that `Router` names. Tokens are divided among threads."""
+    is_softmax, is_sigmoid, is_of_chosen = (scores == name for name in ("softmax", "sigmoid", "softmax_of_chosen"))
+    is_sigmoid_of_chosen = scores == "sigmoid_of_chosen"
+
+    def route(args, state, thread, num_threads):
+        count = args.num_experts
+        for token in range(thread, state.num_tokens, num_threads):
+            row, keys = args.scores + 4 * count * token, args.keys + 4 * count * token
+            if is_softmax:
+                _softmax(row, count)
+            for first in range(0, count, LANES):
+                at, room = row + 4 * first, count - first
+                score = load_upto(at, room)
+                if is_sigmoid:
+                    score = sigmoid(score)
+                    store_upto(at, room, score)
+                if is_sigmoid_of_chosen:
+                    store_upto(at, room, sigmoid(score))
+                if args.correction != 0:
+                    score = score + load_upto(args.correction + 4 * first, room)
+                store_upto(keys + 4 * first, room, score)
+            _choose(args, keys)
+            place, first = 0, token * args.num_chosen
+            for expert in range(count):
+                key = load_scalar_f32(keys + 4 * expert)
+                if key != key and place < args.num_chosen:
+                    args.chosen[first + place] = expert
+                    args.chosen_weights[first + place] = load_scalar_f32(row + 4 * expert)
+                    place += 1
+            _weigh(args, first, is_of_chosen)
+
+    return route
+
+
+def group(args, state, thread, num_threads):
+    """Bring the tokens of each expert together. One thread is enough: it takes microseconds."""
+    if thread != 0:
+        return
+    for expert in range(args.num_experts):
+        args.counts[expert] = 0
+    num_slots = state.num_tokens * args.num_chosen
+    for place in range(num_slots):
+        args.counts[args.chosen[place]] += 1
+    first, num_active = 0, 0
+    for expert in range(args.num_experts):
+        args.starts[expert] = first
+        if args.counts[expert] != 0:
+            args.active[num_active] = expert
+            num_active += 1
+        first += args.counts[expert]
+        args.counts[expert] = 0
+    args.num_active[0] = num_active
+    for place in range(num_slots):
+        expert = args.chosen[place]
+        slot = args.starts[expert] + args.counts[expert]
+        args.counts[expert] += 1
+        args.tokens[slot] = place // args.num_chosen
+        args.weights[slot] = args.chosen_weights[place]
+
+
+def inputs(args, state, thread, num_threads):
+    """Store the activations of the slots: x × weight / rms(x), quantised. Slots are divided among threads.
+
+    If the experts' inputs are weighted, a slot's are multiplied by its weight.
+    """
+    last = args.active[args.num_active[0] - 1]
+    num_slots = args.starts[last] + args.counts[last]
+    begin, stop = num_slots * thread // num_threads, num_slots * (thread + 1) // num_threads
+    for index in range(args.num_active[0]):
+        expert = args.active[index]
+        start, count = args.starts[expert], args.counts[expert]
+        out = args.out + start * args.token_bytes
+        for slot in range(max(begin, start), min(stop, start + count)):
+            source = slot
+            if simd.address_of(args.tokens) != 0:
+                source = args.tokens[slot]
+            x, factor = args.x + 4 * args.features * source, np.float32(1)
+            if args.weight != 0:
+                factor = inverse_rms(x, args.features, args.eps)
+                if simd.address_of(args.weights) != 0:
+                    factor *= args.weights[slot]
+            if args.form == 0:
+                keep_row(x, args.weight, factor, args, slot - start, count, out)
+            else:
+                quantize_row(x, args.weight, factor, args, slot - start, count, out)
+
+
+def _make_expert(type_: str, planes: int, isa: str) -> Any:
+    """Return the function that multiplies a unit of an expert with all tokens of that expert."""
+    layout, instructions = LAYOUTS[type_], BY_NAME[isa]
+    form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
+    multiply_unit, configure = make_unit(layout, form, instructions), make_configure(layout)
+    record_bytes, fewest = layout.activation_bytes(form), fewest_on_matrices(layout, form, instructions)
+
+    @njit(inline="always")
+    def multiply(args, state, thread, unit, expert, buffers, scratch):
+        start, count = args.starts[expert], args.counts[expert]
+        activations = args.activations + start * args.num_records * record_bytes
+        unpacked = args.unpacked + thread * args.unpacked_bytes
+        if has_matrices:
+            configure(count >= fewest, scratch)
+        multiply_unit(
+            args, state, unit, 0, count, count, activations, unpacked, buffers, scratch,
+            expert * args.expert_bytes, start, expert * args.expert_rows,
+        )  # fmt: skip
+        if has_matrices:
+            release(count >= fewest)
+
+    return multiply
+
+
+def make_multiply(type_: str, planes: int, isa: str, order: str) -> Callable[..., None]:
+    """Return the command of one of the experts' projections.
+
+    wide (gate and up): a unit is some rows of one expert. narrow (down): a unit is some rows of the result, and goes
+    over the experts.
+    """
+    multiply, is_narrow = _make_expert(type_, planes, isa), order == "narrow"
+    layout, instructions = LAYOUTS[type_], BY_NAME[isa]
+    buffer_size, scratch_size = stack_sizes(layout, instructions.form(layout, planes), instructions)
+
+    def multiply_experts(args, state, thread, num_threads):
+        per_expert = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
+        num_units = per_expert if is_narrow else per_expert * args.num_active[0]
+        buffers, scratch = simd.stack(buffer_size), simd.stack(scratch_size)
+        begin_units(state, thread)
+        unit, end = take_units(state, thread, num_threads, num_units)
+        while unit < end:
+            first = 0 if is_narrow else unit // per_expert
+            last = args.num_active[0] if is_narrow else first + 1
+            for index in range(first, last):
+                multiply(args, state, thread, unit % per_expert, args.active[index], buffers, scratch)
+            unit += 1
+            if unit == end:
+                unit, end = take_units(state, thread, num_threads, num_units)
+
+    return multiply_experts

@@ -1,0 +1,115 @@
+"""Weights unpacked once for many tokens: a strip of two groups' records at a time, which stays in the first cache.
+
+The tiles of all panels are multiplied with a strip before the next strip is unpacked. A tile continues the chains of
+its sums, which are stored between strips. So a row's sum is one chain over its records, as without strips.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from llvmlite.ir import IRBuilder as Builder
+from numba import njit, types
+from numba.core import cgutils
+
+from infer.compute.backends.cpu import simd
+from infer.compute.backends.cpu.isa import InstructionSet, Shape
+from infer.compute.backends.cpu.layouts import PANEL, Layout
+from infer.compute.backends.cpu.matmul.panels import COLUMN_BYTES, TILE_BYTES, place_of, store_sums
+from infer.compute.backends.cpu.matmul.vector_tiles import Chain, Operands, emit_unpacked_tile, num_chains, total_of
+from infer.compute.backends.cpu.simd import F32X16, I64, Value, address, constant, load, operation
+from infer.compute.backends.cpu.weights.unpacking import make_unpack
+
+PANELS = 8  # that are multiplied with a strip
+_GROUPS = 2
+_RECORDS = 16  # of a strip
+_CHAIN_BYTES = _GROUPS * TILE_BYTES  # of a panel's chain of sums
+
+
+def _strip_bytes(layout: Layout) -> int:
+    return _GROUPS * _RECORDS * layout.unpacked_bytes
+
+
+def scratch_bytes(layout: Layout) -> int:
+    """Return the size of a strip, and of the panels' second chain of sums; the first is where results go."""
+    return _strip_bytes(layout) + (num_chains(layout) - 1) * PANELS * _CHAIN_BYTES
+
+
+def make_multiply_strips(layout: Layout, form: int, isa: InstructionSet, panel_bytes: int) -> Any:
+    """Return multiply(first_weights, second_weights, activations, num_records, num_panels, out, scratch).
+
+    It stores out[panel][group][token] = 16 rows × the token's activations, of two groups × full panels. `panel_bytes`
+    is the distance between the results of panels, and `scratch` has `scratch_bytes`.
+    """
+    unpack, multiply_panel = make_unpack(layout, isa, keeps_offset=True), _make_multiply_panel(layout, form, isa)
+    record_bytes, group_bytes = PANEL * layout.activation_bytes(form), _RECORDS * layout.unpacked_bytes
+    chain = _strip_bytes(layout)
+
+    @njit(inline="always")
+    def multiply(first, second, activations, num_records, num_panels, out, scratch):
+        for start in range(0, num_records, _RECORDS):
+            count = min(_RECORDS, num_records - start)
+            unpack(first, start, count, scratch)
+            unpack(second, start, count, scratch + group_bytes)
+            is_first, is_last = start == 0, start + count == num_records
+            for panel in range(num_panels):
+                at = activations + (panel * num_records + start) * record_bytes
+                to, second_chain = out + panel * panel_bytes, scratch + chain + panel * _CHAIN_BYTES
+                multiply_panel(scratch, at, count, to, second_chain, is_first, is_last)
+
+    return multiply
+
+
+def _make_multiply_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
+    """Return multiply(strip, activations, num_records, out, second_chain, is_first, is_last), for a full panel."""
+    record_bytes, group_bytes = layout.activation_bytes(form), _RECORDS * layout.unpacked_bytes
+    shapes = list(_cover(shape for shape in isa.shapes(layout, form, _GROUPS) if shape.widest == PANEL))
+
+    @operation(types.void, *(address,) * 5, types.boolean, types.boolean)
+    def multiply_panel(
+        b: Builder, strip: Value, activations: Value, num_records: Value, out: Value, second_chain: Value,
+        is_first: Value, is_last: Value,
+    ) -> None:  # fmt: skip
+        for shape, first, count in shapes:
+            turns = constant(I64, _GROUPS // shape.groups)
+            with cgutils.for_range(b, turns) as turn, cgutils.for_range(b, constant(I64, count)) as loop:
+                token = simd.offset(b, simd.multiply(b, loop.index, shape.columns), first)
+                weights = b.add(strip, simd.multiply(b, turn.index, group_bytes))
+                operands = Operands(
+                    [simd.offset(b, weights, group * group_bytes) for group in range(shape.groups)],
+                    b.add(activations, simd.multiply(b, token, record_bytes)),
+                    constant(I64, PANEL * record_bytes),
+                    num_records,
+                )
+                to = place_of(b, turn.index, token)
+                places = [b.add(where, to) for where in (out, second_chain)[: num_chains(layout)]]
+                sums = [_continued(b, where, shape, is_first) for where in places]
+                emit_unpacked_tile(b, layout, form, isa, operands, sums)
+                for where, chain in zip(places, sums, strict=True):
+                    store_sums(b, [[b.load(slot) for slot in slots] for slots in chain], where)
+                if len(sums) > 1:
+                    with b.if_then(is_last):
+                        store_sums(b, total_of(b, sums), places[0])
+
+    return multiply_panel
+
+
+def _cover(shapes: Iterable[Shape]) -> Iterator[tuple[Shape, int, int]]:
+    """Yield the shapes of a full panel's tiles, with the first token and the number of tiles."""
+    done = 0
+    for shape in shapes:
+        count = (PANEL - done + shape.columns - shape.fewest) // shape.columns
+        if count > 0:
+            yield shape, done, count
+        done += count * shape.columns
+
+
+def _continued(b: Builder, where: Value, shape: Shape, is_first: Value) -> Chain:
+    """Return the sums that a tile continues: those at an address, or zeros in the first strip."""
+
+    def variable(group: int, column: int) -> Value:
+        slot = cgutils.alloca_once(b, F32X16)
+        before = load(b, simd.offset(b, where, TILE_BYTES * group + COLUMN_BYTES * column), F32X16, 4)
+        b.store(b.select(is_first, constant(F32X16, 0), before), slot)
+        return slot
+
+    return [[variable(group, column) for column in range(shape.columns)] for group in range(shape.groups)]

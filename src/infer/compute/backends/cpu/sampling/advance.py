@@ -1,0 +1,103 @@
+"""Commands around the sampler in a table. They also read the clock.
+
+In a multi-step, `advance` turns the sampled tokens into the next step's input. In a step that verifies drafts, `accept`
+runs after each entry. In both, `await_mask` runs before the sampler's first command. The time before `await_mask` is
+the forward's, the rest is the sampling's.
+"""
+
+import numpy as np
+from numba import njit
+
+from infer.compute.backends.cpu.simd import address_of
+from infer.compute.backends.cpu.threads.atomics import atomic_load, call_python, nanoseconds, pause, sleep_while
+from infer.compute.backends.cpu.threads.barrier import SPIN_NANOSECONDS
+
+
+@njit
+def _remember(args, row, token):
+    """Do what `History.append` does, for the row's slot, if it has one."""
+    slot = args.history_slot[row]
+    if slot < 0:
+        return
+    length = args.lengths[slot]
+    if length == args.capacity:
+        return
+    entry = args.vocab * slot + token
+    args.tokens[args.capacity * slot + length] = token
+    args.last[entry] = length + 1
+    args.counts[entry] += 1
+    args.lengths[slot] = length + 1
+
+
+def advance(args, state, thread, num_threads):
+    """Store the sampled tokens, and make them the next step's input.
+
+    No more steps run when every row has met a stop id, or any row failed. Another thread's interrupt and Python's
+    callback, if there is one, can also end them.
+    """
+    if thread != 0:
+        return
+    num_ended = 0
+    for row in range(args.num_rows):
+        token = args.sampled[row]
+        args.generated[args.num_generated * args.num_rows + row] = token
+        state.tokens[row] = token
+        state.positions[row] += 1
+        for index in range(args.num_stop_ids):
+            if args.stop_ids[index] == token:
+                args.ended[row] = 1
+        if token < 0:
+            args.stop = 1
+        else:
+            _remember(args, row, token)
+        num_ended += args.ended[row]
+    args.stamps[2 * args.num_generated + 1] = nanoseconds()
+    args.num_generated += 1
+    if num_ended == args.num_rows or (address_of(args.interrupt) != 0 and args.interrupt[0] != 0):
+        args.stop = 1
+    if args.after_step != 0 and args.stop == 0:
+        args.stop = 1  # unless it returns and clears this: whatever is raised within ends the multi-step
+        call_python(args.after_step, args.num_generated)
+
+
+def accept(args, state, thread, num_threads):
+    """Store the sampled tokens of one entry.
+
+    A row continues with its next entry while the sampled token equals the draft, and ends with its first other token.
+    The repeats end with the last row.
+    """
+    if thread != 0:
+        return
+    args.stop = 1
+    for row in range(args.num_rows):
+        if args.alive[row] == 0:
+            continue
+        token = args.sampled[row]
+        args.generated[args.entry * args.num_rows + row] = token
+        args.counts_sampled[row] = args.entry + 1
+        draft = np.int64(-1)
+        if args.entry < args.num_drafts[row]:
+            draft = args.drafts[args.draft_stride * row + args.entry]
+        if token >= 0:
+            _remember(args, row, token)
+        if token < 0 or token != draft:
+            args.alive[row] = 0
+        else:
+            args.stop = 0
+    args.entry += 1
+    args.stamps[args.entry] = nanoseconds()
+
+
+def await_mask(args, state, thread, num_threads):
+    """Wait until another thread has filled the grammars' masks, which it does while the forward runs."""
+    if thread != 0:
+        return
+    args.stamps[2 * args.num_generated] = nanoseconds()
+    if address_of(args.mask_ready) == 0:
+        return
+    began = nanoseconds()
+    while atomic_load(args.mask_ready) == 0:
+        if nanoseconds() - began < SPIN_NANOSECONDS:
+            pause()
+        else:
+            sleep_while(args.mask_ready, 0)

@@ -1,0 +1,133 @@
+"""Embeddings of tokens: rows read from packed groups.
+
+A token outside the table gets the nearest row in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from infer.compute.backends.cpu.activations import inverse_rms
+from infer.compute.backends.cpu.isa import BY_NAME
+from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
+from infer.compute.backends.cpu.simd import (
+    E4M3_BY_HALF,
+    half_of_e4m3,
+    load_i8,
+    load_scalar_f32,
+    load_u8,
+    load_u16,
+    stack,
+    store_scalar_f32,
+    widen_bf16,
+    widen_f16,
+)
+from infer.compute.backends.cpu.weights.unpacking import make_unpack
+
+
+@njit(forceinline=True)
+def _row_of(args, state, token):
+    """Return the address of the group with a token's row, the row's lane, and the address of its output floats."""
+    row = min(max(state.tokens[token], 0), args.num_rows - 1)
+    return args.table + row // LANES * args.group_bytes, row % LANES, args.out + 4 * args.in_features * token
+
+
+@njit
+def _normalize(args, out):
+    """Divide a token's row by its root mean square, if it is to be."""
+    if args.norm_eps >= 0:
+        factor = inverse_rms(out, args.in_features, args.norm_eps)
+        for i in range(args.in_features):
+            store_scalar_f32(out + 4 * i, load_scalar_f32(out + 4 * i) * factor)
+
+
+def make_embed(type_: str, inputs: int) -> Callable[..., None]:
+    """Return the command that stores the tokens' rows × scale. `inputs` is the instruction set's."""
+    layout = LAYOUTS[type_]
+    if layout.is_float:
+        return _make_embed_scaled_floats(layout) if layout.super_header else _make_embed_floats(layout)
+    unpack, read = (
+        make_unpack(layout, replace(BY_NAME["portable"], inputs=inputs)),
+        make_read_unpacked(layout, is_paired=inputs == 8),
+    )
+    per_super, record_bytes = layout.records_per_super, layout.unpacked_bytes
+    buffer_bytes, has_row_scales = per_super * record_bytes, layout.row_scale_bytes > 0
+
+    def embed(args, state, thread, num_threads):
+        buffer = stack(buffer_bytes)
+        for token in range(thread, state.num_tokens, num_threads):
+            group, lane, out = _row_of(args, state, token)
+            row_scale = np.float32(1)
+            if has_row_scales:
+                row_scale = load_scalar_f32(group + args.group_bytes - 4 * (LANES - lane))
+            for first in range(0, args.in_features, BLOCK * per_super):
+                unpack(group, first // BLOCK, per_super, buffer)
+                for i in range(BLOCK * per_super):
+                    value = read(buffer + i // BLOCK * record_bytes, lane, i % BLOCK)
+                    store_scalar_f32(out + 4 * (first + i), value * row_scale * args.scale)
+            _normalize(args, out)
+
+    return embed
+
+
+def make_read_unpacked(layout: Layout, *, is_paired: bool = False) -> Any:
+    """Return read(record, lane, within): one of the 32 values of a lane in an unpacked record."""
+    has_minimum, parts = layout.has_minimum, layout.parts
+
+    @njit(forceinline=True)
+    def read(record, lane, within):
+        at = 64 * (within // 4) + 4 * lane + within % 4
+        if is_paired:
+            at = 128 * (within // 8) + 8 * lane + within % 8
+        scale_at = record + QUADS_BYTES + 4 * (within * parts // BLOCK * LANES + lane)
+        value = load_scalar_f32(scale_at) * np.float32(load_i8(record + at))
+        if has_minimum:
+            value += load_scalar_f32(scale_at + 4 * LANES * parts)
+        return value
+
+    return read
+
+
+def make_read_float(layout: Layout) -> Any:
+    """Return read(at): the number of a float type at an address."""
+    if layout.low_bits == 32:
+        return load_scalar_f32
+    is_f16 = layout.type == "F16"
+
+    @njit(forceinline=True)
+    def read(at):
+        return widen_f16(load_u16(at)) if is_f16 else widen_bf16(load_u16(at))
+
+    return read
+
+
+def _make_embed_floats(layout: Layout) -> Callable[..., None]:
+    width, read = layout.low_bits // 8, make_read_float(layout)
+
+    def embed(args, state, thread, num_threads):
+        for token in range(thread, state.num_tokens, num_threads):
+            group, lane, out = _row_of(args, state, token)
+            for i in range(args.in_features):
+                store_scalar_f32(out + 4 * i, read(group + (i * LANES + lane) * width) * args.scale)
+            _normalize(args, out)
+
+    return embed
+
+
+def _make_embed_scaled_floats(layout: Layout) -> Callable[..., None]:
+    header, super_bytes, per_super = layout.super_header, layout.super_bytes, layout.records_per_super * layout.inputs
+
+    def embed(args, state, thread, num_threads):
+        for token in range(thread, state.num_tokens, num_threads):
+            group, lane, out = _row_of(args, state, token)
+            for i in range(args.in_features):
+                base = group + i // per_super * super_bytes
+                scale = load_scalar_f32(base + 4 * lane) * np.float32(E4M3_BY_HALF)
+                value = widen_f16(half_of_e4m3(load_u8(base + header + i % per_super * LANES + lane)))
+                store_scalar_f32(out + 4 * i, value * scale * args.scale)
+            _normalize(args, out)
+
+    return embed

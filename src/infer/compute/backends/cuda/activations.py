@@ -1,0 +1,247 @@
+"""Activations in the form that products take: normalised, in float32 or in planes of blocks of 32.
+
+Quantised weights are multiplied with integers. By the CPU's rule a block's scale is max |x| / 32512, or / 127 if there
+is one plane. x is the nearest multiple of the scale: an integer of 16 bits in two planes of signed bytes, 256 high +
+low. Beside the integers are the sums of each half block. They are multiplied with what a type subtracts from its codes
+or adds to a block.
+
+Weights of 16 bits are multiplied with floats of 16 bits, which tensor cores take. For BF16, x is the sum of three bf16
+numbers, which have all 24 bits. For F16, x is a scale times the sum of two f16 numbers, which have 22 bits. The scale
+is a power of two that lifts the block's largest value to 2¹⁴ or above.
+
+If an activation is NaN, all products of its token are NaN: `is_none` finds that without reading a weight. Padding
+tokens are NaN too, and so are unused lines of logits, whose index is −1.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.compute.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, lifted, store_planes
+from infer.compute.backends.cuda.layouts import BLOCK
+from infer.compute.backends.cuda.sampling.sampler import EXACT
+from infer.compute.backends.reference_parts import gathered
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.group import Shares
+from infer.compute.operands.weights import Norm
+
+_BLOCKS = 32  # that a program has at once
+SMALLEST = tl.constexpr(1e-33)  # a block below this counts as this, so that its scale is a normal number
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 × 2²³: the sum's low bits are the nearest integer
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+
+class Quantized(NamedTuple):
+    """Activations of some tokens in planes."""
+
+    codes: Any  # int32 [tokens, planes, blocks, 8], or as int8; bf16 or f16 [tokens, planes, blocks, 32]
+    scales: Any  # float32 [tokens, blocks]; `codes` in bf16
+    sums: Any  # int32 [tokens, blocks, 2], of the first 16 and the last; `codes` in bf16 and f16
+
+    def in_bytes(self) -> "Quantized":
+        """Return the codes as kernels write them: integers as int8."""
+        return self._replace(codes=self.codes.view(torch.int8)) if self.codes.dtype == torch.int32 else self
+
+
+class Twin(NamedTuple):
+    """The twin of an op's result, and how the op computed the result."""
+
+    planes: int  # form of the activations that the op multiplied: 0 float32, 1 or 2 planes of int8, or one of 16 bits
+    quantized: Quantized | None = None  # the result in the same form, for the product that is next
+
+
+def twin_of(x: Activations) -> Twin:
+    """Return the twin of activations; one of floats without integers if they have none."""
+    return x.twin if isinstance(x.twin, Twin) else Twin(planes=0)
+
+
+def activations_of_all(own: Float[Tensor, "tokens own"], twin: Twin | None, shares: Shares | None) -> Activations:
+    """Return all ranks' columns with the twin of this rank's, whose integers are left out if there are other ranks."""
+    if shares is None:
+        return Activations(own, twin)
+    return Activations(gathered(own, shares), None if twin is None else twin._replace(quantized=None))
+
+
+def room_for(y: Tensor, planes: int) -> Quantized | None:
+    """Return buffers for y [tokens, …] in planes; None without planes, or if y's last axis has no whole blocks."""
+    if not planes or y.shape[-1] % BLOCK:
+        return None
+    return _empty(len(y), y.flatten(1).shape[1] // BLOCK, planes, y.device)
+
+
+def _empty(num_tokens: int, num_blocks: int, planes: int, device: torch.device) -> Quantized:
+    if planes == BF16_PLANES.value:
+        codes = torch.empty(num_tokens, 3, num_blocks, BLOCK, dtype=torch.bfloat16, device=device)
+        return Quantized(codes, codes, codes)
+    if planes == F16_PLANES.value:
+        codes = torch.empty(num_tokens, 2, num_blocks, BLOCK, dtype=torch.float16, device=device)
+        return Quantized(codes, torch.empty(num_tokens, num_blocks, device=device), codes)
+    codes = torch.empty(num_tokens, planes, num_blocks, 8, dtype=torch.int32, device=device)
+    scales = torch.empty(num_tokens, num_blocks, device=device)
+    return Quantized(codes, scales, torch.empty(num_tokens, num_blocks, 2, dtype=torch.int32, device=device))
+
+
+def normalized(
+    x: Float[Tensor, "tokens in"], norm: Norm | None, indices: Int[Tensor, "logits"] | None = None
+) -> Float[Tensor, "selected in"]:
+    """Return norm(x), or norm(x[indices]), in float32."""
+    if norm is None:
+        return x if indices is None else x[indices]
+    return _normalized(x, norm.weight, norm.eps, indices)
+
+
+def divided_by_rms(x: Float[Tensor, "tokens in"], eps: float) -> Float[Tensor, "tokens in"]:
+    """Return a norm of x without a weight, in float32."""
+    return _normalized(x, None, eps, None)
+
+
+def _normalized(
+    x: Float[Tensor, "tokens in"],
+    weight: Float[Tensor, "in"] | None,
+    eps: float,
+    indices: Int[Tensor, "logits"] | None,
+) -> Float[Tensor, "selected in"]:
+    num_tokens = len(x) if indices is None else len(indices)
+    y = torch.empty(num_tokens, x.shape[1], device=x.device)
+    if num_tokens:
+        normalize_rows[(num_tokens,)](
+            x, x if indices is None else indices, x if weight is None else weight, y, x.shape[1], eps,
+            HAS_INDICES=indices is not None, HAS_WEIGHT=weight is not None, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return y
+
+
+def quantized(
+    x: Float[Tensor, "tokens in"], norm: Norm | None, planes: int, indices: Int[Tensor, "logits"] | None = None
+) -> Quantized:
+    """Return norm(x), or norm(x[indices]), in planes. A last block that is not whole ends with zeros."""
+    num_tokens, num_blocks = len(x) if indices is None else len(indices), triton.cdiv(x.shape[1], BLOCK)
+    found = _empty(num_tokens, num_blocks, planes, x.device)
+    if num_tokens:
+        quantize_rows[num_tokens, triton.cdiv(num_blocks, _BLOCKS)](
+            x, x if indices is None else indices, x if norm is None else norm.weight, found.in_bytes(),
+            x.shape[1], 0.0 if norm is None else norm.eps,
+            HAS_INDICES=indices is not None, HAS_NORM=norm is not None, PLANES=planes, BLOCKS=_BLOCKS, num_warps=4,
+            **EXACT,
+        )  # fmt: skip
+    return found
+
+
+def add_normalized(
+    residual: Float[Tensor, "tokens in"], y: Float[Tensor, "tokens in"], norm: Norm, scale: float = 1.0
+) -> None:
+    """Replace residual by (residual + norm(y)) × scale, in place."""
+    if len(y):
+        add_normalized_rows[(len(y),)](
+            residual, y, norm.weight, y.shape[1], norm.eps, float(scale), BLOCKS=_BLOCKS, num_warps=4, **EXACT
+        )
+
+
+@triton.jit
+def normalize_rows(
+    x, indices, weight, y, features, eps, HAS_INDICES: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCKS: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    index = tl.load(indices + token) if HAS_INDICES else token
+    row = x + tl.maximum(index, 0) * features
+    factor = tl.where(index < 0, float("nan"), inverse_rms(row, features, eps, BLOCKS))
+    for start in range(0, features, BLOCKS * 32):
+        at = start + tl.arange(0, BLOCKS * 32)
+        mask = at < features
+        value = tl.load(row + at, mask=mask, other=0) * factor
+        if HAS_WEIGHT:
+            value *= tl.load(weight + at, mask=mask, other=0)
+        tl.store(y + token * features + at, value, mask=mask)
+
+
+@triton.jit
+def add_normalized_rows(residual, y, weight, features, eps, scale, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * features
+    factor = inverse_rms(y + row, features, eps, BLOCKS)
+    for start in range(0, features, BLOCKS * 32):
+        at = start + tl.arange(0, BLOCKS * 32)
+        mask = at < features
+        value = tl.load(y + row + at, mask=mask, other=0) * factor * tl.load(weight + at, mask=mask, other=0)
+        total = tl.load(residual + row + at, mask=mask, other=0) + value
+        tl.store(residual + row + at, total * scale, mask=mask)
+
+
+@triton.jit
+def quantize_rows(
+    x, indices, weight, to, features, eps,
+    HAS_INDICES: tl.constexpr, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Quantise rows of norm(x). Every program of a row computes the whole row's norm itself."""
+    token, num_blocks = tl.program_id(0).to(tl.int64), tl.cdiv(features, 32)
+    index = tl.load(indices + token) if HAS_INDICES else token
+    row = x + tl.maximum(index, 0) * features
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = at < features
+    value = tl.where(index < 0, float("nan"), tl.load(row + at, mask=mask, other=0))
+    if HAS_NORM:
+        value = value * inverse_rms(row, features, eps, BLOCKS) * tl.load(weight + at, mask=mask, other=0)
+    store_quantized(to, value, token + blocks * 0, blocks, num_blocks, blocks < num_blocks, PLANES, BLOCKS)
+
+
+@triton.jit
+def store_quantized(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Store value [BLOCKS, 32] in planes. Each line is one block of a token that has `num_blocks` blocks."""
+    inputs, width = blocks[:, None] * 32 + tl.arange(0, 32)[None, :], num_blocks * 32
+    if PLANES == BF16_PLANES:
+        store_planes(to.codes, value, tokens[:, None], inputs, width, mask[:, None], PLANES)
+    elif PLANES == F16_PLANES:
+        value, scale = lifted(value, 1)
+        store_planes(to.codes, value, tokens[:, None], inputs, width, mask[:, None], PLANES)
+        tl.store(to.scales + tokens[:, None] * num_blocks + blocks[:, None], scale, mask=mask[:, None])
+    else:
+        _store_integers(to, value, tokens, blocks, num_blocks, mask, PLANES, BLOCKS)
+
+
+@triton.jit
+def _store_integers(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.constexpr, BLOCKS: tl.constexpr):
+    q, scale = _nearest(value, 32512.0 if PLANES == 2 else 127.0)
+    codes = to.codes + ((tokens * PLANES * num_blocks + blocks) * 32)[:, None] + tl.arange(0, 32)[None, :]
+    high = (q + 128) >> 8 if PLANES == 2 else q
+    tl.store(codes, high.to(tl.int8), mask=mask[:, None])
+    if PLANES == 2:
+        tl.store(codes + num_blocks * 32, (q - high * 256).to(tl.int8), mask=mask[:, None])
+    at = tokens * num_blocks + blocks
+    tl.store(to.scales + at, scale, mask=mask)
+    halves = tl.sum(tl.reshape(q, (BLOCKS, 2, 16)), axis=2)
+    tl.store(to.sums + at[:, None] * 2 + tl.arange(0, 2)[None, :], halves, mask=mask[:, None])
+
+
+@triton.jit
+def _nearest(x, unit):
+    """Return int32 [blocks, 32] and float32 [blocks]. A NaN makes the scale NaN: its bits, as an integer, are the
+    largest.
+    """
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    largest = bits.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < SMALLEST, SMALLEST, largest)
+    units = tl.zeros_like(largest) + unit
+    scaled = x * tl.div_rn(units, largest)[:, None]
+    return (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS, tl.div_rn(largest, units)
+
+
+@triton.jit
+def is_none(first, num_tokens, TOKENS: tl.constexpr):
+    """Return True if every token of a tile is NaN, judged by its first number. With one tile, always return False."""
+    number = tl.load(first, mask=tl.zeros(first.shape, tl.int32) + num_tokens > TOKENS, other=0.0).to(tl.float32)
+    return tl.sum((number == number).to(tl.int32)) == 0
+
+
+@triton.jit
+def inverse_rms(x, features, eps, BLOCKS: tl.constexpr):
+    """Return 1 / sqrt(mean(x²) + eps)."""
+    squares = tl.zeros((BLOCKS * 32,), tl.float32)
+    for start in range(0, features, BLOCKS * 32):
+        at = start + tl.arange(0, BLOCKS * 32)
+        value = tl.load(x + at, mask=at < features, other=0)
+        squares += value * value
+    return 1.0 / tl.sqrt_rn(tl.sum(squares) / features + eps)

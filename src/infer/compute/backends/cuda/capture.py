@@ -1,0 +1,153 @@
+"""A forward recorded in the sizes of `step_sizes`: some of them before the first request, the others when they occur.
+
+A recording reads its step from `StepInputs`. If the step is shorter than the recording, the rest are padding tokens
+with id and row −1. They have no effect. They are embedded as NaN, which their products pass on without reading a
+weight. Every kernel computes a token in the same order, whatever its neighbours. So a replay's results equal those of
+the same ops run one by one, to the bit.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from infer.compute.backends.base import Captured, Forward, Generated, PendingStep, check_multi_step, check_verified
+from infer.compute.backends.cuda.graphs import Graphs, Recording
+from infer.compute.backends.cuda.multi_step import MultiStep
+from infer.compute.backends.cuda.step_inputs import StepInputs
+from infer.compute.backends.cuda.step_sizes import StepSize, size_for, sizes_ahead
+from infer.compute.backends.cuda.verifier import Verifier
+from infer.compute.backends.gpu_memory import FEW_LINES
+from infer.compute.operands.limits import StepLimits
+from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.errors import InvalidRequestError
+
+
+@final
+class CapturedForward(Captured):
+    """A forward recorded in several sizes. Steps of more than `capacity` tokens run in pieces."""
+
+    def __init__(self, forward: Forward, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
+        self.capacity, self.max_logits = capacity, max_logits
+        self._forward, self._graphs, self._device = forward, graphs, device
+        self._inputs = StepInputs(capacity, max_logits, device, graphs)
+        self._limits = StepLimits(capacity, max_logits)
+        self._recordings: dict[StepSize, Recording] = {}
+        self._results: dict[int, Tensor] = {}  # by their number of lines
+        self._multi_step = MultiStep(max_logits, device, graphs)
+        self._verifier = Verifier(max_logits, device, graphs)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        with self._graphs.on_device():
+            pieces = list(step.pieces(self.capacity, self.max_logits))
+            if len(pieces) == 1:
+                return self._run_piece(step)
+            return torch.cat([self._run_piece(piece).clone() for piece in pieces])
+
+    @torch.inference_mode()
+    def record_ahead(self, selections: Sequence[SamplingColumns]) -> int:
+        if not self._graphs.records_ahead:
+            return 0
+        num_before = len(self._recordings)
+        with self._graphs.on_device():
+            self._verifier.record_taking(self._inputs.tokens)
+            for size in sizes_ahead(self._limits):
+                forward = self._recording(*size)
+                if size.tokens == size.logits:
+                    step = self._inputs.step(*size)
+                    for columns in selections:
+                        self._multi_step.record(forward.result, step, columns, None, None)
+                        self._verifier.record(forward.result, [], columns, None, None)
+        return len(self._recordings) - num_before
+
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        return self._has_room(chunks)
+
+    @torch.inference_mode()
+    def run_multi_step(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        count: int,
+        columns: SamplingColumns,
+        history: History | None = None,
+        stop_ids: Sequence[int] = (),
+        masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> Generated:
+        check_multi_step(chunks, columns)
+        size = size_for(len(chunks), len(chunks), self._limits)
+        with self._graphs.on_device():
+            forward = self._recording(*size)
+            self._inputs.fill(Step.of_chunks(chunks, starts), *size)
+            step = self._inputs.step(*size)
+            return self._multi_step.run(forward, step, count, columns, history, stop_ids, masks, interrupt)
+
+    def run_verified(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+    ) -> Generated:
+        return self.launch(chunks, starts, columns, history, masks).wait()
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+        behind: PendingStep | None = None,
+    ) -> PendingStep:
+        check_verified(chunks, columns)
+        step = Step.of_chunks(chunks, starts)
+        num_logits = len(step.logit_indices)
+        size = size_for(len(step.tokens), num_logits, self._limits)
+        with self._graphs.on_device():
+            forward = self._recording(*size)
+            self._inputs.fill(step, *size)
+            if behind is not None:
+                self._verifier.take_sampled(behind, self._inputs.tokens)
+            if not num_logits:
+                return self._verifier.launch_without_logits(forward.replay, len(chunks))
+            return self._verifier.launch(forward, chunks, starts, columns, history, masks)
+
+    def profile(self, step: Step) -> list[tuple[str, int]]:
+        raise InvalidRequestError("a profile counts the cycles of a CPU's commands: on a GPU use Nsight Systems")
+
+    def _run_piece(self, step: Step) -> Tensor:
+        num_logits = len(step.logit_indices)
+        size = size_for(len(step.tokens), num_logits, self._limits)
+        recording = self._recording(*size)
+        self._inputs.fill(step, *size)
+        recording.replay()
+        return recording.result[:num_logits]
+
+    def _recording(self, num_tokens: int, num_logits: int) -> Recording:
+        """Return the recording of this size. A new one is recorded with padding tokens only."""
+        size = StepSize(num_tokens, num_logits)
+        if size not in self._recordings:
+            step = self._inputs.step(*size)
+            self._inputs.clear(*size)
+            self._recordings[size] = self._graphs.record(lambda: self._with_result(self._forward(step)))
+        return self._recordings[size]
+
+    def _with_result(self, logits: Tensor) -> Tensor:
+        """Copy the logits to the memory that all recordings share, so that they take that of one, and return it.
+
+        Few requests need many lines. Memory for these is allocated when they are first needed.
+        """
+        if not len(logits):
+            return logits
+        num_lines = min(FEW_LINES, self.max_logits) if len(logits) <= FEW_LINES else self.max_logits
+        if num_lines not in self._results:
+            self._results[num_lines] = logits.new_empty(num_lines, logits.shape[1])
+        return self._results[num_lines][: len(logits)].copy_(logits)

@@ -1,0 +1,188 @@
+"""Inputs of a gated delta net's recurrence, which need no results of other tokens.
+
+`prepare_tokens` makes q, k, v and the gates, and writes the token's inputs, k and log α into its page. One more program
+lists the step's runs: the tokens of each row, which are consecutive. `multiply_keys` multiplies k and q of a token with
+the keys of its page up to its own.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from infer.compute.backends.cuda.epilogue import sigmoid, softplus
+from infer.compute.backends.cuda.recurrent_pages import convolved, is_kept, page_start, store_input
+
+_EPS = tl.constexpr(1e-6)  # of the norms of q and k
+_TOKENS = tl.constexpr(512)  # that are searched for runs at a time
+
+
+class DeltaNetBuffers(NamedTuple):
+    """Buffers of a step's tokens."""
+
+    keys_queries: Any  # [tokens, key heads, 2, key dim]: k, then q
+    dots: Any  # [tokens, key heads, 2, page tokens]: k and q times the keys of the page, 0 for later tokens
+    new_values: Any  # [tokens, value heads, value dim]: v, then u
+    log_alphas: Any  # [value heads, tokens]
+    betas: Any  # [value heads, tokens]
+    mixed: Any  # [tokens, value heads, value dim]: Sᵀq
+    runs: Any  # int32 [runs, 2]: the first token of a row or -1, and the token after its last
+
+
+class Gates(NamedTuple):
+    dt_bias: Any
+    decay: Any
+    beta_scale: Any
+    query_scale: Any
+
+
+@triton.jit(do_not_specialize=["num_runs"])
+def prepare_tokens(
+    projected, width, taps, gates, pages, buffers, rows, positions, num_runs,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, NUM_TAPS: tl.constexpr,
+):  # fmt: skip
+    """Prepare one head of one token. Programs of index 0 have no token, and one of them lists the runs."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    token, num_tokens = tl.maximum(index - 1, 0).to(tl.int64), tl.num_programs(0) - 1
+    row, position = tl.load(rows + token), tl.load(positions + token)
+    if index == 0:
+        if head == 0:
+            _list_runs(buffers.runs, rows, num_tokens, num_runs)
+    elif row >= 0:
+        is_stored = is_kept(pages, rows, token, row, position, num_tokens)
+        channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+        if head < KEY_HEADS:
+            _prepare_key(
+                projected, width, taps, gates, pages, buffers, rows, token, row, position, head, is_stored,
+                channels, KEY_HEADS, KEY_DIM, KEY_SIZE, NUM_TAPS,
+            )  # fmt: skip
+        else:
+            first: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
+            _prepare_value(
+                projected, width, taps, gates, pages, buffers, rows, token, row, position, head - KEY_HEADS, is_stored,
+                num_tokens, first, channels, VALUE_HEADS, VALUE_DIM, VALUE_SIZE, NUM_TAPS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _list_runs(runs, rows, num_tokens, num_runs):
+    """List the runs in the order of their tokens. Entries of no use have the token -1."""
+    used = 0
+    for start in range(0, num_tokens, _TOKENS):
+        tokens = start + tl.arange(0, _TOKENS)
+        row = tl.load(rows + tokens, mask=tokens < num_tokens, other=-1)
+        before = tl.load(rows + tokens - 1, mask=(tokens > 0) & (tokens < num_tokens), other=-1)
+        after = tl.load(rows + tokens + 1, mask=tokens + 1 < num_tokens, other=-1)
+        is_first = (row >= 0) & (row != before)
+        run = runs + 2 * (used + tl.cumsum(is_first.to(tl.int32)) - 1)
+        tl.store(run, tokens, mask=is_first)
+        tl.store(run + 1, tokens + 1, mask=(row >= 0) & (row != after))
+        used += tl.sum(is_first.to(tl.int32))
+    for start in range(used, num_runs, _TOKENS):
+        unused = start + tl.arange(0, _TOKENS)
+        tl.store(runs + 2 * unused, -1, mask=unused < num_runs)
+
+
+@triton.jit
+def _prepare_key(
+    projected, width, taps, gates, pages, buffers, rows, token, row, position, head, is_stored,
+    CHANNELS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+):  # fmt: skip
+    """Store q / (|q| √dim) and k / |k|, and k in the page."""
+    i, first = tl.arange(0, KEY_SIZE), head * KEY_DIM
+    to = buffers.keys_queries + (token * KEY_HEADS + head) * (2 * KEY_DIM) + i
+    q, inputs = convolved(
+        projected, width, pages, taps, tl.zeros((KEY_SIZE,), tl.float32), rows, token, row, position, first, i, KEY_DIM,
+        CHANNELS, NUM_TAPS, False,
+    )  # fmt: skip
+    if is_stored:
+        store_input(pages, row, position, first, i, KEY_DIM, inputs, CHANNELS)
+    tl.store(to + KEY_DIM, _unit(q) * gates.query_scale, mask=i < KEY_DIM)
+    first += KEY_HEADS * KEY_DIM
+    k, inputs = convolved(
+        projected, width, pages, taps, tl.zeros((KEY_SIZE,), tl.float32), rows, token, row, position, first, i, KEY_DIM,
+        CHANNELS, NUM_TAPS, False,
+    )  # fmt: skip
+    k = _unit(k)
+    tl.store(to, k, mask=i < KEY_DIM)
+    if is_stored:
+        store_input(pages, row, position, first, i, KEY_DIM, inputs, CHANNELS)
+        at = page_start(pages, row, position // pages.TOKENS) + position % pages.TOKENS
+        tl.store(pages.keys + at + (head * KEY_DIM + i) * pages.TOKENS, k, mask=i < KEY_DIM)
+
+
+@triton.jit
+def _unit(x):
+    """Return silu(x) / |silu(x)|."""
+    x = x * sigmoid(x)
+    return tl.div_rn(x, tl.zeros_like(x) + tl.sqrt_rn(tl.sum(x * x) + _EPS))
+
+
+@triton.jit
+def _prepare_value(
+    projected, width, taps, gates, pages, buffers, rows, token, row, position, head, is_stored, num_tokens,
+    FIRST: tl.constexpr, CHANNELS: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, NUM_TAPS: tl.constexpr,
+):  # fmt: skip
+    """Store v, log α and β, and log α in the page."""
+    i, first = tl.arange(0, VALUE_SIZE), FIRST + head * VALUE_DIM
+    v, inputs = convolved(
+        projected, width, pages, taps, tl.zeros((VALUE_SIZE,), tl.float32), rows, token, row, position, first, i,
+        VALUE_DIM, CHANNELS, NUM_TAPS, False,
+    )  # fmt: skip
+    tl.store(buffers.new_values + (token * VALUE_HEADS + head) * VALUE_DIM + i, v * sigmoid(v), mask=i < VALUE_DIM)
+    gate = projected + token * width + CHANNELS + VALUE_HEADS * VALUE_DIM + head
+    beta = sigmoid(tl.load(gate)) * gates.beta_scale
+    log_alpha = tl.load(gates.decay + head) * softplus(tl.load(gate + VALUE_HEADS) + tl.load(gates.dt_bias + head))
+    tl.store(buffers.betas + head * num_tokens + token, beta)
+    tl.store(buffers.log_alphas + head * num_tokens + token, log_alpha)
+    if is_stored:
+        store_input(pages, row, position, first, i, VALUE_DIM, inputs, CHANNELS)
+        at = page_start(pages, row, position // pages.TOKENS) + position % pages.TOKENS
+        tl.store(pages.decays + at + head * pages.TOKENS, log_alpha)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def multiply_keys(
+    pages, buffers, rows, positions, num_tokens,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Multiply k and q of up to TILE tokens with the keys of their page, for one key head.
+
+    Tiles begin at multiples of TILE in positions. A program whose token does not begin a tile has no work. A product is
+    computed for each token by itself, so its bits depend on no tile.
+    """
+    first, head = tl.program_id(0), tl.program_id(1)
+    row, position = tl.load(rows + first), tl.load(positions + first)
+    before = tl.load(rows + tl.maximum(first - 1, 0))
+    place = (position % pages.TOKENS).to(tl.int32)
+    if (row >= 0) & ((first == 0) | (before != row) | (place % TILE == 0)):
+        i, j = tl.arange(0, KEY_SIZE)[:, None], tl.arange(0, pages.TOKENS)
+        count = TILE - place % TILE
+        source = first - place + j
+        is_token = (source >= 0) & (source < num_tokens) & (j < place + count)
+        is_in_step = tl.load(rows + source, mask=is_token, other=-1) == row
+        at = (source.to(tl.int64) * KEY_HEADS + head) * (2 * KEY_DIM)
+        keys = tl.load(buffers.keys_queries + at[None, :] + i, mask=is_in_step[None, :] & (i < KEY_DIM), other=0.0)
+        at = page_start(pages, row, position // pages.TOKENS) + (head * KEY_DIM + i) * pages.TOKENS
+        is_earlier = (is_in_step == 0) & (j < place)
+        keys += tl.load(pages.keys + at + j[None, :], mask=is_earlier[None, :] & (i < KEY_DIM), other=0.0)
+        for token in range(first, tl.minimum(first + count, num_tokens)):
+            if tl.load(rows + token) == row:
+                own = place + token - first
+                k, q, to = token_of(buffers, token, head, KEY_HEADS, KEY_DIM, KEY_SIZE)
+                to = buffers.dots + to * pages.TOKENS + j
+                tl.store(to, tl.where(j < own, tl.sum(keys * k[:, None], axis=0), 0.0))
+                tl.store(to + pages.TOKENS, tl.where(j <= own, tl.sum(keys * q[:, None], axis=0), 0.0))
+
+
+@triton.jit
+def token_of(buffers, token, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr):
+    """Return k and q of a token's key head, and the number of vectors before its own in the buffers."""
+    i = tl.arange(0, KEY_SIZE)
+    line = (tl.cast(token, tl.int64) * KEY_HEADS + head) * 2
+    at = buffers.keys_queries + line * KEY_DIM + i
+    k = tl.load(at, mask=i < KEY_DIM, other=0.0)
+    return k, tl.load(at + KEY_DIM, mask=i < KEY_DIM, other=0.0), line

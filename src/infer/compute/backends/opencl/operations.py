@@ -1,0 +1,164 @@
+"""Every op as a few launches on an OpenCL device, as `backends.reference` defines it.
+
+The launches go to the active recording, or run immediately. Both use the same code, so a recorded step gives the same
+bits.
+"""
+
+from dataclasses import replace
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.compute.backends import reference
+from infer.compute.backends.as_halves import as_halves
+from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.backends.cpu.layouts import BLOCK, LANES
+from infer.compute.backends.cpu.sampling import launch
+from infer.compute.backends.cpu.weights.prepare_weights import Precision
+from infer.compute.backends.cpu.weights.prepare_weights import prepare as pack
+from infer.compute.backends.opencl.launches import scope
+from infer.compute.backends.opencl.layers import layer_record
+from infer.compute.backends.opencl.memory import storage_of
+from infer.compute.backends.opencl.projection import ADD, CAP, STORE, macros_of, packed, project, vector
+from infer.compute.backends.opencl.runtime import Runtime
+from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.feed_forwards import Activation
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import Heads, Norm, Projection, Weight
+from infer.compute.quantization.kv_layout import LayerCache
+from infer.errors import InvalidRequestError
+
+_PAIRED = (
+    "device opencl: weights are packed for i8mm here, which its kernels do not read: set INFER_ISA=neon, or use "
+    "--device cpu"
+)
+
+
+@final
+class Operations:
+    normalize = staticmethod(reference.normalize)
+    choose_tokens = staticmethod(launch.choose_tokens)  # of logits that the host has
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def prepare(self, projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
+        """Return the projection packed in the CPU's groups of 16 rows: a vector on a CPU is 16 neighbours on a GPU.
+
+        Types that these kernels do not read become F16.
+
+        Raises InvalidRequestError if weights are packed for i8mm.
+        """
+        if instruction_set().inputs != 4:
+            raise InvalidRequestError(_PAIRED)
+        stored = replace(projection, parts=tuple(map(as_halves, projection.parts)))
+        prepared, place = pack(stored, device, precision), self._runtime.memory.place
+        parts = [replace(part, data=place(part.data)) for part in map(packed, prepared.parts)]
+        return replace(prepared, parts=tuple(parts))
+
+    def embed(
+        self,
+        table: Weight,
+        token_ids: Int[Tensor, "tokens"],
+        scale: float,
+        norm_eps: None = None,  # `check_unusual_parts` refuses models with such a norm
+    ) -> Float[Tensor, "tokens hidden"]:
+        weight, tokens = packed(table), token_ids.to(torch.int64).contiguous()
+        (rows, features), records = weight.shape, weight.layout.num_records(weight.in_features)
+        with scope(self._runtime, len(tokens)) as run:
+            out = run.tensor("x", run.capacity, features)
+            arguments = [run.constant(weight.data), tokens, out, rows, features, records, float(scale)]
+            width = -(-features // 4) * LANES
+            run.launch("matmul.cl", "embed", width, arguments, macros_of(weight, lanes=1) | {"TOKENS": 1})
+        return out
+
+    def norm_project(self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
+        with scope(self._runtime, len(x)) as run:
+            out = run.tensor("projected", run.capacity, projection.out_features)
+            return Activations(project(run, Activations(x), norm, projection, out))
+
+    def attend(self, qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
+        features, pages, rope = heads.num_heads * heads.head_dim, layer.pages, heads.rope
+        has_far = pages.furthest is not None and rope is not None
+        macros = {"HEAD_DIM": heads.head_dim, f"KV_{layer.kv_type}": 1}
+        with scope(self._runtime, len(qkv.floats)) as run:
+            queries = run.tensor("queries", 2 if has_far else 1, run.capacity, features)
+            out = run.tensor("attended", run.capacity, features)
+            record = layer_record(heads, layer, far_at=run.capacity * features if has_far else 0)
+            keys, values = storage_of(layer.keys), storage_of(layer.values)
+            norms = [vector(run, norm) for norm in (heads.q_norm, heads.k_norm)]
+            angles = (None, None) if rope is None else (run.constant(rope.cos), run.constant(rope.sin))
+            inputs = [
+                qkv.floats,
+                *norms,
+                *angles,
+                pages.table,
+                pages.shifts,
+                pages.rope_sets,
+                step.rows,
+                step.positions,
+            ]
+            width = heads.num_heads + 2 * heads.num_kv_heads
+            run.launch("attention.cl", "rotate_append", width, [*inputs, queries, keys, values, record], macros)
+            seen = [pages.table, pages.shifts, pages.sinks, pages.windows, step.rows, step.positions]
+            arguments = [queries, keys, values, *seen, out, None, 0, record]
+            launch = run.launch("attention.cl", "attend", heads.num_heads, arguments, macros)
+            offer = run.offer("attended", launch, index=10) if heads.head_dim % BLOCK == 0 else None
+        return Activations(out, offer)
+
+    def attention_weights(
+        self, qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
+    ) -> Float[Tensor, "kv_heads group tokens slots"]:
+        stored, page_bytes = storage_of(layer.keys), layer.keys.stride(1)
+        for page in set(layer.pages.table[step.rows[0]].tolist()):
+            self._runtime.memory.to_host(stored, page * page_bytes, page_bytes)
+        self._runtime.memory.finish()
+        return reference.attention_weights(qkv, heads, layer, step)
+
+    def project_add(
+        self,
+        residual: Float[Tensor, "tokens hidden"],
+        x: Activations,
+        projection: Projection,
+        post_norm: Norm | None,
+        scale: float = 1.0,  # `check_unusual_parts` refuses others
+    ) -> Float[Tensor, "tokens hidden"]:
+        with scope(self._runtime, len(x.floats)) as run:
+            if post_norm is None:
+                return project(run, x, None, projection, residual, ADD)
+            features = projection.out_features
+            y = project(run, x, None, projection, run.tensor("before post norm", run.capacity, features))
+            arguments = [residual, y, vector(run, post_norm), features, post_norm.eps]
+            run.launch("rows.cl", "add_normalized", -(-features // LANES), arguments)
+        return residual
+
+    def norm_gate(
+        self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
+    ) -> Activations:
+        features = gate_up.out_features // 2
+        with scope(self._runtime, len(x)) as run:
+            both = run.tensor("gate and up", run.capacity, 2 * features)
+            project(run, Activations(x), norm, gate_up, both)
+            out = run.tensor("hidden", run.capacity, features)
+            arguments = [both, out, None, 0, features]
+            launch = run.launch(
+                "rows.cl", "gate_rows", -(-features // BLOCK), arguments, {"GATED": f"gated_{activation}"}
+            )
+            offer = run.offer("hidden", launch, index=2) if features % BLOCK == 0 else None
+        return Activations(out, offer)
+
+    def head(
+        self,
+        x: Float[Tensor, "tokens hidden"],
+        logit_indices: Int[Tensor, "logits"],
+        norm: Norm,
+        projection: Projection,
+        softcap: float | None = None,
+    ) -> Float[Tensor, "logits vocab"]:
+        epilogue = STORE if softcap is None else CAP
+        with scope(self._runtime, len(x), len(logit_indices)) as run:
+            out = run.tensor("logits", run.max_logits, projection.out_features)
+            source, softcap = Activations(x), softcap or 0.0
+            return project(run, source, norm, projection, out, epilogue, softcap=softcap, logit_indices=logit_indices)

@@ -1,0 +1,64 @@
+"""Parts of the ops in plain torch: products, norms, gates and curves."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute.operands.feed_forwards import Activation
+from infer.compute.operands.group import Shares
+from infer.compute.operands.weights import Norm, ObservedWeight, Projection, StoredWeight, Weight
+from infer.compute.quantization.ggml_blocks import dequantize
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
+
+def gated(
+    gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"], activation: Activation
+) -> Float[Tensor, "*shape"]:
+    if activation == "clamped_swiglu":
+        return (up.clamp(-7, 7) + 1) * ACTIVATIONS["gelu_sigmoid"](gate.clamp(max=7))
+    return ACTIVATIONS[activation](gate) * up
+
+
+def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:
+    y = torch.cat([multiplied(x, part) for part in projection.parts], dim=-1)
+    return y if projection.bias is None else y + projection.bias.to(y.dtype)
+
+
+def multiplied(x: Float[Tensor, "*rows in"], weight: Weight) -> Float[Tensor, "*rows out"]:
+    if isinstance(weight, ObservedWeight):
+        weight.on_input(x)
+        weight = weight.source
+    return F.linear(x, dense(weight).to(x.dtype))
+
+
+def dense(weight: Weight) -> Float[Tensor, "out in"]:
+    assert isinstance(weight, StoredWeight)
+    return weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)
+
+
+def gathered(own: Float[Tensor, "rows own"], shares: Shares | None) -> Float[Tensor, "rows width"]:
+    return own if shares is None else shares.gather(own)
+
+
+def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*rows hidden"]:
+    wide = x.float()
+    if norm.is_centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    return (scaled if norm.bias is None else scaled + norm.bias.float()).to(x.dtype)
+
+
+def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:
+    return x if cap is None else cap * torch.tanh(x / cap)

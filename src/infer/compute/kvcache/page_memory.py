@@ -1,0 +1,250 @@
+"""The tensors of a cache: the pages of each layer, and the tables with which kernels find them.
+
+The memory of all pages is reserved in one allocation, but the system provides it only when it is written. A page
+contains the data of all layers of its group for its tokens, one layer after the other. About 60 tokens of a small
+model, or a few tokens of a large one, fill one huge page of the system.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Int64, Shaped, UInt8
+from torch import Tensor
+
+from infer.compute import ops
+from infer.compute.kvcache.page_rows import GroupRows
+from infer.compute.kvcache.page_sizes import page_bytes
+from infer.compute.operands.delta_net_cache import DeltaNetCache
+from infer.compute.operands.mixers import Attention, GatedDeltaNet, Mixer
+from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks
+from infer.compute.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
+
+CachedLayer = LayerCache | ConvCache | DeltaNetCache
+_NAN = 0xFF  # in every byte: NaN in every float type, and codes whose scales are NaN
+
+
+@final
+class PageMemory:
+    """Memory and page tables of all groups.
+
+    Kernels read `layers`. They see changes to a group's tables only after `publish`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Mixer],
+        groups: Sequence[GroupRows],
+        kv_type: str,
+        page_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._groups, self._kv_type, self._page_tokens = groups, kv_type, page_tokens
+        self._backend, self._device = ops.backend_of(device), device
+        self.rope_sets = np.zeros(len(groups[0].shifts), np.int64)
+        rope_sets = torch.tensor(self.rope_sets, device=device)  # shared by all groups
+        self._tables = [_tables_of(rows, rope_sets) for rows in groups]
+        self._published = [rows.version for rows in groups]
+        sizes = [page_bytes(layer, kv_type, page_tokens) for layer in layers]
+        self._memories = [
+            self._backend.zeros(
+                (rows.table.pool.num_pages, sum(sizes[index] for index in rows.group.layers)), torch.uint8
+            )
+            for rows in groups
+        ]
+        by_index = dict[int, CachedLayer]()
+        for rows, tables, memory in zip(groups, self._tables, self._memories, strict=True):
+            first = 0
+            for index in rows.group.layers:
+                own, first = memory[:, first : first + sizes[index]], first + sizes[index]
+                by_index[index] = self._make_layer(layers[index], own, tables)
+        self.layers = [by_index[index] for index in range(len(layers))]
+
+    def _make_layer(self, layer: Mixer, memory: UInt8[Tensor, "pages bytes"], tables: Pages) -> CachedLayer:
+        """Return a layer's cache in its part of each page."""
+        if isinstance(layer, Attention):
+            blocks = layer.num_kv_heads, num_blocks(self._page_tokens)
+            border = math.prod(blocks) * key_block_bytes(self._kv_type, layer.head_dim)
+            keys, values = (
+                part.view(len(memory), *blocks, -1).transpose(0, 1) for part in (memory[:, :border], memory[:, border:])
+            )
+            return LayerCache(self._kv_type, keys, values, tables)
+        if isinstance(layer, GatedDeltaNet):
+            return DeltaNetCache.of_memory(memory, layer, tables)
+        inputs = memory.view(torch.float32).view(len(memory), self._page_tokens, layer.num_channels)
+        return ConvCache(inputs, tables)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the cache after every page has been written."""
+        return sum(memory.nbytes for memory in self._memories)
+
+    def set_rope(self, row: int, index: int) -> None:
+        """Choose which of the model's two sets of rope factors the row uses, and publish the choice immediately."""
+        if self.rope_sets[row] != index:
+            self.rope_sets[row] = index
+            with self._backend.threads():
+                _copy_array(self.rope_sets, self._tables[0].rope_sets)
+
+    def publish(self) -> None:
+        """Publish the current tables and windows to the kernels."""
+        for index, (rows, tables) in enumerate(zip(self._groups, self._tables, strict=True)):
+            if self._published[index] != rows.version:
+                arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
+                tensors = (tables.table, tables.shifts, tables.sinks, tables.windows)
+                with self._backend.threads():
+                    for tensor, array in zip(tensors, arrays, strict=True):
+                        _copy_array(array, tensor)
+                self._published[index] = rows.version
+
+    def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "heads pages blocks lanes *size"]]]:
+        """Yield the stored tensors of a group's layers by name, as views."""
+        for index in rows.group.layers:
+            layer = self.layers[index]
+            if isinstance(layer, LayerCache):
+                for number, part in enumerate(key_parts(layer.keys, self._kv_type)):
+                    yield f"{index}.keys.{number}", part
+                for number, part in enumerate(value_parts(layer.values, self._kv_type)):
+                    yield f"{index}.values.{number}", part
+                continue
+            yield f"{index}.inputs", _in_blocks(layer.inputs[:, None])
+            if isinstance(layer, DeltaNetCache):
+                yield f"{index}.keys", _in_blocks(layer.keys.transpose(2, 3))
+                yield f"{index}.updates", _in_blocks(layer.updates)
+                yield f"{index}.decays", _in_blocks(layer.decays)
+
+    def states(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "pages *size"]]]:
+        """Yield the states at the starts of pages, for a group's layers that have states, by name, as views."""
+        for index in rows.group.layers:
+            layer = self.layers[index]
+            if isinstance(layer, DeltaNetCache):
+                yield f"{index}.states", layer.states
+
+    def place(
+        self, rows: GroupRows, row: int, slots: Int64[Tensor, "*slots"]
+    ) -> tuple[Int64[Tensor, "*slots"], Int64[Tensor, "*slots"], Int64[Tensor, "*slots"]]:
+        """Return the page of each slot of a row, the block in that page, and the slot's position in the block."""
+        pages = torch.from_numpy(rows.table.table[row])[slots // self._page_tokens]
+        blocks, lanes = slots % self._page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
+        return pages.to(self._device), blocks.to(self._device), lanes.to(self._device)
+
+    def copy_pages(self, rows: GroupRows, targets: Sequence[int], sources: Sequence[int]) -> None:
+        memory = self._memories[self._groups.index(rows)]
+        self._backend.to_host(memory, sources)
+        memory[list(targets)] = memory[list(sources)]
+        self._backend.to_device(memory, targets)
+
+    def page_bytes(self, rows: GroupRows) -> int:
+        """Return the bytes of a page of all layers of the group."""
+        return self._memories[self._groups.index(rows)].shape[1]
+
+    def read_page(self, rows: GroupRows, page: int) -> bytes:
+        """Return a copy of a page's content."""
+        memory = self._memories[self._groups.index(rows)]
+        self._backend.to_host(memory, [page])
+        return memory[page].cpu().numpy().tobytes()
+
+    def write_page(self, rows: GroupRows, page: int, content: memoryview) -> None:
+        """Replace a page by content that `read_page` returned."""
+        memory = self._memories[self._groups.index(rows)]
+        target, source = memory[page], np.frombuffer(content, np.uint8)
+        if target.device.type == "cpu":
+            target.numpy()[...] = source
+        else:
+            target.copy_(torch.from_numpy(source.copy()))
+        self._backend.to_device(memory, [page])
+
+    def keep_slots(self, rows: GroupRows, row: int, slots_by_layer: dict[int, Int64[Tensor, "kv_heads kept"]]) -> None:
+        """Move the kept slots into the row's first slots. Each head keeps its own slots."""
+        pages = list(rows.table.page_by_index(row).values())
+        self.to_host(rows, pages)
+        for index in rows.group.layers:
+            layer, slots = self.layers[index], slots_by_layer[index]
+            assert isinstance(layer, LayerCache)
+            into = self.place(rows, row, torch.arange(slots.shape[1]))
+            where = self.place(rows, row, slots.cpu())
+            heads = torch.arange(len(slots), device=slots.device)[:, None]
+            for part in (*key_parts(layer.keys, self._kv_type), *value_parts(layer.values, self._kv_type)):
+                part[:, *into] = part[heads, *where]
+        self.to_device(rows, pages)
+
+    def clear_pages(self, rows: GroupRows, pages: Sequence[int]) -> None:
+        """Set pages to 0 on the host. Call `to_device` after writing to these pages."""
+        self._memories[self._groups.index(rows)][list(pages)] = 0
+
+    def to_host(self, rows: GroupRows, pages: Sequence[int]) -> None:
+        """Make pages readable on the host. Call before the host reads these pages."""
+        self._backend.to_host(self._memories[self._groups.index(rows)], pages)
+
+    def to_device(self, rows: GroupRows, pages: Sequence[int]) -> None:
+        """Make pages that the host has written visible to the device. Call after the host has written these pages."""
+        self._backend.to_device(self._memories[self._groups.index(rows)], pages)
+
+    def give_back_free(self) -> int:
+        """Return the memory of free pages to the system, and return the number of bytes.
+
+        The content of these pages is lost.
+        """
+        num_bytes = 0
+        for rows, memory in zip(self._groups, self._memories, strict=True):
+            for first, count in _runs(rows.table.pool.forget_written()):
+                self._backend.give_back(memory, first, count)
+                num_bytes += memory[first : first + count].nbytes
+        return num_bytes
+
+    def poison(self) -> None:
+        """From now on, fill every page with NaN when it is taken, so that a read of an unwritten slot returns NaN."""
+        for rows, memory in zip(self._groups, self._memories, strict=True):
+            rows.table.on_take = partial(_poison_page, self._backend, memory)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the kernels' tables equal the current tables."""
+        for rows, tables in zip(self._groups, self._tables, strict=True):
+            assert (tables.table.cpu().numpy() == rows.table.table).all(), "kernels read another table"
+
+
+def _poison_page(backend: ops.Backend, memory: UInt8[Tensor, "pages bytes"], page: int) -> None:
+    memory[page] = _NAN
+    backend.to_device(memory, [page])
+
+
+def _in_blocks(x: Shaped[Tensor, "pages heads tokens *size"]) -> Shaped[Tensor, "heads pages blocks lanes *size"]:
+    """Return a view of the stored data per token, in the shape that keys and values have."""
+    num_pages, num_heads, num_tokens = x.shape[:3]
+    blocks = num_tokens // BLOCK_POSITIONS, BLOCK_POSITIONS
+    view: Tensor = x.as_strided(
+        (num_heads, num_pages, *blocks, *x.shape[3:]),
+        (x.stride(1), x.stride(0), x.stride(2) * BLOCK_POSITIONS, *x.stride()[2:]),
+        x.storage_offset(),
+    )
+    return view
+
+
+def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:
+    arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
+    table, shifts, sinks, windows = (torch.tensor(array, device=rope_sets.device) for array in arrays)
+    return Pages(rows.table.page_tokens, table, shifts, sinks, windows, rope_sets, rows.group.furthest)
+
+
+def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -> None:
+    """Copy an array into a tensor. On the host this avoids torch, whose overhead is large for so little data.
+
+    A copy to a device does not wait. Pinning opens a context on the current device, which the caller sets.
+    """
+    if tensor.device.type == "cpu":
+        tensor.numpy()[...] = array
+    else:
+        tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first page and the length of each run of consecutive pages. `pages` must be in ascending order."""
+    for _, run in groupby(enumerate(pages), key=lambda pair: pair[1] - pair[0]):
+        found = [page for _, page in run]
+        yield found[0], len(found)

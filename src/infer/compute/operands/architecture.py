@@ -1,0 +1,179 @@
+"""Description of a network, as frozen values without tensors. `families` makes it from a config; `transformer` runs it.
+
+A layer describes its computation, never its family. A new value is a field here and a line in `families`. A new kind of
+part is a class here, and the changes that `docs/dev/adding.md` lists.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infer.compute.operands.feed_forwards import FeedForward, PerLayerInput
+from infer.compute.operands.mixers import Attention, LongRope, Mixer, QueryScale, Rope, keeps
+from infer.compute.operands.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms around each part of a layer.
+
+    They are RMSNorm (arXiv:1910.07467) or, with `are_centred`, LayerNorm (arXiv:1607.06450), which subtracts the mean.
+    """
+
+    before: bool = True  # norm of the part's input
+    after: bool = False  # norm of the part's result, before it is added to the residual stream
+    of_sum: bool = False  # norm of the residual stream, after the part's result is added
+    eps_after: float | None = None  # eps of the norms after; None: the eps of all norms
+    are_centred: bool = False
+    have_bias: bool = False
+    skip_mixer: bool = False  # the mixer's input is the residual stream without a norm
+
+    def shapes(self, name: str, hidden: int) -> Shapes:
+        """Return the shape of each tensor of the norm with this name."""
+        return {f"{name}.{kind}": (hidden,) for kind in (("weight", "bias") if self.have_bias else ("weight",))}
+
+    @property
+    def before_mixer(self) -> bool:
+        """Return True if the mixer's input is normalised."""
+        return self.before and not self.skip_mixer
+
+
+@dataclass(frozen=True)
+class TextInputs:
+    """The rows that an encoder adds to a token's embedding, before a norm of the sum.
+
+    One row is for the position, one for the type: the first text of a pair has type 0, the second type 1.
+    """
+
+    num_positions: int = 0  # rows of learned positions; 0: no learned positions
+    num_types: int = 0
+
+    def shapes(self, hidden: int, norms: Norms) -> Shapes:
+        """Return the shape of each tensor, by its name."""
+        shapes: Shapes = {}
+        if self.num_positions:
+            shapes["model.embed_positions.weight"] = (self.num_positions, hidden)
+        if self.num_types:
+            shapes["model.embed_types.weight"] = (self.num_types, hidden)
+        return shapes | norms.shapes("model.embed_norm", hidden)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mixer, which moves information between tokens, then a feed-forward for each token; either may be missing."""
+
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
+    norms: Norms = Norms()
+    per_layer_input: PerLayerInput | None = None
+    has_scale: bool = False  # after the last part, the residual stream is multiplied by a number of the layer
+
+    @property
+    def parts(self) -> tuple[Mixer | FeedForward | PerLayerInput, ...]:
+        """The existing parts, in the order in which they run."""
+        return tuple(part for part in (self.mixer, self.feed_forward, self.per_layer_input) if part is not None)
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shape of each tensor, by its name within the layer."""
+        shapes = {name: shape for part in self.parts for name, shape in part.shapes(hidden).items()}
+        names = [name for name, part in (("attention", self.mixer), ("mlp", self.feed_forward)) if part is not None]
+        for name in names:
+            if self.norms.before_mixer if name == "attention" else self.norms.before:
+                shapes |= self.norms.shapes(f"{name}_norm", hidden)
+            if self.norms.after or self.norms.of_sum:
+                shapes |= self.norms.shapes(f"post_{name}_norm", hidden)
+        if self.has_scale:
+            shapes["layer_scalar"] = (1,)
+        return shapes
+
+
+@dataclass(frozen=True)
+class Architecture:
+    family: str  # only for people; code must not branch on it
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[Layer, ...]
+    norm_eps: float
+    max_positions: int  # the context for which the model was made
+    embedding_scale: float = 1.0
+    has_embedding_norm: bool = False  # a token's embedding is divided by its root mean square
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # after the scale: softcap × tanh(logit / softcap)
+    tied_embeddings: bool = False
+    text_inputs: TextInputs | None = None
+    has_last_norm: bool = True
+    text_limit: int | None = None  # most tokens of a text for which an embedding model was made
+
+    @property
+    def reads_whole_texts(self) -> bool:
+        """Return True for an encoder: a token attends to the whole text, so no text can be generated after it."""
+        return any(not mixer.is_causal for mixer in self.attention)
+
+    @property
+    def norms(self) -> Norms:
+        """The norms of the layers. Some layers may have no norm before their mixer."""
+        return self.layers[-1].norms
+
+    @property
+    def attention(self) -> tuple[Attention, ...]:
+        """The mixers that attend, in the order of their layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers, in the order of their layers."""
+        return tuple(layer.mixer for layer in self.layers if layer.mixer is not None)
+
+    @property
+    def cached_mixers(self) -> tuple[Mixer, ...]:
+        """The mixers that keep values of every token, or a state. The cache has a layer for each, in this order."""
+        return tuple(mixer for mixer in self.mixers if keeps(mixer))
+
+    @property
+    def cache_indices(self) -> tuple[int | None, ...]:
+        """For each layer, the cache's layer that its mixer reads; None if it has no mixer."""
+        indices, num_kept = list[int | None](), 0
+        for layer in self.layers:
+            shared = layer.mixer.shared_from if isinstance(layer.mixer, Attention) else None
+            indices.append(None if layer.mixer is None else num_kept if shared is None else indices[shared])
+            num_kept += keeps(layer.mixer)
+        return tuple(indices)
+
+    @property
+    def per_layer_input(self) -> PerLayerInput | None:
+        """The part of this kind. Either all layers have it, or none."""
+        return self.layers[0].per_layer_input
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different ropes of the layers."""
+        return tuple({mixer.rope: None for mixer in self.attention if mixer.rope is not None})
+
+    @property
+    def query_scales(self) -> tuple[QueryScale, ...]:
+        """The different scales of the layers' queries."""
+        return tuple({mixer.query_scale: None for mixer in self.attention if mixer.query_scale is not None})
+
+    @property
+    def long_ropes(self) -> tuple[LongRope, ...]:
+        """The different long ropes of the layers."""
+        return tuple({rope.long: None for rope in self.ropes if rope.long is not None})
+
+    @property
+    def own_length(self) -> int:
+        """The model's own context: all its positions, or less if its texts are limited."""
+        return min(self.text_limit or self.max_positions, self.max_positions)
+
+    @property
+    def most_positions(self) -> int:
+        """Longest context that may be requested. Some ropes can be stretched."""
+        return int(self.max_positions * max((long.growth or 1.0 for long in self.long_ropes), default=1.0))
+
+
+class ModelOutline(NamedTuple):
+    """A model before it is loaded, known from its headers. A backend uses it to compile kernels."""
+
+    architecture: Architecture
+    types: Mapping[str, str]  # types of the loaded matrices, by name
+    kv_type: str
+    precision: str  # precision of the activations: exact or fast

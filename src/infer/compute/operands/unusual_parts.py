@@ -1,0 +1,33 @@
+"""The parts of layers other than usual attention and dense feed-forwards, with their names for people."""
+
+from collections.abc import Callable, Iterable
+
+from infer.compute.operands.architecture import Layer
+from infer.compute.operands.feed_forwards import Experts, PerLayerInput
+from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
+
+_NAMES = {
+    PerLayerInput: "per-layer inputs",
+    Experts: "experts",
+    ShortConv: "short convolutions",
+    GatedDeltaNet: "gated delta nets",
+}
+_OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
+    "attention sinks": lambda attention: attention.has_sinks,
+    "output gates": lambda attention: attention.has_gate,
+    "norms of values": lambda attention: attention.has_v_norm,
+    "attention without a mask": lambda attention: not attention.is_causal,
+    "shared keys": lambda attention: not attention.has_keys,
+    "attention in chunks": lambda attention: attention.chunk is not None,
+    "scaled queries": lambda attention: attention.query_scale is not None,
+}
+
+
+def unusual_parts(layers: Iterable[Layer]) -> set[str]:
+    """Return the names of the layers' parts other than usual attention and dense feed-forwards."""
+    layers = list(layers)
+    parts = [part for layer in layers for part in layer.parts]
+    others = {_NAMES[type(part)] for part in parts if type(part) in _NAMES}
+    attention = [part for part in parts if isinstance(part, Attention)]
+    others |= {name for name, is_part in _OF_ATTENTION.items() if any(map(is_part, attention))}
+    return others | {"layers with a scale" for layer in layers if layer.has_scale}

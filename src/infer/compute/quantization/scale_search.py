@@ -1,0 +1,144 @@
+"""Least-squares scales, and minima, for groups of values that are rounded to a type's levels.
+
+Values and weights are `[size, groups]`, so that each sum over a group adds whole vectors. The error of a group is the
+sum of weight × (value − value of its code)². A search tries scales derived from the group's extremes. Then it
+alternates between rounding with the scale and fitting the scale to the rounded numbers. Neither step increases the
+error.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute.quantization.levels import Levels
+
+Grouped = Float[Tensor, "size groups"]
+PerGroup = Float[Tensor, "groups"]
+
+
+class Fit(NamedTuple):
+    """The best scale of each group, with Σ weight × level² of its levels, the cost of an error of the scale."""
+
+    scales: PerGroup
+    costs: PerGroup
+
+
+def fit_scales(x: Grouped, weights: Grouped | None, levels: Levels, reaches: Sequence[float], rounds: int = 2) -> Fit:
+    """Return scales for values that equal scale × level.
+
+    Args:
+        x: The values.
+        weights: Weight of each value's squared error, or None for equal weights.
+        levels: The levels that a scale multiplies.
+        reaches: Levels to which the group's largest value is scaled, one per trial. Above the last level it is clamped.
+        rounds: Number of alternations after the trials.
+    """
+    weighted = x if weights is None else x * weights
+    low, high = x.amin(0), x.amax(0)
+    extremes = torch.where(high > -low, high, low)
+    best = torch.zeros_like(extremes)
+    best_gain, costs = torch.zeros_like(extremes), torch.zeros_like(extremes)
+    for trial in range(len(reaches) + rounds):
+        scales = extremes / reaches[trial] if trial < len(reaches) else best
+        near = levels.nearest(x * inverse(scales))
+        product = (weighted * near).sum(0)
+        near.square_()
+        square = (near if weights is None else near.mul_(weights)).sum(0)
+        fitted = product * inverse(square)
+        is_better = fitted * product > best_gain
+        best_gain = torch.where(is_better, fitted * product, best_gain)
+        best, costs = torch.where(is_better, fitted, best), torch.where(is_better, square, costs)
+    return Fit(best, costs)
+
+
+def _with_low_minima(
+    scales: PerGroup, minima: PerGroup, scales_alone: PerGroup, means: PerGroup, has_steps: Tensor
+) -> tuple[PerGroup, PerGroup]:
+    """Return the best fits whose minima are at most 0.
+
+    If scale and minimum together give no such fit, one number of the two does. Groups whose codes are all equal have no
+    steps.
+    """
+    is_constant, is_alone = ~has_steps & (means < 0), ~has_steps | (minima > 0) | (scales < 0)
+    scales = torch.where(is_alone, scales_alone.clamp(min=0), scales)
+    return torch.where(is_constant, 0.0, scales), torch.where(is_constant, means, torch.where(is_alone, 0.0, minima))
+
+
+def best_scales(x: Grouped, weights: Grouped | None, levels: Levels, tried: Float[Tensor, "trials groups"]) -> PerGroup:
+    """Return the scale of each group with the least error."""
+    errors = []
+    for scales in tried:
+        left = levels.nearest(x * inverse(scales)).mul_(scales).sub_(x).square_()
+        errors.append((left if weights is None else left.mul_(weights)).sum(0))
+    return tried.gather(0, torch.stack(errors).argmin(0, keepdim=True))[0]
+
+
+def inverse(scales: Tensor) -> Tensor:
+    """Return 1 / scale, or 0 for a scale that is 0 or too small to have an inverse."""
+    found = scales.reciprocal()
+    return found.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class AffineFit(NamedTuple):
+    """The best scale and minimum of each group, with Σ weight × code² of its codes."""
+
+    scales: PerGroup
+    minima: PerGroup
+    costs: PerGroup
+
+
+def fit_scales_and_minima(
+    x: Grouped,
+    weights: Grouped | None,
+    highest: int,
+    reaches: Sequence[tuple[float, float]],
+    *,
+    are_minima_free: bool,
+    rounds: int = 2,
+) -> AffineFit:
+    """Return scales and minima for values that equal minimum + scale × code, with codes from 0 to `highest`.
+
+    Args:
+        x: The values.
+        weights: Weight of each value's squared error, or None for equal weights.
+        highest: The highest code.
+        reaches: Number of steps to which the range of the group's values is scaled, one per trial, and the share of the
+            steps outside the codes that is cut off at the lower end.
+        are_minima_free: Minima may have both signs. Otherwise they are at most 0, and scales at least 0.
+        rounds: Number of alternations after the trials.
+    """
+    weight_sums = x.new_full((), len(x)) if weights is None else weights.sum(0)
+    low, high = x.amin(0), x.amax(0)
+    if are_minima_free:
+        centre = (low + high) / 2
+        x, low, high = x - centre, low - centre, high - centre
+    else:
+        centre, low = torch.zeros_like(low), low.clamp(max=0)
+    sums = (x if weights is None else x * weights).sum(0)
+    best = AffineFit(torch.zeros_like(low), low, torch.zeros_like(low))
+    best_gain = torch.full_like(low, -torch.inf)
+    for trial in range(len(reaches) + rounds):
+        scales, minima = best.scales, best.minima
+        if trial < len(reaches):
+            reach, share = reaches[trial]
+            scales = (high - low) / reach
+            minima = low + scales * ((reach - highest) * share)
+        codes = (x - minima).mul_(inverse(scales)).round_().clamp_(0, highest)
+        products = codes if weights is None else codes * weights
+        code_sums, squares, crossed = products.sum(0), (products * codes).sum(0), (products * x).sum(0)
+        spread = inverse(weight_sums * squares - code_sums * code_sums)
+        scales = (weight_sums * crossed - code_sums * sums) * spread
+        minima = (squares * sums - code_sums * crossed) * spread
+        if not are_minima_free:
+            scales, minima = _with_low_minima(
+                scales, minima, crossed * inverse(squares), sums / weight_sums, spread > 0
+            )
+        gain = scales * crossed + minima * sums
+        is_better = gain > best_gain
+        best_gain = torch.where(is_better, gain, best_gain)
+        pairs = zip((scales, minima, squares), best, strict=True)
+        best = AffineFit(*(torch.where(is_better, found, before) for found, before in pairs))
+    return best._replace(minima=best.minima + centre)

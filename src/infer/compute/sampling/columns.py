@@ -1,0 +1,400 @@
+"""`SamplingParams` as columns: a sequence's values are written once for its slot, then gathered for a step's slots.
+
+A column has the exact identity value if its parameter is off, and keeps its address, which kernels store. Only lists
+of ids and masks are created anew. The host knows which stages a step needs, so nothing is read back from the device.
+Values are checked when they are written: token ids against the vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Self, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.compute.sampling.masks import num_mask_words, pack_masks
+from infer.compute.sampling.noise import signed
+from infer.errors import InvalidRequestError
+from infer.sampling_params import SMALLEST_TOP_P, SamplingParams
+
+WHOLE_HISTORY = 1 << 62  # a repetition window that covers everything
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_TORCH = {np.float32: torch.float32, np.float64: torch.float64, np.int64: torch.int64, np.bool_: torch.bool}
+
+
+class _Slot(NamedTuple):
+    """The arguments of `write` for a slot."""
+
+    number: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    vocab_size: int
+
+
+class _Lists(NamedTuple):
+    """Lists, mask and flags of a slot: its values that are not in a column."""
+
+    biases: Sequence[tuple[int, float]] = ()
+    end_ids: Sequence[int] = ()
+    mask: Int[Tensor, "mask words"] | None = None
+    num_logprobs: int | None = None
+    is_processed: bool = False
+
+
+@final
+class _Column:
+    """One number per row, computed by `of` from the row's slot. As an attribute it is a tensor over the rows."""
+
+    def __init__(self, dtype: npt.DTypeLike, of: Callable[[_Slot], float]) -> None:
+        self.dtype, self.of = np.dtype(dtype), of
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, columns: "SamplingColumns", owner: type) -> Tensor:
+        return columns.whole[self.name][: len(columns)]
+
+
+class _Group(NamedTuple):
+    """Columns of one type, which are gathered in one operation."""
+
+    columns: Sequence[_Column]
+    of_slots: npt.NDArray[Any]  # [columns, slots]
+    of_rows: npt.NDArray[Any]  # [columns, slots or more]: one valid entry per row
+
+
+@final
+class SamplingColumns:
+    """Sampling parameters of the rows of a step, as tensors.
+
+    A row is a selected slot; none is selected at first. Lists of ids are ragged: row i owns entries starts[i] to
+    starts[i + 1]. A slot that was never written is greedy.
+    """
+
+    # One number per row.
+    temperature = _Column(np.float32, lambda slot: _temperature(slot.params.temperature))  # 0 is greedy
+    top_k = _Column(np.int64, lambda slot: _top_k(slot.params.top_k, slot.vocab_size))  # 0 is off
+    top_p = _Column(np.float64, lambda slot: max(slot.params.top_p, SMALLEST_TOP_P))
+    log_min_p = _Column(np.float32, lambda slot: _log(slot.params.min_p))  # −inf is off
+    repetition_penalty = _Column(np.float32, lambda slot: _divisor(slot.params.repetition_penalty))
+    repetition_window = _Column(np.int64, lambda slot: _count(slot.params.repetition_window))
+    frequency_penalty = _Column(np.float32, lambda slot: slot.params.frequency_penalty)
+    presence_penalty = _Column(np.float32, lambda slot: slot.params.presence_penalty)
+    temperature_last = _Column(np.bool_, lambda slot: slot.params.temperature_last)
+    seed = _Column(np.int64, lambda slot: signed(slot.params.seed or 0))  # 64 bits, as a signed number
+    num_prompt_tokens = _Column(np.int64, lambda slot: slot.num_prompt_tokens)
+    min_new_tokens = _Column(np.int64, lambda slot: _count(slot.params.min_new_tokens))
+    history_slot = _Column(np.int64, lambda slot: slot.number if uses_history(slot.params) else -1)  # −1: no penalties
+    mask_index = _Column(np.int64, lambda slot: -1)  # index of the row's mask in `masks`; −1 for none
+    top_logprobs = _Column(np.int64, lambda slot: _count_or_none(slot.params.logprobs))  # −1: no log-probabilities
+    logprobs_processed = _Column(np.bool_, lambda slot: slot.params.logprobs_mode == "processed")
+
+    bias_ids: Int[Tensor, "biases"]
+    biases: Float[Tensor, "biases"]  # float64, finite or −inf
+    end_ids: Int[Tensor, "ends"]  # EOS and stop ids, banned until the minimum length
+    masks: Int[Tensor, "masks words"]  # int32, one bit per token: `allowed_token_ids` and ids with a bias of +inf
+    num_logprobs: tuple[int | None, ...]  # per row: requested alternatives; None: no log-probabilities
+    has_logprobs: bool  # True if a row requests log-probabilities
+    is_processed: tuple[bool, ...]  # per row: True for log-probabilities of the processed logits
+    selection: object  # a new object after each change of the selection, for users that cache derived values
+    whole: dict[str, Tensor]  # each column with room for all slots, at a fixed address
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, *, end_ids: Collection[int] = (), device: torch.device | str = "cpu"
+    ) -> None:
+        """Allocate the columns. `end_ids` are the model's EOS ids."""
+        self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
+        self._end_ids = sorted(end_ids)
+        columns = sorted((c for c in vars(type(self)).values() if isinstance(c, _Column)), key=lambda c: c.dtype.str)
+        # One line per column and per list's starts, so that one copy brings all of them to the device.
+        lines = np.zeros((len(columns) + 2, num_slots + 1), np.int64)
+        self._on_host = torch.from_numpy(lines)
+        self._on_device = self._on_host.to(self.device)
+        self._bias_starts, self._end_starts = lines[-2:]
+        self.whole = {"bias_starts": self._on_device[-2], "end_starts": self._on_device[-1]}
+        self._host, self._groups = dict[str, npt.NDArray[Any]](), list[_Group]()
+        neutral = _Slot(-1, SamplingParams(temperature=0), 0, vocab_size)
+        for dtype, each in groupby(columns, key=lambda column: column.dtype):
+            group, first = list(each), len(self._host)
+            names, mine = [column.name for column in group], slice(first, first + len(group))
+            values = np.array([[column.of(neutral)] for column in group], dtype)
+            self._groups.append(_Group(group, values.repeat(num_slots, axis=1), lines[mine].view(dtype)))
+            self._host |= zip(names, lines[mine].view(dtype), strict=True)
+            self.whole |= zip(names, self._on_device[mine].view(_TORCH[dtype.type]), strict=True)
+        self._lists = [_Lists()] * num_slots
+        self._has_lists = True  # so that the first, empty selection makes empty lists
+        self._slots: tuple[int, ...] | None = None
+        self.select(())
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        *,
+        num_prompt_tokens: Sequence[int] | None = None,
+        end_ids: Collection[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Return columns with one slot per entry of `params`, in their order, all selected.
+
+        Raises InvalidRequestError as `write` does.
+        """
+        prompts = [0] * len(params) if num_prompt_tokens is None else list(num_prompt_tokens)
+        if len(prompts) != len(params):
+            raise InvalidRequestError(f"num_prompt_tokens must be {len(params)} counts, one a row, got {prompts}")
+        columns = cls(len(params), vocab_size, end_ids=end_ids, device=device)
+        for slot, (row, num_prompt) in enumerate(zip(params, prompts, strict=True)):
+            columns.write(slot, row, num_prompt)
+        columns.select(range(len(params)))
+        return columns
+
+    def write(self, slot: int, params: SamplingParams, num_prompt_tokens: int = 0) -> None:
+        """Set the slot's values, from the next `select` on. `params` must carry a seed unless it is greedy.
+
+        Raises InvalidRequestError, with the slot unchanged, for a token id outside the vocabulary, a missing seed or a
+        negative count.
+        """
+        _check(params, self.vocab_size)
+        if num_prompt_tokens < 0:
+            raise InvalidRequestError(f"num_prompt_tokens must be at least 0, got {num_prompt_tokens}")
+        entry = _Slot(slot, params, num_prompt_tokens, self.vocab_size)
+        numbers = [[column.of(entry) for column in group.columns] for group in self._groups]
+        lists = self._lists_of(params)
+        self._slots = None
+        for group, values in zip(self._groups, numbers, strict=True):
+            group.of_slots[:, slot] = values
+        self._lists[slot] = lists
+
+    def select(self, slots: Sequence[int]) -> None:
+        """Make row i the slot slots[i].
+
+        Does nothing if the last selection was the same and no slot was written since.
+        """
+        slots = tuple(slots)
+        if slots == self._slots:
+            return
+        self._slots = None  # until the selection is complete
+        count, index, lists = len(slots), list(slots), [self._lists[slot] for slot in slots]
+        for group in self._groups:
+            group.of_rows[:, :count] = group.of_slots[:, index]
+        self.num_logprobs = tuple(each.num_logprobs for each in lists)
+        self.has_logprobs = any(count is not None for count in self.num_logprobs)
+        self.is_processed = tuple(each.is_processed for each in lists)
+        has_lists = any(each.biases or each.end_ids or each.mask is not None for each in lists)
+        if has_lists or self._has_lists:
+            self._has_lists = True
+            self._join(lists)
+            self._has_lists = has_lists
+        if self._on_device is not self._on_host:
+            self._on_device.copy_(_ready_to_send(self._on_host, self.device), non_blocking=True)
+        self.selection, self._slots = object(), slots
+
+    def _join(self, lists: Sequence[_Lists]) -> None:
+        """Concatenate the lists and masks of the rows."""
+        biases = [bias for each in lists for bias in each.biases]
+        end_ids = [token_id for each in lists for token_id in each.end_ids]
+        self._bias_starts[:], self._end_starts[:] = len(biases), len(end_ids)
+        self._bias_starts[: len(lists) + 1] = [0, *accumulate(len(each.biases) for each in lists)]
+        self._end_starts[: len(lists) + 1] = [0, *accumulate(len(each.end_ids) for each in lists)]
+        self._host["mask_index"][: len(lists)] = _numbered([each.mask is not None for each in lists])
+        self.bias_ids = self._sent(torch.tensor([token_id for token_id, _ in biases], dtype=torch.int64))
+        self.biases = self._sent(torch.tensor([bias for _, bias in biases], dtype=torch.float64))
+        self.end_ids = self._sent(torch.tensor(end_ids, dtype=torch.int64))
+        nothing = torch.zeros(0, num_mask_words(self.vocab_size), dtype=torch.int32)
+        self.masks = self._sent(torch.cat([nothing, *(each.mask for each in lists if each.mask is not None)]))
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        return _ready_to_send(tensor, self.device).to(self.device, non_blocking=True)
+
+    def __len__(self) -> int:
+        return len(self.num_logprobs)
+
+    def on_host(self, name: str) -> npt.NDArray[Any]:
+        """Return a column as numbers on the host, one per row. The next `select` may overwrite them."""
+        return self._host[name][: len(self)]
+
+    @property
+    def starts_on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Starts of the rows' biases and of their ends on the host. Both have one entry more than there are rows."""
+        return self._bias_starts[: len(self) + 1], self._end_starts[: len(self) + 1]
+
+    @property
+    def bias_starts(self) -> Int[Tensor, "starts"]:
+        return self.whole["bias_starts"][: len(self) + 1]
+
+    @property
+    def end_starts(self) -> Int[Tensor, "starts"]:
+        return self.whole["end_starts"][: len(self) + 1]
+
+    # Stages that any row needs, and the rows that need them.
+
+    @property
+    def has_greedy(self) -> bool:
+        return not self._is_sampled.all()
+
+    @property
+    def has_sampled(self) -> bool:
+        return bool(self._is_sampled.any())
+
+    @property
+    def has_penalty(self) -> bool:
+        return bool((self.on_host("history_slot") >= 0).any())
+
+    @property
+    def penalised(self) -> Int[Tensor, "penalised"]:
+        """Indices of the rows that have a history slot."""
+        return self._indices(self.on_host("history_slot") >= 0)
+
+    @property
+    def has_bias(self) -> bool:
+        return len(self.bias_ids) > 0
+
+    @property
+    def has_mask(self) -> bool:
+        return len(self.masks) > 0
+
+    @property
+    def has_min_new_tokens(self) -> bool:
+        return len(self.end_ids) > 0
+
+    @property
+    def has_edits(self) -> bool:
+        """True if any row's logits change before the temperature."""
+        return self.has_bias or self.has_mask or self.has_min_new_tokens or self.has_penalty
+
+    @property
+    def max_top_k(self) -> int:
+        """The largest k of a sampled row; 0 if none has one."""
+        return int((self.on_host("top_k") * self._is_sampled).max(initial=0))
+
+    @property
+    def has_top_p(self) -> bool:
+        return bool(self._has_top_p.any())
+
+    @property
+    def with_top_p(self) -> Int[Tensor, "filtered"]:
+        """Indices of the sampled rows with a top-p."""
+        return self._indices(self._has_top_p)
+
+    @property
+    def has_min_p(self) -> bool:
+        return bool(((self.on_host("log_min_p") > -math.inf) & self._is_sampled).any())
+
+    @property
+    def has_temperature(self) -> bool:
+        return bool((self._is_sampled & (self.on_host("temperature") != 1)).any())
+
+    @property
+    def has_temperature_last(self) -> bool:
+        return bool(self.on_host("temperature_last").any())
+
+    @property
+    def all_temperature_last(self) -> bool:
+        return bool(self.on_host("temperature_last").all())
+
+    @property
+    def bias_rows(self) -> Int[Tensor, "biases"]:
+        return self._owners(self.bias_starts)
+
+    @property
+    def end_rows(self) -> Int[Tensor, "ends"]:
+        return self._owners(self.end_starts)
+
+    def _lists_of(self, params: SamplingParams) -> _Lists:
+        allowed = _allowed(params)
+        ends = {*self._end_ids, *(params.stop_token_ids or ())} if params.min_new_tokens else ()
+        return _Lists(
+            biases=_finite_biases(params),
+            end_ids=sorted(token_id for token_id in ends if 0 <= token_id < self.vocab_size),
+            mask=None if allowed is None else pack_masks([allowed], self.vocab_size),
+            num_logprobs=params.logprobs,
+            is_processed=params.logprobs_mode == "processed",
+        )
+
+    @property
+    def _is_sampled(self) -> npt.NDArray[np.bool_]:
+        is_sampled: npt.NDArray[np.bool_] = self.on_host("temperature") != 0
+        return is_sampled
+
+    @property
+    def _has_top_p(self) -> npt.NDArray[np.bool_]:
+        has_top_p: npt.NDArray[np.bool_] = self._is_sampled & (self.on_host("top_p") < 1)
+        return has_top_p
+
+    def _indices(self, is_one: npt.NDArray[np.bool_]) -> Int[Tensor, "indices"]:
+        return torch.from_numpy(np.flatnonzero(is_one)).to(self.device)
+
+    def _owners(self, starts: Int[Tensor, "starts"]) -> Int[Tensor, "entries"]:
+        return torch.repeat_interleave(torch.arange(len(self), device=self.device), starts.diff())
+
+
+def uses_history(params: SamplingParams) -> bool:
+    """Return True if the row's logits depend on its previous tokens."""
+    repeats = params.repetition_penalty != 1 and params.repetition_window != 0
+    return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _ready_to_send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the host from which a copy to the device need not wait for the steps that run there."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _check(params: SamplingParams, vocab_size: int) -> None:
+    if not params.is_greedy and params.seed is None:
+        raise InvalidRequestError("a row that is sampled needs a seed: draw one and report it")
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"{name}: token id must be in [0, {vocab_size}), the vocabulary, got {token_id}"
+                )
+
+
+def _temperature(value: float) -> float:
+    return _divisor(value) if value else 0.0
+
+
+def _divisor(value: float) -> float:
+    return min(max(value, _SMALLEST), _LARGEST)
+
+
+def _top_k(value: int | None, vocab_size: int) -> int:
+    return value if value and value < vocab_size else 0
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value else -math.inf
+
+
+def _count(value: int | None) -> int:
+    """Return the value as a column stores it, limited to a number beyond any context; None means all."""
+    return WHOLE_HISTORY if value is None else min(value, WHOLE_HISTORY)
+
+
+def _count_or_none(value: int | None) -> int:
+    return -1 if value is None else value
+
+
+def _allowed(params: SamplingParams) -> Collection[int] | None:
+    """Return the ids left by `allowed_token_ids` and biases of +inf, or None if every id is allowed."""
+    forced = {token_id for token_id, bias in (params.logit_bias or {}).items() if bias == math.inf}
+    if params.allowed_token_ids is None:
+        return forced or None
+    return forced & set(params.allowed_token_ids) if forced else params.allowed_token_ids
+
+
+def _finite_biases(params: SamplingParams) -> list[tuple[int, float]]:
+    biases = params.logit_bias or {}
+    return [(token_id, bias) for token_id, bias in sorted(biases.items()) if bias != math.inf]
+
+
+def _numbered(is_counted: Sequence[bool]) -> list[int]:
+    """Return 0, 1, … for the entries that are True, and −1 for the others."""
+    numbers = accumulate(is_counted, initial=-1)
+    next(numbers)
+    return [number if counts else -1 for number, counts in zip(numbers, is_counted, strict=True)]

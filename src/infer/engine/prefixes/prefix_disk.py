@@ -1,0 +1,280 @@
+"""Prefixes of prompts on disk: loaded before a prompt enters, and stored while answers are generated.
+
+One thread reads and writes the files. It reaches the cache by calls to the engine's thread, each of which copies a few
+pages between two steps. Pages that cannot be read are computed, and pages that cannot be written are not stored. So
+disk errors never fail an answer.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, final, runtime_checkable
+
+from infer.compute.kvcache.page_exchange import PageExchange
+from infer.compute.kvcache.page_rows import page_keys
+from infer.compute.kvcache.paged import PagedCache
+from infer.compute.kvcache.prefix_store import PageName, PrefixStore, PrefixStoreError
+from infer.errors import ClosedError
+from infer.system.cores.thread_start import start_thread
+
+_SLICE_BYTES = 16 << 20  # copied between two steps, which takes about 5 ms
+_REST_SECONDS = 60  # pause after pages could not be written
+# After a page was stored during answers, pause this many times as long, so answers lose at most 1/100.
+_REST_FACTOR = 100
+_FLUSH_SECONDS = 2  # to write the remaining pages when the model is closed
+
+log = logging.getLogger("infer.server")
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """A call on the engine's thread."""
+
+    def get(self) -> Any:
+        """Wait for the call, and return its result."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """The pages of a prompt that is about to enter."""
+
+    keys: Sequence[bytes]
+    num_in_memory: int  # tokens of the prompt
+    is_wanted: Callable[[], bool]  # False once the prompt's answer has ended
+    on_end: Callable[[int | None], None]
+    names: deque[PageName] = field(default_factory=deque)  # pages that are not loaded yet
+    has_begun: bool = False
+    copying: Pending | None = None  # copies the last pages that were read
+    num_loaded: int = 0  # pages
+    seconds: float = 0.0  # spent reading from disk
+    is_over: bool = False  # True after `on_end` was called
+
+
+@final
+@dataclass
+class PrefixCounts:
+    """Counts since the model was loaded, for any thread."""
+
+    pages_loaded: int = 0
+    pages_stored: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    files_refused: int = 0
+
+
+@final
+class PrefixDisk:
+    """Loads and stores pages. `begin` and `notify` are for the engine's thread, the other methods for any thread."""
+
+    def __init__(self, store: PrefixStore, cache: PagedCache, call: Callable[..., Pending]) -> None:
+        """Start the thread. `call(function, *arguments)` calls a function on the engine's thread.
+
+        It raises ClosedError if that thread has ended, which also ends this thread. The engine sets `is_busy`, which is
+        True while answers are computed, and `seconds_to_compute`, which returns how long it takes to compute the tokens
+        from a position on, or None if that is unknown.
+        """
+        self._store, self._exchange, self._call = store, PageExchange(cache), call
+        self._page_tokens = cache.settings.page_tokens
+        self._loads = deque[_Load]()
+        self._changed = threading.Condition()
+        self._is_closed = self._is_idle = False
+        self._rests_until = 0.0
+        self._problems = set[str]()  # that were logged
+        self._rest_seconds = 0.0  # before the next page is stored while answers are computed
+        self.is_busy: Callable[[], bool] = lambda: False
+        self.seconds_to_compute: Callable[[int, int], float | None] = lambda num_tokens, start: None
+        self.counts = PrefixCounts()
+        if store.problem is not None:
+            self._tell(store.problem)
+        thread = threading.Thread(target=self._serve, name="infer-prefixes", daemon=True)
+        start_thread(thread, blocks_signals=True)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all models' pages."""
+        return self._store.folder
+
+    def begin(
+        self,
+        token_ids: Sequence[int],
+        salt: bytes,
+        is_wanted: Callable[[], bool],
+        on_end: Callable[[int | None], None],
+    ) -> bool:
+        """Begin to load the pages of a prompt that are not in memory. Return False if all are, and after `close`.
+
+        `on_end` is called on the engine's thread when all pages that can be loaded are in memory. Its argument is the
+        number of tokens that were in memory before, or None if no page was loaded.
+        """
+        keys = page_keys(token_ids[:-1], self._page_tokens, salt=salt)
+        num_in_memory = self._exchange.num_in_memory(keys)
+        if num_in_memory == len(keys):
+            return False
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._loads.append(_Load(keys, num_in_memory * self._page_tokens, is_wanted, on_end))
+            self._changed.notify_all()
+        return True
+
+    def notify(self) -> None:
+        """Store the pages that were computed since the last call."""
+        if self._exchange.new_pages:
+            with self._changed:
+                self._is_idle = False
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait, at most a few seconds, until all computed pages are stored. Not for the engine's thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._is_idle, _FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """End the thread soon. Does not wait."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    # Its thread
+
+    def _serve(self) -> None:
+        try:
+            while self._wait():
+                if not self._loads:
+                    self._store_some()
+                elif self._load_some(self._loads[0]):
+                    self._loads.popleft()
+                else:
+                    self._loads.rotate(-1)  # the next load's turn
+        except ClosedError:
+            pass
+        except Exception:
+            log.exception("prefixes of prompts are no longer stored: this is a fault of infer")
+        self.close()
+        with suppress(ClosedError):
+            while self._loads:  # end every load, so that no prompt waits forever
+                self._call(self._loads.popleft().on_end, None).get()
+
+    def _wait(self) -> bool:
+        """Wait for work, and rest between pages while answers are computed. Return False at the end."""
+        with self._changed:
+            self._is_idle = not (self._loads or self._exchange.new_pages)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_closed or self._loads or not self.is_busy(), self._rest_seconds)
+            self._rest_seconds = 0.0
+            self._changed.wait_for(lambda: self._is_closed or self._loads or self._exchange.new_pages)
+            return not self._is_closed
+
+    def _load_some(self, load: _Load) -> bool:
+        """Load some pages of a prompt. Copy them while the next ones are read. Return True after the last pages."""
+        if not load.has_begun:
+            load.has_begun = True
+            load.names = self._find(load.keys)
+        contents = self._read_some(load)
+        if load.copying is not None:
+            load.copying.get()
+        if load.is_over:
+            return True
+        is_last = not load.names
+        load.copying = self._call(self._put, load, contents, is_last)
+        if is_last:
+            load.copying.get()
+        return is_last
+
+    def _find(self, keys: Sequence[bytes]) -> deque[PageName]:
+        """Return the stored pages with these keys that are not in memory."""
+        stored = set[PageName]()
+        for depth, key in enumerate(keys):
+            for name in self._names(key):
+                if name in self._store:
+                    self._store.touch(name, depth)
+                    stored.add(name)
+        return deque(self._call(self._exchange.missing, keys, stored).get() if stored else ())
+
+    def _names(self, key: bytes) -> list[PageName]:
+        return [PageName(group, key) for group in range(self._exchange.num_groups)]
+
+    def _read_some(self, load: _Load) -> list[tuple[PageName, memoryview]]:
+        contents, num_bytes, began = list[tuple[PageName, memoryview]](), 0, time.perf_counter()
+        while load.names and num_bytes < _SLICE_BYTES:
+            name = load.names.popleft()
+            content = self._read(name)
+            if content is None:
+                load.names.clear()
+                break
+            contents.append((name, content))
+            num_bytes += len(content)
+        load.seconds += time.perf_counter() - began
+        return contents
+
+    def _read(self, name: PageName) -> memoryview | None:
+        """Return a stored page, or None if it cannot be used, or if another process has removed it."""
+        try:
+            return self._store.read(name, self._exchange.page_bytes(name.group))
+        except PrefixStoreError as error:
+            self.counts.files_refused += 1
+            log.warning("%s", error)
+        except OSError as error:
+            self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
+        return None
+
+    def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]], is_last: bool) -> None:
+        """Copy pages into the cache, and call `on_end` after the last. For the engine's thread."""
+        for name, content in contents:
+            if not (load.is_wanted() and self._exchange.put(name, content)):
+                is_last = True
+                break
+            load.num_loaded += 1
+            self.counts.pages_loaded += 1
+            self.counts.bytes_loaded += len(content)
+        if not is_last and self._is_slow(load):
+            self._tell(f"reading {self._store.folder} takes longer than computing prompts")
+            is_last = True
+        if is_last:
+            load.is_over = True
+            load.on_end(load.num_in_memory if load.num_loaded else None)
+
+    def _is_slow(self, load: _Load) -> bool:
+        """Return True if the pages loaded so far took longer than their tokens would have taken."""
+        num_tokens = load.num_loaded * self._page_tokens // self._exchange.num_groups
+        seconds = self.seconds_to_compute(num_tokens, load.num_in_memory)
+        return seconds is not None and load.seconds > seconds
+
+    def _store_some(self) -> None:
+        """Store some of the new pages. While answers are computed, store one page per group, and rest afterwards."""
+        began, most_bytes = time.perf_counter(), 1 if self.is_busy() else _SLICE_BYTES
+        new_pages, wanted, num_bytes = self._exchange.new_pages, list[PageName](), 0
+        if time.monotonic() < self._rests_until or self._store.problem is not None:
+            new_pages.clear()
+        while new_pages and num_bytes < most_bytes:
+            for name in self._names(new_pages.popleft()):
+                if name not in self._store:
+                    wanted.append(name)
+                    num_bytes += self._exchange.page_bytes(name.group)
+        for name, content in self._call(self._copies, wanted).get() if wanted else ():
+            try:
+                if self._store.write(name, content):
+                    self.counts.pages_stored += 1
+                    self.counts.bytes_stored += len(content)
+            except PrefixStoreError as error:
+                self._rests_until = time.monotonic() + _REST_SECONDS
+                self._tell(str(error))
+                return
+        if wanted:
+            self._rest_seconds = _REST_FACTOR * (time.perf_counter() - began)
+
+    def _copies(self, names: Sequence[PageName]) -> list[tuple[PageName, bytes]]:
+        """Return the contents of the pages that are still in memory. For the engine's thread."""
+        copies = [(name, self._exchange.copy(name)) for name in names]
+        return [(name, content) for name, content in copies if content is not None]
+
+    def _tell(self, problem: str) -> None:
+        """Log a problem once."""
+        if problem not in self._problems:
+            self._problems.add(problem)
+            log.warning("prefixes of prompts are not stored on disk: %s", problem)

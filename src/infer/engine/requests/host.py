@@ -1,0 +1,263 @@
+"""A loaded model, and how it begins an answer. `LLM` and its sessions share it."""
+
+import hashlib
+import logging
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar, final
+
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.prefix_store import open_store
+from infer.compute.operands.identity import identity_of
+from infer.compute.sampling.defaults import SamplingDefaults
+from infer.engine.engine import Engine
+from infer.engine.prefixes.prefix_disk import PrefixDisk
+from infer.engine.prefixes.prefix_fingerprint import prefix_fingerprint
+from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.loop import Loop
+from infer.engine.requests.loop_messages import Reply, once
+from infer.engine.requests.mailbox import Mailbox
+from infer.engine.requests.request_maker import RequestMaker
+from infer.engine.requests.stream import OnPrefill, OpenAnswer, Stream
+from infer.engine.requests.text_heads import TextHeads
+from infer.engine.runner.caches import plan_rows
+from infer.engine.runner.hidden_states import HiddenStates
+from infer.engine.runner.runner import Runner
+from infer.engine.runner.text_encoder import TextEncoder
+from infer.engine.step.place import Lease
+from infer.engine.step.request import limits_of
+from infer.engine.step.sequence import Sequence
+from infer.engine.tensor_parallel.leading import LeadingRunner
+from infer.engine.tensor_parallel.rank_settings import RunnerSettings
+from infer.engine.tensor_parallel.ranks import Ranks
+from infer.errors import InvalidRequestError, closed
+from infer.models.transformer import Transformer
+from infer.text.tokenizer import Tokenizer
+
+_Found = TypeVar("_Found")
+log = logging.getLogger("infer.server")
+
+
+@final
+@dataclass(frozen=True)
+class HostSettings:
+    """Settings of a loaded model.
+
+    `weights` is their fingerprint. `sampling_defaults` and `heads` are the model's own.
+    """
+
+    weights: str
+    cache: CacheSettings
+    pool_pages: int | None
+    capture: bool
+    grammar_backend: str
+    sampling_defaults: SamplingDefaults
+    heads: TextHeads = field(default_factory=TextHeads)
+    prefix_bytes: int = 0  # size of the files with prefixes of prompts
+    weights_modified_ns: tuple[int, ...] = ()  # these times distinguish weights of the same name, for those prefixes
+
+
+@final
+class Host:
+    def __init__(
+        self, loop: Loop, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
+    ) -> None:
+        """Give an engine to the loop that loaded the model.
+
+        `ranks` are the other processes of a model that is divided between processes. Each loads its part.
+        """
+        self.loop, self.tokenizer, self.settings, self._ranks = loop, tokenizer, settings, ranks
+        self._open_model: Transformer | None = model
+        self._open_runner: Runner | None = None
+        self.engine_if_any: Engine | None = None  # None for an encoder
+        self._hidden_states: HiddenStates | None = None
+        self._text_encoder: TextEncoder | None = None
+        if self.reads_whole_texts:
+            loop.own_none(model.backend)
+        else:
+            self._open_runner = loop.run(_make_runner, model, settings, ranks)
+            loop.run(_warm_up, self._open_runner, limits_of(model, tokenizer).vocab_size)
+            self.engine_if_any = Engine(self._open_runner, prefixes=self._open_prefixes(self._open_runner))
+            loop.own(self.engine_if_any)
+        self.answers = AsyncAnswers(loop)
+        limits = limits_of(model, tokenizer)
+        self.requests = RequestMaker(
+            limits,
+            tokenizer,
+            settings.sampling_defaults,
+            settings.grammar_backend,
+            0 if self._open_runner is None else self._open_runner.checkpoint_tokens,
+            self._refusal if self.reads_whole_texts else None,
+        )
+
+    def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
+        """Return the prefixes on disk, or None if they are off, or if the cache cannot use them."""
+        if not (self.settings.prefix_bytes and runner.shares_prefixes and runner.has_whole_slots):
+            return None
+        model = self.fingerprint(runner.cache.kind) | {"times": repr(self.settings.weights_modified_ns)}
+        fingerprint = prefix_fingerprint(model, runner)
+        store = open_store(fingerprint, self.settings.prefix_bytes)
+        if isinstance(store, str):
+            log.warning("prefixes of prompts are not stored on disk: %s", store)
+            return None
+        loop = weakref.ref(self.loop)  # a weak reference, so that an unused loop can end
+
+        def call(function: Callable[..., Any], *arguments: Any) -> Reply[Any]:
+            if (open_loop := loop()) is None:
+                raise closed()
+            return open_loop.call(once(function, *arguments))
+
+        return PrefixDisk(store, runner.cache, call)
+
+    def close(self) -> None:
+        """End all answers, and free the caches and the weights. A second call does nothing."""
+        self.loop.close()
+        self.answers.close()
+        self._open_model = self._open_runner = self._hidden_states = self._text_encoder = None
+        if self._ranks is not None:
+            self._ranks.close()
+
+    @property
+    def model(self) -> Transformer:
+        """The network. Raises ClosedError after `close`."""
+        if (model := self._open_model) is None:
+            raise closed()
+        return model
+
+    @property
+    def reads_whole_texts(self) -> bool:
+        """True for an encoder, which has no engine. Raises ClosedError after `close`."""
+        return self.model.architecture.reads_whole_texts
+
+    @property
+    def _refusal(self) -> str:
+        family, heads = self.model.architecture.family, self.settings.heads
+        use = "embed()" if heads.classifier is None else "rerank()" if heads.reranker else "classify()"
+        return f"{family} is an encoder and generates no text: use {use}, or load a decoder"
+
+    @property
+    def runner(self) -> Runner:
+        """The runner. Raises ClosedError after `close`, and InvalidRequestError for an encoder."""
+        if (runner := self._open_runner) is None:
+            raise InvalidRequestError(self._refusal) if self.reads_whole_texts else closed()
+        return runner
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises InvalidRequestError for an encoder."""
+        self.check_generates()
+        assert self.engine_if_any is not None
+        return self.engine_if_any
+
+    def check_generates(self) -> None:
+        """Raise InvalidRequestError for an encoder."""
+        if self.reads_whole_texts:
+            raise InvalidRequestError(self._refusal)
+
+    def text_encoder(self) -> TextEncoder:
+        """Return the computation of an encoder, made on first use. For the loop's thread."""
+        if self._text_encoder is None:
+            self._text_encoder = TextEncoder(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
+        return self._text_encoder
+
+    def check_has_states(self) -> None:
+        """Raise InvalidRequestError if several processes share the model, because they give no hidden states."""
+        if self._ranks is not None:
+            raise InvalidRequestError(
+                "vectors, scores and labels of texts need a model in one process: load it without tensor_parallel"
+            )
+
+    def hidden_states(self) -> HiddenStates:
+        """Return the hidden states' computation, made on first use. For the loop's thread.
+
+        Raises InvalidRequestError for a model that several processes share.
+        """
+        self.check_has_states()
+        if self._hidden_states is None:
+            self._hidden_states = HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
+        return self._hidden_states
+
+    @property
+    def num_threads(self) -> int:
+        """Number of threads that compute a forward."""
+        return self.model.backend.num_threads()
+
+    def warn_of_template(self, stacklevel: int) -> None:
+        """Warn if the model's own chat template cannot render conversations. Plain text needs no template."""
+        if self.tokenizer.chat_template is None:
+            return
+        try:
+            self.tokenizer.check_chat_template()
+        except InvalidRequestError as error:
+            warnings.warn(f"conversations will not work with this model: {error}", stacklevel=stacklevel)
+
+    def fingerprint(self, cache_kind: str) -> dict[str, str]:
+        """Return the values that must be equal for a saved cache to be valid here."""
+        tokenizer = self.tokenizer
+        vocabulary = repr((tokenizer.token_bytes, sorted(tokenizer.special_token_ids), sorted(tokenizer.eos_token_ids)))
+        return {
+            "architecture": _digest(identity_of(self.model.architecture)),
+            "tokenizer": _digest(vocabulary),
+            "weights": self.settings.weights,
+            "cache": cache_kind,
+        }
+
+    @cached_property
+    def system_fingerprint(self) -> str:
+        """Fingerprint of the model, its settings and the kind of its kernels.
+
+        Equal fingerprints give equal answers to the same request and seed. A saved session needs no equal kernels, so
+        `fingerprint` does not name them.
+        """
+        kind = "" if self._open_runner is None else self._open_runner.cache.kind
+        kernels = self.model.backend.kernel_kind
+        named = () if kernels == "cpu" else (kernels,)  # permalinks that were made before kinds had names are of a CPU
+        model = self.fingerprint(kind), self.tokenizer.chat_templates, *named
+        return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
+
+    def stream(
+        self,
+        sequence: Sequence,
+        on_prefill: OnPrefill | None = None,
+        lease: Lease | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> Stream:
+        """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
+        mailbox = Mailbox(shows_prefill=on_prefill is not None)
+        return Stream(OpenAnswer(self.loop, sequence, mailbox, lease, on_end), on_prefill)
+
+    def limit(self, max_running: int, gap_seconds: float) -> None:
+        """Set `Engine.limit` before the next step. Does not wait."""
+        if self.engine_if_any is not None:
+            self.loop.call(once(self.engine_if_any.limit, max_running, gap_seconds))
+
+    def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
+        """Return `Engine.change(lease, change)`, called on the loop's thread."""
+        return self.loop.run(lambda: self.engine.change(lease, change))
+
+
+def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> Runner:
+    limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages)
+    asked = RunnerSettings(
+        model.max_seq_len, plan.settings, limits.logits, plan.pool_pages, settings.capture, limits.tokens
+    )
+    if ranks is None:
+        return Runner(model, **asked._asdict())
+    ranks.load(asked)
+    leading = LeadingRunner(ranks, model, **asked._asdict())
+    leading.check_logits()
+    return leading
+
+
+def _warm_up(runner: Runner, vocab_size: int) -> None:
+    started = time.perf_counter()
+    if count := runner.warm_up(vocab_size):
+        log.info("recorded %d steps for the device in %.1f s", count, time.perf_counter() - started)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

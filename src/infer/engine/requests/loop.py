@@ -1,0 +1,257 @@
+"""`Loop`: the only thread that steps an engine. Other threads reach the engine only by messages.
+
+Messages wait in an inbox until the current step has ended: a sequence to answer, one to cancel, or work that needs the
+engine for a moment (`call`). After each step the thread puts the new pieces into the mailboxes of their readers.
+Signals reach only the main thread, so no signal can interrupt a step. Ctrl-C interrupts only the wait for it.
+
+The thread has no reference to the loop. When the loop is dropped, the thread ends.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from _thread import get_ident
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar, final
+
+from infer.compute.ops import Backend
+from infer.engine.engine import Engine
+from infer.engine.requests.engine_thread import Heartbeat, Status, serve
+from infer.engine.requests.loop_messages import (
+    Backlog,
+    Cancel,
+    Close,
+    Continue,
+    Drain,
+    Drop,
+    EngineCall,
+    Inbox,
+    Message,
+    Own,
+    Refill,
+    Reply,
+    Submit,
+    Work,
+    once,
+    refuse_all,
+)
+from infer.engine.requests.mailbox import Mailbox, Relay
+from infer.engine.step.place import Lease
+from infer.engine.step.sequence import Sequence
+from infer.errors import ClosedError, EngineFailedError, InferError, closed
+from infer.models.load import OnProgress
+from infer.system.cores.thread_start import start_thread
+from infer.system.processes.lane import asking_tenant
+
+_Found = TypeVar("_Found")
+
+
+@final
+class Loop:
+    """The loop, for any thread of this process. In a forked child every call raises ClosedError."""
+
+    def __init__(self) -> None:
+        """Start the thread. It has no engine before `own`."""
+        self._process = os.getpid()
+        self._inbox: Inbox = SimpleQueue()
+        self._engine: Engine | None = None
+        self._status = Status()
+        weakref.finalize(self, self._inbox.put, Close()).atexit = False
+        target = partial(serve, self._inbox, self._status)
+        self._thread = threading.Thread(target=target, name="infer-loop", daemon=True)
+        start_thread(self._thread, blocks_signals=True)
+        _living.add(self)
+        _threads.add(self._thread)
+
+    def own(self, engine: Engine) -> None:
+        """Give the thread its engine. From then on only the thread changes it."""
+        self._engine = engine
+        self._inbox.put(Own(engine, engine.runner.model.backend))
+
+    def own_none(self, backend: Backend) -> None:
+        """Let the thread run calls for an encoder, which has no engine."""
+        self._inbox.put(Own(None, backend))
+
+    # State
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of active sequences."""
+        return self._status.num_sequences
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return self._status.heartbeat
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the engine for good."""
+        return self._status.failure
+
+    @property
+    def is_open(self) -> bool:
+        """False after `close`."""
+        return self._status.refusal is not closed
+
+    @property
+    def is_current(self) -> bool:
+        """True on the loop's own thread, where finalizers may run."""
+        return get_ident() == self._thread.ident
+
+    @property
+    def can_be_awaited(self) -> bool:
+        """False on the loop's own thread and in a forked child, where a wait would never end."""
+        return not self.is_current and os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked child."""
+        if os.getpid() != self._process:
+            raise ClosedError("the model belongs to the process that loaded it, not to its fork: load it again here")
+
+    def check_open(self) -> None:
+        """Raise ClosedError in a forked child, at the end of the program, and after `close`."""
+        self.check_process()
+        main = threading.main_thread()
+        if get_ident() == main.ident and not main.is_alive():  # functions of `atexit` run then
+            raise ClosedError("the program is ending: the model is closed")
+        if not self.is_open:
+            raise closed()
+
+    def check_answer(self, sequence: Sequence) -> None:
+        """Raise EngineFailedError if the engine's failure ended the sequence."""
+        if self.failure is not None and sequence.finish_reason == "error":
+            raise EngineFailedError(sequence.error or "the engine has failed") from self.failure
+
+    # Sequences
+
+    def submit(self, sequence: Sequence, mailbox: Mailbox, lease: Lease | None = None) -> None:
+        """Answer a sequence, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
+        self._check_taking()
+        mailbox.on_room = partial(self._inbox.put, Continue(sequence))
+        self._send(Submit(sequence, mailbox, lease))
+
+    def refill(self, backlog: Backlog) -> None:
+        """Answer the new sequences of a backlog. Raises the errors of `submit`."""
+        self._check_taking()
+        self._send(Refill(backlog))
+
+    def drop(self, backlog: Backlog) -> None:
+        """End the sequences of a backlog. Never blocks and never raises."""
+        self._send(Drop(backlog))
+
+    def cancel(self, sequence: Sequence, mailbox: Mailbox) -> None:
+        """End a sequence after the current step. A multi-step ends early. Never blocks and never raises.
+
+        A sequence that was not submitted ends, too, and can no longer be submitted.
+        """
+        sequence.cancel()
+        self._send(Cancel(sequence, mailbox))
+
+    # Calls
+
+    def call(self, work: Work[_Found], relay: Relay | None = None) -> Reply[_Found]:
+        """Run work on the loop's thread, up to its next `yield` between two steps.
+
+        `relay` belongs to the event loop whose task waits for the reply. Work begins when its message arrives. After
+        its first `yield` it continues when all earlier work has ended or has let other work run. Raises ClosedError,
+        and InferError on the loop's own thread, which cannot wait for itself.
+        """
+        self.check_open()
+        if self.is_current:
+            raise InferError("the engine's own thread cannot wait for a call: ask outside of callbacks and finalizers")
+        reply = Reply[_Found](relay)
+        self._send(EngineCall(work, reply, asking_tenant()))
+        return reply
+
+    def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Return `function(*arguments)`, called on the loop's thread between two steps.
+
+        It has the context variables of the caller. Raises the errors of `call`.
+        """
+        return self.call(once(function, *arguments)).get()
+
+    def load(self, load: Callable[[OnProgress], _Found], on_progress: OnProgress | None) -> _Found:
+        """Return `load(show)`, called on the loop's thread. `show` calls `on_progress`.
+
+        If an exception such as Ctrl-C interrupts the wait, the load ends at its next call of `show`.
+        """
+        is_left = threading.Event()
+
+        def show(num_done: int, num_all: int) -> None:
+            if is_left.is_set():
+                raise InferError("the load was interrupted")
+            if on_progress is not None:
+                on_progress(num_done, num_all)
+
+        try:
+            return self.run(load, show)
+        finally:
+            is_left.set()
+
+    # Its end
+
+    def drain(self, timeout_seconds: float | None = None) -> bool:
+        """Refuse new sequences, and wait until all others have ended. Return False at the timeout."""
+        self._status.refusal = self._status.refusal or _drained
+        reply = Reply[None]()
+        self._send(Drain(reply))
+        return reply.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """End all sequences as cancelled, free the engine, and end the thread. A second call does nothing.
+
+        It waits a limited time for prefixes of prompts that are being stored.
+        """
+        if os.getpid() != self._process:
+            return
+        if self.is_open and not self.is_current and self._engine is not None and self._engine.prefixes is not None:
+            self._engine.prefixes.flush()
+        self._status.refusal = closed
+        self._send(Close())
+        if not self.is_current:
+            self._thread.join()
+
+    def _check_taking(self) -> None:
+        self.check_open()
+        if self.is_current:
+            raise InferError(
+                "the engine's own thread cannot wait for an answer: ask outside of callbacks and finalizers"
+            )
+        if (refusal := self._status.refusal) is not None:
+            raise refusal()
+
+    def _send(self, message: Message) -> None:
+        self._inbox.put(message)
+        if self._engine is not None and self._is_urgent(message, self._engine):
+            self._engine.interrupt()
+        if self._status.is_over:
+            refuse_all(self._inbox)
+
+    def _is_urgent(self, message: Message, engine: Engine) -> bool:
+        """Return True if a message must end a multi-step. A sequence without a free slot must wait anyway."""
+        match message:
+            case Submit():
+                return self.num_sequences < engine.max_running
+            case Refill(backlog):
+                return backlog.num_running < backlog.most_running and self.num_sequences < engine.max_running
+        return True
+
+
+def _drained() -> InferError:
+    return InferError("the service accepts no more requests: it is shutting down")
+
+
+def _close_all() -> None:
+    """Close all loops, so that no thread is stopped while it computes or frees a model."""
+    for loop in list(_living):
+        loop.close()
+    for thread in list(_threads):
+        thread.join()
+
+
+_living = weakref.WeakSet[Loop]()
+_threads = weakref.WeakSet[threading.Thread]()  # running threads
+atexit.register(_close_all)

@@ -1,0 +1,129 @@
+"""Many prompts, of which a few are answered at a time: the loop takes the next one whenever a slot is free."""
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import NamedTuple, final
+
+from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.host import Host
+from infer.engine.requests.loop import Loop
+from infer.engine.requests.loop_messages import Backlog
+from infer.engine.requests.mailbox import Mailbox, Waiters
+from infer.engine.requests.request_options import check_count
+from infer.engine.step.request import Request
+from infer.engine.step.sequence import Sequence
+from infer.outputs import GenerationResult
+
+OnResult = Callable[[int, GenerationResult], None]
+BATCH_SIZE = 8  # prompts answered together
+
+
+def check_batch_size(host: Host, value: object) -> None:
+    """Raise InvalidRequestError for a batch size that the model's device does not allow."""
+    check_count("batch_size", value, 1, host.model.step_limits.logits)
+
+
+class Ended(NamedTuple):
+    """The answer to prompt number `number`."""
+
+    number: int
+    result: GenerationResult
+
+
+def begun(requests: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Sequence]]:
+    """Create each sequence only when it is needed, because a sequence uses more memory than its request."""
+    return ((number, Sequence(request)) for number, request in requests)
+
+
+def results_of(
+    loop: Loop,
+    requests: list[tuple[int, Request]],
+    batch_size: int,
+    on_progress: Callable[[int, int], None],
+    on_result: OnResult | None,
+) -> list[GenerationResult]:
+    """Return all answers, in the order of their prompts. The callbacks are called as answers end."""
+    results: dict[int, GenerationResult] = {}
+    for number, result in answer_all(loop, begun(requests), batch_size):
+        results[number] = result
+        if on_result is not None:
+            on_result(number, result)
+        on_progress(len(results), len(requests))
+    return [results[number] for number, _ in requests]
+
+
+def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int) -> Iterator[Ended]:
+    """Yield each answer when it ends. `batch_size` answers are computed together.
+
+    Sequences are taken from the iterator, each with its prompt's number. Up to `batch_size` more wait for their turn.
+    If the iterator is closed early, or an exception ends it, all active sequences end.
+    """
+    batch = _Batch(loop, sequences, batch_size, Waiters())
+    try:
+        while batch.fill():
+            batch.waiters.wait(batch.has_ended)
+            yield from batch.take()
+    finally:
+        batch.drop()
+        if loop.can_be_awaited:
+            batch.waiters.wait(batch.have_all_ended)
+
+
+async def answer_all_as_task(
+    answers: AsyncAnswers, requests: Iterable[tuple[int, Request]], batch_size: int
+) -> AsyncGenerator[Ended, None]:
+    """Yield each answer when it ends, as `answer_all` does, for a task."""
+    batch = _Batch(answers.loop, begun(requests), batch_size, Waiters(answers.relay()))
+    try:
+        while await answers.prepare(lambda check: batch.fill()):
+            await batch.waiters.wait_as_task(batch.has_ended)
+            for ended in batch.take():
+                yield ended
+    finally:
+        batch.drop()
+        await batch.waiters.wait_as_task(batch.have_all_ended)
+
+
+class _Asked(NamedTuple):
+    number: int
+    sequence: Sequence
+    mailbox: Mailbox
+
+
+@final
+class _Batch:
+    """Sequences with one reader, active or waiting for their turn."""
+
+    def __init__(
+        self, loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int, waiters: Waiters
+    ) -> None:
+        self.waiters = waiters
+        self._loop, self._sequences, self._backlog = loop, sequences, Backlog(batch_size)
+        self._asked = list[_Asked]()
+
+    def fill(self) -> bool:
+        """Take sequences until there is no room. Return False if none is left."""
+        while len(self._asked) < 2 * self._backlog.most_running:
+            if (following := next(self._sequences, None)) is None:
+                break
+            each = _Asked(*following, Mailbox(self.waiters, only_end=True))
+            self._asked.append(each)
+            self._backlog.waiting.append((each.sequence, each.mailbox))
+            self._loop.refill(self._backlog)
+        return bool(self._asked)
+
+    def has_ended(self) -> bool:
+        return any(each.mailbox.has_ended for each in self._asked)
+
+    def have_all_ended(self) -> bool:
+        return all(each.mailbox.has_ended for each in self._asked)
+
+    def take(self) -> Iterator[Ended]:
+        """Yield the answers that have ended. Raises EngineFailedError if the engine's failure ended one."""
+        for each in [each for each in self._asked if each.mailbox.has_ended]:
+            self._asked.remove(each)
+            self._loop.check_answer(each.sequence)
+            yield Ended(each.number, each.sequence.result())
+
+    def drop(self) -> None:
+        """End all active and waiting sequences."""
+        self._loop.drop(self._backlog)

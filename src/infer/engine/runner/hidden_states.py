@@ -1,0 +1,126 @@
+"""Hidden states of a text after the last norm, before the head."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute import ops
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.groups import with_state_memory
+from infer.compute.kvcache.pages import num_pages
+from infer.compute.operands.step import Chunk, Step
+from infer.engine.runner.caches import make_cache
+from infer.models.memory.cache_plan import STATES_SHARE
+from infer.models.transformer import Transformer
+
+MAX_TEXTS = 32  # texts in one step, or less if their states would take too much memory
+STEP_TOKENS = 256
+MAX_SHARED_TOKENS = 1024  # tokens with which all texts of a call begin
+
+
+@final
+class HiddenStates:
+    """Computes hidden states over a cache of its own, which forgets nothing. For one thread at a time."""
+
+    def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
+        """Make a cache. Raises InvalidRequestError if the memory does not hold one more full context."""
+        settings, capacity = CacheSettings(kv_type=kv_type), model.max_seq_len
+        self.max_texts = _max_texts(model, settings)
+        page_tokens = settings.page_tokens
+        shared = num_pages(min(capacity, MAX_SHARED_TOKENS), page_tokens)
+        # A row copies the last page that it shares before it writes.
+        pages = max(num_pages(capacity, page_tokens) + 1, 2 * self.max_texts + STEP_TOKENS // page_tokens + shared)
+        self._model = model
+        self._cache = make_cache(
+            model, capacity, self.max_texts + 1, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
+        )
+        self._shared_row, self._shared = self.max_texts, list[int]()  # and its tokens
+        self._captured = self._capture() if capture else None
+
+    def _capture(self) -> ops.Recorded | None:
+        """Record a step without logits. Its logits buffer is the residual stream."""
+        self._cache.reserve(0, 1)  # for the step that is recorded and not run
+        captured = self._model.backend.capture(
+            lambda step: self._model.residual(step, self._cache), STEP_TOKENS, STEP_TOKENS
+        )
+        self._cache.truncate(0, 0)
+        return captured
+
+    def share(self, beginning: Sequence[int], num_step_tokens: Callable[[], int]) -> Iterator[None]:
+        """Compute the common beginning of the texts of the next call of `of`, unless the cache still has it.
+
+        Rows that an abandoned call left are emptied, so all pages are free for the texts.
+        """
+        for row in range(self.max_texts):
+            self._cache.truncate(row, 0)
+        if beginning and self._shared == list(beginning):
+            return
+        self._shared = []
+        self._cache.truncate(self._shared_row, 0)
+        self._cache.set_rope(self._shared_row, is_long=False)
+        start = 0
+        while start < len(beginning):
+            taken = beginning[start : start + num_step_tokens()]
+            self._cache.reserve(self._shared_row, len(taken))
+            self._run(Step.of_chunks([Chunk(self._shared_row, taken, num_drafts=len(taken) - 1)], [start]))
+            self._cache.commit(self._shared_row, len(taken))
+            start += len(taken)
+            yield
+        self._shared = list(beginning)
+
+    def of(
+        self, texts: Sequence[Sequence[int]], num_step_tokens: Callable[[], int], num_shared: int = 0
+    ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
+        """Compute texts that one step could take, or one text of any length, step after step.
+
+        `share` must be called before. It computes the first `num_shared` tokens of all texts, and empties the rows.
+
+        Yields, for each step, the indices of its texts with the float32 states of their next tokens. `num_step_tokens`
+        is called before each step. Only one call may be active: `share` of a later one empties the rows.
+        """
+        done, cache = [num_shared] * len(texts), self._cache
+        for row, text in enumerate(texts):
+            if num_shared:
+                cache.copy_row(row, self._shared_row)
+            else:
+                cache.set_rope(row, is_long=self._model.is_long(len(text)))
+        while any(start < len(text) for start, text in zip(done, texts, strict=True)):
+            room, chunks = num_step_tokens(), list[Chunk]()
+            for row, text in enumerate(texts):
+                taken = text[done[row] : done[row] + room]
+                room -= len(taken)
+                if taken:
+                    cache.reserve(row, len(taken))
+                    chunks.append(Chunk(row, taken, num_drafts=len(taken) - 1))
+            counts = [len(chunk.token_ids) for chunk in chunks]
+            states = self._run(Step.of_chunks(chunks, [done[chunk.slot] for chunk in chunks]))
+            for (row, *_), count in zip(chunks, counts, strict=True):
+                cache.commit(row, count)
+                done[row] += count
+            ends = accumulate(counts)
+            yield [(row, states[end - count : end]) for (row, *_), count, end in zip(chunks, counts, ends, strict=True)]
+        for row in range(len(texts)):
+            cache.truncate(row, 0)
+        cache.give_back_free()
+
+    def _run(self, step: Step) -> Float[Tensor, "tokens hidden"]:
+        if self._captured is None:
+            residual = self._model.residual(step.to(self._model.device), self._cache)
+        else:
+            residual = self._captured.run(step)
+        return self._model.final_norm(residual).float()
+
+
+def _max_texts(model: Transformer, settings: CacheSettings) -> int:
+    """Return the number of texts in one step, halved until their states take the share of the memory for states."""
+    available, count = model.backend.available_bytes(), MAX_TEXTS
+
+    def megabytes(num_rows: int) -> int:
+        return with_state_memory(settings, model.own_mixers, model.max_seq_len, num_rows, None).state_memory_mb or 0
+
+    while available is not None and count > 1 and megabytes(count + 1) << 20 > available // STATES_SHARE:
+        count //= 2
+    return count

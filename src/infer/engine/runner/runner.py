@@ -1,0 +1,328 @@
+"""The forward of a model for many slots in one batch, and the sampling after it.
+
+What a step computes is provisional until `commit` keeps the first tokens of a chunk.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute import ops
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.paged import PagedCache
+from infer.compute.kvcache.snapkv import PromptCompression
+from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.engine.runner.caches import make_cache
+from infer.engine.runner.sample_loop import SampledTokens, verify
+from infer.errors import InvalidRequestError
+from infer.models.transformer import Transformer
+from infer.sampling_params import SamplingParams
+
+_MANY = 1 << 30
+
+
+class Runner:
+    """Slots of tokens over one cache. Each token is run once, and a captured step is replayed from a dispatch table.
+
+    `tensor_parallel.leading` has the runner of a model whose other ranks repeat each call.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        capacity: int,
+        *,
+        num_slots: int = 1,
+        capture: bool = True,
+        settings: CacheSettings | None = None,
+        step_tokens: int | None = None,
+        pool_pages: int | None = None,
+    ) -> None:
+        """Make the cache for slots of up to `capacity` tokens, of which one step runs at most `step_tokens` per slot.
+
+        The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full.
+        """
+        self.model, self._backend = model, model.backend
+        self._step_tokens = step_tokens or model.step_limits.tokens
+        self._cache = make_cache(
+            model, capacity, num_slots, settings=settings, step_tokens=self._step_tokens, pool_pages=pool_pages
+        )
+        self._compression = PromptCompression(self._cache) if self._cache.settings.keeps_whole_prompts else None
+        self._captured = self._capture() if capture else None
+
+    def _capture(self) -> ops.Recorded | None:
+        self._cache.reserve(0, 1)  # for the step that is recorded and not run
+        captured = self._backend.capture(
+            lambda step: self.model.forward(step, self._cache), self._step_tokens, self.model.step_limits.logits
+        )
+        self._cache.truncate(0, 0)
+        return captured
+
+    def warm_up(self, vocab_size: int) -> int:
+        """Record steps before the first request, if the device compiles kernels for them, and return their number.
+
+        Samplers are recorded for greedy answers, for filters, and for filters of logits that parameters change.
+        """
+        if not isinstance(self._captured, ops.Captured):
+            return 0
+        filtered = SamplingParams(temperature=1, top_k=20, top_p=0.9, seed=0)
+        params = SamplingParams(temperature=0), filtered, replace(filtered, logit_bias={0: 1.0})
+        return self._captured.record_ahead(
+            [SamplingColumns.of([each], vocab_size, device=self.model.device) for each in params]
+        )
+
+    # State of the slots
+
+    @property
+    def cache(self) -> PagedCache:
+        return self._cache
+
+    @property
+    def has_whole_slots(self) -> bool:
+        """True if this process stores the whole of each slot, so that a slot can be saved."""
+        return True
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._cache.lengths)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Number of committed tokens of each slot, which is the next token's position."""
+        return self._cache.lengths
+
+    def pages_of(self, num_tokens: int) -> Sequence[int]:
+        """Return the number of pages, per group, that `num_tokens` tokens of one slot need."""
+        return self._cache.pages_of(num_tokens)
+
+    @property
+    def pool_pages(self) -> Sequence[int]:
+        """Number of pages in each group's pool."""
+        return self._cache.pool_pages
+
+    @property
+    def free_pages(self) -> Sequence[int]:
+        """Number of pages that no slot holds, per group."""
+        return self._cache.free_pages
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if prefixes can be shared: the values stored for a token do not depend on the length of its sequence."""
+        return self._cache.shares_prefixes and self.model.rope_border is None
+
+    @property
+    def checkpoint_tokens(self) -> int:
+        """`PagedCache.checkpoint_tokens`, or 0 if prefixes cannot be shared."""
+        return self._cache.checkpoint_tokens if self.shares_prefixes else 0
+
+    @property
+    def num_matched(self) -> int:
+        """Number of tokens that the last `adopt` would have found if no state were missing. 0 without states."""
+        return self._cache.num_matched if self.shares_prefixes else 0
+
+    @property
+    def compresses_prompts(self) -> bool:
+        """True if the cache compresses a prompt once it is complete."""
+        return self._compression is not None
+
+    def rope_room(self, length: int) -> int:
+        """Return the number of further tokens that a sequence may have with the same rope factors."""
+        border = self.model.rope_border
+        return border - length if border is not None and length <= border else _MANY
+
+    # Changes of the slots
+
+    def reset(self) -> None:
+        """Empty all slots, even after a step that an exception interrupted midway."""
+        self._cache.reset()
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Make room for a slot's next tokens, before they are run. Raises OutOfPagesError, with nothing changed."""
+        self._cache.reserve(slot, num_tokens)
+
+    def commit(self, slot: int, count: int) -> None:
+        """Keep the first `count` of the tokens that were run."""
+        self._cache.commit(slot, count)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the slot's tokens from position `length` on.
+
+        The slot is emptied if the next token would need tokens that were evicted. `lengths` reports the result.
+        """
+        self._cache.truncate(slot, length)
+
+    def forget(self, slot: int) -> None:
+        """Empty a slot that failed, and make its stored content unavailable to other slots."""
+        self._cache.forget(slot)
+        self._cache.truncate(slot, 0)
+
+    def adopt(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        """Give an empty slot the stored content of the longest known prefix, and return its number of tokens.
+
+        The content must have been stored with the same salt.
+        """
+        return self._cache.adopt(slot, token_ids, salt) if self.shares_prefixes else 0
+
+    def remember(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
+        """Make the slot's committed tokens, the first of `token_ids`, available to other slots with this salt."""
+        self._cache.remember(slot, token_ids, salt)
+
+    def choose_rope(self, slot: int, length: int) -> bool:
+        """Set the rope factors for sequences of this length. Return True if they changed, which empties the slot."""
+        if self.model.rope_border is None:
+            return False
+        is_long = self.model.is_long(length)
+        if is_long == self._cache.is_long(slot):
+            return False
+        self._cache.truncate(slot, 0)
+        self._cache.set_rope(slot, is_long=is_long)
+        return True
+
+    @torch.inference_mode()
+    def after_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Compress the slot's prompt, `token_ids`, if the cache does so. Call once a token after it was sampled."""
+        if self._compression is not None:
+            with self._backend.threads():
+                self._compression.after_prompt(
+                    slot, token_ids, lambda step: self.model.forward(step.to(self.model.device), self._cache)
+                )
+
+    def after_answer(self, slot: int) -> None:
+        """Mark the slot's answer as complete: no further token of it follows."""
+        self._cache.end_answer(slot)
+
+    def give_back_free(self) -> int:
+        """Return the memory of free pages to the system, and return the number of bytes."""
+        return self._cache.give_back_free()
+
+    def copy_slot(self, slot: int, source: int) -> None:
+        """Replace a slot's tokens by another slot's. Both share what is stored until one of the two writes to it."""
+        self._cache.copy_row(slot, source)
+
+    def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
+        """Replace a slot's tokens by `length` exported tokens. Raises InvalidRequestError, with nothing changed."""
+        self._cache.import_row(slot, tensors, length, is_long=self.model.is_long(length))
+
+    # Steps
+
+    def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
+        """Run the chunks provisionally, and return their logits, chunk after chunk."""
+        step = Step.of_chunks(chunks, self.starts(chunks))
+        if self._captured is None:
+            return self.model.forward(step.to(self.model.device), self._cache)
+        return self._captured.run(step)
+
+    def starts(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Return the position of the first token of each chunk."""
+        return [self._cache.lengths[chunk.slot] for chunk in chunks]
+
+    @torch.inference_mode()
+    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Append tokens without computing logits. An exception leaves whole chunks of the tokens."""
+        with self._backend.threads():
+            for start in range(0, len(token_ids), self._step_tokens):
+                chunk = token_ids[start : start + self._step_tokens]
+                self._cache.reserve(slot, len(chunk))
+                self.forward([Chunk(slot, chunk, has_logits=False)])
+                self.commit(slot, len(chunk))
+
+    @torch.inference_mode()
+    def append(self, slot: int, token_ids: Sequence[int], num_logits: int) -> Float[Tensor, "logits vocab"]:
+        """Append a few tokens, and return the logits after the last `num_logits`, at least one, as a new tensor."""
+        with self._backend.threads():
+            self._cache.reserve(slot, len(token_ids))
+            logits = self.forward([Chunk(slot, token_ids, num_drafts=num_logits - 1)]).clone()
+            self.commit(slot, len(token_ids))
+        return logits
+
+    def launch(
+        self,
+        chunks: Sequence[Chunk],
+        columns: SamplingColumns,
+        history: History | None,
+        masks: Masks | None = None,
+        behind: ops.PendingStep | None = None,
+    ) -> ops.PendingStep:
+        """Begin to run the chunks, and to sample after each chunk that has logits, while its drafts are right.
+
+        Entry i of `columns` belongs to chunk i. The sampled tokens are added to `history`. If the device can run steps
+        on its own, the step may still run when this returns. With `behind`, a step that is running and was launched
+        last, a chunk may be one id of `operands.step.sampled_after`. `takes` must be True of the chunks then.
+        """
+        if (captured := self._captured_for(chunks, columns)) is not None:
+            return captured.launch(chunks, self.starts(chunks), columns, history, masks, behind)
+        positions = [self.lengths[chunk.slot] + len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
+        with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
+            logits = self.forward(chunks)[:, : columns.vocab_size]
+            self._backend.synchronize()
+            forward_ended = time.perf_counter()
+            if masks is not None:
+                masks.wait()
+            words = None if masks is None else masks.words
+            sampled, ended = verify(logits, chunks, positions, columns, history, words)
+        ends = [StepEnd(*pair) for pair in pairwise([forward_ended, *ended])]
+        token_ids, logprobs = [each.token_ids for each in sampled], [each.logprobs for each in sampled]
+        return ops.PendingStep.ended(ops.Generated(token_ids, ends, logprobs))
+
+    def sample(
+        self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        """Launch a step, and return the tokens sampled after each chunk, and the end of each round of sampling."""
+        found = self.launch(chunks, columns, history, masks).wait()
+        return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
+
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        """Return True if a recording runs these chunks and samples after them."""
+        return self._captured_for(chunks, columns) is not None
+
+    def multi_step(
+        self,
+        chunks: Sequence[Chunk],
+        count: int,
+        columns: SamplingColumns,
+        history: History | None,
+        stop_ids: Collection[int],
+        masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        """Run up to `count` steps without a return to Python, from chunks of one token.
+
+        Return the tokens that were sampled after each chunk, and the end of each step. The steps stop when every chunk
+        has met a stop id, or when any thread sets `interrupt`. The last token may be the code of a failed row. Both
+        lists are empty if the steps are not captured.
+        """
+        captured = self._captured_for(chunks, columns)
+        if captured is None:
+            return [], []
+        found = captured.run_multi_step(
+            chunks, self.starts(chunks), count, columns, history, tuple(stop_ids), masks, interrupt
+        )
+        return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
+
+    def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:
+        """Return the recording that runs the chunks and samples after them, or None if there is none."""
+        captured = self._captured
+        return captured if isinstance(captured, ops.Captured) and captured.takes(chunks, columns) else None
+
+    def follow(self, chunks: Sequence[Chunk], count: int) -> None:
+        """Run the steps of rank 0's `multi_step`. Rank 0 samples, and sends the tokens."""
+        assert isinstance(self._captured, ops.Captured)
+        self._captured.follow(chunks, self.starts(chunks), count)
+
+    def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Return the label and the cycles of each command of a step. The sequence is unchanged."""
+        if not isinstance(self._captured, ops.Captured):
+            raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
+        length = self._cache.lengths[0]
+        self._cache.reserve(0, len(token_ids))
+        try:
+            return self._captured.profile(Step.of(token_ids, length))
+        finally:
+            self._cache.truncate(0, length)  # so that a step of another length finds free pages

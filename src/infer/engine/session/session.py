@@ -1,0 +1,498 @@
+"""`Session`: many turns over one cache. Each turn computes only its new tokens.
+
+A session has two lists of ids: those of the conversation, and those whose keys and values are in the cache. A turn
+keeps the prefix that its prompt and the cache share. So an answer equals the answer of a fresh model for the same ids.
+
+A signal may raise its exception between any two lines. The conversation is replaced as a whole, only the engine's loop
+changes the cache, and a call has ended as soon as its `finally` begins. So the next call works after any exception.
+"""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack, final
+
+from infer.compute.sampling.keywords import Params, refuse_sampling
+from infer.engine.requests.host import Host
+from infer.engine.requests.prompt_encoding import Message, prompt_ids
+from infer.engine.requests.request_maker import Ask
+from infer.engine.requests.request_options import RequestKeywords, RequestOptions, check_callback
+from infer.engine.requests.stream import OnPrefill, OnToken, OpenAnswer, Stream
+from infer.engine.session.session_cache import SessionCache, Tensors
+from infer.engine.session.session_file import read_session, write_session
+from infer.engine.session.token_spelling import keep_spelling
+from infer.engine.session.transcript import Transcript, copied
+from infer.engine.step.place import common_length
+from infer.engine.step.request import check_prompt
+from infer.engine.step.sequence import Sequence as Answering
+from infer.errors import InvalidRequestError, closed
+from infer.outputs import GenerationResult
+from infer.text.toolcalls.tools import ToolLike, read_tools
+
+_Arguments = ParamSpec("_Arguments")
+_Found = TypeVar("_Found")
+Messages = list[dict[str, Any]]
+
+
+def _exclusively(
+    method: "Callable[Concatenate[Session, _Arguments], _Found]",
+) -> "Callable[Concatenate[Session, _Arguments], _Found]":
+    """Let the method run only while no other call runs and no stream is open."""
+
+    @wraps(method)
+    def call(session: "Session", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Found:
+        caller = object()
+        try:
+            session._enter(caller)
+            return method(session, *args, **kwargs)
+        finally:
+            if session._caller is caller:
+                session._caller = None
+                session._end_if_closed()
+
+    return call
+
+
+@final
+class Session:
+    """A conversation whose computed tokens stay in the cache. `LLM.session` creates it.
+
+    A session gives one answer at a time: while a stream is open, every other call raises InvalidRequestError. A turn
+    that fails, or is stopped before its first word, leaves the conversation as it was. `close()`, the end of `with`,
+    and dropping the session free its slot.
+
+    Examples:
+        >>> with llm.session() as session:
+        ...     first = session.send("What is the capital of France?")
+        ...     print(session.send("And of Italy?").text)
+        The capital of Italy is Rome.
+    """
+
+    def __init__(self, host: Host, transcript: Transcript) -> None:
+        self._opened_host: Host | None = host
+        self._transcript = transcript
+        self._cache = SessionCache(host)
+        self._entering = threading.RLock()  # held briefly; a signal's handler may acquire it again
+        self._caller: object | None = None  # the call, or the stream's answer, that uses the session
+        self._last: OpenAnswer | None = None
+        self._is_closed = False
+        weakref.finalize(self, self._cache.give_back).atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a session cannot be copied or pickled: fork() copies it, save() writes it to a file")
+
+    def __repr__(self) -> str:
+        transcript, host = self._transcript, self._opened_host
+        state = ", closed" if self._is_closed or host is None or not host.loop.is_open else ""
+        return f"Session({len(transcript.messages)} messages, {len(transcript.token_ids)} tokens{state})"
+
+    def close(self) -> None:
+        """End the active answer and free the cache. Any thread may call it; a second call does nothing.
+
+        Later calls raise ClosedError. `messages` and `token_ids` can still be read.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.close()
+        """
+        self._is_closed = True
+        if self._last is not None:
+            self._last.close()
+        if self._caller is None:
+            self._end_if_closed()
+
+    @property
+    def _host(self) -> Host:
+        if (host := self._opened_host) is None:
+            raise closed("session")
+        return host
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the whole conversation, as the template renders it."""
+        self._end_left()
+        return list(self._transcript.token_ids)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Copies of the messages of the conversation."""
+        self._end_left()
+        return copy.deepcopy(self._transcript.messages)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of first `token_ids` that the next turn does not compute again."""
+        self._end_left()
+        return common_length(self._cache.token_ids, self._transcript.token_ids)
+
+    def send(
+        self,
+        message: str | Message,
+        params: Params | None = None,
+        *,
+        on_token: OnToken | None = None,
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> GenerationResult:
+        """Return the answer to another message. Both become messages of the session.
+
+        If the template writes past messages in a form that differs from the cached ids, all tokens after the first
+        difference are computed again.
+
+        Args:
+            message: A message. A text is a message of the user.
+            params: As for `LLM.generate`.
+            on_token: As for `LLM.generate`.
+            on_prefill: As for `LLM.stream`.
+            options: As for `LLM.generate`.
+            keywords: As for `LLM.stream`. With `overflow="truncate_left"` the session forgets its oldest turns if they
+                leave no room for the answer.
+
+        Returns:
+            The result. `reused_tokens` of the prompt were in the cache. `dropped_tokens` of the cache are not in the
+            prompt.
+
+        Raises:
+            InvalidRequestError: An argument breaks a rule, the prompt does not fit, or a stream is open.
+            ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> llm.session().send("What is the capital of France?").text
+            'The capital of France is Paris.'
+        """
+        check_callback("on_token", on_token)
+        stream = self.stream(message, params, on_prefill=on_prefill, options=options, **keywords)
+        return _run(stream, on_token)
+
+    def stream(
+        self,
+        message: str | Message,
+        params: Params | None = None,
+        *,
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> Stream:
+        """Return a stream of the answer that `send` would return, with the arguments of `send`.
+
+        If the stream is closed early, the session keeps the pieces that were read as its answer.
+
+        Examples:
+            >>> stream = llm.session().stream("What is the capital of France?")
+            >>> "".join(piece.text for piece in stream)
+            'The capital of France is Paris.'
+        """
+        check_callback("on_prefill", on_prefill)
+        ask = Ask.of((), params, options, keywords)
+        return self._begin(partial(Transcript.asked, message=message), ask, on_prefill)
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        params: Params | None = None,
+        *,
+        on_token: OnToken | None = None,
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> GenerationResult:
+        """Replace the conversation and return the answer to it. The prefix that both share is not computed again.
+
+        Args:
+            messages: The messages of the whole conversation.
+            params: As for `LLM.generate`. The other arguments are those of `send`.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.answer([{"role": "user", "content": "What is the capital of France?"}]).text
+            'The capital of France is Paris.'
+        """
+        check_callback("on_token", on_token)
+        check_callback("on_prefill", on_prefill)
+        ask = Ask.of((), params, options, keywords)
+
+        def given(transcript: Transcript) -> Messages:
+            return [copied(message) for message in messages]
+
+        return _run(self._begin(given, ask, on_prefill), on_token)
+
+    def generate(
+        self,
+        params: Params | None = None,
+        *,
+        on_token: OnToken | None = None,
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> GenerationResult:
+        """Continue from the current ids without a template, with the arguments of `send`.
+
+        The answer is added to `token_ids`, but not to a message.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("The capital of France is")
+            >>> session.generate(temperature=0, max_new_tokens=2).text
+            ' Paris.'
+        """
+        check_callback("on_token", on_token)
+        check_callback("on_prefill", on_prefill)
+        ask = Ask.of((), params, options, keywords)
+        return _run(self._begin(lambda transcript: None, ask, on_prefill), on_token)
+
+    @_exclusively
+    def append(self, prompt: str | Sequence[int]) -> None:
+        """Add tokens to the conversation and compute them, so that `generate` continues after them.
+
+        Args:
+            prompt: A text or ids. A text is encoded; BOS is added only at the start of the conversation.
+
+        Raises:
+            InvalidRequestError: The tokens do not fit the context, or a stream is open.
+            ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("Red, green,")
+            >>> len(session.token_ids)
+            4
+        """
+        before = self._transcript.token_ids
+        tokenizer, limits = self._host.tokenizer, self._host.requests.limits
+        new = prompt_ids(prompt, tokenizer, limits.max_seq_len, add_special=not before)
+        if not new:
+            return
+        token_ids = check_prompt(limits, [*before, *new], room=0)
+        self._cache.extend(token_ids)
+        self._transcript = self._transcript.with_tokens(token_ids)
+
+    @_exclusively
+    def rewind(self, count: int) -> None:
+        """Forget the last tokens, and the messages of each turn that they belong to.
+
+        Args:
+            count: Number of tokens, from 0 to the number of `token_ids`.
+
+        Raises:
+            InvalidRequestError: The count is out of range, or a stream is open.
+            ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("Red, green,")
+            >>> session.rewind(1)
+            >>> llm.tokenizer.decode(session.token_ids)
+            'Red, green'
+        """
+        length = len(self._transcript.token_ids)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= length:
+            raise InvalidRequestError(f"rewind takes from 0 to {length} tokens, all of the session, got {count!r:.80}")
+        transcript = self._transcript.shortened(length - count)
+        self._cache.keep_common(transcript.token_ids)
+        self._transcript = transcript
+
+    @_exclusively
+    def fork(self) -> "Session":
+        """Return a copy that continues independently. Both share the cached tokens until one of them changes them.
+
+        Raises:
+            InvalidRequestError: A stream is open.
+            ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> session.append("The capital of")
+            >>> other = session.fork()
+            >>> other.append(" Italy is")
+            >>> other.generate(temperature=0, max_new_tokens=2).text, len(session.token_ids)
+            (' Rome.', 3)
+        """
+        other = Session(self._host, self._transcript)
+        other._cache.copy_of(self._cache)
+        return other
+
+    @_exclusively
+    def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None:
+        """Write ids, messages and cache to a file, which is replaced as a whole.
+
+        Args:
+            path: The file.
+            note: A mapping that JSON can store. `load` returns it.
+
+        Raises:
+            InvalidRequestError: The file cannot be written, or a message is not JSON.
+            ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session = llm.session()
+            >>> answer = session.send("What is the capital of France?")
+            >>> session.save("talk.safetensors", note={"topic": "capitals"})
+        """
+        transcript, fingerprint = self._transcript, self._host.fingerprint(self._host.runner.cache.kind)
+
+        def write(num_cached: int, tensors: Tensors) -> None:
+            record = transcript.to_record() | {"num_cached": num_cached, "note": {} if note is None else dict(note)}
+            write_session(Path(path), fingerprint, transcript.token_ids, record, tensors)
+
+        self._cache.export(transcript.token_ids, write)
+
+    @_exclusively
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Replace the conversation and the cache by those of a saved session.
+
+        Args:
+            path: The file that `save` wrote, in this process or another.
+
+        Returns:
+            The note of `save`.
+
+        Raises:
+            InvalidRequestError: The file is damaged or belongs to another model. Nothing is changed.
+            ClosedError: The session or the model is closed.
+
+        Examples:
+            >>> session, other = llm.session(), llm.session()
+            >>> session.append("The capital of France is")
+            >>> session.save("talk.safetensors", note={"topic": "capitals"})
+            >>> other.load("talk.safetensors")
+            {'topic': 'capitals'}
+        """
+        cache = self._host.runner.cache
+        saved = read_session(Path(path), self._host.fingerprint(cache.kind), cache.num_bytes)
+        try:
+            transcript = Transcript.from_record(saved.token_ids, saved.record)
+            if transcript.token_ids:
+                check_prompt(self._host.requests.limits, transcript.token_ids, room=0)
+            num_cached = saved.record.get("num_cached")
+            if type(num_cached) is not int or not 0 <= num_cached <= len(transcript.token_ids):
+                raise InvalidRequestError(
+                    f"num_cached must be in [0, {len(transcript.token_ids)}], got {num_cached!r:.80}"
+                )
+            note = saved.record.get("note", {})
+            if not isinstance(note, dict):
+                raise InvalidRequestError(f"note must be an object, got {note!r:.80}")
+            self._cache.load(saved.tensors, transcript.token_ids[:num_cached])
+        except InvalidRequestError as error:
+            raise type(error)(f"{path} cannot be loaded: {error}") from error
+        self._transcript = transcript
+        return note
+
+    def _respell(self, rendered: list[int]) -> list[int]:
+        """Return rendered messages in the spelling of the conversation's ids, which are in the cache."""
+        tokenizer = self._host.tokenizer
+        return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
+
+    def _enter(self, caller: object) -> None:
+        """Claim the session for the caller. Raises InvalidRequestError if another caller has it, and ClosedError."""
+        self._end_left()
+        with self._entering:
+            if self._is_closed or not self._host.loop.is_open:
+                raise closed("session")
+            self._host.loop.check_open()
+            if self._caller is not None:
+                raise InvalidRequestError("the session is answering: read its stream to the end, or close it")
+            self._caller = caller
+
+    def _end_left(self) -> None:
+        """Settle an answer whose stream was dropped, or that an exception ended."""
+        if self._last is not None and self._last.is_closed:
+            self._last.close()
+
+    def _end_if_closed(self) -> None:
+        """Free the cache if the session is closed. `close` and the end of each call use this; the later one frees."""
+        if self._is_closed:
+            self._cache.give_back()
+            self._opened_host = None
+
+    def _begin(
+        self, next_messages: Callable[[Transcript], Messages | None], ask: Ask, on_prefill: OnPrefill | None
+    ) -> Stream:
+        """Answer the messages that `next_messages` makes from the conversation; without it, continue the ids."""
+        caller = object()
+        try:
+            self._enter(caller)
+            answer = self._prepare(next_messages(self._transcript), ask)
+            on_end = partial(self._settle, answer)
+            stream = self._host.stream(answer.sequence, on_prefill, self._cache.lease, on_end)
+            self._last, self._caller = stream.answer, answer
+            return stream
+        finally:
+            if self._caller is caller:
+                self._caller = None
+                self._end_if_closed()
+
+    def _prepare(self, messages: Messages | None, ask: Ask) -> "_Answer":
+        requests = self._host.requests
+        if messages is None:
+            ask = replace(ask, prompt=self._transcript.token_ids)
+        else:
+            variables = dict(self._transcript.template)
+            tools, options = variables.pop("tools", None), ask.options
+            options = options if options.tools is not None else replace(options, tools=tools)
+            ask = replace(ask, prompt=messages, options=options, variables=variables, respell=self._respell)
+        prompt = requests.read(ask)
+        if messages is not None:
+            messages = [dict(message) for message in prompt.ids.messages]
+        return _Answer(Answering(requests.complete(prompt, prompt.params, ask.options)), messages)
+
+    def _settle(self, answer: "_Answer") -> None:
+        """Add a finished answer to the conversation, and release the session. A second call does nothing."""
+        transcript = self._transcript
+        try:
+            if self._caller is answer:
+                transcript = self._transcript_after(answer)
+        finally:
+            if self._caller is answer:
+                self._transcript, self._caller = transcript, None
+                self._end_if_closed()
+
+    def _transcript_after(self, answer: "_Answer") -> Transcript:
+        result, token_ids, messages = answer.sequence.result(), answer.sequence.token_ids, answer.messages
+        if result.error:
+            return self._transcript
+        if messages is None:
+            return self._transcript.with_tokens(token_ids)
+        if result.finish_reason == "abort" and not (result.text or result.reasoning or result.tool_calls):
+            return self._transcript
+        return self._transcript.answered(token_ids, [*messages, result.to_message()])
+
+
+def begin_session(
+    host: Host, system: str | None, tools: Sequence[ToolLike] | None, variables: Mapping[str, Any]
+) -> Session:
+    """Return a new session. `variables` are those of the chat template. Raises InvalidRequestError."""
+    host.check_generates()
+    tokenizer = host.tokenizer
+    refuse_sampling(variables, tokenizer.chat_templates)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    template = {**variables, **({} if tools is None else {"tools": [tool.as_given() for tool in read_tools(tools)]})}
+    if (messages or template) and tokenizer.chat_template is None:
+        raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
+    return Session(host, Transcript(messages=messages, template=template, num_given=len(messages)))
+
+
+def _run(stream: Stream, on_token: OnToken | None) -> GenerationResult:
+    try:
+        return stream.run(on_token)
+    finally:
+        stream.close()
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """An active answer and the messages that it answers, or None if it continues the ids."""
+
+    sequence: Answering
+    messages: Messages | None

@@ -1,0 +1,181 @@
+"""The number of tokens to draft, from measured step times and the rate of right guesses. Loads no torch."""
+
+from bisect import bisect_right
+from itertools import pairwise
+from math import exp, log
+from typing import final
+
+from infer.engine.speculation.drafter import Priors
+
+_COST_PER_TOKEN = 0.15  # assumed cost of a further token, relative to a step, until it is measured
+_LEAST_PER_TOKEN = 0.04  # smallest cost of a further token on any machine
+_TICK = 1e-9  # seconds: a clock does not measure less
+_SURPRISE = 0.3  # largest contradiction of one step's time, as a logarithm, because the step may have been held up
+_NUM_TRUSTED = 3  # with fewer measurements, the cost of a size is assumed to be lower
+_HALVED_AFTER = 200  # steps, after which an old measurement has half its weight
+
+
+@final
+class _Cost:
+    """Cost of a step of several tokens, as a multiple of the cost of a step of one token."""
+
+    def __init__(self, cost: float) -> None:
+        self.cost, self.count, self.last = cost, 0, 0
+
+
+@final
+class StepTimes:
+    """Times of steps of one token, two tokens, and so on. They depend on the machine and the model, not on the caller.
+
+    Two values are learnt separately. The time of a step of one token is the machine's pace, which can change quickly.
+    The relative cost of a step with more tokens is stable. So a slow moment that affects all sizes does not change the
+    choice. A single time that contradicts a size's known cost needs others to confirm it, and loses weight over time.
+    """
+
+    def __init__(self) -> None:
+        self._pace = 0.0  # seconds of a step of one token
+        self._costs: dict[int, _Cost] = {}
+        self._num_steps, self._last_plain = 0, 0
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a whole step: forward, sampling, and the waits for both.
+
+        For a multi-step, the caller divides the time by the number of steps.
+        """
+        if seconds < _TICK:
+            return
+        self._num_steps += 1
+        if num_tokens == 1:
+            if not self._pace:
+                self._pace = seconds
+            error = log(seconds / self._pace)
+            gain = max(0.3, min(0.8, (self._num_steps - self._last_plain) / 32)) if error > -_SURPRISE else 1.0
+            self._pace *= exp(gain * min(error, _SURPRISE))
+            self._last_plain = self._num_steps
+        elif self._pace:
+            self._learn_cost(num_tokens, seconds)
+
+    def _learn_cost(self, num_tokens: int, seconds: float) -> None:
+        known = self._costs.get(num_tokens)
+        if known is None:
+            known = self._costs[num_tokens] = _Cost(self._between(num_tokens))
+        error = min(log(seconds / (self._pace * known.cost)), _SURPRISE if known.count else 2 * _SURPRISE)
+        gain = max(1 / (known.count + 1), 0.1, min(0.5, (self._num_steps - known.last) / _HALVED_AFTER))
+        if known.count >= _NUM_TRUSTED:
+            self._pace *= exp(0.25 * max(error, -_SURPRISE))
+        known.cost *= exp(gain * error)
+        known.count, known.last = known.count + 1, self._num_steps
+
+    def is_known(self, num_tokens: int) -> bool:
+        return self._pace > 0 if num_tokens == 1 else num_tokens in self._costs
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the time of a step with `num_tokens` tokens, measured, interpolated or extrapolated.
+
+        If nothing was measured, the unit is a step of one token.
+        """
+        return (self._pace or 1.0) * self._cost(num_tokens)
+
+    def promised(self, num_tokens: int) -> float:
+        """Return an optimistic time of a step: lower than `seconds` if this size was measured rarely or long ago."""
+        known = self._costs.get(num_tokens)
+        if known is None:
+            return self.seconds(num_tokens)
+        cost = known.cost / (1 + (self._num_steps - known.last) / _HALVED_AFTER)
+        if known.count < _NUM_TRUSTED:
+            cost = min(cost, 1 + _COST_PER_TOKEN * (num_tokens - 1))
+        return (self._pace or 1.0) * max(cost, min(known.cost, 1 + _LEAST_PER_TOKEN * (num_tokens - 1)))
+
+    def _cost(self, num_tokens: int) -> float:
+        known = self._costs.get(num_tokens)
+        return known.cost if known is not None else self._between(num_tokens)
+
+    def _between(self, num_tokens: int) -> float:
+        if num_tokens == 1:
+            return 1.0
+        known = sorted([(1, 1.0), *((tokens, each.cost) for tokens, each in self._costs.items())])
+        for (left, least), (right, most) in pairwise(known):
+            if left < num_tokens < right:
+                return least + (most - least) * (num_tokens - left) / (right - left)
+        last, cost = known[-1]
+        slope = _COST_PER_TOKEN if last == 1 else max(0.0, (cost - 1) / (last - 1))
+        return cost + slope * (num_tokens - last)
+
+
+_PRIOR_WEIGHT = 10.0
+_COUNTED = 0.95  # factor of a guess's weight after each later guess of its kind
+_PLAIN_EVERY = 128  # steps, after which a step without a draft is measured again
+_SHARE_COUNTED = 0.87  # factor of a token's weight in the share of right guesses after each later token
+# The share of right guesses, and how many tokens without drafts may follow before the next search for a draft.
+_TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 64))
+
+
+@final
+class DraftPolicy:
+    """Choose the number of draft tokens with which a step yields the most tokens per second.
+
+    A draft with confidence c is right with probability a(c), its next token with a(c + 1), and so on. So k drafts give
+    1 + a(c) + a(c) a(c + 1) + … tokens, in the time of a step of k + 1 tokens.
+
+    a(c) is counted for ranges of c, and separately for many, few or hardly any right guesses among the last tokens. The
+    guess for each token is known even without a draft, so no verification is needed to find out that drafting would pay
+    off.
+
+    k is 1, 3, 7, 15, … or the maximum: few sizes are measured quickly, and kernels process tokens in groups of eight.
+    If no k beats one token per step by `margin`, nothing is drafted. The policy never changes which tokens are
+    accepted.
+    """
+
+    def __init__(self, max_draft_tokens: int, priors: Priors, *, margin: float = 0.08) -> None:
+        if max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens must be at least 0, got {max_draft_tokens}")
+        sizes = {2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
+        self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
+        self._margin, self._priors = margin, priors
+        self._guessed = [[_PRIOR_WEIGHT] * len(rates) for rates in priors.rates]
+        self._right = [[_PRIOR_WEIGHT * rate for rate in rates] for rates in priors.rates]
+        self._since_plain = 0
+        self._share = 0.3
+
+    def acceptance(self, confidence: int) -> float:
+        """Return the recent rate of right guesses with this confidence, at the current share of right guesses."""
+        level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
+        return self._right[level][index] / self._guessed[level][index]
+
+    def observe(self, confidence: int, is_right: bool) -> None:
+        """Record one token: the confidence of its guess, 0 without a guess, and whether the guess was right."""
+        if confidence:
+            level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
+            guessed, right = self._guessed[level], self._right[level]
+            guessed[index] = guessed[index] * _COUNTED + 1
+            right[index] = right[index] * _COUNTED + is_right
+        self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * (is_right and confidence > 1)
+
+    def tokens_between(self, times: StepTimes) -> int:
+        """Return the number of tokens to decode without a draft before the next search for a draft."""
+        if not times.is_known(1):
+            return 1
+        return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
+
+    def num_draft_tokens(self, times: StepTimes, confidence: int, num_known: int = 1) -> int:
+        """Return the number of drafts to request, for a step that has `num_known` tokens without drafts.
+
+        Call it once before each step that could be drafted.
+        """
+        self._since_plain += 1
+        if not self._sizes or not times.is_known(1) or self._since_plain >= _PLAIN_EVERY:
+            self._since_plain = 0
+            return 0  # drafts are compared with such a step
+        tokens, reached, at = 1.0, 1.0, 0
+        best, speed = 0, (1 + self._margin) / times.seconds(num_known)
+        for size in self._sizes:
+            for index in range(at, size):
+                reached *= self.acceptance(confidence + index)
+                tokens += reached
+            at = size
+            found = tokens / times.promised(num_known + size)
+            if found > speed:
+                best, speed = size, found
+        if not best:
+            self._since_plain = 0
+        return best

@@ -1,0 +1,1 @@
+"""The engine's step: sequences, their slots, and the plan, the masks and the end of each step."""

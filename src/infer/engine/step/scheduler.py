@@ -1,0 +1,271 @@
+"""The scheduler: plans the next step of each sequence from integers and costs. `update` learns from the step.
+
+Sequences that decode are planned first, with one token each. The rest of the step is for their drafts, then for
+prompts: three quarters for the prompt with the fewest remaining tokens, and a quarter for the oldest. So a short
+prompt passes a long one, and none waits forever. While an answer is streamed, 98 of 100 steps with prompts take at
+most `gap_seconds`.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from math import inf
+from operator import add
+from typing import NamedTuple, Self, final
+
+from infer.compute.operands.limits import RECENT_PAGES, STATE_TOKENS, StepLimits
+from infer.engine.speculation.policy import StepTimes
+from infer.engine.step.step_costs import StepCosts, StepWork, context_of
+
+FIRST_STEPS = 8  # steps without a return to Python, while their time is unknown
+MAX_STEPS, MAX_SECONDS = 64, 0.1  # limits of a multi-step, because tokens and cancels pass only between two multi-steps
+STREAM_SECONDS = 0.03  # limit of a multi-step while others stream
+GAP_SECONDS, LEAST_GAP_SECONDS = 0.038, 0.03  # limit for 98 of 100 steps with prompts while others stream
+LEAST_PROMPT_TOKENS = 16  # in a step with prompts, for a good rate, unless they take over half of STREAM_SECONDS
+FIRST_PROMPT_TOKENS = 64  # in a step, while their time is unknown
+PLAIN_STEPS = 8  # steps between two steps with drafts, if most sequences have no drafts
+MAX_TAKEN = 2048
+_RETURN = 0.2  # time of a return to Python, in steps
+
+
+class Demand(NamedTuple):
+    """The work that one sequence requests for the next step."""
+
+    num_pending: int
+    num_drafts: int = 0  # drafts after its pending tokens
+    max_steps: int = 1  # after this many steps it needs a return to Python
+    useful_steps: int = MAX_STEPS  # tokens of later steps are dropped
+    steps_to_draft: int = MAX_STEPS  # after this many steps it looks for drafts
+    num_computed: int = 0
+    number: int = 0  # in the order of entry
+    is_streamed: bool = False
+    checkpoints: tuple[int, ...] = ()  # ascending positions; a chunk keeps a state at the page border before each
+
+
+class Plan(NamedTuple):
+    """The number of pending tokens and drafts to compute for each demand, in `num_steps` steps without a return."""
+
+    num_tokens: list[int]
+    num_drafts: list[int]
+    num_steps: int
+    work: StepWork  # work of one step
+
+
+class StepTaken(NamedTuple):
+    """A step that ran, or all steps of a multi-step."""
+
+    kind: str  # "decode", "prompt", "mixed" (both) or "chain" (several steps)
+    num_sequences: int
+    num_tokens: int
+    seconds: float
+
+    @classmethod
+    def of(cls, plan: Plan, num_steps: int, seconds: float) -> Self:
+        num_decoding = sum(count == 1 for count in plan.num_tokens)
+        kind = "decode" if num_decoding == plan.work.num_sequences else "mixed" if num_decoding else "prompt"
+        work = plan.work
+        return cls("chain" if num_steps > 1 else kind, work.num_sequences, work.num_tokens * num_steps, seconds)
+
+
+NO_PLAN = Plan([], [], 1, StepWork(0, 0, 0))
+
+
+@final
+class Scheduler:
+    def __init__(
+        self,
+        limits: StepLimits,
+        max_steps: int | None = None,
+        prompt_seconds: float = inf,
+        page_tokens: int = STATE_TOKENS,
+    ) -> None:
+        """Begin without known costs.
+
+        `limits` are those of the device. A multi-step has at most `max_steps` steps; if that is None, at most
+        `MAX_STEPS` that take at most `MAX_SECONDS`. A step with prompts takes `prompt_seconds` if no answer is
+        streamed, and `gap_seconds` otherwise. Checkpoints are at the borders of pages of `page_tokens` tokens.
+        """
+        self._page_tokens = page_tokens
+        self._limits, self._max_steps, self._prompt_seconds = limits, max_steps, prompt_seconds
+        self.gap_seconds = GAP_SECONDS
+        self._num_plain = PLAIN_STEPS  # steps since the last one with drafts
+        self._has_decoded = False  # True if the time of decoding steps is known
+        self.costs = StepCosts()
+        self.taken = deque[StepTaken](maxlen=MAX_TAKEN)  # the last steps, for metrics
+
+    def max_drafts(self, num_sequences: int) -> int:
+        """Return the largest number of drafts per sequence."""
+        return self._limits.logits // num_sequences - 1
+
+    def step_tokens(self, chunks: Iterable[int | None]) -> int:
+        """Return the number of tokens that a step may have. `chunks` are the limits of its sequences, None for none."""
+        return min([self._limits.tokens, *(chunk for chunk in chunks if chunk is not None)])
+
+    def limit_prompts(self, seconds: float) -> None:
+        """Set the seconds that a step with prompts may take if no answer is streamed."""
+        self._prompt_seconds = seconds
+
+    def prompt_tokens_beside(self, num_decoding: int, context: int, *, is_streamed: bool) -> int:
+        """Return the number of prompt tokens, at least 1, that a step reads in addition to `num_decoding` answers.
+
+        `context` is the sum of the positions before the answers' tokens.
+        """
+        costs = self.costs
+        if not (costs.costs.per_token or costs.costs.per_context):
+            return FIRST_PROMPT_TOKENS
+        seconds = self._seconds_beside(StepWork(num_decoding, num_decoding, context), is_streamed)
+        if seconds == inf:
+            return self._limits.tokens
+        least = min(LEAST_PROMPT_TOKENS, costs.tokens_in(STREAM_SECONDS / 2, 0))
+        return max(1, least, costs.tokens_in(seconds, 0))
+
+    def plan(
+        self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0, *, others_stream: bool = False
+    ) -> Plan:
+        """Plan a step of at most `step_tokens` tokens, or more if more sequences than that decode.
+
+        `others_stream` is True if an answer is streamed that this step does not compute.
+        """
+        num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
+        decoding = [index for index, demand in enumerate(demands) if demand.num_pending == 1]
+        prefilling = [index for index, demand in enumerate(demands) if demand.num_pending != 1]
+        kept = min(1, len(prefilling))  # one token is kept for a prompt
+        budget = max(step_tokens - len(decoding) - kept, 0)
+        drafts_pay = bool(prefilling) or self._drafts_pay(demands)
+        for index in decoding:
+            num_tokens[index] = 1
+            if drafts_pay:
+                num_drafts[index] = min(demands[index].num_drafts, budget)
+                budget -= num_drafts[index]
+        if not prefilling and not any(num_drafts):
+            work = _work(demands, num_tokens, num_drafts)
+            return Plan(num_tokens, num_drafts, self._num_steps(demands, work, num_waiting), work)
+        if prefilling:
+            seconds = self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
+            for index, count in self._shares(demands, prefilling, budget + kept, seconds):
+                num_tokens[index] += count
+            for index in prefilling:
+                num_tokens[index] = self._up_to_checkpoint(demands[index], num_tokens[index])
+            budget += kept - sum(num_tokens[index] for index in prefilling)
+        for index in prefilling:
+            if num_tokens[index] == demands[index].num_pending:
+                num_drafts[index] = min(demands[index].num_drafts, budget)
+                budget -= num_drafts[index]
+        return Plan(num_tokens, num_drafts, 1, _work(demands, num_tokens, num_drafts))
+
+    def update(self, plan: Plan, num_steps: int, seconds: float, times: StepTimes | None, held_up: float = 0.0) -> None:
+        """Learn from a plan of which `num_steps` steps ran in `seconds`.
+
+        `times` is the table of its kind, if every token was sampled, as drafts are. For `held_up` of the seconds, the
+        steps waited for a grammar.
+        """
+        self.taken.append(StepTaken.of(plan, num_steps, seconds))
+        self._num_plain = 0 if any(plan.num_drafts) else self._num_plain + num_steps
+        self._has_decoded |= plan.work.num_tokens == plan.work.num_sequences
+        self.costs.learn(plan.work, (seconds - held_up) / num_steps)
+        if times is not None:
+            times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
+
+    def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
+        """Return True if a step should verify drafts.
+
+        If few sequences have drafts, the others run multi-steps first.
+        """
+        drafting = sum(demand.num_drafts > 0 for demand in demands)
+        return drafting > 0 and (2 * drafting >= len(demands) or self._num_plain >= PLAIN_STEPS)
+
+    # Multi-steps
+
+    def _num_steps(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
+        """Return the number of steps with the most tokens per second, among those at which a sequence ends."""
+        longest = min(self._longest(demands, work, num_waiting), *(demand.max_steps for demand in demands))
+        useful = [min(demand.useful_steps, longest) for demand in demands]
+        return max(set(useful), key=lambda count: (sum(min(count, own) for own in useful) / (_RETURN + count), count))
+
+    def _longest(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
+        if self._max_steps is not None:
+            longest = self._max_steps
+        elif not self._has_decoded:
+            longest = FIRST_STEPS
+        else:
+            others_wait = num_waiting > 0 or (len(demands) > 1 and any(demand.is_streamed for demand in demands))
+            seconds = min(STREAM_SECONDS, self.gap_seconds) if others_wait else MAX_SECONDS
+            longest = max(1, min(MAX_STEPS, int(seconds / max(self.costs.predict(work), seconds / MAX_STEPS))))
+        to_draft = [demand.steps_to_draft for demand in demands if demand.steps_to_draft < MAX_STEPS]
+        if 2 * len(to_draft) >= len(demands):
+            return min(longest, *to_draft)
+        return min(longest, PLAIN_STEPS) if to_draft else longest
+
+    # Prompts
+
+    def _seconds_for_prompts(
+        self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int], others_stream: bool
+    ) -> float:
+        """Return how long the tokens of prompts may take in a step whose other tokens are planned, in seconds."""
+        is_streamed = others_stream or any(demands[index].is_streamed for index in decoding)
+        drafts = [num_drafts[index] for index in decoding]
+        return self._seconds_beside(
+            _work([demands[index] for index in decoding], [1] * len(decoding), drafts), is_streamed
+        )
+
+    def _seconds_beside(self, others: StepWork, is_streamed: bool) -> float:
+        """Return the seconds for tokens of prompts in a step that also computes `others`."""
+        seconds = min(self._prompt_seconds, self._stream_seconds()) if is_streamed else self._prompt_seconds
+        return seconds - self.costs.predict(others)
+
+    def _stream_seconds(self) -> float:
+        """Return the planned seconds of a step with prompts while others stream."""
+        return max(min(LEAST_GAP_SECONDS, self.gap_seconds), self.gap_seconds * self.costs.low_ratio)
+
+    def _shares(
+        self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
+    ) -> list[tuple[int, int]]:
+        """Return pairs (demand, tokens) that fill this many tokens and seconds. A demand may appear twice."""
+        costs = self.costs.costs
+        if seconds < inf and not (costs.per_token or costs.per_context):
+            num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
+        shortest = sorted(prefilling, key=lambda index: (demands[index].num_pending, demands[index].number))
+        oldest = min(prefilling, key=lambda index: demands[index].number)
+        kept = self._fitting(demands[oldest], demands[oldest].num_pending, num_tokens // 4, seconds / 4)
+        shares = [(oldest, kept)]
+        num_tokens, seconds = num_tokens - kept, seconds - self._seconds_of(demands[oldest], kept)
+        for index in shortest:
+            demand, num_pending = demands[index], demands[index].num_pending
+            if index == oldest:
+                demand = demand._replace(num_computed=demand.num_computed + kept)
+                num_pending -= kept
+            count = self._fitting(demand, num_pending, num_tokens, seconds)
+            if len(shares) == 1:
+                least = self._fitting(demand, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS / 2)
+                count = min(num_tokens, max(least, count))
+            shares.append((index, count))
+            num_tokens, seconds = num_tokens - count, seconds - self._seconds_of(demand, count)
+        if not any(count for _, count in shares):
+            shares.append((shortest[0], min(num_tokens, 1)))
+        return shares
+
+    def _up_to_checkpoint(self, demand: Demand, num_tokens: int) -> int:
+        """Return how many of a prompt's next tokens to read, so that every checkpoint among them gets its state.
+
+        A step keeps the states of its last `RECENT_PAGES` pages, so few checkpoints need a step that ends there.
+        """
+        start, page_tokens = demand.num_computed, self._page_tokens
+        end = start + num_tokens
+        for position in reversed(demand.checkpoints):
+            border = position - position % page_tokens
+            if border > start and end > border + (RECENT_PAGES - 1) * page_tokens:
+                end = border
+        return end - start
+
+    def _fitting(self, demand: Demand, num_pending: int, num_tokens: int, seconds: float) -> int:
+        """Return how many tokens of a prompt fit into this many tokens and seconds."""
+        most = min(num_pending, num_tokens)
+        return most if seconds == inf else min(most, self.costs.tokens_in(seconds, demand.num_computed))
+
+    def _seconds_of(self, demand: Demand, num_tokens: int) -> float:
+        context = context_of(num_tokens, demand.num_computed)
+        return self.costs.predict_further(num_tokens, context)
+
+
+def _work(demands: Sequence[Demand], num_tokens: Sequence[int], num_drafts: Sequence[int]) -> StepWork:
+    counts = map(add, num_tokens, num_drafts)
+    return StepWork.of([(count, demand.num_computed) for count, demand in zip(counts, demands, strict=True)])

@@ -1,0 +1,403 @@
+"""A sequence: a request that is being answered. It owns its token ids, and only it changes its state.
+
+Text, grammar and drafts can be computed again from the ids. So a sequence that was preempted, interrupted or cut
+continues as if nothing had happened.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import partial
+from itertools import chain, repeat
+from typing import TypeVar, final
+
+from infer.compute.operands.step import Chunk, Clock
+from infer.compute.sampling.sampler import message_of
+from infer.engine.runner.sample_loop import SampledTokens
+from infer.engine.step.place import Place
+from infer.engine.step.request import Request
+from infer.engine.step.scheduler import MAX_STEPS, Demand
+from infer.engine.step.sequence_grammar import SequenceGrammar
+from infer.engine.step.text_output import TextOutput
+from infer.engine.step.timing import AnswerTimer
+from infer.errors import ConstraintError, InvalidRequestError
+from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
+from infer.text.grammar.constraint import Mask
+from infer.text.toolcalls.parsed import Parsed
+from infer.text.toolcalls.parser import make_parser
+
+_STOP_STRING_STEPS = 8  # steps without a return to Python, if a stop string may end the answer
+NO_SLOT = -1
+Found = TypeVar("Found")
+
+
+@final
+class Sequence:
+    """A request that is being answered.
+
+    `token_ids` are the ids of the prompt, followed by those of the answer. There is no other list of them. The first
+    `num_computed` are in the cache at `slot`; the others are pending. A token is accepted when its piece is in
+    `pieces`.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.params = request, request.params
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed, self.slot = 0, NO_SLOT
+        self.pieces: list[Piece] = []
+        self.launched: tuple[Chunk, ...] = ()  # its shares of the steps that run, of which one may wait for another
+        self.awaited: Items[int] = ()  # ids that stand for the next token, while a step is planned behind its own
+        self.is_paused = False  # True while its reader is too far behind
+        self.is_streamed = True  # True if its tokens are read while they are generated
+        self.place = Place()
+        self.must_end_prompt = False  # its prompt must be compressed before a token is forced or drafted
+        self.has_ended = False  # it has left the engine; only `keep` still changes it
+        self.has_fault = False  # its grammar, its text or its drafts raised an unexpected error
+        self.stats = GenerationStats()
+        self.timer = AnswerTimer()
+        self.num_reused, self.num_dropped = 0, 0
+        self.num_in_memory: int | None = None  # tokens of the prompt in memory before pages were loaded from disk
+        self.checkpoints = request.checkpoints
+        self.error: str | None = None
+        self._is_cancelled = False
+        self._tail: Parsed | None = None  # the held text of an answer that was cut
+        self._drafts: Items[int] = ()  # drafts for the next step
+        self._text = self._begin_text()
+        self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
+        self._begin_with(request.answer_prefix)
+
+    # Its state
+
+    @property
+    def has_slot(self) -> bool:
+        return self.slot != NO_SLOT
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.token_ids) + len(self.awaited) - self.num_computed
+
+    @property
+    def generated(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens : self.num_prompt_tokens + len(self.pieces)]
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that may follow, after the one that is awaited."""
+        return self._text.limit - len(self.pieces) - len(self.awaited)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._text.stop_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._text.finish_reason
+
+    @property
+    def is_finished(self) -> bool:
+        return self._text.finish_reason is not None
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if only the last token is not in the cache."""
+        return self.num_pending == 1
+
+    @property
+    def num_schedulable(self) -> int:
+        """Number of pending tokens that the next steps may compute: only the prompt's, until it is compressed."""
+        return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
+
+    # Its end
+
+    def cancel(self) -> None:
+        """End the sequence before its next token. For any thread; the engine notices it at its next check."""
+        self._is_cancelled = True
+
+    def poll_cancel(self, now: float) -> None:
+        event, timeout = self.request.cancel, self.request.timeout
+        if self._is_cancelled or (event is not None and event.is_set()):
+            self.abort()
+        elif timeout is not None and now - self.place.submitted_at >= timeout:
+            self.abort("timeout")
+
+    def abort(self, reason: str = "cancelled") -> None:
+        if self._text.finish_reason is None:
+            self._text.finish("abort", reason)
+
+    def fail(self, code: str, message: str) -> None:
+        self._text.finish("error", code)
+        self.error = message
+
+    def attempt(self, call: Callable[[], Found], otherwise: Found) -> Found:
+        """Return the result of the call. If it raises, end only this sequence and return `otherwise`."""
+        try:
+            return call()
+        except Exception as error:  # an unknown fault: the other answers are still right
+            self.has_fault = True
+            del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
+            if self.error is None:
+                place = f"{type(error).__name__}: {error}".splitlines()[0]
+                self.fail("internal", f"a fault of infer, in this answer only: {place:.200}: send the request again")
+            return otherwise
+
+    # Its place in the engine
+
+    @property
+    def submitted_at(self) -> float:
+        """Time of its submission, by time.perf_counter."""
+        return self.place.submitted_at
+
+    def join(self, place: Place) -> None:
+        """Begin to wait for a slot, or for the slot of the place's lease."""
+        self.place = place
+
+    def watch(self, *, is_streamed: bool) -> None:
+        """Set whether the tokens are read while they are generated."""
+        self.is_streamed = is_streamed
+
+    def set_paused(self, *, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
+    def compress_prompt(self, *, must: bool) -> None:
+        """Set whether the prompt must be compressed once it is complete."""
+        self.must_end_prompt = must
+
+    def enter(self, slot: int, num_computed: int, num_dropped: int = 0, num_matched: int = 0) -> None:
+        """Take a slot. It has the first `num_computed` tokens in the cache, and lost `num_dropped` tokens of its lease.
+
+        If `num_matched` tokens are equal to an earlier prompt's, and fewer could be reused, a state is kept after
+        these.
+        """
+        self.slot, self.num_computed = slot, num_computed
+        self.checkpoints = self.request.checkpoints
+        if num_matched > num_computed:
+            self.checkpoints = tuple(sorted((*self.checkpoints, num_matched)))
+        if self.place.lease is not None:
+            self.num_dropped = num_dropped
+        if len(self.pieces) == len(self.request.answer_prefix):
+            self.num_reused = min(num_computed, self.num_prompt_tokens)
+
+    def leave(self) -> None:
+        """Drop the state that only further tokens need, because the sequence has ended or waits for a slot."""
+        self.slot, self._drafts = NO_SLOT, ()
+        self.launched = self.awaited = ()
+
+    def end(self) -> None:
+        """Leave the engine for good. An unfinished sequence counts as cancelled."""
+        self.abort()
+        self.leave()
+        self.has_ended = True
+
+    @property
+    def num_from_disk(self) -> int:
+        """Number of reused tokens that were loaded from disk."""
+        return 0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory)
+
+    def restart(self) -> None:
+        """Make the state again from the ids. No token counts as computed: a step may have been interrupted."""
+        self.leave()
+        self.num_computed = 0
+        if not self.is_finished or self._text.num_tokens != len(self.pieces):
+            self.attempt(partial(self._replay, len(self.pieces)), None)
+
+    def forget_computed(self) -> None:
+        """Note that the slot is now empty."""
+        self.num_computed = 0
+
+    def keep(self, num_tokens: int) -> None:
+        """End as if the answer had been cut after `num_tokens` tokens, if it has more or is unfinished."""
+        if num_tokens < len(self.pieces):
+            self._replay(num_tokens)
+        self.abort()
+
+    def resume(self, token_ids: Items[int], logprobs: Items[TokenLogprob]) -> None:
+        """Take these tokens as sampled, before the sequence is submitted. They begin with the tokens of its prefix.
+
+        `logprobs` are the log-probabilities of the first tokens, as far as they are known.
+        """
+        known = chain(logprobs[len(self.pieces) :], repeat(None))
+        for token_id, logprob in zip(token_ids[len(self.pieces) :], known, strict=False):
+            self.accept(token_id, logprob)
+
+    def _begin_with(self, token_ids: Items[int]) -> None:
+        """Accept the given first tokens of the answer.
+
+        Raises InvalidRequestError if the answer ends with one of them, or if the grammar does not allow it.
+        """
+        for index, token_id in enumerate(token_ids):
+            self.accept(token_id, origin="given")
+            if self.grammar is not None and self.grammar.constraint.num_accepted != index + 1:
+                message = f"answer_prefix[{index}]: the grammar does not allow token {token_id} there"
+                raise InvalidRequestError(message, param="answer_prefix")
+            if self.is_finished:
+                why = self.error or f"{self.finish_reason}, {self._text.stop_reason!r}"
+                message = f"answer_prefix[{index}]: the answer ends with this token ({why})"
+                raise InvalidRequestError(message, param="answer_prefix")
+
+    def _begin_text(self) -> TextOutput:
+        room = self.request.max_total_tokens - self.num_prompt_tokens
+        form, parser = self.request.answer_format, None
+        if form is not None:
+            parser = make_parser(form, partial(form.call_id, self.request.call_salt), is_held=self.request.is_held)
+        prompt_ids = self.token_ids[: self.num_prompt_tokens]
+        return TextOutput(self.request.tokenizer, prompt_ids, self.params, room, parser)
+
+    def _replay(self, num_tokens: int) -> None:
+        text, grammar = self._begin_text(), self.grammar
+        del self.token_ids[self.num_prompt_tokens + num_tokens :]
+        for index, token_id in enumerate(self.token_ids[self.num_prompt_tokens :], 1):
+            text.push(token_id, is_complete=grammar is not None and grammar.is_complete_at(index))
+        text.finish_reason = text.stop_reason = None
+        self._text = text
+        if grammar is not None:
+            grammar.replay(self.token_ids[self.num_prompt_tokens :])
+        del self.pieces[num_tokens:]
+        self.timer.keep(num_tokens)
+
+    # Before a step
+
+    def force(self) -> Iterator[int]:
+        """Yield each token that is the only one that the grammar allows. It must be accepted before the next one.
+
+        There are none if log-probabilities are requested, because these need the logits before each token.
+        """
+        if self.params.logprobs is not None or self.must_end_prompt:
+            return
+        while self.grammar is not None and not self.is_finished:
+            forced = self.grammar.constraint.forced()
+            if not forced:
+                return
+            for token_id in forced:
+                if self._text.finish_reason is not None:
+                    return
+                self.stats.tokens_forced += 1
+                yield token_id
+
+    def take_drafts(self, drafts: Items[int]) -> None:
+        """Set the drafts for the next step, up to the first one that the grammar forbids."""
+        self._drafts = drafts if self.grammar is None or not drafts else self.grammar.allowed(drafts)
+
+    def demand(self, rope_room: int, steps_to_draft: int) -> Demand:
+        """Return the work that this sequence requests for the next step, including its drafts."""
+        most_steps = 1
+        if self.is_decoding and not self.must_end_prompt:
+            most_steps = min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
+        return Demand(
+            self.num_schedulable,
+            len(self._drafts),
+            most_steps,
+            min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS),
+            steps_to_draft,
+            self.num_computed,
+            self.place.entry,
+            self.is_streamed,
+            self.checkpoints,
+        )
+
+    def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
+        """Return its part of a step: `num_tokens` pending tokens and, if no others are pending, `num_drafts` drafts."""
+        if self.awaited:
+            return Chunk(self.slot, self.awaited)
+        taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
+        if not 0 < len(taken) == self.num_pending:
+            return Chunk(self.slot, taken, has_logits=False)
+        return Chunk(self.slot, [*taken, *self._drafts[:num_drafts]] if num_drafts else taken, num_drafts)
+
+    def fill(self, masks: Items[Mask], drafts: Items[int]) -> None:
+        """Fill a mask for the next token, and one after each draft that the grammar allows. For any thread."""
+        assert self.grammar is not None
+        self.stats.masks_filled += self.grammar.fill(masks, drafts)
+
+    def launch(self, chunk: Chunk) -> None:
+        """Note its share of a step that now runs."""
+        self.launched = (*self.launched, chunk)
+
+    def computed(self, count: int, awaited: Items[int] = ()) -> None:
+        """Record that the cache keeps the next `count` tokens. `awaited` stands for the token that follows them."""
+        self.num_computed, self.awaited = self.num_computed + count, awaited
+
+    # After a step
+
+    def collect(self) -> None:
+        """Note that the first of its steps has ended. Its sampled tokens are accepted next."""
+        self.launched, self.awaited = self.launched[1:], ()
+
+    def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:
+        """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafted."""
+        logprobs = iter(sampled.logprobs)
+        for index, token_id in enumerate(sampled.token_ids):
+            self.accept(token_id, next(logprobs, None), "draft" if index < num_drafts else "sampled")
+            if self.is_finished:
+                return
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None = None, origin: Origin = "sampled") -> Piece | None:
+        """Append a token and return its piece. If the token is the code of a failed sample, end and return None."""
+        if self.has_fault:
+            return None
+        if token_id < 0:
+            if self.grammar is None or self.grammar.error is None:
+                self.fail("logits", message_of(token_id))
+            else:
+                self.fail("grammar", self.grammar.error)
+            return None
+        is_complete = False
+        if self.grammar is not None:
+            try:
+                is_complete = self.grammar.follow(token_id, len(self.pieces) + 1)
+            except ConstraintError as error:
+                self.fail("grammar", str(error))
+                return None
+        self.token_ids.append(token_id)
+        piece = self._text.push(token_id, is_complete=is_complete, logprob=logprob)
+        self.pieces.append(piece if origin == "sampled" else replace(piece, origin=origin))
+        self.timer.arrived()
+        return self.pieces[-1]
+
+    def stepped(
+        self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
+    ) -> None:
+        """Record a step or a multi-step."""
+        if not chunk.has_logits:
+            self.timer.waited(clock.ended - clock.started)
+            self.stats.prefill_steps += len(chunk.token_ids) > 0
+            return
+        self.timer.stepped(num_accepted, clock)
+        if is_multi_step:
+            self.stats.multi_steps += 1
+            self.stats.multi_step_tokens += num_accepted
+        else:
+            self.stats.single_steps += 1
+            self.stats.drafts_proposed += chunk.num_drafts
+            self.stats.drafts_accepted += min(len(sampled.token_ids) - 1, num_accepted)
+
+    def result(self) -> GenerationResult:
+        """Return the answer so far; its finish_reason is "abort" if it is unfinished."""
+        if self._tail is None and self.finish_reason in ("abort", "error"):
+            self._tail = self.attempt(self._text.flush, Parsed(""))
+        tail = self._tail or Parsed("")
+        reasoning, tool_calls = assembled(chain(*(piece.deltas for piece in self.pieces if piece.deltas), tail.deltas))
+        return GenerationResult(
+            token_ids=self.generated,
+            text="".join(piece.text for piece in self.pieces) + tail.text,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            reasoning_tokens=self._text.num_reasoning_tokens,
+            finish_reason=self.finish_reason or "abort",
+            error=self.error,
+            stop_reason=self._text.stop_reason,
+            prompt_tokens=self.num_prompt_tokens,
+            generated_tokens=len(self.pieces),
+            seed=self.params.seed,
+            grammar_complete=None if self.grammar is None or not self.request.is_held else self.grammar.is_complete,
+            reused_tokens=self.num_reused,
+            disk_tokens=self.num_from_disk,
+            dropped_tokens=self.num_dropped,
+            truncated_tokens=self.request.num_truncated,
+            warnings=self.request.warnings,
+            stats=self.stats,
+            logprobs=None
+            if self.params.logprobs is None
+            else [p.logprob for p in self.pieces if p.logprob is not None],
+            timing=self.timer.result(),
+        )

@@ -1,0 +1,288 @@
+"""The slots of the runner, and the sequence or lease that owns each of them."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as Items
+from itertools import count
+from operator import neg, sub
+from typing import final
+
+from infer.engine.runner.runner import Runner
+from infer.engine.step.fair_queueing import has_pages
+from infer.engine.step.place import Lease, common_length
+from infer.engine.step.queue import Queue
+from infer.engine.step.sequence import Sequence
+from infer.errors import InferError, OutOfPagesError
+
+_SHARED_TOKENS = 128  # shared tokens for which a prompt waits until another has computed them
+_OUR_FAULT = "a fault of infer: send the request again, which then begins with an empty cache"
+
+
+@final
+class Slots:
+    """The owners of slots, for the engine only. `waiting` are the sequences that need a slot.
+
+    If slots or pages are short, idle leases lose theirs first, beginning with the least recently used one. Then
+    paused sequences lose theirs, and then running sequences (`Queue.victim_of`).
+    """
+
+    def __init__(self, runner: Runner, queue: Queue, release: Callable[[int], None]) -> None:
+        """Begin with free slots. `release` is called with each slot that a sequence loses."""
+        self.runner, self._queue, self._release = runner, queue, release
+        self.waiting: dict[Sequence, None] = {}
+        self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
+        self._sequence_by_slot: dict[int, Sequence] = {}
+        self._uses = count(1)
+        self._is_full = False  # True if a sequence was preempted for pages and none has left since
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        return self._sequence_by_slot.values()
+
+    def admit(self, max_running: int) -> Iterator[Sequence]:
+        """Give slots to waiting sequences, and yield each sequence that got one.
+
+        If slots are short, a sequence enters only if another one loses its slot. If pages are short, only sequences
+        enter that may pass the others. If another sequence is reading the beginning of a prompt, the prompt waits, and
+        then finds that beginning in the cache.
+        """
+        if not self.waiting:
+            return
+        running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
+        waiting: Collection[Sequence] = self.waiting.keys()
+        num_held_back = 0
+        while waiting:
+            is_full = len(running) >= max_running - self._queue.num_kept(running, max_running)
+            able = self._queue.idle(waiting, running) if is_full else self._queue.passing(waiting, running, blocked)
+            if not able:
+                return
+            sequence = self._queue.next_of(able)
+            if self._is_being_read(sequence, running):
+                waiting, num_held_back = [each for each in waiting if each is not sequence], num_held_back + 1
+                if num_held_back > max_running:
+                    return  # comparing more sequences takes too long
+                continue
+            if (givers := self._givers(sequence, running, max_running)) is None:
+                if is_full:
+                    return
+                blocked.append(sequence)
+                continue
+            for giver in givers:
+                self._queue.gave(giver, sequence)
+                self.preempt(giver)
+            sequence.timer.begin()
+            if not self.enter(sequence):
+                return
+            self._queue.pass_by(sequence, blocked)
+            yield sequence
+            waiting = [each for each in waiting if each is not sequence] + givers
+            running = [each for each in running if each not in givers] + [sequence]
+
+    def _is_being_read(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+        """Return True if a running sequence is about to compute the next tokens with which this prompt begins."""
+        if sequence.place.lease is not None or not self.runner.shares_prefixes:
+            return False
+        token_ids, salt = sequence.token_ids, sequence.request.salt
+        for other in running:
+            start = other.num_computed
+            end = start + _SHARED_TOKENS
+            if (
+                other.request.salt == salt
+                and end <= min(other.num_prompt_tokens, len(token_ids) - 1)
+                and other.token_ids[start:end] == token_ids[start:end]
+                and other.token_ids[:start] == token_ids[:start]
+            ):
+                return True
+        return False
+
+    def enter(self, sequence: Sequence) -> bool:
+        """Give a sequence a slot, with the stored part of its first tokens. Return False if no slot is free.
+
+        `_givers` has checked that there are enough pages.
+        """
+        lease, runner = sequence.place.lease, self.runner
+        slot = self._free_slot() if lease is None else self.hold(lease)
+        if slot is None:
+            return False
+        num_computed = num_dropped = num_matched = 0
+        if lease is not None:
+            num_held = len(lease.token_ids)
+            num_common = common_length(lease.token_ids, sequence.token_ids)
+            lease.token_ids = []
+            runner.choose_rope(slot, len(sequence.token_ids))
+            runner.truncate(slot, min(num_common, len(sequence.token_ids) - 1))
+            num_computed = runner.lengths[slot]
+            if num_computed > num_common:
+                raise InferError(f"the cache must have {num_common} tokens, but has {num_computed}: {_OUR_FAULT}")
+            num_dropped = num_held - num_common
+        # With states, a stored checkpoint may have more tokens than the lease's row can be cut back to.
+        if not num_computed:
+            num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
+            num_matched = runner.num_matched
+        self._sequence_by_slot[slot] = sequence
+        self.waiting.pop(sequence, None)
+        sequence.enter(slot, num_computed, num_dropped, num_matched)
+        self._queue.entered(sequence)
+        return True
+
+    def _givers(self, sequence: Sequence, running: Items[Sequence], max_running: int) -> list[Sequence] | None:
+        """Return the sequences to preempt so that a sequence may enter, usually none. Return None if it must wait."""
+        found = list[Sequence]()
+
+        def size(each: Sequence) -> float:
+            return self.size(each, max_running)
+
+        while len(running) >= max_running or not self._has_pages_for(sequence, found):
+            giver = self._queue.giver_for(sequence, running, size)
+            if giver is None:
+                return None
+            found.append(giver)
+            running = [each for each in running if each is not giver]
+        return found
+
+    def size(self, sequence: Sequence, max_running: int) -> float:
+        """Return the share of the slots that a sequence uses, or of the pages if that is more."""
+        needed = self.runner.pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
+        shares = (pages / most for pages, most in zip(needed, self.runner.pool_pages, strict=True) if most)
+        return max(1 / max_running, *shares)
+
+    def _has_pages_for(self, sequence: Sequence, givers: Items[Sequence]) -> bool:
+        """Return True if there are enough pages for a sequence and all running ones, after the givers have lost theirs.
+
+        The only sequence may always try.
+        """
+        if self._is_full and not givers and any(not each.is_paused for each in self.sequences):
+            return False
+        if len(self._sequence_by_slot) <= len(givers):
+            return True
+        pages_of, growths = self.runner.pages_of, list[Items[int]]()
+        for slot, length in enumerate(self.runner.lengths):
+            other = self._sequence_by_slot.get(slot)
+            if other is not None and other not in givers:
+                expected = pages_of(len(other.token_ids) + self._queue.expected_room(other))
+                growths.append(list(map(sub, expected, pages_of(length))))
+            elif length:  # the row of an idle lease or a giver
+                growths.append(list(map(neg, pages_of(length))))
+        needed = pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
+        return has_pages(self.runner.free_pages, growths, needed)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Free the slot of a finished sequence. Its lease keeps the computed tokens."""
+        slot, lease = sequence.slot, sequence.place.lease
+        self.waiting.pop(sequence, None)
+        if not sequence.has_slot:
+            return
+        self._release(slot)
+        if sequence.has_fault:
+            self.runner.forget(slot)
+        if lease is None:
+            self.runner.truncate(slot, 0)
+        else:
+            if sequence.finish_reason == "error":
+                self.runner.truncate(slot, sequence.num_reused)
+            self.runner.after_answer(slot)
+            lease.token_ids = sequence.token_ids[: self.runner.lengths[slot]]
+            lease.last_used = next(self._uses)
+        self._sequence_by_slot.pop(slot, None)
+        self._is_full = False
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's slot away. It is computed again when it gets another slot."""
+        sequence.stats.preemptions += 1
+        self._release(sequence.slot)
+        self.runner.truncate(sequence.slot, 0)
+        del self._sequence_by_slot[sequence.slot]
+        if (lease := sequence.place.lease) is not None:
+            self._lease_by_slot.pop(sequence.slot, None)
+            lease.lose()
+        sequence.restart()
+        if not sequence.is_paused:
+            self.waiting[sequence] = None
+
+    def preempt_one(self) -> bool:
+        """Preempt one of the running sequences. Return False if there is none."""
+        running = list(self.sequences)
+        if running:
+            self._preempt_for_pages(self._victim() or running[0])
+        return bool(running)
+
+    def _victim(self) -> Sequence | None:
+        return self._queue.victim_of(list(self.sequences), lambda each: self.size(each, self.runner.num_slots))
+
+    def _preempt_for_pages(self, sequence: Sequence) -> None:
+        self._is_full = True
+        self.preempt(sequence)
+
+    def hold(self, lease: Lease) -> int | None:
+        """Return the slot of a lease, or an empty one if it had none, or None if all slots are in use."""
+        if lease.slot is None and (slot := self._free_slot()) is not None:
+            lease.slot = slot
+            self._lease_by_slot[slot] = lease
+        lease.last_used = next(self._uses)
+        return lease.slot
+
+    def reclaim(self, but: Lease | None = None) -> bool:
+        """Empty a slot that is not needed now: the slot of a lease, or of a paused sequence, which is preempted.
+
+        Return False if there is no such slot.
+        """
+        used = {*self._sequence_by_slot, *self._lease_by_slot}
+        for slot, length in enumerate(self.runner.lengths):
+            if length and slot not in used:  # the lease was dropped
+                self.runner.truncate(slot, 0)
+                return True
+        leases = list(self._lease_by_slot.items())
+        idle = [(slot, lease) for slot, lease in leases if slot not in self._sequence_by_slot and lease is not but]
+        if idle:
+            slot, oldest = min(idle, key=lambda held: held[1].last_used)
+            oldest.lose()
+            self._lease_by_slot.pop(slot, None)
+            self.runner.truncate(slot, 0)
+            return True
+        paused = [each for each in self.sequences if each.is_paused]
+        if paused:
+            self._preempt_for_pages(paused[-1])
+        return bool(paused)
+
+    def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
+        """Run `change`. Whenever it runs out of pages, free some and run it again.
+
+        The pages come from slots that are not needed now, then from a running sequence. Return False if this sequence
+        was preempted, or if it is the only one and still has too few pages.
+        """
+        while sequence.has_slot:
+            try:
+                change()
+            except OutOfPagesError as error:
+                if self.reclaim():
+                    continue
+                if (victim := self._victim()) is None:
+                    sequence.fail("memory", str(error))
+                    return False
+                self._preempt_for_pages(victim)
+            else:
+                return True
+        return False
+
+    def reset(self) -> None:
+        """Empty all slots, and take them from their owners."""
+        self.runner.reset()
+        for lease in list(self._lease_by_slot.values()):
+            lease.lose()
+        self._lease_by_slot.clear()
+        for slot in self._sequence_by_slot:
+            self._release(slot)
+        self._sequence_by_slot.clear()
+
+    def _free_slot(self) -> int | None:
+        """Return an empty slot: the first one without an owner, or the slot of the least recently used lease.
+
+        Return None if all slots are in use.
+        """
+        while True:
+            for slot in range(self.runner.num_slots):
+                if slot not in self._sequence_by_slot and slot not in self._lease_by_slot:
+                    self.runner.truncate(slot, 0)
+                    return slot
+            if not self.reclaim():
+                return None

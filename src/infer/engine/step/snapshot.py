@@ -1,0 +1,113 @@
+"""Snapshots of an engine, as values: for pictures, statistics, and forecasts of waiting times."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self, final
+
+from infer.engine.runner.runner import Runner
+from infer.engine.step.queue import Queue
+from infer.engine.step.scheduler import Scheduler
+from infer.engine.step.sequence import Sequence
+from infer.engine.step.step_costs import Costs
+from infer.outputs import percentile
+
+
+@final
+@dataclass(frozen=True)
+class SequenceState:
+    """A sequence. It waits if `slot` is None. `num_computed` of its `num_tokens` are in the cache."""
+
+    number: int
+    tenant: str
+    priority: int
+    slot: int | None
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed: int
+    num_reused: int
+    num_preemptions: int
+    seconds: float  # since its submission
+
+    @classmethod
+    def of(cls, sequence: Sequence, now: float) -> Self:
+        request = sequence.request
+        return cls(
+            number=sequence.place.number,
+            tenant=request.tenant,
+            priority=request.priority,
+            slot=sequence.slot if sequence.has_slot else None,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=len(sequence.token_ids),
+            num_computed=sequence.num_computed,
+            num_reused=sequence.num_reused,
+            num_preemptions=sequence.stats.preemptions,
+            seconds=now - sequence.place.submitted_at,
+        )
+
+
+@final
+@dataclass(frozen=True)
+class PoolState:
+    """The pages of a group of layers: used by slots, or free. Some free pages are remembered for their content."""
+
+    num_pages: int
+    num_free: int
+
+
+@final
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine. `costs` are in seconds; `predicted_over_measured` has percentiles 10, 50 and 90 of the last steps."""
+
+    sequences: tuple[SequenceState, ...]
+    num_slots: int
+    max_running: int
+    pools: tuple[PoolState, ...]
+    num_steps: int
+    num_preemptions: int  # includes active sequences, like the next count
+    reused_tokens: int
+    costs: Costs
+    predicted_over_measured: tuple[float, float, float] | None
+    work_by_tenant: Mapping[str, float]  # divided by its weight; the tenant with the least is served next
+    expected_answer: int  # tokens that are assumed for an answer of unknown length
+
+    @property
+    def running(self) -> tuple[SequenceState, ...]:
+        return tuple(each for each in self.sequences if each.slot is not None)
+
+    @property
+    def waiting(self) -> tuple[SequenceState, ...]:
+        return tuple(each for each in self.sequences if each.slot is None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists, dicts, numbers and strings."""
+        return asdict(self) | {"costs": self.costs._asdict()}
+
+
+def take_snapshot(
+    runner: Runner, sequences: Iterable[Sequence], max_running: int, scheduler: Scheduler, queue: Queue
+) -> EngineSnapshot:
+    """Return a snapshot. For the engine, between two steps."""
+    now, ratios = time.perf_counter(), scheduler.costs.ratios
+    states = tuple(SequenceState.of(sequence, now) for sequence in sequences)
+    pools = zip(runner.pool_pages, runner.free_pages, strict=True)
+    return EngineSnapshot(
+        sequences=states,
+        num_slots=runner.num_slots,
+        max_running=max_running,
+        pools=tuple(PoolState(*pool) for pool in pools),
+        num_steps=scheduler.costs.num_steps,
+        num_preemptions=queue.num_preemptions + sum(state.num_preemptions for state in states),
+        reused_tokens=queue.reused_tokens + sum(state.num_reused for state in states),
+        costs=scheduler.costs.costs,
+        predicted_over_measured=_spread(ratios) if ratios else None,
+        work_by_tenant=dict(queue.tenants.accounts),
+        expected_answer=round(queue.lengths.mean),
+    )
+
+
+def _spread(values: Iterable[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    low, middle, high = (percentile(ordered, percent) for percent in (10.0, 50.0, 90.0))
+    return low, middle, high

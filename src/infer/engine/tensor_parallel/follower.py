@@ -1,0 +1,127 @@
+"""The program of every rank except the first. It loads its share of the model, then runs rank 0's calls in order."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, cast, final
+
+import torch
+
+from infer.compute.operands.group import Group
+from infer.compute.operands.step import Chunk
+from infer.engine.runner.runner import Runner
+from infer.engine.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
+from infer.engine.tensor_parallel.ranks import Call, digest_of, make_group
+from infer.errors import InferError
+from infer.files import open_checkpoint
+from infer.models.from_checkpoint import load_checked, set_num_threads
+from infer.system.cores.nodes import keep_rank_on_node
+
+_OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # methods of a follower that its runner does not have
+
+
+def main() -> None:
+    rank, size, transport, place, pipe = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow(Connection(int(pipe)), make_group(int(rank), int(size), cast("Transport", transport), place))
+
+
+def follow(pipe: Connection, group: Group) -> None:
+    """Run messages from the pipe until its other end closes, which ends the process.
+
+    The first message names the model to load. Exits with status 1 if it cannot be loaded.
+    """
+    messages = SimpleQueue[Any]()
+    threading.Thread(target=_receive, args=(pipe, messages), daemon=True).start()
+    follower: Follower | None = None
+    while True:
+        message = messages.get()
+        if isinstance(message, list) and follower is not None:
+            follower.do(message)
+            continue
+        try:
+            follower = Follower(pipe, group, *message)
+        except InferError as error:
+            pipe.send(str(error))
+            raise SystemExit(1) from None
+        pipe.send(None)
+
+
+def _receive(pipe: Connection, messages: "SimpleQueue[Any]") -> None:
+    """Put the pipe's messages into the queue, and end the process when the pipe closes.
+
+    It runs in a thread, because a step that waits for rank 0 would not notice that rank 0 has ended.
+    """
+    try:
+        while True:
+            messages.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+@final
+class Follower:
+    """A runner of one rank's share, which repeats the calls of rank 0's runner."""
+
+    def __init__(self, pipe: Connection, group: Group, source: ModelSource, settings: RunnerSettings) -> None:
+        self._pipe, self._group = pipe, group
+        checkpoint = open_checkpoint(source.path).without_metadata()
+        if checkpoint.fingerprint() != source.fingerprint:
+            raise InferError(f"{source.path} changed while its ranks were loading it: load it again")
+        device = source.device_of(group.rank)
+        if device == "cpu":
+            keep_rank_on_node(group.rank, group.size, source.num_threads)
+            set_num_threads(source.num_threads, group.rank, group.size)
+        asked = device, source.dtype, source.weights, source.precision, settings.capacity, None, settings.settings
+        model = load_checked(checkpoint, None, *asked, group=group)
+        self._runner = Runner(model, **settings._asdict())
+        self._logits = torch.empty(0, 0)
+
+    def do(self, calls: Sequence[Call]) -> None:
+        """Run the calls in order, and ignore an InferError.
+
+        Either rank 0 raised the same error, or the group has ended and rank 0 knows.
+        """
+        for name, arguments in calls:
+            try:
+                getattr(self if name in _OWN else self._runner, name)(*arguments)
+            except InferError:
+                continue
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
+        self._check(chunks, starts)
+        with self._runner.model.backend.threads():
+            self._logits = self._runner.forward(chunks)
+
+    def multi_step(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> None:
+        self._check(chunks, starts)
+        with self._runner.model.backend.threads():
+            self._runner.follow(chunks, count)
+
+    def leave(self) -> None:
+        """Confirm that all earlier calls are done, or were interrupted."""
+        self._pipe.send(None)
+
+    def begin_anew(self) -> None:
+        self._runner.reset()
+        self._group.begin_anew()
+        self._pipe.send(None)
+
+    def digest(self) -> None:
+        self._pipe.send(digest_of(self._logits))
+
+    def _check(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
+        """End the process with status 1 if its cache has other lengths than rank 0's. Its results would be wrong."""
+        own = [self._runner.lengths[chunk.slot] for chunk in chunks]
+        if own != list(starts):
+            print(f"infer: rank {self._group.rank} has {own} tokens, and rank 0 has {starts}", file=sys.stderr)
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Whole texts: vectors, scores, labels, and the trace of a text's tokens."""

@@ -1,0 +1,222 @@
+"""Files → hyperparameters and named weights. Packages above this one do not depend on a model's file format.
+
+Opening a model reads only headers, and the shapes and column orders that quantised matrices store as tensors. It loads
+no torch. `lazy_weights.LazyWeights` makes weights from `Checkpoint.tensors`, in the types in which they are stored.
+Names are those of `tensor_names`. `Checkpoint.tensors` records a format's changes to weights (GGUF's order of the rows
+of q and k, Gemma's w for 1 + w). `lazy_weights` undoes these changes.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from infer.compute.quantization.ggml_types import FLOAT_TYPES
+from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.files.config import (
+    config_from_folder,
+    config_from_gguf,
+    generation_config_from_folder,
+    generation_config_from_gguf,
+)
+from infer.files.gguf import gguf_text_encoders
+from infer.files.gguf.gguf_scales import with_factors, with_scaled_types
+from infer.files.gguf.gguf_split import read_whole_gguf
+from infer.files.gguf.gguf_text_encoders import encoder_names_from_gguf, with_rows_of_types
+from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
+from infer.files.heads.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
+from infer.files.heads.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
+from infer.files.heads.sentence_modules import text_limit
+from infer.files.heads.text_prompts import TextPrompts, prompts_from_folder, prompts_from_gguf
+from infer.files.hub.find import resolve
+from infer.files.tensors.encoder_names import ENCODERS, encoder_names, without_padded_positions, without_poolers
+from infer.files.tensors.fused_tensors import WITH_GATES, taken_apart
+from infer.files.tensors.quantisation_config import INSTEAD, quantisation_of
+from infer.files.tensors.quantised_tensors import with_joined_matrices
+from infer.files.tensors.safetensors import read_safetensors_folder
+from infer.files.tensors.stacked_experts import PLAIN, StackOrder, with_joined_scales
+from infer.files.tensors.tensor_info import TensorInfo
+from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
+from infer.system.files.open_file import OpenFile
+
+__all__ = ["Checkpoint", "open_checkpoint", "resolve"]
+
+ROWS_IN_PAIRS = frozenset(
+    {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4", "muse-glimmer", "llama-embed"}
+)  # GGUF architectures in which elements of q and k that rotate together are neighbours
+_WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF architectures whose routers have one scale per expert
+_MOST_DRAFTING_LAYERS = 64
+_NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # samples of a file that identify it
+_LLAMA4 = ("llama4", "llama4_text")
+# In Hugging Face's folders, not in GGUF files.
+_STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}
+_STACK_ORDERS |= dict.fromkeys(_LLAMA4, StackOrder(are_transposed=True))
+_WITH_A_WHOLE_LAST_NORM = frozenset({"muse_glimmer", "muse_glimmer_text"})
+_NORMS_LESS_ONE = (  # families whose folders store w for 1 + w; GGUF files store 1 + w
+    WITH_GATES | {"gemma", "gemma2", "gemma3", "gemma3_text"} | _WITH_A_WHOLE_LAST_NORM
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's open files. `config` and `generation_config` use the names of Hugging Face's JSON files."""
+
+    path: Path  # the folder, or the .gguf file
+    config: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(repr=False)  # GGUF's key-values, for the tokenizer; {} for a folder
+    tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names
+    generation_config: Mapping[str, Any]  # {} if the model has none
+    files: tuple[OpenFile, ...] = field(default=(), repr=False)  # the files with the weights
+    embedding: EmbeddingFiles | None = None  # None unless the model was made for embeddings
+    prompts: TextPrompts = field(default_factory=TextPrompts)  # the prompts of such a model
+    reranker: RerankerFiles | None = None  # None unless the model is a reranker
+    classifier: ClassifierFiles | None = None
+
+    def without_metadata(self) -> "Checkpoint":
+        """Return the checkpoint without metadata.
+
+        This frees up to 40 MB of a large vocabulary after the tokenizer is made.
+        """
+        return replace(self, metadata={})
+
+    def check_unchanged(self) -> None:
+        """Raise ModelFormatError if the files of the weights were written since they were opened."""
+        for file in self.files:
+            file.check_unchanged()
+
+    def fingerprint(self) -> str:
+        """Return a digest that identifies these weights, from sizes, headers, and samples spread over the files.
+
+        Raises the errors of `OpenFile.read`.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self.files:
+            size = file.size
+            digest.update(size.to_bytes(8, "little") + file.read(0, min(_HEAD_BYTES, size)))
+            for index in range(_NUM_SAMPLES):
+                start = size * index // _NUM_SAMPLES
+                digest.update(file.read(start, min(_SAMPLE_BYTES, size - start)))
+        return digest.hexdigest()
+
+
+def open_checkpoint(model_id: str | Path) -> Checkpoint:
+    """Return the model in a folder, a .gguf file, an installed package or the hub's cache.
+
+    Raises InvalidRequestError if it does not exist, and ModelError (ModelFormatError, UnsupportedModelError) if it is
+    not a supported model.
+    """
+    path = resolve(model_id)
+    return _open_folder(path) if path.is_dir() else _open_gguf(path)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config = config_from_folder(folder)
+    quantisation = quantisation_of(folder, config)
+    in_files = read_safetensors_folder(folder)
+    stored = with_joined_matrices(in_files, quantisation)
+    added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
+    whole = {"model.norm.weight"} if config.get("model_type") in _WITH_A_WHOLE_LAST_NORM else set[str]()
+    tensors: dict[str, TensorInfo] = {}
+    is_encoder = config.get("model_type") in ENCODERS
+    names = encoder_names(stored) if is_encoder else names_from_hugging_face(stored)
+    for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
+        _check_supported(info)
+        tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
+    order = _STACK_ORDERS.get(str(config.get("model_type")), PLAIN)
+    tensors = taken_apart(_without_drafting_layers(tensors, config), config, order)
+    if config.get("model_type") in _LLAMA4:
+        tensors = _with_paired_rows(tensors, config)
+    embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
+    reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
+    if (limit := text_limit(folder, is_encoder=is_encoder)) is not None:
+        config["text_limit"] = limit
+    if is_encoder:
+        tensors = without_poolers(without_padded_positions(tensors, config))
+    if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:
+        # No text is generated, so the files may lack the head that the config names.
+        config["tie_word_embeddings"] = True
+    files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))
+    own = tensors, generation_config_from_folder(folder), files
+    return Checkpoint(folder, config, {}, *own, embedding, prompts, reranker, classifier)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = read_whole_gguf(path)
+    config = config_from_gguf(file)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    tensors: dict[str, TensorInfo] = {}
+    architecture = str(file.metadata["general.architecture"])
+    is_encoder = architecture in gguf_text_encoders.ENCODERS
+    stored = with_factors(file.tensors, has_expert_scales=architecture in _WITH_EXPERT_SCALES)
+    names = encoder_names_from_gguf(architecture, stored) if is_encoder else names_from_gguf(stored)
+    for name, info in _renamed(path, stored, names).items():
+        projection = name.rpartition(".")[0].rpartition(".")[2]
+        if projection in heads and architecture in ROWS_IN_PAIRS:
+            _check_heads(info, heads[projection])
+            info = replace(info, num_paired_heads=heads[projection])
+        tensors[name] = info
+    tensors = with_scaled_types(taken_apart(_without_drafting_layers(tensors, config), config))
+    if is_encoder:
+        tensors = with_rows_of_types(tensors)
+    embedding = embedding_from_gguf(path, file.metadata, tensors)
+    classifier = classifier_from_gguf(path, file.metadata, tensors)
+    reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
+    own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
+    prompts = prompts_from_gguf(path, file.metadata)
+    return Checkpoint(file.path, *own, embedding, prompts, reranker, classifier)
+
+
+def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors with the rows of q and k marked as in GGUF, where neighbours rotate together.
+
+    In a layer without rotation, the order does not matter. Wrong shapes and numbers are reported later.
+    """
+    found, num_heads = dict(tensors), config.get("num_attention_heads")
+    if type(num_heads) is not int or num_heads < 1:
+        return found
+    for name, info in tensors.items():
+        at, is_q, kind = name.partition(".self_attn.q_proj.")
+        if is_q and (head_rows := info.shape[0] // num_heads) and head_rows % 2 == 0:
+            of_k = f"{at}.self_attn.k_proj.{kind}"
+            for each in (name, of_k) if of_k in tensors else (name,):
+                num_rows = tensors[each].shape[0]
+                if num_rows % head_rows == 0:
+                    found[each] = replace(tensors[each], num_paired_heads=num_rows // head_rows)
+    return found
+
+
+def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors without those of layers that only draft tokens, which follow the network's own layers."""
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if type(first) is not int or type(count) is not int or not 0 < count <= _MOST_DRAFTING_LAYERS:
+        return tensors
+    prefixes = tuple(f"model.layers.{index}." for index in range(first, first + count))
+    prefixes += tuple(f"blk.{index}." for index in range(first, first + count))  # tensors without a name of ours
+    return {name: info for name, info in tensors.items() if not name.startswith(prefixes)}
+
+
+def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """Return the tensors under our names.
+
+    Raises ModelFormatError if two tensors of the file get the same name.
+    """
+    renamed: dict[str, TensorInfo] = {}
+    for theirs, ours in names.items():
+        if ours in renamed:
+            raise ModelFormatError(path, f"tensor {theirs!r:.80}", f"is the same weight as {renamed[ours].name!r:.80}")
+        renamed[ours] = stored[theirs]
+    return renamed
+
+
+def _check_supported(info: TensorInfo) -> None:
+    if info.type not in FLOAT_TYPES and info.scales is None and info.packed is None:
+        raise UnsupportedModelError(
+            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}: supported are "
+            f"{', '.join(FLOAT_TYPES)}: {INSTEAD}"
+        )
+
+
+def _check_heads(info: TensorInfo, num_heads: int) -> None:
+    if len(info.shape) > 2 or info.shape[0] % (2 * num_heads):
+        info.fail(f"expected rows for {num_heads} heads of even size, got the shape {info.shape}")

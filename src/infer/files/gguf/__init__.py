@@ -1,0 +1,1 @@
+"""GGUF files: read, written, and described under the names of Hugging Face's config."""

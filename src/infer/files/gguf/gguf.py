@@ -1,0 +1,307 @@
+"""Read GGUF version 2 and 3 (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+The file is not trusted: every count or length is compared, as a Python integer, with the remaining bytes before a loop
+or an allocation uses it. Opening a file reads only its header.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, final
+
+import numpy as np
+
+from infer.compute.quantization.ggml_types import GGML_TYPES, BlockType
+from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.files.tensors.tensor_info import TensorInfo
+from infer.system.files.open_file import AGAIN, OpenFile
+
+MAGIC = b"GGUF"
+MAX_KEY_VALUES = 65_536
+MAX_TENSORS = 65_536
+MAX_STRINGS = 1_000_000
+MAX_KEY_BYTES = 64 << 10
+MAX_VALUE_BYTES = 16 << 20  # limit of a string, and of an array of numbers
+MAX_DIMENSIONS = 4
+_BLOCK_BYTES = 1 << 20  # blocks in which a header is read
+ALIGNMENTS = tuple(1 << power for power in range(3, 17))
+
+ValueType = Literal["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "u64", "i64", "f64"]
+VALUE_TYPE_IDS: dict[ValueType, int] = {
+    "u8": 0, "i8": 1, "u16": 2, "i16": 3, "u32": 4, "i32": 5, "f32": 6, "bool": 7, "string": 8,
+    "u64": 10, "i64": 11, "f64": 12,
+}  # fmt: skip
+ARRAY_ID = 9
+NUMBER_CODES: dict[ValueType, str] = {  # for struct and for numpy
+    "u8": "<B", "i8": "<b", "u16": "<H", "i16": "<h", "u32": "<I", "i32": "<i", "f32": "<f", "bool": "<B",
+    "u64": "<Q", "i64": "<q", "f64": "<d",
+}  # fmt: skip
+_VALUE_TYPE_BY_ID = {type_id: name for name, type_id in VALUE_TYPE_IDS.items()}
+_READERS = {code: struct.Struct(code) for code in NUMBER_CODES.values()}
+_OTHER_TYPES = {  # types of ggml without a dequantiser here
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"
+}  # fmt: skip
+
+
+class TypedValue(NamedTuple):
+    """A value of the metadata with its type in the file. A list is an array with elements of this type."""
+
+    type: ValueType
+    value: Any
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    path: Path
+    metadata: dict[str, Any]  # numbers, bools, strings, and lists of these
+    tensors: dict[str, TensorInfo]
+    files: tuple[OpenFile, ...] = field(repr=False)  # one file, or one per part of a split model
+    value_types: dict[str, ValueType] = field(default_factory=dict, repr=False)  # types of the metadata
+
+    @property
+    def typed_values(self) -> dict[str, TypedValue]:
+        """The metadata for `gguf_writer.write_gguf`. Each key is written with the same bytes as in this file."""
+        return {key: TypedValue(self.value_types[key], value) for key, value in self.metadata.items()}
+
+    def floats(self, name: str, count: int) -> list[float]:
+        """Return the values of a small tensor of `count` float32. Raises ModelFormatError for any other tensor."""
+        info = self.tensors[name]
+        if info.type != "F32" or info.shape != (count,):
+            info.fail(f"expected F32 of {count}, got {info.type} of {info.shape}")
+        return list(np.frombuffer(info.file.read(info.offset, info.num_bytes), "<f4").tolist())
+
+
+def read_gguf(path: Path, *, file_size: int | None = None) -> GGUFFile:
+    """Return the header of a GGUF file.
+
+    Raises ModelFormatError if the file breaks the format, and UnsupportedModelError for unsupported tensor types.
+
+    If `path` has only the beginning of a file, `file_size` is the size of the whole file. Then the header can be read,
+    but not the weights.
+    """
+    file = OpenFile(path, at_least=24)
+    return _Header(file, file_size or file.size).read()
+
+
+@final
+class _Header:
+    """A position that moves once through the header, which is read in blocks up to the position."""
+
+    def __init__(self, file: OpenFile, file_size: int) -> None:
+        self.file, self.path, self.size, self.file_size = file, file.path, file.size, file_size
+        self.content = bytearray()
+        self.position = 0
+
+    def read_up_to(self, end: int) -> int:
+        """Read `content` up to byte `end`, which the file must have. Return the number of bytes read so far."""
+        if end > len(self.content):
+            start, stop = len(self.content), min(end + _BLOCK_BYTES, self.size)
+            self.content += self.file.read(start, stop - start)
+        return len(self.content)
+
+    def take(self, num_bytes: int) -> bytes:
+        """Return the next bytes, which the file must have, and move the position past them."""
+        start, self.position = self.position, self.position + num_bytes
+        self.read_up_to(self.position)
+        return bytes(self.content[start : self.position])
+
+    def read(self) -> GGUFFile:
+        num_tensors, num_values = self.read_counts()
+        metadata: dict[str, Any] = {}
+        value_types: dict[str, ValueType] = {}
+        for _ in range(num_values):
+            start = self.position
+            key = self.read_key("a key")
+            if key in metadata:
+                self.fail(f"key {key!r:.80}", "appears twice", start)
+            value_types[key], metadata[key] = self.read_value(key)
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment not in ALIGNMENTS:
+            self.fail(
+                "general.alignment", f"expected a power of two from 8 to {ALIGNMENTS[-1]}, got {alignment!r:.60}", None
+            )
+
+        entries = [self.read_tensor() for _ in range(num_tensors)]
+        data_start = aligned(self.position, alignment)
+        tensors: dict[str, TensorInfo] = {}
+        for entry in entries:
+            if entry.name in tensors:
+                self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
+            tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
+        self.check_layout(list(tensors.values()), data_start, alignment)
+        return GGUFFile(self.path, metadata, tensors, (self.file,), value_types)
+
+    def read_counts(self) -> tuple[int, int]:
+        magic = self.take(4)
+        if magic != MAGIC:
+            self.fail("magic", f"expected {MAGIC!r}, got {magic!r}: this is not a GGUF file", 0)
+        version = self.number("<I", "version")
+        if version not in (2, 3):
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            hint = ", big-endian: only little-endian files are supported" if swapped in (1, 2, 3) else ""
+            self.fail("version", f"expected 2 or 3, got {version}{hint}", 4)
+        num_tensors, num_values = self.number("<Q", "tensor count"), self.number("<Q", "key-value count")
+        # The shortest tensor entry is a name of one byte and one dimension, the shortest key-value one byte each.
+        self.check_count("tensor count", num_tensors, MAX_TENSORS, 33, 8)
+        self.check_count("key-value count", num_values, MAX_KEY_VALUES, 14, 16)
+        return num_tensors, num_values
+
+    def read_tensor(self) -> TensorInfo:
+        """Return a tensor's entry. Its offset is still counted from the start of the data."""
+        start = self.position
+        name = self.read_key("a tensor's name")
+        where = f"tensor {name!r:.80}"
+        num_dimensions = self.number("<I", where)
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            self.fail(where, f"expected 1 to {MAX_DIMENSIONS} dimensions, got {num_dimensions}", start)
+        shape = tuple(self.number("<Q", where) for _ in range(num_dimensions))[::-1]
+        kind = self.tensor_type(where, self.number("<I", where))
+        offset = self.number("<Q", where)
+        if 0 in shape:
+            self.fail(where, f"the shape {shape} has no elements", start)
+        if shape[-1] % kind.block_size:
+            self.fail(
+                where, f"a row of {shape[-1]} is not a multiple of {kind.name}'s block of {kind.block_size}", start
+            )
+        num_bytes = prod(shape[:-1]) * kind.row_bytes(shape[-1])
+        if offset + num_bytes > self.file_size:
+            problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.file_size}: {AGAIN}"
+            self.fail(where, problem, start)
+        return TensorInfo(self.file, name, kind.name, shape, offset, num_bytes)
+
+    def tensor_type(self, where: str, type_id: int) -> BlockType:
+        kind = GGML_TYPES.get(type_id)
+        if kind is not None:
+            return kind
+        if type_id in _OTHER_TYPES:
+            names = ", ".join(kind.name for kind in GGML_TYPES.values())
+            raise UnsupportedModelError(
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}: supported are {names}: "
+                "use a file of the model in one of these types, such as Q4_K_M"
+            )
+        return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
+
+    def check_layout(self, tensors: list[TensorInfo], data_start: int, alignment: int) -> None:
+        """Raise ModelFormatError unless tensors are contiguous, padded to the alignment, and end with the file."""
+        end = self.position if not tensors else data_start
+        for info in sorted(tensors, key=lambda info: info.offset):
+            where, expected = f"tensor {info.name!r:.80}", aligned(end, alignment)
+            if info.offset % alignment:
+                self.fail(where, f"the offset is not a multiple of {alignment}", info.offset)
+            if info.offset != expected:
+                problem = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
+                self.fail(where, f"{problem}: expected it at {expected}, got {info.offset}", info.offset)
+            end = info.end
+        if (size := self.file_size) not in (end, aligned(end, alignment)):
+            problem = "truncated" if size < end else "trailing bytes"
+            self.fail("file size", f"{problem}: expected {end} bytes, got {size}: {AGAIN}", min(end, size))
+
+    def read_value(self, key: str) -> TypedValue:
+        where = f"key {key!r:.80}"
+        type_id = self.number("<I", where)
+        if type_id == ARRAY_ID:
+            return self.read_array(where)
+        value_type = self.value_type(where, type_id)
+        if value_type == "string":
+            return TypedValue(value_type, self.read_string(where))
+        value = self.number(NUMBER_CODES[value_type], where)
+        if value_type != "bool":
+            return TypedValue(value_type, value)
+        if value > 1:
+            self.fail(where, f"a bool is 0 or 1, got {value}", self.position - 1)
+        return TypedValue(value_type, bool(value))
+
+    def read_array(self, where: str) -> TypedValue:
+        type_id, count = self.number("<I", where), self.number("<Q", where)
+        value_type = self.value_type(where, type_id)
+        if value_type == "string":
+            self.check_count(where, count, MAX_STRINGS, 8, self.position - 8)
+            return TypedValue(value_type, self.read_strings(where, count))
+        dtype = np.dtype(NUMBER_CODES[value_type])
+        self.check_count(where, count, MAX_VALUE_BYTES // dtype.itemsize, dtype.itemsize, self.position - 8)
+        numbers = np.frombuffer(self.take(count * dtype.itemsize), dtype)
+        if value_type != "bool":
+            return TypedValue(value_type, list(numbers.tolist()))
+        if count and numbers.max() > 1:
+            self.fail(where, f"a bool is 0 or 1, got {numbers.max()}", self.position - count + int(numbers.argmax()))
+        return TypedValue(value_type, list(numbers.astype(bool).tolist()))
+
+    def read_strings(self, where: str, count: int) -> list[str]:
+        """Return an array of strings. A vocabulary has hundreds of thousands, so the loop does little work."""
+        content, size, position = self.content, self.size, self.position
+        available = len(content)
+        length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
+        strings: list[str] = []
+        append = strings.append
+        try:
+            for _ in range(count):
+                start = position + 8
+                if start > available:
+                    if start > size:
+                        problem = f"string {len(strings)} of {count} begins after the end of the file"
+                        self.fail(where, problem, position)
+                    available = self.read_up_to(start)
+                position = start + length_at(content, position)[0]
+                if position > available or position - start > MAX_VALUE_BYTES:
+                    if position > size or position - start > MAX_VALUE_BYTES:
+                        self.fail_string(where, position - start, start)
+                    available = self.read_up_to(position)
+                append(content[start:position].decode())
+        except UnicodeDecodeError as error:
+            self.fail(where, f"string {len(strings)} is not UTF-8: {error.reason}", start)
+        self.position = position
+        return strings
+
+    def read_key(self, what: str) -> str:
+        start = self.position
+        key = self.read_string(what, MAX_KEY_BYTES)
+        if not key:
+            self.fail(what, "is empty", start)
+        return key
+
+    def read_string(self, where: str, limit: int = MAX_VALUE_BYTES) -> str:
+        length = self.number("<Q", where)
+        start = self.position
+        if length > min(limit, self.size - start):
+            self.fail_string(where, length, start, limit)
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError as error:
+            return self.fail(where, f"is not UTF-8: {error.reason}", start + error.start)
+
+    def value_type(self, where: str, type_id: int) -> ValueType:
+        value_type = _VALUE_TYPE_BY_ID.get(type_id)
+        if value_type is None:
+            nested = " (arrays of arrays are not supported)" if type_id == ARRAY_ID else ""
+            return self.fail(where, f"{type_id} is not a value type{nested}", self.position - 4)
+        return value_type
+
+    def number(self, code: str, where: str) -> Any:
+        reader = _READERS[code]
+        if self.position + reader.size > self.size:
+            self.fail(where, f"needs {reader.size} bytes, {self.size - self.position} remain", self.position)
+        self.read_up_to(self.position + reader.size)
+        (value,) = reader.unpack_from(self.content, self.position)
+        self.position += reader.size
+        return value
+
+    def check_count(self, where: str, count: int, limit: int, least_bytes: int, offset: int) -> None:
+        remaining = self.size - self.position
+        if count > limit:
+            self.fail(where, f"expected at most {limit}, got {count}", offset)
+        if count * least_bytes > remaining:
+            self.fail(where, f"{count} need {count * least_bytes} bytes or more, {remaining} remain", offset)
+
+    def fail_string(self, where: str, length: int, start: int, limit: int = MAX_VALUE_BYTES) -> NoReturn:
+        problem = f"a string of {length} bytes, expected at most {min(limit, max(0, self.size - start))}"
+        self.fail(where, problem, start - 8)
+
+    def fail(self, where: str, problem: str, offset: int | None) -> NoReturn:
+        raise ModelFormatError(self.path, where, problem, offset)
+
+
+def aligned(position: int, alignment: int) -> int:
+    """Return the first multiple of the alignment that is at least the position."""
+    return -(-position // alignment) * alignment

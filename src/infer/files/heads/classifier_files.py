@@ -1,0 +1,153 @@
+"""Classifiers in a model's files: the layers that compute logits from a pooled state, and the names of labels."""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.files.gguf.gguf_text_encoders import ENCODERS as GGUF_ENCODERS
+from infer.files.heads.encoder_heads import take_encoder_head, take_gguf_encoder_head
+from infer.files.heads.head_files import DenseFiles, HeadFiles, StepFiles, take_dense
+from infer.files.tensors.encoder_names import ENCODERS
+from infer.files.tensors.tensor_info import TensorInfo
+from infer.outputs import Pooling
+
+Scale = Literal["softmax", "sigmoid", "raw"]
+
+_SCALE_BY_PROBLEM: dict[str | None, Scale] = {
+    None: "softmax",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "raw",
+}
+_OF_TOKENS = "ForTokenClassification"
+# The function of sentence-transformers' cross-encoders that computes a score from a logit.
+_SCALE_BY_CLASS: dict[object, Scale] = {
+    "torch.nn.modules.linear.Identity": "raw",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+}
+_LAYER, _GGUF_LAYERS = "score", ("cls", "cls.output")
+
+
+@final
+@dataclass(frozen=True)
+class ClassifierFiles:
+    """The layers from a pooled state to one logit per label.
+
+    `scale` is the function that computes the values of a text: probabilities that add up to 1, a separate probability
+    of each label, or the logits. If the last state is pooled, a text must not end with the token `pad_id`.
+    """
+
+    head: HeadFiles
+    labels: tuple[str, ...]
+    scale: Scale = "softmax"
+    pooling: Pooling = "last"
+    pad_id: int | None = None
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True for the head of an encoder, whose last token is like the others."""
+        return self.pooling != "last"
+
+
+def classifier_from_folder(
+    folder: Path, config: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
+) -> ClassifierFiles | None:
+    """Return the classifier of a folder, or None. Its tensors are removed from `tensors`.
+
+    Raises UnsupportedModelError for labels of tokens, and ModelFormatError for labels that do not fit the weight.
+    """
+    take = take_encoder_head if config.get("model_type") in ENCODERS else _take_decoder_head
+    if (found := take(folder, config, tensors)) is None:
+        return None
+    head, pooling = found
+    path, given = folder / "config.json", config.get("id2label")
+    labels = _labels(path, "id2label", _in_order(path, given) if given else None, _num_labels(head))
+    problem, pad_id = config.get("problem_type"), config.get("pad_token_id")
+    if not (problem is None or isinstance(problem, str)) or problem not in _SCALE_BY_PROBLEM:
+        known = ", ".join(name for name in _SCALE_BY_PROBLEM if name)
+        raise ModelFormatError(path, "problem_type", f"expected one of {known}, got {problem!r:.60}")
+    scale = _scale(problem, labels, _SCALE_BY_CLASS.get(_activation_of(config)))
+    return ClassifierFiles(head, labels, scale, pooling, pad_id if type(pad_id) is int else None)
+
+
+def _take_decoder_head(
+    folder: Path, config: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
+) -> tuple[HeadFiles, Pooling] | None:
+    if f"{_LAYER}.weight" not in tensors:
+        return None
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if str(name).endswith(_OF_TOKENS):
+            raise UnsupportedModelError(f"{folder.name}: {name!s:.80} labels tokens: supported are labels of texts")
+    return (take_dense(tensors, _LAYER),), "last"
+
+
+def _activation_of(config: Mapping[str, Any]) -> object:
+    """Return the name of the class in a cross-encoder's config, or None."""
+    own, older = config.get("sentence_transformers"), config.get("sbert_ce_default_activation_function")
+    found = own.get("activation_fn", older) if isinstance(own, dict) else older
+    return found if isinstance(found, str) else None
+
+
+def classifier_from_gguf(
+    path: Path, metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
+) -> ClassifierFiles | None:
+    """Return the classifier of a GGUF file, or None. Its tensors are removed from `tensors`."""
+    is_encoder = metadata["general.architecture"] in GGUF_ENCODERS
+    found = (take_gguf_encoder_head if is_encoder else _take_gguf_decoder_head)(path, metadata, tensors)
+    if found is None:
+        return None
+    head, pooling = found
+    key = f"{metadata['general.architecture']}.classifier.output_labels"
+    labels = _labels(path, key, metadata.get(key), _num_labels(head))
+    return ClassifierFiles(head, labels, _scale(None, labels), pooling)
+
+
+def _take_gguf_decoder_head(
+    _path: Path, _metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
+) -> tuple[HeadFiles, Pooling] | None:
+    if f"{_GGUF_LAYERS[-1]}.weight" not in tensors:
+        return None
+    steps = list[StepFiles]()
+    for name in _GGUF_LAYERS:
+        if f"{name}.weight" in tensors:
+            steps += ["tanh"] if steps else []
+            steps.append(take_dense(tensors, name))
+    return tuple(steps), "last"
+
+
+def _num_labels(head: HeadFiles) -> int:
+    layer = head[-1]
+    assert isinstance(layer, DenseFiles)
+    weight = layer.weight
+    if len(weight.shape) != 2 or not weight.shape[0]:
+        weight.fail(f"expected one row per label, got the shape {weight.shape}")
+    return weight.shape[0]
+
+
+def _in_order(path: Path, given: object) -> list[Any]:
+    """Return the names of labels, ordered by the numbers that are the keys of `id2label`."""
+    if not isinstance(given, dict) or set(given) != {str(index) for index in range(len(given))}:
+        raise ModelFormatError(path, "id2label", f"expected a name for each number from 0, got {given!r:.80}")
+    return [given[str(index)] for index in range(len(given))]
+
+
+def _labels(path: Path, key: str, given: object, count: int) -> tuple[str, ...]:
+    """Return the names of labels. The default is the names that `transformers` uses."""
+    if given is None:
+        return tuple(f"LABEL_{index}" for index in range(count))
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given) or len(given) != count:
+        raise ModelFormatError(path, key, f"expected {count} names, one per row of the weight, got {given!r:.80}")
+    return tuple(given)
+
+
+def _scale(problem: str | None, labels: tuple[str, ...], of_score: Scale | None = None) -> Scale:
+    """Return the scale of a problem. One label has a probability, as in a cross-encoder, except in a regression.
+
+    `of_score` is the files' scale for the score of one label.
+    """
+    if len(labels) == 1 and problem != "regression":
+        return of_score or "sigmoid"
+    return _SCALE_BY_PROBLEM[problem]

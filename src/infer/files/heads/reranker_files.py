@@ -1,0 +1,108 @@
+"""Rerankers in a model's files: the rows that, multiplied by the last state, give a score.
+
+The probability that a document is relevant is sigmoid((t − f) · h). h is the last state, t the head's row for the
+answer "yes", f its row for "no". A classifier of one or two labels has these rows itself. An encoder reads the query
+and the document as a pair, and its classifier of one label gives the score.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from infer.errors import UnsupportedModelError
+from infer.files.heads.classifier_files import ClassifierFiles
+from infer.files.heads.sentence_modules import read_modules
+from infer.files.tensors.tensor_info import TensorInfo
+
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# The prompt of Qwen3-Reranker's model card, as GGUF files write it.
+QWEN3_PROMPT = f"""<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {QWEN3_INSTRUCTION}
+<Query>: {{query}}
+<Document>: {{document}}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+_QWEN3 = "qwen3-reranker"  # in the names of models whose files do not define a reranker
+_RANK = 4  # llama.cpp's enum llama_pooling_type
+
+Row = int | str  # the row's number, or the text of its token
+
+
+@final
+@dataclass(frozen=True)
+class RerankerFiles:
+    """The rows `yes` and `no` of a tensor. `is_qwen3` is True for models that read Qwen3-Reranker's prompt.
+
+    If `tensor` is None, the model's classifier computes the score. `prompt` is the prompt of a GGUF file, with
+    `{query}` and `{document}`. `reads_pairs` is True for encoders.
+    """
+
+    tensor: TensorInfo | None
+    yes: Row = "yes"
+    no: Row | None = "no"
+    is_qwen3: bool = True
+    prompt: str | None = None
+    reads_pairs: bool = False
+
+
+def reranker_from_folder(
+    folder: Path, tensors: Mapping[str, TensorInfo], classifier: ClassifierFiles | None
+) -> RerankerFiles | None:
+    """Return the reranker of a folder, or None."""
+    is_qwen3 = any(_QWEN3 in part.lower() for part in folder.resolve().parts[-4:])
+    if classifier is not None:
+        reads_pairs = classifier.reads_pairs
+        found = RerankerFiles(None, is_qwen3=is_qwen3 and not reads_pairs, reads_pairs=reads_pairs)
+        return found if len(classifier.labels) == 1 else None
+    if (head := head_of(tensors)) is None:
+        return None
+    if (rows := _logit_score(folder)) is not None:
+        return RerankerFiles(head, *rows, is_qwen3)
+    return RerankerFiles(head) if is_qwen3 else None
+
+
+def reranker_from_gguf(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], classifier: ClassifierFiles | None
+) -> RerankerFiles | None:
+    """Return the reranker of a GGUF file, or None."""
+    names = str(metadata.get("general.name", "")).replace(" ", "-"), *path.resolve().parts[-4:]
+    is_qwen3 = any(_QWEN3 in name.lower() for name in names)
+    head = head_of(tensors) if classifier is None else None
+    is_reranker = metadata.get(f"{metadata['general.architecture']}.pooling_type") == _RANK
+    if not (is_reranker or is_qwen3) or (classifier is None and head is None):
+        return None
+    if classifier is not None and classifier.reads_pairs:
+        return RerankerFiles(None, is_qwen3=False, reads_pairs=True) if len(classifier.labels) == 1 else None
+    if classifier is not None and len(classifier.labels) > 2:
+        return None
+    prompt = metadata.get("tokenizer.chat_template.rerank")
+    given = prompt if isinstance(prompt, str) else None
+    return RerankerFiles(head, is_qwen3=is_qwen3 or classifier is None, prompt=given)
+
+
+def head_of(tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+    """Return the tensor of the head, which is the embedding if the two are tied."""
+    return tensors.get("lm_head.weight", tensors.get("model.embed_tokens.weight"))
+
+
+def _logit_score(folder: Path) -> tuple[int, int | None] | None:
+    """Return the ids of the tokens that sentence-transformers' module LogitScore compares, if the folder has one."""
+    for module in read_modules(folder):
+        if module.kind == "LogitScore":
+            config = module.config()
+            yes, no = config.get("true_token_id"), config.get("false_token_id")
+            if type(yes) is not int or not (no is None or type(no) is int):
+                raise UnsupportedModelError(
+                    f"{folder.name}: LogitScore must have ids as true_token_id and false_token_id, got {yes!r:.40} "
+                    f"and {no!r:.40}"
+                )
+            return yes, no
+    return None

@@ -1,0 +1,90 @@
+"""The modules of a folder of sentence-transformers: their order, kinds, settings and weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
+from infer.files.tensors.safetensors import PICKLE_SUFFIXES, SINGLE_NAME, read_safetensors
+from infer.files.tensors.tensor_info import TensorInfo
+from infer.system.files.json_file import MAX_BYTES, inside, parse_json, read_json_file, read_whole
+
+_FILE = "modules.json"
+_TRANSFORMER, _TOKENIZER = "sentence_bert_config.json", "tokenizer_config.json"
+_NO_LIMIT = 2**31  # tokenizers without a limit name 10^30
+
+
+@final
+@dataclass(frozen=True)
+class SentenceModule:
+    """A module: its kind, such as `Pooling`, and the path of its folder in the model's folder."""
+
+    folder: Path
+    kind: str
+    path: str
+
+    @property
+    def config_name(self) -> str:
+        """Name of the file of its settings."""
+        return f"{self.path}/config.json"
+
+    def config(self) -> dict[str, Any]:
+        """Return its settings. Raises ModelError."""
+        return read_json_file(inside(self.folder, self.config_name))
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Return its tensors. Raises ModelError if they are pickled or missing."""
+        name = f"{self.path}/{SINGLE_NAME}"
+        own = self.folder / self.path
+        pickles = sorted(each.name for each in own.glob("*") if each.suffix in PICKLE_SUFFIXES)
+        if pickles and not (self.folder / name).exists():
+            raise ModelError(
+                f"{self.folder.name}: {self.path}/{pickles[0]} can run code and is never opened: save the module again "
+                "as safetensors"
+            )
+        return read_safetensors(inside(self.folder, name))
+
+    def unsupported(self, problem: str) -> UnsupportedModelError:
+        """Return the error about an unsupported module that would change vectors."""
+        return UnsupportedModelError(f"{self.folder.name}: {_FILE} has the module {self.kind!r:.60}: {problem}")
+
+
+def read_modules(folder: Path) -> Sequence[SentenceModule]:
+    """Return the modules of a folder in their order, or none if it has no such file.
+
+    Raises ModelFormatError for a malformed file.
+    """
+    path = folder / _FILE
+    if not path.exists():
+        return ()
+    text = read_whole(inside(folder, _FILE), MAX_BYTES)
+    found = parse_json(path, b'{"modules": ' + text + b"}")["modules"]  # the file is a JSON list
+    if not (isinstance(found, list) and all(_is_module(each) for each in found)):
+        raise ModelFormatError(path, "modules", "expected a list of objects with type and path")
+    return [SentenceModule(folder, each["type"].rpartition(".")[2], each.get("path", "")) for each in found]
+
+
+def text_limit(folder: Path, *, is_encoder: bool) -> int | None:
+    """Return the most tokens of a text as sentence-transformers reads them, or None if no file names them.
+
+    They are in the settings of the module Transformer, and otherwise in the tokenizer's. Raises ModelFormatError for a
+    malformed file.
+    """
+    modules = read_modules(folder)
+    if not (modules or is_encoder):
+        return None
+    own = f"{modules[0].path or '.'}/" if modules else ""
+    for name, key in ((_TRANSFORMER, "max_seq_length"), (_TOKENIZER, "model_max_length")):
+        path = folder / own / name
+        found = read_json_file(inside(folder, own + name)).get(key) if path.exists() else None
+        if found is None:
+            continue
+        if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 1:
+            raise ModelFormatError(path, f"key {key!r}", f"expected a number from 1, got {found!r:.60}")
+        return int(found) if found < _NO_LIMIT else None
+    return None
+
+
+def _is_module(found: object) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("type"), str) and isinstance(found.get("path", ""), str)

@@ -1,0 +1,223 @@
+"""Names on the Hugging Face hub, and models in its local cache, read here without the hub's own library.
+
+    org/repo                    the repository's safetensors, or its only GGUF model
+    org/repo:Q4_K_M             the GGUF model of that quantisation
+    org/repo:folder/file.gguf   that file (any part of a split model stands for all)
+    org/repo@revision:…         a branch, tag or commit; without it the main branch
+
+A complete model in the cache is used without any network access. `hub_download` downloads missing files.
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from infer.errors import InvalidRequestError, ModelError, ModelFormatError
+from infer.files.gguf.gguf_split import part_paths
+from infer.files.tensors.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
+from infer.system.files.json_file import read_json_file
+from infer.system.model_names import plain_name
+
+DEFAULT_REVISION = "main"
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<variant>[^:\\]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files that are not text models
+_MAX_LISTED = 20
+# Small files in a folder of safetensors that checkpoint and tokenizer may need.
+_SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json", "modules.json",
+    "1_Pooling/config.json",
+)  # fmt: skip
+_ADDITIONAL_TEMPLATES = "additional_chat_templates/"
+
+
+@dataclass(frozen=True)
+class HubName:
+    repo: str
+    revision: str = DEFAULT_REVISION
+    variant: str | None = None  # a file's path or a quantisation
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
+        return f"{self.repo}{revision}" + (f":{self.variant}" if self.variant else "")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files of a repository that make a model.
+
+    Small files are downloaded first, so that weights never lack them.
+    """
+
+    small: tuple[str, ...]
+    weights: tuple[str, ...]
+    entry: str | None  # the file to open; None: the folder
+
+
+def parse_hub_name(name: str) -> HubName | None:
+    """Return the parsed name, or None if it cannot be a name on the hub. `hf.co/` before it is left out."""
+    match = _NAME.fullmatch(plain_name(name))
+    if match is None or match["repo"].endswith((".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES)):
+        return None
+    paths = (match["repo"], match["revision"] or DEFAULT_REVISION, match["variant"] or "x")
+    if any(part in ("", ".", "..") for path in paths for part in path.split("/")):
+        return None
+    return HubName(match["repo"], paths[1], match["variant"])
+
+
+def hub_cache_folder() -> Path:
+    """Return the download folder of the hub's library.
+
+    It is $HF_HUB_CACHE, or a folder in $HF_HOME, or one in the user's cache.
+    """
+    if own := os.environ.get("HF_HUB_CACHE"):
+        return Path(os.path.expanduser(own))
+    if home := os.environ.get("HF_HOME"):
+        return Path(os.path.expanduser(home)) / "hub"
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(shared)) / "huggingface" / "hub"
+
+
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def find_cached(name: HubName) -> Path | None:
+    """Return the model's file or folder in the cache, or None if a part of it is missing."""
+    snapshot = _snapshot(name)
+    if snapshot is None:
+        return None
+    files = list_files(snapshot)
+    try:
+        chosen = choose(name, files, _shards(snapshot, files))
+    except ModelError:  # the hub may have the missing files
+        return None
+    required = {*chosen.weights} | ({"config.json"} if chosen.entry is None else set())
+    if not required <= set(files) or (chosen.entry is None and not {"tokenizer.json", "vocab.txt"} & set(files)):
+        return None
+    return snapshot if chosen.entry is None else snapshot / chosen.entry
+
+
+def model_files(name: HubName, snapshot: Path) -> list[str]:
+    """Return the files of a cached model in its snapshot: the parts of a GGUF model, or all except those of others."""
+    files = list_files(snapshot)
+    chosen = choose(name, files, _shards(snapshot, files))
+    if chosen.entry is not None:
+        return list(chosen.weights)
+    others = {part for parts in gguf_models(files) for part in parts}
+    return [file for file in files if file not in others]
+
+
+def cached_repositories() -> Iterator[tuple[HubName, list[str]]]:
+    """Yield each revision of each repository in the cache, complete or not, and its files."""
+    for folder in sorted(hub_cache_folder().glob("models--*--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        refs = {path.relative_to(folder / "refs").as_posix() for path in (folder / "refs").rglob("*") if path.is_file()}
+        names = [HubName(repo, revision) for revision in sorted(refs, key=lambda ref: (ref != DEFAULT_REVISION, ref))]
+        seen = {snapshot.name for name in names if (snapshot := _snapshot(name)) is not None}
+        names += [
+            HubName(repo, path.name) for path in sorted((folder / "snapshots").glob("*")) if path.name not in seen
+        ]
+        for name in names:
+            if parse_hub_name(str(name)) == name and (snapshot := _snapshot(name)) is not None:
+                yield name, list_files(snapshot)
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the paths of the files below a folder, without broken links."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def choose(name: HubName, files: Collection[str], shards: Sequence[str] | None) -> Chosen:
+    """Return the files of a repository that a model needs. `shards` are the files in its index; None: not read yet.
+
+    Raises ModelError if no file matches, or several do.
+    """
+    if name.variant is None and "config.json" in files and not {SINGLE_NAME, INDEX_NAME}.isdisjoint(files):
+        return _choose_folder(files, shards)
+    models = gguf_models(files)
+    if name.variant is not None:
+        models = _matching(name.variant, models)
+        if not models:
+            raise ModelError(f"{name.repo} has no {name.variant}: {_listed(name, gguf_models(files), files)}")
+    if len(models) == 1:
+        return Chosen((), tuple(models[0]), models[0][0])
+    raise ModelError(f"{name}: {_listed(name, models, files)}")
+
+
+def gguf_models(files: Collection[str]) -> list[list[str]]:
+    """Return the GGUF models among files, each with all the parts that its name implies."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(files):
+        if file.endswith(".gguf") and not _NO_MODEL.search(PurePosixPath(file).name):
+            parts = [path.as_posix() for path in part_paths(PurePosixPath(file))]
+            found[parts[0]] = parts
+    return list(found.values())
+
+
+def _choose_folder(files: Collection[str], shards: Sequence[str] | None) -> Chosen:
+    small = [file for file in _SMALL_FILES if file in files]
+    small += sorted(file for file in files if file.startswith(_ADDITIONAL_TEMPLATES) and file.endswith(".jinja"))
+    if SINGLE_NAME in files:
+        return Chosen(tuple(small), (SINGLE_NAME,), None)
+    return Chosen((*small, INDEX_NAME), tuple(shards or ()), None)
+
+
+def _matching(variant: str, models: list[list[str]]) -> list[list[str]]:
+    if variant.endswith(".gguf"):
+        return [parts for parts in models if variant in parts]
+    between = re.compile(rf"(?<![a-z0-9]){re.escape(variant.lower())}(?![a-z0-9_])")
+    return [parts for parts in models if between.search(parts[0].lower().removesuffix(".gguf"))]
+
+
+def _listed(name: HubName, models: list[list[str]], files: Collection[str]) -> str:
+    """Return a description of the existing files, and how to name one of them."""
+    if models:
+        shown = ", ".join(parts[0] for parts in models[:_MAX_LISTED])
+        more = f" and {len(models) - _MAX_LISTED} more" if len(models) > _MAX_LISTED else ""
+        return f"it has the GGUF files {shown}{more}; name one, as in {name.repo}:Q4_K_M or {name.repo}:{models[0][0]}"
+    if pickles := sorted(file for file in files if file.endswith(PICKLE_SUFFIXES)):
+        return (
+            f"its weights are pickled ({pickles[0]}), which can run code, and are never opened: look for a repository "
+            "with safetensors or a GGUF of it"
+        )
+    if "adapter_config.json" in files:
+        return "it is an adapter, not a model: merge it into its model first"
+    return f"it has no supported weights: expected {SINGLE_NAME}, {INDEX_NAME} or a .gguf file"
+
+
+def _snapshot(name: HubName) -> Path | None:
+    folder = hub_cache_folder() / f"models--{name.repo.replace('/', '--')}"
+    commit = name.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = (folder / "refs" / name.revision).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if _COMMIT.fullmatch(commit) and os.path.isdir(snapshot) else None
+
+
+def _shards(snapshot: Path, files: Collection[str]) -> list[str]:
+    return shards_of_index(snapshot / INDEX_NAME) if INDEX_NAME in files and SINGLE_NAME not in files else []
+
+
+def shards_of_index(index: Path) -> list[str]:
+    """Return the files into which an index divides the weights."""
+    names = read_json_file(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+        raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")
+    return sorted(set(names.values()))
+
+
+def not_found(name: HubName, reason: str) -> InvalidRequestError:
+    """Return the error about a model that is not in the cache, or about a name that several of its files have."""
+    if (snapshot := _snapshot(name)) is not None and gguf_models(files := list_files(snapshot)):
+        try:
+            choose(name, files, _shards(snapshot, files))
+        except ModelError as error:
+            return InvalidRequestError(f"{error} (in the hub's local cache; {reason})")
+    return InvalidRequestError(f"{name!s:.200} is not in the hub's local cache, {hub_cache_folder()}, and {reason}")

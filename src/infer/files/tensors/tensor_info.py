@@ -1,0 +1,80 @@
+"""Location of a tensor in a file. Loads no torch: `lazy_weights` makes weights from it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn
+
+from infer.errors import ModelFormatError
+from infer.system.files.open_file import OpenFile
+
+# Methods of quantisation, named by the layout of a matrix's codes.
+PackedFormat = Literal["gptq", "awq", "int", "pack", "fp8", "nvfp4", "mxfp4", "mlx"]
+
+
+class PackedParts(NamedTuple):
+    """The tensors of a quantised matrix, and the numbers needed to read them (`quantised_tensors`)."""
+
+    format: PackedFormat
+    bits: int
+    num_rows: int
+    group_size: int  # neighbouring columns that share a scale
+    block_rows: int  # neighbouring rows that share a scale
+    codes: "TensorInfo"
+    scales: "TensorInfo"
+    zeros: "TensorInfo | None" = None  # zero points, or MLX's biases
+    zeros_lack: int = 0  # to add to the stored zero points
+    groups: "TensorInfo | None" = None  # the group of each column, if columns are not ordered by group
+    factor: "TensorInfo | None" = None  # one number for all scales
+    divides: bool = False  # scales are divided by the factor, not multiplied
+
+    @property
+    def description(self) -> str:
+        """The method with its numbers, in words."""
+        order = ", columns in another order" if self.groups is not None else ""
+        return f"{self.format}, {self.bits} bits, {self.block_rows} × {self.group_size} values per scale{order}"
+
+    @property
+    def tensors(self) -> "tuple[TensorInfo, ...]":
+        found = self.codes, self.scales, self.zeros, self.groups, self.factor
+        return tuple(info for info in found if info is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInfo:
+    """Location of a tensor, with the file's name and type of it, and the changes that must be undone."""
+
+    file: OpenFile = field(repr=False)
+    name: str
+    type: str
+    shape: tuple[int, ...]  # rows first
+    offset: int  # from the start of the file
+    num_bytes: int  # of the values; with a stride, other values are between them
+    num_paired_heads: int = 0  # number of heads whose rows are in llama.cpp's order; 0: rows are in our order
+    added: float = 0.0  # to add to the stored values
+    row_stride: int = 0  # bytes from row to row; 0: rows are contiguous
+    column_stride: int = 0  # bytes from column to column of a transposed matrix; 0: not transposed
+    # Rows of the file's matrix that belong to this tensor; (): the rows at offset.
+    row_ranges: tuple[tuple[int, int], ...] = ()
+    scales: "TensorInfo | None" = None  # MXFP4: the scales, if they are a separate tensor; the rest is codes
+    factor: "TensorInfo | None" = None  # a separate tensor: one F32 that multiplies all values
+    packed: PackedParts | None = None  # a quantised matrix in several tensors; `type` is the type after reading
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise ModelFormatError about the tensor."""
+        raise ModelFormatError(self.path, f"tensor {self.name!r:.80}", problem)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the values in the file, in all tensors that contain a part of them."""
+        if self.packed is None:
+            return self.num_bytes + (0 if self.factor is None else self.factor.num_bytes)
+        num_rows = self.packed.num_rows
+        return sum(info.num_bytes for info in self.packed.tensors) * self.shape[0] // num_rows
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes

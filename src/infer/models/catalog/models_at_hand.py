@@ -1,0 +1,167 @@
+"""The models on this machine: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from infer.compute.operands.architecture import Architecture
+from infer.errors import InferError
+from infer.files import Checkpoint, open_checkpoint
+from infer.files.config import config_from_gguf
+from infer.files.gguf.gguf import read_gguf
+from infer.files.hub.find import installed_models, models_folder
+from infer.files.hub.hub import cached_repositories, find_cached, gguf_models, list_files
+from infer.files.tensors.tensor_info import TensorInfo
+from infer.models.families import make_architecture
+from infer.models.memory.memory_estimate import weights_by_type
+from infer.models.tensors import expected_shapes
+
+Source = Literal["package", "hub", "folder"]
+
+_FILE_TYPES = {  # llama.cpp's names of mixtures, by general.file_type
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4", 39: "NVFP4",
+    40: "Q1_0", 41: "Q2_0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelAtHand:
+    """A model on this machine. `name` is the value for `--model`.
+
+    Values that are only in the file are None if the file cannot be opened.
+    """
+
+    name: str
+    source: Source
+    path: str
+    num_bytes: int
+    family: str | None = None
+    weights: str | None = None  # the type, or the name of the mixture of types
+    context: int | None = None
+    problem: str | None = None
+    generates: bool = True  # False for an encoder
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def models_at_hand() -> Iterator[ModelAtHand]:
+    """Yield the models on this machine, sorted by source and name.
+
+    Only headers are opened. Packages in parts are not assembled for this.
+    """
+    for name, paths, path in installed_models():
+        found = ModelAtHand(name, "package", str(path), sum(part.stat().st_size for part in paths))
+        yield _opened(found) if path.is_file() else _with_header(found, paths)
+    for name, path in _in_hub_cache():
+        yield _opened(ModelAtHand(name, "hub", str(path), 0))
+    if (own := models_folder()) is not None:
+        for name, place in folder_models(own):
+            yield _opened(ModelAtHand(name, "folder", place, 0))
+
+
+def names_at_hand() -> Iterator[tuple[str, str]]:
+    """Yield the name and the value for `--model` of each model on this machine, without reading its headers."""
+    for name, _, _ in installed_models():
+        yield name, name
+    for name, path in _in_hub_cache():
+        yield name, str(path)
+    if (own := models_folder()) is not None:
+        yield from folder_models(own)
+
+
+def _opened(found: ModelAtHand) -> ModelAtHand:
+    try:
+        checkpoint = open_checkpoint(Path(found.path))
+    except InferError as error:
+        return replace(found, problem=" ".join(str(error).split()))
+    return replace(
+        found,
+        num_bytes=sum(file.size for file in checkpoint.files),
+        family=str(checkpoint.config.get("model_type")),
+        weights=weights_name(checkpoint.metadata, checkpoint.tensors),
+        context=_context(checkpoint.config),
+        generates=_generates(checkpoint.config),
+    )
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    limits = (_count(config.get(name)) for name in ("text_limit", "max_position_embeddings"))
+    return min(filter(None, limits), default=None)
+
+
+def _generates(config: Mapping[str, Any]) -> bool:
+    try:
+        return not make_architecture(config).reads_whole_texts
+    except InferError:  # loading it reports the reason
+        return True
+
+
+def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
+    """Return the model of a package whose parts are not assembled yet.
+
+    The first part contains the header of the whole.
+    """
+    try:
+        file = read_gguf(parts[0], file_size=found.num_bytes)
+        config = config_from_gguf(file)
+    except InferError as error:
+        return replace(found, problem=" ".join(str(error).split()))
+    return replace(
+        found,
+        family=str(config.get("model_type")),
+        weights=weights_name(file.metadata, file.tensors),
+        context=_context(config),
+    )
+
+
+def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    """Return the mixture in a GGUF file's metadata, or the type of most weights."""
+    named = _FILE_TYPES.get(_count(metadata.get("general.file_type")) or 0)
+    if "general.file_type" in metadata and named is not None:
+        return named
+    return next(weights_by_type(tensors))[0]
+
+
+def shown_as(
+    model: str | Path, checkpoint: Checkpoint, architecture: Architecture, forms: Sequence[str], max_seq_len: int
+) -> str:
+    """Return a loaded model in one line: `smollm2, llama 134.5M, Q4_1, context 8192`.
+
+    The type of its weights is the first of `forms` that is not "auto".
+    """
+    count = sum(prod(shape) for shape in expected_shapes(architecture).values())
+    size = f"{count / 1e6:.1f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
+    name = model if isinstance(model, str) and not Path(model).exists() else Path(model).name
+    weights = next(form for form in forms if form != "auto")
+    return f"{name}, {checkpoint.config.get('model_type')} {size}, {weights}, context {max_seq_len}"
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _in_hub_cache() -> Iterator[tuple[str, Path]]:
+    for repository, files in cached_repositories():
+        if (folder := find_cached(repository)) is not None and folder.is_dir():
+            yield str(repository), folder
+        for parts in gguf_models(files):
+            name = replace(repository, variant=parts[0])
+            if (path := find_cached(name)) is not None:
+                yield str(name), path
+
+
+def folder_models(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the path of each model in a folder and in its subfolders."""
+    files = list_files(folder)
+    for file in files:
+        if file.endswith("/config.json"):
+            name = file.removesuffix("/config.json")
+            yield name, str(folder / name)
+    for parts in gguf_models(files):
+        yield parts[0], str(folder / parts[0])

@@ -1,0 +1,71 @@
+"""Plan the memory of a model that a server loads, from its headers: its context, its pages, and the total."""
+
+from typing import NamedTuple
+
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.groups import check_layers
+from infer.errors import ModelError
+from infer.files import open_checkpoint
+from infer.models.catalog.model_tasks import tasks_of
+from infer.models.families import make_architecture
+from infer.models.memory.cache_plan import CachePlan, check_fits, plan_cache
+from infer.models.memory.context_length import context_length
+from infer.models.memory.memory_estimate import Estimate, LoadSettings, estimate
+from infer.models.tensors import check_tensors
+
+
+class ServedPlan(NamedTuple):
+    """Total memory in bytes of the process, tokens of a context, the cache (None: an encoder has none), and tasks."""
+
+    num_bytes: int
+    context: int
+    cache: CachePlan | None
+    takes: tuple[str, ...]
+
+
+def plan_served(
+    model: str,
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    max_seq_len: int | None,
+    pool_pages: int | None,
+    most_bytes: int,
+    share_bytes: int,
+) -> ServedPlan:
+    """Return the plan of a model that takes at most `most_bytes`.
+
+    The cache has `pool_pages` pages. If that is None, it has pages for as many full contexts as fit in `share_bytes`,
+    from 1 to 8. Raises ModelError, which names the context that would fit, if one context is too large.
+    """
+    checkpoint = open_checkpoint(model)
+    architecture = make_architecture(checkpoint.config)
+    check_tensors(architecture, checkpoint.tensors)
+    check_layers(cache, architecture.mixers)
+    context = context_length(max_seq_len, architecture, cache)
+
+    def needed(settings: CacheSettings, pages: int | None) -> Estimate:
+        model = architecture, checkpoint.tensors, load, settings
+        return estimate(*model, num_tokens=context, num_rows=num_rows, pool_pages=pages)
+
+    plan, num_rows = None, 1
+    if not architecture.reads_whole_texts:
+        num_rows = load.step.logits
+        plan = plan_cache(
+            architecture.cached_mixers, cache, num_tokens=context, num_rows=num_rows, pool_pages=pool_pages,
+            available=share_bytes, needed=lambda settings, pages: needed(settings, pages).total,
+        )  # fmt: skip
+    found = needed(cache, None) if plan is None else needed(*plan)
+    if found.total > most_bytes:
+        headers = architecture, checkpoint.tensors, load, cache
+        beside = found.total - estimate(*headers, num_tokens=context, pool_pages=pool_pages).model
+        most = max(0, most_bytes - beside)
+        try:
+            check_fits(checkpoint.path.name, *headers, num_tokens=context, pool_pages=pool_pages, available=most)
+        except ModelError as error:
+            allowed, taken = most_bytes // 1_000_000, beside // 1_000_000
+            raise ModelError(
+                f"{error}; {allowed:,} MB are allowed, and the process takes {taken:,} MB of them"
+            ) from error
+    tasks = tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)
+    return ServedPlan(found.total, context, plan, tasks or ("generate",))

@@ -1,0 +1,179 @@
+"""Config → `Architecture`: the only place that distinguishes model families.
+
+A config is a mapping with the names of Hugging Face's `config.json`; `checkpoint` gives GGUF metadata the same names. A
+`Family` describes the values that its published configs leave out, and the optional settings that its code reads.
+`table` has one row per family, and `refused` names unsupported families. A setting that `transformers` ignores is
+ignored here, unless other engines read it: then it is refused.
+"""
+
+from dataclasses import replace
+
+from infer.compute.operands.architecture import Architecture, Layer
+from infer.compute.operands.feed_forwards import Activation, Dense, Experts, FeedForward
+from infer.compute.operands.mixers import Attention, Mixer, QKNorm
+from infer.errors import ModelError, UnsupportedModelError
+from infer.models.families.config_values import Config, choice, count, flag, optional_count, optional_positive, positive
+from infer.models.families.encoders import ENCODERS
+from infer.models.families.family import OFF_IF_NULL, OPTIONAL, Family
+from infer.models.families.layer_kinds import CHUNKED, SLIDING
+from infer.models.families.refused import NEEDS
+from infer.models.families.rope_scaling import make_rope
+from infer.models.families.table import FAMILIES
+from infer.models.families.whole_texts import sees_whole_texts, without_mask
+from infer.models.families.widths import ACTIVATIONS, head_dim_of, num_layers_of
+
+__all__ = ["ENCODERS", "FAMILIES", "as_read", "make_architecture"]
+
+
+def make_architecture(config: Config) -> Architecture:
+    """Return the architecture that a config describes.
+
+    Raises UnsupportedModelError for an unsupported family or setting, and ModelError for an invalid value.
+    """
+    name = str(config.get("model_type", ""))
+    if name in NEEDS:
+        raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {NEEDS[name]}")
+    if name in ENCODERS:
+        return ENCODERS[name](config)
+    if name not in FAMILIES:
+        names = ", ".join(sorted([*FAMILIES, *ENCODERS]))
+        code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
+        problem = f"model_type {name or 'missing'!r:.60} is not supported{code}: supported are {names}"
+        raise UnsupportedModelError(problem)
+    family = FAMILIES[name]
+    config = as_read(config, family)
+    is_whole = sees_whole_texts(config, family)
+    # If a residual stream is divided by m, each layer adds m × its result, and norms have eps / m².
+    residual = positive(config, "residual_multiplier", 1.0)
+    embedding = positive(config, "embedding_multiplier", 1.0)
+    if family.scales_embedding:
+        embedding *= count(config, "hidden_size") ** 0.5
+    architecture = Architecture(
+        family=name,
+        vocab_size=count(config, "vocab_size"),
+        hidden_size=count(config, "hidden_size"),
+        layers=_layers(config, family),
+        norm_eps=positive({"rms_norm_eps": positive(config, "rms_norm_eps") / residual**2}, "rms_norm_eps"),
+        max_positions=count(config, "max_position_embeddings"),
+        text_limit=optional_count(config, "text_limit"),
+        has_embedding_norm=family.has_embedding_norm,
+        embedding_scale=positive({"embedding_multiplier": embedding / residual}, "embedding_multiplier"),
+        logit_scale=positive(config, "output_multiplier", 1.0) / positive(config, "logits_scaling", 1.0),
+        logit_softcap=optional_positive(config, "final_logit_softcapping"),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
+    )
+    beyond = sorted({long.beyond for long in architecture.long_ropes})
+    if len(beyond) > 1:
+        raise UnsupportedModelError(f"ropes that change at several lengths are not supported, got {beyond}")
+    return without_mask(architecture, config, family) if is_whole else architecture
+
+
+def as_read(config: Config, family: Family) -> Config:
+    """Return the config with the family's defaults added, and without the settings that the family's code ignores."""
+    unread = OPTIONAL - family.reads
+    by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}
+    usual = {name: value for name, value in config.items() if name not in family.renamed} | by_own_name
+    given = {name: value for name, value in usual.items() if value is not None or name in OFF_IF_NULL}
+    read = {name: value for name, value in given.items() if name not in unread}
+    return {**family.defaults, **read, **family.fixed}
+
+
+def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
+    num_layers = num_layers_of(config)
+    kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
+    wanted = list(zip(kinds, rotated, family.num_heads(config, num_layers), strict=True))
+    mixer_by_kind = {each: _mixer(config, family, *each) for each in sorted(set(wanted))}
+    activation = choice(config, family.activation_name, ACTIVATIONS)
+    experts = None if family.experts is None else family.experts(config, activation)
+    are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
+    dense = None if all(are_sparse) else _dense(config, family, activation)
+    norms, sources = family.norms, family.shared_layers(config, kinds)
+    if family.eps_after_setting is not None:
+        norms = replace(norms, eps_after=positive(config, family.eps_after_setting))
+    own_input = family.per_layer_input(config, activation)
+    layers = [
+        Layer(
+            mixer_by_kind[each],
+            experts if is_sparse else dense,
+            family.norms_by_kind.get(each[0], norms),
+            own_input,
+            family.has_scale,
+        )
+        for each, is_sparse in zip(wanted, are_sparse, strict=True)
+    ]
+    return tuple(
+        layer if source is None else _sharing(config, layer, source)
+        for layer, source in zip(layers, sources, strict=True)
+    )
+
+
+def _sharing(config: Config, layer: Layer, source: int) -> Layer:
+    """Return the layer without its own keys and values."""
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    assert isinstance(mixer, Attention)
+    if flag(config, "use_double_wide_mlp"):
+        feed_forward = _with_wide_mlp(feed_forward)
+    mixer = replace(mixer, shared_from=source, has_v_norm=False, are_values_keys=False)
+    return replace(layer, mixer=mixer, feed_forward=feed_forward)
+
+
+def _with_wide_mlp(feed_forward: FeedForward | None) -> FeedForward:
+    if isinstance(feed_forward, Experts):
+        return replace(feed_forward, shared_size=2 * feed_forward.shared_size)
+    assert feed_forward is not None
+    return replace(feed_forward, intermediate_size=2 * feed_forward.intermediate_size)
+
+
+def _dense(config: Config, family: Family, activation: Activation) -> Dense:
+    return Dense(family.dense_size(config), activation, has_bias=flag(config, "mlp_bias"))
+
+
+def _mixer(config: Config, family: Family, kind: str, is_rotated: bool, num_heads: int) -> Mixer:
+    if kind in family.recurrent:
+        return family.recurrent[kind](config)
+    return _attention({**config, "num_attention_heads": num_heads}, family, kind, is_rotated)
+
+
+def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> Attention:
+    config = family.of_kind(config, kind, is_rotated)
+    num_heads = count(config, "num_attention_heads")
+    num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(f"num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}")
+    head_dim = head_dim_of(config)
+    rope = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0), **family.rope_settings(config, kind)}
+    if not family.rotates_partly and rope["partial_rotary_factor"] != 1:
+        refused = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.60}"
+        raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
+    if family.has_gate and config.get("attn_output_gate") is False:
+        raise UnsupportedModelError(f"attn_output_gate=false is not supported for {config['model_type']}")
+    gate_curve, are_gates_of_heads = family.gates(config)
+    has_qkv_bias = flag(config, "attention_bias")
+    scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
+    return Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=make_rope(config, head_dim, rope) if is_rotated else None,
+        scale=positive(config, "attention_multiplier", scale),
+        window=count(config, "sliding_window") if kind == SLIDING else None,
+        chunk=count(config, "attention_chunk_size") if kind == CHUNKED else None,
+        softcap=optional_positive(config, "attn_logit_softcapping"),
+        has_qkv_bias=has_qkv_bias,
+        has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
+        has_sinks=family.has_sinks,
+        has_gate=family.has_gate,
+        gate_curve=gate_curve,
+        are_gates_of_heads=are_gates_of_heads,
+        has_v_norm=family.has_v_norm,
+        are_values_keys=flag(config, "attention_k_eq_v"),
+        query_scale=family.query_scale(config),
+        qk_norm=_qk_norm(config, family),
+    )
+
+
+def _qk_norm(config: Config, family: Family) -> QKNorm | None:
+    """Return the norms of q and k. Only GGUF files have the setting `qk_norm_has_weights`."""
+    if family.qk_norm_setting is not None and not flag(config, family.qk_norm_setting):
+        return None
+    return "head" if flag(config, "qk_norm_has_weights") else family.qk_norm

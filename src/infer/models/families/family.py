@@ -1,0 +1,88 @@
+"""A family as data: values that its configs leave out, settings that its code reads, and special rules for layers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.compute.operands.architecture import Norms
+from infer.compute.operands.feed_forwards import Activation, Experts, PerLayerInput
+from infer.compute.operands.mixers import GateCurve, QKNorm, QueryScale, Recurrent
+from infer.models.families.config_values import Config
+from infer.models.families.experts import every_layer_is_sparse
+from infer.models.families.heads import equal_heads, sigmoid_of_elements
+from infer.models.families.layer_kinds import all_full, all_rotated, none_shared
+from infer.models.families.ropes import usual_rope
+from infer.models.families.widths import intermediate_size
+
+# Settings that only some families' code reads, although every config may have them.
+OPTIONAL = frozenset(
+    {"attention_bias", "attention_output_bias", "mlp_bias", "query_pre_attn_scalar"}
+    | {"attn_logit_softcapping", "final_logit_softcapping"}
+    | {
+        "output_multiplier",
+        "attention_k_eq_v",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+    }
+)
+# For these settings null is a value; for all others it means absent.
+OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
+    "attention_chunk_size",
+    "rope_theta",
+    "final_logit_softcapping",
+    "block_ffn_dim_multiplier",
+    "hidden_size_per_layer_input",
+}
+_PRE_NORMS = Norms(before=True, after=False)
+
+
+def _of_any_kind(config: Config, kind: str, is_rotated: bool) -> Config:
+    return config
+
+
+def _not_scaled(config: Config) -> None:
+    return None
+
+
+def _no_per_layer_input(config: Config, activation: Activation) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    defaults: Mapping[str, Any]  # for settings that a config does not have, not even as null
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # these replace the values of a config
+    reads: frozenset[str] = frozenset()  # the optional settings that the code reads
+    renamed: Mapping[str, str] = field(default_factory=dict)  # its names of settings → the usual names
+    layer_kinds: Callable[[Config, int], Sequence[str]] = all_full
+    # Kind → mixer; other kinds attend.
+    recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)
+    rotated_layers: Callable[[Config, int], Sequence[bool]] = all_rotated
+    rope_settings: Callable[[Config, str], Config] = usual_rope
+    rotates_partly: bool = False  # its code reads partial_rotary_factor, which other engines read for every family
+    activation_name: str = "hidden_act"
+    dense_size: Callable[[Config], int] = intermediate_size
+    scales_embedding: bool = False  # by the square root of hidden_size
+    has_embedding_norm: bool = False
+    norms: Norms = _PRE_NORMS
+    norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # for kinds of layers with other norms
+    eps_after_setting: str | None = None  # the setting with the eps of norms of results, if it differs
+    experts: Callable[[Config, Activation], Experts | None] | None = None
+    is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # True if a layer has experts
+    qk_norm: QKNorm | None = None
+    # Changes the settings of attention for layers of a kind, which rotate or not.
+    of_kind: Callable[[Config, str, bool], Config] = _of_any_kind
+    # The layer whose keys each layer reads.
+    shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared
+    per_layer_input: Callable[[Config, Activation], PerLayerInput | None] = _no_per_layer_input
+    has_v_norm: bool = False
+    has_scale: bool = False  # of each layer
+    qk_norm_setting: str | None = None  # the setting that decides if there are such norms
+    query_scale: Callable[[Config], QueryScale | None] = _not_scaled
+    has_sinks: bool = False
+    has_gate: bool = False
+    # The gates' curve, and True for one gate per head.
+    gates: Callable[[Config], tuple[GateCurve, bool]] = sigmoid_of_elements
+    num_heads: Callable[[Config, int], Sequence[int]] = equal_heads  # of each layer

@@ -1,0 +1,64 @@
+"""Config → the number of query heads of each layer, and the gates of attention's results."""
+
+from collections.abc import Sequence
+
+from infer.compute.operands.mixers import GateCurve, QueryScale
+from infer.errors import ModelError, UnsupportedModelError
+from infer.models.families.config_values import Config, count, flag, positive
+
+
+def equal_heads(config: Config, num_layers: int) -> Sequence[int]:
+    return [count(config, "num_attention_heads")] * num_layers
+
+
+def laguna_heads(config: Config, num_layers: int) -> Sequence[int]:
+    """Return Laguna's numbers of heads, which `num_attention_heads_per_layer` may list."""
+    given = config.get("num_attention_heads_per_layer")
+    if given is None:
+        return equal_heads(config, num_layers)
+    if not isinstance(given, list) or len(given) != num_layers:
+        raise ModelError(f"num_attention_heads_per_layer must list {num_layers} numbers, got {given!r:.80}")
+    return [count({"num_attention_heads_per_layer": each}, "num_attention_heads_per_layer") for each in given]
+
+
+def sigmoid_of_elements(config: Config) -> tuple[GateCurve, bool]:
+    return "sigmoid", False
+
+
+def sigmoid_without_bias(config: Config) -> tuple[GateCurve, bool]:
+    """Return sigmoid, one gate per element. Raises UnsupportedModelError for biases, which these gates do not have."""
+    if config.get("attention_bias"):
+        name = config["model_type"]
+        raise UnsupportedModelError(f"attention_bias=true is not supported for {name}, whose gates have no bias")
+    return sigmoid_of_elements(config)
+
+
+def laguna_gates(config: Config) -> tuple[GateCurve, bool]:
+    """Return Laguna's gates: softplus, by default one per head; `gating` can set one per element."""
+    sigmoid_without_bias(config)
+    gating = config.get("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        raise UnsupportedModelError(f"gating={gating!r:.60} is not supported for laguna: true, per-head or per-element")
+    return "softplus", gating != "per-element"
+
+
+def muse_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
+    """Return Muse-Glimmer's settings, with the factor of its normalised queries multiplied into the scores' factor."""
+    factor = positive(config, "qk_scale_factor")
+    return {**config, "attention_multiplier": factor * count(config, "head_dim") ** -0.5}
+
+
+def llama4_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
+    """Return Llama 4's settings of layers: those that rotate have norms, and the others scale their queries.
+
+    Its norms have no weights and are applied after the rotation. A rotation keeps the length of a head, so norms before
+    the rotation, as computed here, give the same result. The family refuses ropes that change the length.
+    """
+    has_norms, has_scale = flag(config, "use_qk_norm"), flag(config, "attn_temperature_tuning")
+    return {**config, "use_qk_norm": has_norms and is_rotated, "attn_temperature_tuning": has_scale and not is_rotated}
+
+
+def llama4_scale(config: Config) -> QueryScale | None:
+    if not flag(config, "attn_temperature_tuning"):
+        return None
+    return QueryScale(positive(config, "attn_scale"), count(config, "floor_scale"), offset=1)

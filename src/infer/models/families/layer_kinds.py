@@ -1,0 +1,180 @@
+"""Config → the kind of each layer's mixer, by Hugging Face's names, and the layers whose attention rotates."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from infer.errors import ModelError, UnsupportedModelError
+from infer.models.families.config_values import Config, count, flag, settings
+
+FULL, SLIDING, CONVOLUTION, LINEAR = "full_attention", "sliding_attention", "conv", "linear_attention"
+CHUNKED = "chunked_attention"
+
+
+def all_full(config: Config, num_layers: int) -> Sequence[str]:
+    return [FULL] * num_layers
+
+
+def all_windowed(config: Config, num_layers: int) -> Sequence[str]:
+    return [FULL if config.get("sliding_window") is None else SLIDING] * num_layers
+
+
+def _given_kinds(config: Config, num_layers: int, known: Collection[str] = (FULL, SLIDING)) -> Sequence[str] | None:
+    given = config.get("layer_types")
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != num_layers:
+        raise ModelError(f"layer_types must list num_hidden_layers={num_layers} names, got {given!r:.80}")
+    for kind in given:
+        if kind not in known:
+            raise UnsupportedModelError(f"layer type {kind!r:.60} is not supported")
+    return given
+
+
+def full_unless_given(config: Config, num_layers: int) -> Sequence[str]:
+    return _given_kinds(config, num_layers) or all_full(config, num_layers)
+
+
+def windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
+    """Return windowed kinds from `max_window_layers` on, if windows are used at all."""
+    kinds = _given_kinds(config, num_layers)
+    if not flag(config, "use_sliding_window") or config.get("sliding_window") is None:
+        if kinds is not None and SLIDING in kinds:
+            raise ModelError("layer_types has sliding_attention, but use_sliding_window and sliding_window are not set")
+        return all_full(config, num_layers)
+    first = config.get("max_window_layers")
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ModelError(f"max_window_layers must be a whole number, got {first!r:.60}")
+    return kinds or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+
+
+def all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]]:
+    def kinds(config: Config, num_layers: int) -> Sequence[str]:
+        given = _given_kinds(config, num_layers)
+        if given is not None:
+            return given
+        every = count(config, "sliding_window_pattern", default=period)
+        return [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]
+
+    return kinds
+
+
+def windowed_but_every_nth_from_the_end(config: Config, num_layers: int) -> Sequence[str]:
+    """Return windows for all layers except the last and every fourth one before it."""
+    given = _given_kinds(config, num_layers)
+    return given or [SLIDING if (num_layers - 1 - layer) % 4 else FULL for layer in range(num_layers)]
+
+
+def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
+    """Return windows for all layers except every sixth and the last, whatever a config has for the last."""
+    return [*all_windowed_but_every(6)(config, num_layers)[:-1], FULL]
+
+
+def chunked_where_rotated(config: Config, num_layers: int) -> Sequence[str]:
+    """Return chunks for the layers that rotate, if there is an `attention_chunk_size`."""
+    has_chunks = config.get("attention_chunk_size") is not None
+    kinds = _given_kinds(config, num_layers, (FULL, CHUNKED))
+    if kinds is None:
+        return [CHUNKED if rotates and has_chunks else FULL for rotates in llama4_rotated(config, num_layers)]
+    if CHUNKED in kinds and not has_chunks:
+        raise ModelError("layer_types has chunked_attention, but attention_chunk_size is not set")
+    return kinds
+
+
+def none_shared(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
+    return [None] * len(kinds)
+
+
+def last_share_keys(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
+    """Return, for each of the last `num_kv_shared_layers` layers, the last layer of its kind before all of these."""
+    num_shared = config.get("num_kv_shared_layers", 0)
+    if type(num_shared) is not int or not 0 <= num_shared < len(kinds):
+        raise ModelError(f"num_kv_shared_layers must be from 0 to {len(kinds) - 1}, got {num_shared!r:.60}")
+    own = kinds[: len(kinds) - num_shared]
+    sources = {kind: index for index, kind in enumerate(own)}
+    if missing := set(kinds) - set(sources):
+        raise ModelError(f"num_kv_shared_layers={num_shared} leaves no layer with keys of kind {min(missing)}")
+    return [None] * len(own) + [sources[kind] for kind in kinds[len(own) :]]
+
+
+def exaone4_kinds(config: Config, num_layers: int) -> Sequence[str]:
+    if config.get("sliding_window") is None:
+        return _given_kinds(config, num_layers) or all_full(config, num_layers)
+    return all_windowed_but_every(4)(config, num_layers)
+
+
+def windowed_where_not_rotated(config: Config, num_layers: int) -> Sequence[str]:
+    kinds = _given_kinds(config, num_layers)
+    if kinds is not None:
+        return kinds
+    is_used = flag(config, "use_sliding_window") and config.get("sliding_window") is not None
+    rotated = rotated_but_every_nth(config, num_layers)
+    return [SLIDING if is_used and not is_rotated else FULL for is_rotated in rotated]
+
+
+def convolutions_but_listed(config: Config, num_layers: int) -> Sequence[str]:
+    """Return convolutions for the layers that `full_attn_idxs` does not list; without the list, all layers attend."""
+    if config.get("sliding_window") is not None:
+        raise UnsupportedModelError(f"sliding_window={config['sliding_window']!r:.60} is not supported for lfm2")
+    given = _given_kinds(config, num_layers, (FULL, CONVOLUTION))
+    if given is not None:
+        return given
+    attending = config.get("full_attn_idxs", list(range(num_layers)))
+    if not isinstance(attending, list) or not all(type(each) is int for each in attending):
+        raise ModelError(f"config: full_attn_idxs must list the numbers of layers, got {attending!r:.60}")
+    return [FULL if layer in attending else CONVOLUTION for layer in range(num_layers)]
+
+
+def linear_but_every_nth(config: Config, num_layers: int) -> Sequence[str]:
+    """Return attention for every `full_attention_interval`-th layer, and gated delta nets for the others."""
+    given = _given_kinds(config, num_layers, (FULL, LINEAR))
+    if given is not None:
+        return given
+    every = count(config, "full_attention_interval", default=4)
+    return [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+
+
+def linear_but_every_fourth_or_the_last(config: Config, num_layers: int) -> Sequence[str]:
+    """Return attention for every fourth layer, or for the last one of fewer than four."""
+    kinds = list(linear_but_every_nth(config, num_layers))
+    return kinds if FULL in kinds or config.get("layer_types") is not None else [*kinds[:-1], FULL]
+
+
+def rotated_unless_theta_is_null(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return False for every layer if a config's theta is null, as in those of published models."""
+    given = settings(config, "rope_parameters") or config
+    return [given.get("rope_theta", 0) is not None] * num_layers
+
+
+def all_rotated(config: Config, num_layers: int) -> Sequence[bool]:
+    return [True] * num_layers
+
+
+def rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer with a window, and for every layer if the model has no windows."""
+    has_windows = config.get("sliding_window") is not None
+    return [kind == SLIDING or not has_windows for kind in exaone4_kinds(config, num_layers)]
+
+
+def rotated_with_a_theta(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer with a theta in `layer_rope_theta`. Only zeros matter: all thetas are equal."""
+    given = config.get("layer_rope_theta")
+    if given is None:
+        return [(num_layers - 1 - layer) % 4 != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or not all(type(each) in (int, float) for each in given):
+        raise ModelError(f"layer_rope_theta must list num_hidden_layers={num_layers} numbers, got {given!r:.80}")
+    return [each != 0 for each in given]
+
+
+def rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer that rotates. Despite its name, `no_rope_layers` has a 1 for these layers."""
+    given = config.get("no_rope_layers")
+    if given is None:
+        period = count(config, "no_rope_layer_interval", default=4)
+        return [(layer + 1) % period != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or any(rotates not in (0, 1) for rotates in given):
+        raise ModelError(f"no_rope_layers must list num_hidden_layers={num_layers} zeros and ones, got {given!r:.80}")
+    return [bool(rotates) for rotates in given]
+
+
+def llama4_rotated(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer that rotates. An empty list of published configs means all but every fourth."""
+    return rotated_but_every_nth({**config, "no_rope_layers": config.get("no_rope_layers") or None}, num_layers)

@@ -1,0 +1,110 @@
+"""Config → the rope settings of each family, under the usual names. `rope_scaling` makes a rope from them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from infer.compute.operands.mixers import QueryScale
+from infer.errors import ModelError, UnsupportedModelError
+from infer.models.families.config_values import Config, count, positive, settings
+from infer.models.families.layer_kinds import FULL, SLIDING
+from infer.models.families.rope_scaling import rope_settings
+
+_GPT_OSS_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_GPT_OSS_YARN |= {"original_max_position_embeddings": 4096}
+_LAGUNA_ROPE = {FULL: {"partial_rotary_factor": 0.5}, SLIDING: {"partial_rotary_factor": 1.0}}
+_MINISTRAL3_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384}
+_MINISTRAL3_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+
+
+def usual_rope(config: Config, kind: str) -> Config:
+    return rope_settings(config, kind, theta=10_000.0)
+
+
+def smollm3_rope(config: Config, kind: str) -> Config:
+    return rope_settings(config, kind, theta=2_000_000.0)
+
+
+def million_rope(config: Config, kind: str) -> Config:
+    return rope_settings(config, kind, theta=1_000_000.0)
+
+
+def gpt_oss_rope(config: Config, kind: str) -> Config:
+    """Return gpt-oss's rope settings. The default is the settings of the published models."""
+    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+        config = {**config, "rope_scaling": _GPT_OSS_YARN}
+    return rope_settings(config, kind, theta=150_000.0)
+
+
+def ministral3_rope(config: Config, kind: str) -> Config:
+    """Return Ministral 3's rope settings. The default is the settings of the published models."""
+    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+        config = {**config, "rope_scaling": _MINISTRAL3_YARN}
+    return rope_settings(config, kind, theta=1_000_000.0)
+
+
+def ministral3_scale(config: Config) -> QueryScale | None:
+    """Return the scale of queries, which is among Ministral 3's rope settings."""
+    given = ministral3_rope(config, FULL)
+    if not given.get("llama_4_scaling_beta"):
+        return None
+    original = count(given, "original_max_position_embeddings", default=count(config, "max_position_embeddings"))
+    return QueryScale(positive(given, "llama_4_scaling_beta"), original)
+
+
+def llama4_rope(config: Config, kind: str) -> Config:
+    """Return Llama 4's rope settings. Its norms after the rotation need a rotation that keeps the length of a head."""
+    found = rope_settings(config, kind, theta=500_000.0)
+    name = found.get("rope_type", found.get("type", "default"))
+    if name not in ("default", "linear", "dynamic", "llama3"):
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for llama4: use default or llama3")
+    return found
+
+
+def phi3_rope(config: Config, kind: str) -> Config:
+    """Return Phi-3's rope settings.
+
+    Its code uses the name "longrope" for the "su" or "yarn" of older configs, and supports no other scaling.
+    """
+    found = {"type": "default", **rope_settings(config, kind, theta=10_000.0)}
+    name = found.pop("rope_type", found["type"])
+    if name not in ("default", "longrope", "su", "yarn"):
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for phi3: use default or longrope")
+    return {**found, "rope_type": "default" if name == "default" else "longrope"}
+
+
+def olmo3_rope(config: Config, kind: str) -> Config:
+    """Return OLMo 3's rope settings. Flat settings are for layers with full attention; windows have no scaling."""
+    nested = settings(settings(config, "rope_parameters"), kind)
+    scaling = settings(config, "rope_scaling") if kind == FULL else {}
+    return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
+
+
+def rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, str], Config]:
+    """Return a reader of rope settings that a config has for each kind of layer, or not at all.
+
+    A GGUF file has one theta per kind. Its scaling is for layers with full attention.
+    """
+
+    def read(config: Config, kind: str) -> Config:
+        given = settings(config, "rope_parameters")
+        if given and kind not in given:
+            raise ModelError(f"config: rope_parameters must have {kind}, got {', '.join(map(str, given)):.80}")
+        if kind == FULL:
+            scaling = settings(config, "rope_scaling")
+            return {"rope_theta": positive(config, "rope_theta", full_theta), **scaling, **settings(given, kind)}
+        return {"rope_theta": positive(config, "rope_local_base_freq", sliding_theta), **settings(given, kind)}
+
+    return read
+
+
+def laguna_rope(config: Config, kind: str) -> Config:
+    """Return Laguna's rope settings. By default, layers with full attention rotate half of a head."""
+    if not settings(config, "rope_parameters") and config.get("partial_rotary_factor") is None:
+        config = {**config, "rope_parameters": _LAGUNA_ROPE}
+    return {"partial_rotary_factor": 1.0, **rope_by_kind(500_000.0, 10_000.0)(config, kind)}

@@ -1,0 +1,396 @@
+"""The table of families: one row of data for each, by its name in configs.
+
+Defaults are those of Hugging Face's configuration classes, except for sizes, which a config must give.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from infer.compute.operands.architecture import Norms
+from infer.models.families.experts import (
+    gemma4_experts,
+    glm_experts,
+    gpt_oss_experts,
+    granite_experts,
+    is_sparse_as_listed,
+    is_sparse_in_glm,
+    is_sparse_in_laguna,
+    is_sparse_in_lfm2,
+    is_sparse_in_llama4,
+    is_sparse_in_qwen,
+    laguna_experts,
+    lfm2_experts,
+    llama4_experts,
+    mixtral_experts,
+    olmoe_experts,
+    qwen_experts,
+)
+from infer.models.families.family import Family
+from infer.models.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
+from infer.models.families.heads import (
+    laguna_gates,
+    laguna_heads,
+    llama4_of_kind,
+    llama4_scale,
+    muse_of_kind,
+    sigmoid_without_bias,
+)
+from infer.models.families.layer_kinds import (
+    CONVOLUTION,
+    LINEAR,
+    all_windowed,
+    all_windowed_but_every,
+    chunked_where_rotated,
+    convolutions_but_listed,
+    exaone4_kinds,
+    full_unless_given,
+    gemma4_kinds,
+    last_share_keys,
+    linear_but_every_fourth_or_the_last,
+    linear_but_every_nth,
+    llama4_rotated,
+    rotated_but_every_nth,
+    rotated_unless_theta_is_null,
+    rotated_where_windowed,
+    rotated_with_a_theta,
+    windowed_but_every_nth_from_the_end,
+    windowed_from_a_layer_on,
+    windowed_where_not_rotated,
+)
+from infer.models.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
+from infer.models.families.ropes import (
+    gpt_oss_rope,
+    laguna_rope,
+    llama4_rope,
+    million_rope,
+    ministral3_rope,
+    ministral3_scale,
+    olmo3_rope,
+    phi3_rope,
+    rope_by_kind,
+    smollm3_rope,
+)
+from infer.models.families.widths import lfm2_size, llama4_size
+
+_ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
+
+
+def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
+    return {"max_position_embeddings": max_positions, "rms_norm_eps": eps, "hidden_act": "silu", **others}
+
+
+_GEMMA: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+_GEMMA3 = Family(
+    # The published configs of multimodal models leave out most of their common values.
+    defaults=_GEMMA
+    | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
+    # attn_logit_softcapping is a setting that its code has but never uses.
+    reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention"},
+    layer_kinds=all_windowed_but_every(6),
+    rope_settings=gemma3_rope,
+    activation_name="hidden_activation",
+    scales_embedding=True,
+    norms=Norms(after=True),
+    qk_norm="head",
+)
+
+_GEMMA4 = Family(
+    defaults={**_GEMMA3.defaults, "num_hidden_layers": 30, "vocab_size": 262_144, "sliding_window": 512}
+    | {"global_head_dim": 512, "hidden_size_per_layer_input": 256},
+    fixed={"query_pre_attn_scalar": 1.0},
+    renamed={"top_k_experts": "num_experts_per_tok"},
+    reads=_ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
+    experts=gemma4_experts,
+    per_layer_input=gemma4_per_layer_input,
+    layer_kinds=gemma4_kinds,
+    of_kind=gemma4_of_kind,
+    shared_layers=last_share_keys,
+    rope_settings=gemma4_rope,
+    rotates_partly=True,
+    activation_name="hidden_activation",
+    scales_embedding=True,
+    norms=Norms(after=True),
+    qk_norm="head",
+    has_v_norm=True,
+    has_scale=True,
+)
+
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4,
+    defaults={**_GEMMA4.defaults, "sliding_window": 1024, "max_position_embeddings": 262_144}
+    | {"hidden_size_per_layer_input": None, "enable_moe_block": False},
+)
+
+_MUSE_GLIMMER = Family(
+    _defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=2, sliding_window=2048)
+    | {"hidden_activation": "silu", "final_logit_softcapping": 20.0, "qk_scale_factor": 3.87}
+    | {"output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8},
+    reads=frozenset({"attention_bias", "final_logit_softcapping", "output_multiplier"}),
+    layer_kinds=windowed_but_every_nth_from_the_end,
+    rotated_layers=rotated_with_a_theta,
+    activation_name="hidden_activation",
+    has_embedding_norm=True,
+    norms=Norms(after=True),
+    eps_after_setting="post_norm_eps",
+    qk_norm="head_unweighted",
+    of_kind=muse_of_kind,
+    has_gate=True,
+    gates=sigmoid_without_bias,
+)
+
+_LLAMA4 = Family(
+    _defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=8, num_experts_per_tok=1)
+    | {"attention_chunk_size": 8192, "use_qk_norm": True}
+    | {"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192},
+    reads=_ATTENTION_BIAS,
+    layer_kinds=chunked_where_rotated,
+    rotated_layers=llama4_rotated,
+    rope_settings=llama4_rope,
+    dense_size=llama4_size,
+    experts=llama4_experts,
+    is_sparse=is_sparse_in_llama4,
+    qk_norm="head_unweighted",
+    qk_norm_setting="use_qk_norm",
+    of_kind=llama4_of_kind,
+    query_scale=llama4_scale,
+)
+
+_LFM2 = Family(
+    _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3),
+    fixed={"hidden_act": "silu"},
+    renamed={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"},
+    layer_kinds=convolutions_but_listed,
+    recurrent={CONVOLUTION: short_conv},
+    rope_settings=million_rope,
+    qk_norm="head",
+)
+
+_DELTA_NETS = _defaults(32_768, head_dim=256, partial_rotary_factor=0.25) | {"linear_conv_kernel_dim": 4}
+_DELTA_NETS |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_DELTA_NETS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_QWEN35 = Family(
+    _DELTA_NETS | {"num_key_value_heads": 4},
+    reads=_ATTENTION_BIAS,
+    layer_kinds=linear_but_every_nth,
+    recurrent={LINEAR: gated_delta_net},
+    rotates_partly=True,
+    qk_norm="head",
+    has_gate=True,
+)
+_QWEN35_MOE = replace(
+    _QWEN35,
+    defaults=_DELTA_NETS
+    | {"num_key_value_heads": 2, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    fixed={"norm_topk_prob": True},
+    experts=qwen_experts,
+)
+
+_LLAMA = Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"})
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "llama_bidirec": replace(_LLAMA, fixed={"is_causal": False}),
+    "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
+    "ministral3": Family(
+        _defaults(262_144, eps=1e-5, num_key_value_heads=8, head_dim=128),
+        layer_kinds=all_windowed,
+        rope_settings=ministral3_rope,
+        query_scale=ministral3_scale,
+    ),
+    "qwen2": Family(
+        _defaults(32_768, **_QWEN_WINDOWS),
+        fixed={"attention_bias": True, "attention_output_bias": False},
+        layer_kinds=windowed_from_a_layer_on,
+    ),
+    "qwen3": Family(
+        _defaults(32_768, head_dim=128, **_QWEN_WINDOWS),
+        reads=_ATTENTION_BIAS,
+        layer_kinds=windowed_from_a_layer_on,
+        qk_norm="head",
+    ),
+    "gemma2": Family(
+        _GEMMA
+        | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
+        layer_kinds=all_windowed_but_every(2),
+        activation_name="hidden_activation",
+        scales_embedding=True,
+        norms=Norms(after=True),
+    ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
+    "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4_UNIFIED,
+    "gemma4_unified": _GEMMA4_UNIFIED,
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "muse_glimmer": _MUSE_GLIMMER,
+    "muse_glimmer_text": _MUSE_GLIMMER,
+    "phi3": Family(
+        _defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
+        layer_kinds=all_windowed,
+        rope_settings=phi3_rope,
+        rotates_partly=True,
+    ),
+    "smollm3": Family(
+        _defaults(32_768, num_key_value_heads=4, tie_word_embeddings=True),
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        layer_kinds=windowed_where_not_rotated,
+        rotated_layers=rotated_but_every_nth,
+        rope_settings=smollm3_rope,
+    ),
+    "olmo2": Family(
+        _defaults(2048, eps=1e-5),
+        reads=_ATTENTION_BIAS,
+        norms=Norms(before=False, after=True),
+        qk_norm="all",
+    ),
+    "olmo3": Family(
+        _defaults(2048, eps=1e-5, sliding_window=4096),
+        reads=_ATTENTION_BIAS,
+        layer_kinds=all_windowed_but_every(4),
+        rope_settings=olmo3_rope,
+        norms=Norms(before=False, after=True),
+        qk_norm="all",
+    ),
+    "olmo_hybrid": Family(
+        _defaults(65_536, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
+        reads=_ATTENTION_BIAS,
+        layer_kinds=linear_but_every_fourth_or_the_last,
+        recurrent={LINEAR: olmo_hybrid_delta_net},
+        rotated_layers=rotated_unless_theta_is_null,
+        norms=Norms(before=False, after=True),
+        norms_by_kind={LINEAR: Norms()},
+        qk_norm="all",
+    ),
+    "exaone4": Family(
+        _defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096),
+        layer_kinds=exaone4_kinds,
+        rotated_layers=rotated_where_windowed,
+        norms=Norms(before=False, after=True),
+        qk_norm="head",
+    ),
+    "seed_oss": Family(
+        _defaults(524_288, num_key_value_heads=8, head_dim=128)
+        | {"attention_bias": True, "attention_output_bias": False},
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"attention_out_bias": "attention_output_bias"},
+    ),
+    "granite": Family(
+        _defaults(2048, attention_multiplier=1.0),
+        reads=_ATTENTION_BIAS
+        | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+    ),
+    "qwen3_moe": Family(
+        _defaults(32_768, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768)
+        | {"head_dim": 128, **_QWEN_WINDOWS},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=windowed_from_a_layer_on,
+        qk_norm="head",
+        experts=qwen_experts,
+        is_sparse=is_sparse_in_qwen,
+    ),
+    "mellum": Family(
+        _defaults(131_072, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=896)
+        | {"head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=full_unless_given,
+        rope_settings=rope_by_kind(500_000.0, 10_000.0),
+        rotates_partly=True,
+        qk_norm="head",
+        experts=qwen_experts,
+        is_sparse=is_sparse_as_listed,
+    ),
+    "laguna": Family(
+        _defaults(131_072, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=512)
+        | {"shared_expert_intermediate_size": 512, "head_dim": 128, "sliding_window": 512},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=full_unless_given,
+        rope_settings=laguna_rope,
+        rotates_partly=True,
+        qk_norm="head",
+        experts=laguna_experts,
+        is_sparse=is_sparse_in_laguna,
+        has_gate=True,
+        gates=laguna_gates,
+        num_heads=laguna_heads,
+    ),
+    "qwen2_moe": Family(
+        _defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)
+        | {"shared_expert_intermediate_size": 5632, **_QWEN_WINDOWS},
+        fixed={"attention_bias": True, "attention_output_bias": False},
+        layer_kinds=windowed_from_a_layer_on,
+        experts=qwen_experts,
+        is_sparse=is_sparse_in_qwen,
+    ),
+    "mixtral": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=2),
+        layer_kinds=all_windowed,
+        rope_settings=million_rope,
+        experts=mixtral_experts,
+    ),
+    "olmoe": Family(
+        _defaults(4096, eps=1e-5, num_experts_per_tok=8),
+        reads=_ATTENTION_BIAS,
+        qk_norm="all",
+        experts=olmoe_experts,
+    ),
+    "glm4_moe": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=1408)
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
+        fixed={"attention_output_bias": False},
+        reads=frozenset({"attention_bias"}),
+        rotates_partly=True,
+        qk_norm="head",
+        qk_norm_setting="use_qk_norm",
+        experts=glm_experts,
+        is_sparse=is_sparse_in_glm,
+    ),
+    "gpt_oss": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=4, head_dim=64)
+        | {"sliding_window": 128, "attention_bias": True},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=all_windowed_but_every(2),
+        rope_settings=gpt_oss_rope,
+        experts=gpt_oss_experts,
+        has_sinks=True,
+    ),
+    "granitemoe": Family(
+        _defaults(2048, num_experts_per_tok=2),
+        reads=_ATTENTION_BIAS
+        | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+        experts=granite_experts,
+    ),
+    "lfm2": replace(
+        _LFM2,
+        defaults={**_LFM2.defaults}
+        | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0},
+        renamed={**_LFM2.renamed, "block_ff_dim": "intermediate_size"},
+        dense_size=lfm2_size,
+    ),
+    "lfm2_moe": replace(
+        _LFM2,
+        defaults={**_LFM2.defaults}
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
+        | {"use_expert_bias": True, "norm_topk_prob": True},
+        experts=lfm2_experts,
+        is_sparse=is_sparse_in_lfm2,
+    ),
+    "qwen3_5": _QWEN35,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe": _QWEN35_MOE,
+    "qwen3_5_moe_text": _QWEN35_MOE,
+    "qwen3_next": replace(
+        _QWEN35_MOE,
+        defaults={**_QWEN35_MOE.defaults, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        fixed={},
+        is_sparse=is_sparse_in_qwen,
+    ),
+}

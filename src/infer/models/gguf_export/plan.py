@@ -1,0 +1,69 @@
+"""A folder of safetensors → the metadata and the tensors of a GGUF file of the same model."""
+
+from typing import NamedTuple
+
+from infer.errors import UnsupportedModelError
+from infer.files import Checkpoint
+from infer.files.config import architecture_in_gguf
+from infer.files.gguf.gguf import TypedValue
+from infer.files.gguf.gguf_text_encoders import ENCODERS
+from infer.files.tensors.lazy_weights import LazyWeights
+from infer.models.families import FAMILIES, as_read, make_architecture
+from infer.models.gguf_export.encoder_values import encoder_values, token_type_values
+from infer.models.gguf_export.general_values import general_values
+from infer.models.gguf_export.heads import head_plan
+from infer.models.gguf_export.network_values import network_values
+from infer.models.gguf_export.prompt_values import prompt_values
+from infer.models.gguf_export.rope_values import RopeValues, rope_values
+from infer.models.gguf_export.round_trip import check_round_trip
+from infer.models.gguf_export.tensors import ExportTensor, export_tensors
+from infer.models.gguf_export.tokenizer_values import tokenizer_values
+from infer.models.gguf_export.values import Value, typed
+from infer.models.tensors import check_tensors
+
+
+class ExportPlan(NamedTuple):
+    """The content of a GGUF file: its key-values and its tensors, in their order."""
+
+    values: dict[str, TypedValue]
+    tensors: list[ExportTensor]
+
+
+def export_plan(checkpoint: Checkpoint) -> ExportPlan:
+    """Return the content of a GGUF file of the model in a folder.
+
+    Raises:
+        UnsupportedModelError: GGUF has no form for the network or the tokenizer. The error names the missing part.
+        ModelError: The config and the tensors disagree, or reading them fails.
+    """
+    network, path = network_plan(checkpoint), checkpoint.path
+    name = str(network.values["general.architecture"].value)
+    tokenizer = tokenizer_values(path, name, int(checkpoint.config["vocab_size"]))
+    values = network.values | {key: typed(value) for key, value in tokenizer.items()}
+    return ExportPlan(values, network.tensors)
+
+
+def network_plan(checkpoint: Checkpoint) -> ExportPlan:
+    """Return the same content without a tokenizer."""
+    config, path = checkpoint.config, checkpoint.path
+    architecture, name = make_architecture(config), architecture_in_gguf(config)
+    if name is None:
+        raise UnsupportedModelError(f"{path.name}: GGUF has no architecture for model_type {config['model_type']!r}")
+    check_tensors(architecture, checkpoint.tensors)
+    own, ropes = dict[str, Value](), RopeValues({}, {})
+    if name in ENCODERS:
+        own = encoder_values(config, architecture)
+    else:
+        read = as_read(config, FAMILIES[str(config["model_type"])])
+        ropes = rope_values(name, read, architecture)
+        own = network_values(name, read, architecture) | ropes.values
+    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
+    values = general_values(path, name, tensors, checkpoint.generation_config)
+    head = head_plan(checkpoint, name, architecture.norm_eps)
+    others = prompt_values(checkpoint) | token_type_values(name, architecture)
+    values |= {key: typed(value) for key, value in others.items()}
+    values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
+    if head.prompt is not None:
+        values["tokenizer.chat_template.rerank"] = typed(head.prompt)
+    check_round_trip(path, architecture, values, tensors, ropes.factors, checkpoint.files[0])
+    return ExportPlan(values, tensors + head.tensors)

@@ -1,0 +1,186 @@
+"""A folder's tensors under the names and in the forms of GGUF: the inverse of `checkpoint`'s changes to a file.
+
+Rows of q and k whose elements rotate together become neighbours, experts are stacked, and projections are fused, as
+each architecture of llama.cpp requires. `delta_nets` does the same for recurrent layers.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.mixers import Attention, GatedDeltaNet
+from infer.compute.operands.weights import FileWeight
+from infer.errors import UnsupportedModelError
+from infer.files import ROWS_IN_PAIRS
+from infer.files.gguf.gguf_text_encoders import ENCODERS, encoder_name_in_gguf
+from infer.files.tensors.tensor_names import name_in_gguf
+from infer.models.gguf_export.delta_nets import change_delta_net
+from infer.models.gguf_export.rows import Order, Rows, as_floats, joined, reordered, rows_of, vector_of
+
+_EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
+WITH_ONE_QKV = frozenset({"phi3", "nomic-bert", "modern-bert"})
+WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
+WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # gate and up are one matrix
+WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
+_WITH_SCALE_IN_Q_NORM = frozenset({"muse-glimmer"})
+# In all files: llama.cpp has no kernels for other types of these tensors, and its converter writes float32.
+_IN_FLOAT32 = re.compile(
+    r"(.+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)|position_embd|token_types)\.weight"
+)
+
+Named = dict[str, Rows]  # by our names
+
+
+@final
+@dataclass(frozen=True)
+class ExportTensor:
+    """A tensor of the file, with the values of the source.
+
+    Attributes:
+        shape: Rows first. A stack has three axes.
+        rows: The values, in the source's type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Rows
+
+    @property
+    def type(self) -> str:
+        """GGML's name of the source's type."""
+        return self.rows.type
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows over all axes except the last."""
+        return prod(self.shape[:-1])
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some of the rows, in the form of `StoredWeight.data`.
+
+        Raises:
+            ModelError: Reading the source fails.
+        """
+        if not self.rows.is_vector:
+            return self.rows.read(first, last)
+        return self.rows.read(0, self.rows.count).reshape(self.num_rows, -1)[first:last]
+
+
+def export_tensors(
+    path: Path,
+    name: str,
+    architecture: Architecture,
+    weights: Mapping[str, FileWeight],
+    factors: Mapping[str, Sequence[float]],
+) -> list[ExportTensor]:
+    """Return the tensors of a network, beginning with those outside of layers.
+
+    Args:
+        path: The folder, for errors.
+        name: The architecture's name in GGUF.
+        architecture: The network.
+        weights: The folder's weights by our names.
+        factors: Additional vectors of the file, by GGUF's names.
+
+    Raises:
+        UnsupportedModelError: A tensor has no name in GGUF.
+    """
+    named = {each: rows_of(weight) for each, weight in weights.items()}
+    if architecture.tied_embeddings:
+        named.pop("lm_head.weight", None)
+    for index, layer in enumerate(architecture.layers):
+        prefix = f"model.layers.{index}."
+        if isinstance(layer.mixer, Attention):
+            _change_attention(named, name, f"{prefix}self_attn.", layer.mixer)
+        elif isinstance(layer.mixer, GatedDeltaNet):
+            change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
+        if name in WITH_ONE_GATE_UP:
+            _fuse(named, f"{prefix}mlp.gate_up_proj", (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"))
+    found = _take_stacks(named, name)
+    found |= {each: ExportTensor(each, rows.shape, rows) for each, rows in named.items()}
+    ordered = [_renamed(path, name, each, found[each]) for each in sorted(found, key=_place)]
+    vectors = {each: vector_of(torch.tensor(values, dtype=torch.float32)) for each, values in factors.items()}
+    return [*(ExportTensor(each, rows.shape, rows) for each, rows in vectors.items()), *ordered]
+
+
+def _renamed(path: Path, name: str, ours: str, tensor: ExportTensor) -> ExportTensor:
+    stored = encoder_name_in_gguf(ours) if name in ENCODERS else name_in_gguf(ours, name)
+    if stored is None:
+        raise UnsupportedModelError(f"{path.name}: the tensor {ours!r:.80} has no name in a GGUF file of {name}")
+    shape = tensor.shape
+    if ours.endswith(".mlp.shared_gate.weight"):  # llama.cpp's files drop axes of length one
+        shape = shape[1:]
+    is_float32 = _IN_FLOAT32.fullmatch(stored) and not tensor.rows.is_vector
+    return ExportTensor(stored, shape, as_floats(tensor.rows) if is_float32 else tensor.rows)
+
+
+def _place(name: str) -> tuple[int, str]:
+    match = _LAYER.fullmatch(name)
+    return (-1, name) if match is None else (int(match[1]), match[2])
+
+
+def _change_attention(named: Named, name: str, prefix: str, mixer: Attention) -> None:
+    """Give one layer's tensors of attention the form of this architecture's files."""
+    parts = [f"{prefix}{part}_proj" for part in "qkv"]
+    if name in ROWS_IN_PAIRS:
+        for part, heads in zip(parts, (mixer.num_heads, mixer.num_kv_heads), strict=False):
+            for each in (f"{part}.weight", f"{part}.bias"):
+                if each in named:
+                    named[each] = reordered(named[each], _in_pairs(named[each].count, heads))
+    if name in WITH_GATES_IN_Q:
+        for kind in ("weight", "bias"):
+            own, gate = (named.pop(f"{prefix}{part}_proj.{kind}", None) for part in ("q", "gate"))
+            if own is not None and gate is not None:
+                order = _alternating(mixer.num_heads, own.count)
+                named[f"{prefix}q_proj.{kind}"] = reordered(joined([own, gate]), order)
+    if name in WITH_ONE_QKV:
+        _fuse(named, f"{prefix}qkv_proj", parts)
+    if name in _WITH_SCALE_IN_Q_NORM:
+        for part, scale in (("q", mixer.scale * mixer.head_dim**0.5), ("k", 1.0)):
+            named[f"{prefix}{part}_norm.weight"] = vector_of(torch.full((mixer.head_dim,), scale))
+
+
+def _fuse(named: Named, fused: str, parts: list[str] | tuple[str, ...]) -> None:
+    """Stack the rows of some projections."""
+    for kind in ("weight", "bias"):
+        found = [named.pop(each) for part in parts if (each := f"{part}.{kind}") in named]
+        if found:
+            named[f"{fused}.{kind}"] = joined(found)
+
+
+def _in_pairs(num_rows: int, heads: int) -> Order:
+    """Return the order in which rows that rotate together are neighbours: the inverse of `in_half_order`."""
+    return np.arange(num_rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def _alternating(heads: int, num_rows: int) -> Order:
+    """Return the order of q's rows, then an equal number of gates, in which each head has its q, then its gate."""
+    return np.arange(2 * num_rows).reshape(2, heads, -1).swapaxes(0, 1).reshape(-1)
+
+
+def _take_stacks(named: Named, name: str) -> dict[str, ExportTensor]:
+    """Remove the tensors of single experts, and return their stacks by our names."""
+    experts: dict[tuple[str, str, str], dict[int, Rows]] = {}
+    for each in [each for each in named if _EXPERT.fullmatch(each)]:
+        match = _EXPERT.fullmatch(each)
+        assert match is not None
+        experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
+    if name in WITH_ONE_EXPERT_MATRIX:
+        for module, part, kind in [each for each in experts if each[1] == "gate"]:
+            gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
+            experts[module, "gate_up", kind] = {index: joined([gates[index], ups[index]]) for index in gates}
+    found: dict[str, ExportTensor] = {}
+    for (module, part, kind), by_index in experts.items():
+        rows = joined([by_index[index] for index in sorted(by_index)])
+        shape = (len(by_index), rows.count // len(by_index), *rows.shape[1:])
+        found[f"{module}.{part}_proj.{kind}"] = ExportTensor("", shape, rows)
+    return found

@@ -1,0 +1,227 @@
+"""A folder's tokenizer → `tokenizer.*` of a GGUF file: the inverse of `tokenizer.tokenizer_files.read_gguf`.
+
+The result is read back, and a text in many languages must get the same ids. So a tokenizer is written exactly or
+refused.
+"""
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram, WordPiece
+
+from infer.errors import UnsupportedModelError
+from infer.files.gguf.gguf_text_encoders import ENCODERS
+from infer.models.gguf_export.encoder_vocabulary import unigram_values, wordpiece_values
+from infer.models.gguf_export.merge_scores import merges_of, scores_of
+from infer.models.gguf_export.pre_tokenizer_names import pre_tokenizer_name
+from infer.models.gguf_export.values import Value
+from infer.text.tokenizer.gguf_vocabulary import END_NAMES, TokenType
+from infer.text.tokenizer.tokenizer_files import TokenizerParts, read_folder, read_gguf
+
+_ID_NAMES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",
+    "pad_token": "padding",
+    "mask_token": "mask",
+}
+_SPACE_MARK = "▁"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_NOT_IN_GGUF = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+_TEXTS = (
+    "Hello, world! It's 12345.678 — naïve café, Straße.\n\n\tdef f(x):  return x**2   # ok\r\n",
+    "Привет, мир. Ελληνικά; עברית, العربية ١٢٣. हिन्दी में पाठ, ไทยภาษา, 日本語のテキスト。",
+    "中文分词，测试！한국어 문장 👩‍👩‍👧😀",
+    " leading space, trailing space ",
+    "e\u0301 \ufb01 \u00a0\u3000\u200d \x07 \U0001f9ff\U00020000",
+    "",
+)
+
+
+def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str, Value]:
+    """Return the keys of a folder's tokenizer and chat templates.
+
+    Args:
+        path: The folder.
+        architecture: The architecture's name in GGUF.
+        vocab_size: Number of rows of the embedding. Rows without a token get names of unused tokens.
+
+    Raises:
+        UnsupportedModelError: GGUF has no form for the tokenizer. The error names the missing part.
+        ModelError: The folder's files cannot be read.
+    """
+    parts = read_folder(path, vocab_size)
+    texts, types = _tokens(parts.backend, vocab_size)
+    others = _special_ids(parts, reads_pairs=architecture in ENCODERS) | _templates(parts.chat_templates)
+    problems = list[str]()
+    for vocabulary in _vocabularies(path, architecture, parts.backend, texts, types):
+        values = vocabulary | others
+        problem = _difference(parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=architecture in ENCODERS)
+        if problem is None:
+            return values
+        problems.append(problem)
+    raise UnsupportedModelError(f"{path.name}: GGUF has no form for its tokenizer: {problems[0]}")
+
+
+def _tokens(backend: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
+    """Return the texts and types of tokens by their ids."""
+    texts = [f"[PAD{token_id}]" for token_id in range(vocab_size)]
+    types = [TokenType.UNUSED.value] * vocab_size
+    unknown = getattr(backend.model, "unk_token", None)
+    for text, token_id in backend.get_vocab(with_added_tokens=True).items():
+        if token_id < vocab_size:
+            texts[token_id], types[token_id] = text, TokenType.NORMAL.value
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if token_id < vocab_size:
+            kind = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+            types[token_id] = (TokenType.UNKNOWN if token.content == unknown else kind).value
+    return texts, types
+
+
+def _vocabularies(
+    path: Path, architecture: str, backend: Tokenizer, texts: list[str], types: list[int]
+) -> Iterable[dict[str, Value]]:
+    """Yield the tokens, and the further keys of the tokenizer's algorithm, in each form that may fit."""
+    model = backend.model
+    if isinstance(model, WordPiece):
+        return [wordpiece_values(backend, texts, types)]
+    if isinstance(model, Unigram):
+        return unigram_values(backend, texts, types)
+    kinds = [] if isinstance(model, BPE) else [type(model).__name__]
+    kinds += [name for name in _NOT_IN_GGUF if getattr(model, name, None)]
+    if not isinstance(model, BPE) or kinds:
+        problem = f"GGUF has no form for the tokenizer of {architecture}: {', '.join(kinds)}"
+        raise UnsupportedModelError(f"{path.name}: {problem}")
+    return [_bpe_values(path, architecture, backend, model, texts, types)]
+
+
+def _bpe_values(
+    path: Path, architecture: str, backend: Tokenizer, model: BPE, texts: list[str], types: list[int]
+) -> dict[str, Value]:
+    merges = merges_of(model)
+    if model.byte_fallback:
+        return _marked_vocabulary(path, architecture, backend, texts, types, merges)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre_tokenizer_name(path, architecture, backend),
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": _joined(path, merges),
+    }
+
+
+def _marked_vocabulary(
+    path: Path,
+    architecture: str,
+    backend: Tokenizer,
+    texts: list[str],
+    types: list[int],
+    merges: Sequence[tuple[str, str]],
+) -> dict[str, Value]:
+    """Return the same for SentencePiece's form, which marks spaces and has a token for each byte.
+
+    User-defined tokens have plain spaces, except in files of Gemma 4.
+    """
+    types = [
+        TokenType.BYTE.value if kind == TokenType.NORMAL and _BYTE.fullmatch(text) else kind
+        for text, kind in zip(texts, types, strict=True)
+    ]
+    values: dict[str, Value] = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": _joined(path, merges)}
+    if architecture != "gemma4":
+        values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+        texts = [
+            text.replace(_SPACE_MARK, " ") if kind == TokenType.USER_DEFINED else text
+            for text, kind in zip(texts, types, strict=True)
+        ]
+    return values | {
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores_of(texts, types, merges),
+        "tokenizer.ggml.add_space_prefix": backend.encode("a", add_special_tokens=False).tokens[0][0] == _SPACE_MARK,
+    }
+
+
+def _joined(path: Path, merges: Sequence[tuple[str, str]]) -> list[str]:
+    for left, right in merges:
+        if " " in left[1:] or " " in right:
+            raise UnsupportedModelError(f"{path.name}: the merge {left!r:.40} + {right!r:.40} has no form in GGUF")
+    return [" ".join(merge) for merge in merges]
+
+
+def _special_ids(parts: TokenizerParts, *, reads_pairs: bool) -> dict[str, Value]:
+    """Return the ids of special tokens, and those that are added to a text or between two texts."""
+    backend = parts.backend
+    named = {_ID_NAMES[name]: text for name, text in parts.named_tokens.items() if name in _ID_NAMES}
+    found = {own: token_id for own, text in named.items() if (token_id := backend.token_to_id(text)) is not None}
+    plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    first = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+    before, after = whole[:first], whole[first + len(plain) :]
+    ends = [*([found["eos"]] if after and "eos" in found else []), *parts.end_token_ids]
+    if before:
+        found["bos"] = before[0]
+    if after:
+        found["eos"] = after[-1]
+    others = list(dict.fromkeys(token_id for token_id in ends if token_id != found.get("eos")))
+    found |= dict(zip(("eot", "eom"), others, strict=False))
+    lost = [text for token_id in others[2:] if (text := backend.id_to_token(token_id)) not in END_NAMES]
+    if lost:
+        warnings.warn(f"a GGUF file names three tokens that end an answer: {lost!r:.80} will not end one", stacklevel=3)
+    values: dict[str, Value] = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in found.items()}
+    values |= {"tokenizer.ggml.add_bos_token": bool(before), "tokenizer.ggml.add_eos_token": bool(after)}
+    if reads_pairs:
+        num_between = len(backend.encode("a", "a").ids) - len(whole) - len(plain)
+        values |= {"tokenizer.ggml.add_sep_token": num_between == 2}
+    return values
+
+
+def _templates(templates: Mapping[str, str]) -> dict[str, Value]:
+    own: dict[str, Value] = {
+        "tokenizer.chat_template" + ("" if name == "default" else f".{name}"): text for name, text in templates.items()
+    }
+    others = [name for name in templates if name != "default"]
+    return own | {"tokenizer.chat_templates": others} if others else own
+
+
+def _as_read(values: Mapping[str, Value]) -> dict[str, Any]:
+    """Return the values as a reader of the file will see them."""
+    return {key: list(value) if isinstance(value, bytes) else value for key, value in values.items()}
+
+
+def _difference(backend: Tokenizer, again: Tokenizer, *, reads_pairs: bool) -> str | None:
+    """Return the first difference between a tokenizer and the one that a reader makes from the file, or None."""
+    if isinstance(backend.model, BPE) and (problem := _difference_of_merges(backend, again)) is not None:
+        return problem
+    added = backend.get_added_tokens_decoder().values()
+    plain = [token.content for token in added if not (token.lstrip or token.rstrip or token.single_word)]
+    turns = "".join(f"{content}a b" for content in (*plain[:20], *plain[-20:]))
+    asked: list[tuple[str, str | None, bool]] = [(_TEXTS[0], _TEXTS[1], True)] * reads_pairs
+    asked += [(text, None, is_whole) for text in (*_TEXTS, turns) for is_whole in (False, True)]
+    for first, second, is_whole in asked:
+        own, read = (each.encode(first, second, add_special_tokens=is_whole) for each in (backend, again))
+        if (own.ids, own.type_ids) != (read.ids, read.type_ids):
+            pairs = enumerate(zip(own.ids, read.ids, strict=False))
+            at = next((index for index, pair in pairs if pair[0] != pair[1]), 0)
+            found = f"the same text would be read as {read.tokens[at : at + 3]!r:.80}"
+            return f"from {own.tokens[at : at + 3]!r:.80} on, {found}"
+    return None
+
+
+def _difference_of_merges(backend: Tokenizer, again: Tokenizer) -> str | None:
+    """Return a merge that only one of two tokenizers has, or None if they merge alike.
+
+    Merges that make the same token may have another order, and merges that make an added token are never used.
+    """
+    models = backend.model, again.model
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    own, read = (
+        [pair for pair in merges_of(model) if "".join(pair) not in added] for model in models if isinstance(model, BPE)
+    )
+    if set(own) == set(read) and list(dict.fromkeys(map("".join, own))) == list(dict.fromkeys(map("".join, read))):
+        return None
+    other = next(iter(set(own) ^ set(read)), own[0])
+    return f"its merges cannot be written as SentencePiece's scores, such as {other!r:.80}"

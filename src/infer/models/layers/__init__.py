@@ -1,0 +1,98 @@
+"""The parts of layers, loaded: one module per kind of mixer and feed-forward.
+
+A part has one method for the forward, `add`: it returns the residual stream with the part's result added. `load_layer`
+is the only place that knows which class loads which part.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, final, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute.kvcache.paged import PagedCache
+from infer.compute.operands.architecture import Layer
+from infer.compute.operands.feed_forwards import Dense, Experts
+from infer.compute.operands.mixers import Attention
+from infer.compute.operands.step import Step
+from infer.compute.operands.weights import Projection
+from infer.models.layers.attention import LoadedAttention
+from infer.models.layers.dense import LoadedDense
+from infer.models.layers.experts import LoadedExperts
+from infer.models.layers.per_layer_input import LoadedPerLayerInput
+from infer.models.layers.recurrent import LoadedRecurrent
+from infer.models.weight_loader import WeightLoader
+
+__all__ = [
+    "LoadedAttention",
+    "LoadedDense",
+    "LoadedExperts",
+    "LoadedLayer",
+    "LoadedPart",
+    "LoadedPerLayerInput",
+    "LoadedRecurrent",
+    "load_layer",
+]
+
+LoadedMixer = LoadedAttention | LoadedRecurrent
+
+
+@runtime_checkable
+class LoadedPart(Protocol):
+    """A mixer or a feed-forward with its weights."""
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The matrices by which every token is multiplied."""
+
+    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
+        """Return the residual stream x with the part's result added. x must not be used afterwards."""
+
+
+@final
+@dataclass(frozen=True)
+class LoadedLayer:
+    """The loaded twin of `Layer`."""
+
+    mixer: LoadedMixer | None
+    feed_forward: LoadedDense | LoadedExperts | None
+    per_layer_input: LoadedPerLayerInput | None = None
+
+    @property
+    def parts(self) -> tuple[LoadedPart, ...]:
+        """The mixer, the feed-forward and other parts that exist, in the order in which they run."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+    @property
+    def text_parts(self) -> tuple[LoadedAttention | LoadedDense, ...]:
+        """The parts of a layer of an encoder."""
+        parts = (self.mixer, self.feed_forward)
+        return tuple(part for part in parts if isinstance(part, LoadedAttention | LoadedDense))
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The matrices by which every token is multiplied, in order."""
+        parts = (*self.parts, *(() if self.per_layer_input is None else (self.per_layer_input,)))
+        return tuple(each for part in parts for each in part.projections)
+
+
+def load_layer(layer: Layer, index: int, loader: WeightLoader, cache_index: int | None) -> LoadedLayer:
+    """Return the layer with this index; `loader` is for that layer. Its mixer uses `cache_index` of the cache."""
+    mixer: LoadedMixer | None = None
+    feed_forward: LoadedDense | LoadedExperts | None = None
+    if layer.mixer is not None:
+        assert cache_index is not None
+        if isinstance(layer.mixer, Attention):
+            mixer = LoadedAttention.load(layer.mixer, layer.norms, loader, cache_index)
+        else:
+            mixer = LoadedRecurrent.load(layer.mixer, layer.norms, loader, cache_index)
+    per_layer_input: LoadedPerLayerInput | None = None
+    scale = float(loader.vector("layer_scalar")[0]) if layer.has_scale else 1.0
+    if layer.per_layer_input is not None:  # the last part applies the scale
+        per_layer_input = LoadedPerLayerInput.load(layer.per_layer_input, index, loader, scale)
+        scale = 1.0
+    if isinstance(layer.feed_forward, Dense):
+        feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader, scale)
+    elif isinstance(layer.feed_forward, Experts):
+        feed_forward = LoadedExperts.load(layer.feed_forward, layer.norms, loader, scale)
+    return LoadedLayer(mixer, feed_forward, per_layer_input)

@@ -1,0 +1,134 @@
+"""Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute import ops
+from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.group import Group
+from infer.compute.operands.limits import StepLimits
+from infer.compute.operands.mixers import Attention, QueryScale, Rope
+from infer.compute.operands.weights import Projection, RopeTable
+from infer.models.layers import LoadedLayer, load_layer
+from infer.models.layers.per_layer_input import load_per_layer_weights
+from infer.models.layers.text_inputs import load_text_inputs
+from infer.models.tensors import check_tensors, expected_shapes
+from infer.models.transformer import Transformer
+from infer.models.weight_loader import FloatsAs, OnInput, WeightLoader, Weights
+
+OnProgress = Callable[[int, int], None]  # (loaded layers, all layers)
+
+
+def load_transformer(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    backend: ops.Backend,
+    dtype: torch.dtype | None = None,
+    keep_floats_as: FloatsAs = "auto",
+    precision: ops.Precision = "exact",
+    max_seq_len: int | None = None,
+    step_limits: StepLimits | None = None,
+    on_progress: OnProgress | None = None,
+    group: Group | None = None,
+    on_input: OnInput | None = None,
+) -> Transformer:
+    """Return a model that is ready to run. If a `group` runs the model together, return this rank's part.
+
+    If `dtype` is None, each weight keeps the type of its file; otherwise all weights become dense in `dtype`.
+    `keep_floats_as` quantises matrices that are stored as floats. Matrices that the file stores quantised stay
+    unchanged. If `step_limits` is None, a step has the backend's limits. `on_input` is called with the name and the
+    inputs of each matrix of a layer, before each product; only the reference backend calls it.
+
+    Raises ModelError that lists every missing, extra and misshapen tensor, at most twenty.
+    """
+    check_tensors(architecture, weights)
+    backend.check_layers(architecture.layers)
+    positions = max_seq_len or architecture.max_positions
+    loader = WeightLoader(
+        expected=expected_shapes(architecture),
+        weights=weights,
+        backend=backend,
+        dtype=dtype,
+        keep_floats_as=keep_floats_as,
+        precision=precision,
+        group=group,
+        norm_eps=architecture.norm_eps,
+        are_norms_centred=architecture.norms.are_centred,
+        rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},
+        query_scales={each: make_query_scales(each, positions, backend.device) for each in architecture.query_scales},
+        on_input=on_input,
+    )
+    embedding, head = _ends(architecture, loader, is_shared=group is not None)
+    layers = tuple(_each_layer(architecture, loader, on_progress))
+    per_layer = architecture.per_layer_input
+    beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
+    return Transformer(
+        architecture=architecture,
+        embedding=embedding,
+        per_layer=None if per_layer is None else load_per_layer_weights(per_layer, architecture.hidden_size, loader),
+        layers=layers,
+        text_inputs=None if architecture.text_inputs is None else load_text_inputs(architecture.text_inputs, loader),
+        norm=loader.norm("model.norm", architecture.logit_scale) if architecture.has_last_norm else None,
+        head=head,
+        max_seq_len=positions,
+        step_limits=step_limits or backend.step_limits,
+        backend=backend,
+        dtype=backend.activation_dtype(dtype),
+        kv_type=backend.kv_type(dtype, _type_of_keys(architecture, weights)),
+        rope_border=beyond if beyond < positions else None,
+    )
+
+
+def _ends(architecture: Architecture, loader: WeightLoader, *, is_shared: bool) -> tuple[Projection, Projection]:
+    """Return the embedding and the head. Tied ones are the same, unless ranks divide the rows of the head."""
+    embedding = loader.projection("model.embed_tokens", label="embed")
+    if architecture.tied_embeddings and not is_shared:
+        return embedding, embedding
+    name = "model.embed_tokens" if architecture.tied_embeddings else "lm_head"
+    return embedding, loader.by_rows(name, label="head")
+
+
+def _each_layer(
+    architecture: Architecture, loader: WeightLoader, on_progress: OnProgress | None
+) -> Iterator[LoadedLayer]:
+    for index, (layer, cache_index) in enumerate(zip(architecture.layers, architecture.cache_indices, strict=True)):
+        yield load_layer(layer, index, loader.of_layer(index), cache_index)
+        if on_progress is not None:
+            on_progress(index + 1, len(architecture.layers))
+
+
+def _type_of_keys(architecture: Architecture, weights: Weights) -> str:
+    """Return the type in which the file stores the first layer's matrix of keys, or F32 if no layer has one."""
+    for index, layer in enumerate(architecture.layers):
+        if isinstance(layer.mixer, Attention):
+            return weights[f"model.layers.{index}.self_attn.k_proj.weight"].type
+    return "F32"
+
+
+def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> RopeTable:
+    """Return cos and sin for every position, each of shape `[sets, num_positions, half]`.
+
+    Angles are products in float32, the arithmetic that the models were trained with.
+    """
+    cos, sin = zip(*(_cos_and_sin(own, num_positions) for own in rope.sets(num_positions)), strict=True)
+    return RopeTable(torch.stack(cos).to(device), torch.stack(sin).to(device))
+
+
+def make_query_scales(scale: QueryScale, num_positions: int, device: torch.device) -> Float[Tensor, "positions"]:
+    """Return the factor for queries at every position."""
+    periods = ((torch.arange(num_positions) + scale.offset) / scale.period).floor()
+    return (1 + scale.growth * torch.log(1 + periods)).to(device)
+
+
+def _cos_and_sin(
+    rope: Rope, num_positions: int
+) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim)
+    if rope.frequency_factors is not None:
+        frequencies = frequencies / torch.tensor(rope.frequency_factors)
+    angles = torch.arange(num_positions).float()[:, None] * frequencies
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

@@ -1,0 +1,297 @@
+"""The memory that a model needs on this machine, by arithmetic on its headers: no torch, and no allocation.
+
+The backend's own rules (`backends.before_load`) count weights and the buffers of a step. A cache counts with its
+reserved size.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol, runtime_checkable
+
+from infer.compute.backends.before_load import MemoryRules, StepSizes, memory_rules, step_limits
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.groups import make_groups, most_pages, pool_sizes, with_state_memory
+from infer.compute.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes, text_cache_bytes
+from infer.compute.kvcache.pages import num_pages
+from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.feed_forwards import PER_LAYER_TABLE, Experts
+from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS, StepLimits
+from infer.compute.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
+from infer.compute.quantization.ggml_types import TYPES_OF_FLOATS
+from infer.files.tensors.tensor_info import TensorInfo
+from infer.models.tensors import expected_shapes
+
+# Measured resident memory: of a process that has loaded torch and our compiled kernels, and per token of a vocabulary.
+PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
+_TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@runtime_checkable
+class StoredMatrix(Protocol):
+    """The part of a tensor's header that decides how the matrix is loaded."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """Settings with which a model is loaded, under the names that `LLM` uses."""
+
+    dtype: str = "auto"
+    weights: str = "auto"
+    precision: str = "exact"
+    num_threads: int = 1
+    device: str = "cpu"  # only the kind, without an index
+    step_tokens: int | None = None  # largest number of tokens in a step; None: the device's
+
+    @property
+    def step(self) -> StepLimits:
+        """Limits of a step of the model."""
+        limits = step_limits(self.device)
+        return limits if self.step_tokens is None else limits._replace(tokens=self.step_tokens)
+
+    @property
+    def kv_type(self) -> str:
+        """The type that `kv_type="auto"` chooses with these settings."""
+        if self.dtype == "auto":
+            return "f16"
+        return "f32" if self.device == "cpu" else _TYPE_BY_DTYPE[self.dtype].lower()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory in bytes.
+
+    `process` is Python with torch and the vocabulary. The asking program already uses a part of it. With CUDA it is 0.
+    """
+
+    weights: int
+    cache: int
+    workspace: int
+    process: int
+
+    @property
+    def model(self) -> int:
+        """Bytes that a process needs additionally for loading."""
+        return self.weights + self.cache + self.workspace
+
+    @property
+    def total(self) -> int:
+        return self.model + self.process
+
+
+def estimate(
+    architecture: Architecture,
+    tensors: Mapping[str, StoredMatrix],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    num_tokens: int,
+    num_rows: int | None = None,
+    pool_pages: int | None = None,
+) -> Estimate:
+    """Return the memory of a model with a cache of `num_rows` rows of `num_tokens` tokens, in `pool_pages` pages.
+
+    If `num_rows` is None, the rows of a step share the smallest cache with which `LLM` opens the model: pages of one
+    full row, unless `pool_pages` is given, and its states. Otherwise all rows fit when full if `pool_pages` is None.
+    Raises InvalidRequestError if one row does not fit the pages.
+    """
+    types = loaded_types(architecture, tensors, load)
+    if architecture.reads_whole_texts:
+        return _estimate_of_encoder(architecture, types, load, cache, num_tokens)
+    kv_type = kv_type_of(architecture, load, cache)
+    sizes, layers = StepSizes(num_tokens, *load.step, load.precision, load.num_threads), architecture.cached_mixers
+    full, rows = num_rows or 1, num_rows or load.step.logits
+    if num_rows is None:
+        cache = with_state_memory(cache, layers, num_tokens, rows, 0)
+        pool_pages = pool_pages or num_pages(num_tokens, cache.page_tokens)
+    return Estimate(
+        weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
+        cache=cache_bytes(layers, cache, kv_type, num_tokens, rows, pool_pages, load.step.tokens),
+        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, full)
+        + full * (8 * architecture.vocab_size + 8 * num_tokens),
+        process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
+    )
+
+
+def kv_type_of(architecture: Architecture, load: LoadSettings, cache: CacheSettings) -> str:
+    """Return the storage type of keys and values. Without a requested type, an encoder's are exact."""
+    default = "f32" if architecture.reads_whole_texts else load.kv_type
+    return default if cache.kv_type == "auto" else cache.kv_type
+
+
+def _estimate_of_encoder(
+    architecture: Architecture, types: Mapping[str, str], load: LoadSettings, cache: CacheSettings, num_tokens: int
+) -> Estimate:
+    """Return the memory of an encoder. Its cache has two layers of one text, or of the texts of a tile."""
+    sizes = StepSizes(num_tokens, load.step.tokens, 1, load.precision, load.num_threads)
+    kv_type = kv_type_of(architecture, load, cache)
+    stream = 4 * num_tokens * architecture.hidden_size  # for a text with several tiles
+    return Estimate(
+        weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
+        cache=text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, load.step.tokens), kv_type),
+        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, 1) + 2 * stream,
+        process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
+    )
+
+
+def largest_context(
+    architecture: Architecture,
+    tensors: Mapping[str, StoredMatrix],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    available: int,
+    most: int,
+    num_rows: int | None = None,
+    pool_pages: int | None = None,
+) -> int:
+    """Return the largest number of tokens, at most `most`, for which the model and one row fit, or 0 if none does.
+
+    The model must need at most `available` bytes, and one row at most the pages of the pool.
+    """
+
+    def fits(count: int) -> bool:
+        if architecture.reads_whole_texts:
+            return estimate(architecture, tensors, load, cache, num_tokens=count).model <= available
+        groups = make_groups(architecture.cached_mixers, cache, count, load.step.tokens)
+        if pool_pages is not None and most_pages(groups) > pool_pages:
+            return False
+        sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
+        return sizes.model <= available
+
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings) -> dict[str, str]:
+    """Return the type of each matrix after loading, by name. `models.load` quantises and converts by the same rules."""
+    shapes = expected_shapes(architecture)
+    matrices = (name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) > 1)
+    return {name: _loaded_type(name, tensors[name], load) for name in matrices}
+
+
+def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
+    if name.endswith(("mlp.router.weight", "mlp.shared_gate.weight")):
+        return "F32"
+    if name == PER_LAYER_TABLE:
+        return info.type
+    if load.dtype != "auto":
+        return _TYPE_BY_DTYPE[load.dtype]
+    if load.weights == "auto" or info.type not in TYPES_OF_FLOATS or name.endswith(KEPT_AS_FLOATS):
+        return info.type
+    if load.weights == "bf16" or info.shape[1] % 32:
+        return "BF16"
+    return "Q4_1" if load.weights == "q4" and name not in _TABLES else "Q8_0"
+
+
+def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
+    """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32.
+
+    A table that stays in its file uses no memory.
+    """
+    rules = memory_rules(device)
+    total = sum(
+        _matrix_bytes(rules, name, types[name], shape) if name in types else 4 * prod(shape)
+        for name, shape in expected_shapes(architecture).items()
+    )
+    for index, layer in enumerate(architecture.layers):
+        if isinstance(layer.mixer, Attention) and layer.mixer.has_keys and layer.mixer.are_values_keys:
+            keys = types[f"model.layers.{index}.self_attn.k_proj.weight"]  # these are counted twice
+            total += rules.matrix_bytes(keys, layer.mixer.kv_features, architecture.hidden_size)
+    return total
+
+
+def _matrix_bytes(rules: MemoryRules, name: str, type_: str, shape: tuple[int, ...]) -> int:
+    return (rules.table_bytes if name == PER_LAYER_TABLE else rules.matrix_bytes)(type_, *shape)
+
+
+def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
+    """Return the bytes of the experts that a token does not use."""
+    total, rules = 0.0, memory_rules()
+    for index, layer in enumerate(architecture.layers):
+        if isinstance(layer.feed_forward, Experts):
+            router, shapes = layer.feed_forward.router, layer.feed_forward.shapes(architecture.hidden_size)
+            sizes = (
+                rules.matrix_bytes(types[f"model.layers.{index}.{name}"], *shape)
+                for name, shape in shapes.items()
+                if name.startswith("mlp.experts.") and len(shape) > 1
+            )
+            total += sum(sizes) * (1 - router.num_chosen / router.num_experts)
+    return int(total)
+
+
+def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: str, context: int) -> int:
+    """Return the bytes that one decode step of one row reads after `context` tokens: weights and cache.
+
+    An embedding table that is not the head is left out, because a step reads only one row of it.
+    """
+    total = weight_bytes(architecture, types) - _unread_bytes(architecture, types)
+    if not architecture.tied_embeddings:
+        total -= memory_rules().matrix_bytes(types[_TABLES[0]], architecture.vocab_size, architecture.hidden_size)
+    return total + sum(read_bytes(layer, kv_type, context) for layer in architecture.mixers)
+
+
+def rope_bytes(architecture: Architecture, num_positions: int) -> int:
+    """Return the bytes of cosines and sines, one table per kind of rotation, and of the scales of queries."""
+    scales = 4 * num_positions * len(architecture.query_scales)
+    return scales + sum(
+        2 * 4 * num_positions * rope.half * len(rope.sets(num_positions)) for rope in architecture.ropes
+    )
+
+
+def cache_bytes(
+    layers: Sequence[Mixer],
+    settings: CacheSettings,
+    kv_type: str,
+    num_tokens: int,
+    num_rows: int,
+    pool_pages: int | None = None,
+    step_tokens: int = HOST_STEP.tokens,
+) -> int:
+    """Return the bytes of the cache after every page of the pools has been written."""
+    groups, total = make_groups(layers, settings, num_tokens, step_tokens), 0
+    for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
+        total += count * sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)
+    return total
+
+
+def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:
+    """Return the bytes of one token in all layers, and in the layers that attend to all tokens."""
+    whole = [slot_bytes(layer, kv_type) for layer in layers if layer.most_seen is None]
+    return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)
+
+
+def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Yield each type of tensors with the method that quantised them into several tensors, the largest first.
+
+    A row has the type, the method or "", and the number of tensors, values and bytes in the file.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for info in tensors.values():
+        method = "" if info.packed is None else info.packed.description
+        counts = found.setdefault((info.type, method), [0, 0, 0])
+        for index, amount in enumerate((1, prod(info.shape), info.file_bytes)):
+            counts[index] += amount
+    for (type_, method), (count, values, num_bytes) in sorted(found.items(), key=lambda item: -item[1][2]):
+        yield type_, method, count, values, num_bytes
+
+
+def largest_types(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> list[str]:
+    """Return the types of the matrices in memory, the type with the most bytes first."""
+    shapes, rules, sizes = expected_shapes(architecture), memory_rules(device), dict[str, int]()
+    for name, type_ in types.items():
+        sizes[type_] = sizes.get(type_, 0) + _matrix_bytes(rules, name, type_, shapes[name])
+    return sorted(filter(sizes.get, sizes), key=lambda type_: -sizes[type_])

@@ -1,0 +1,167 @@
+"""Tensors of a checkpoint → operands: projections in the form of the kernels, norms, and a rank's part of them."""
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.compute import ops
+from infer.compute.operands.group import Group, Shares
+from infer.compute.operands.mixers import KEPT_AS_FLOATS, QueryScale, Rope
+from infer.compute.operands.shapes import Shapes
+from infer.compute.operands.weights import (
+    ConvertedWeight,
+    FileWeight,
+    Norm,
+    ObservedWeight,
+    Projection,
+    RopeTable,
+    StoredWeight,
+    UnreadWeight,
+    Weight,
+)
+from infer.compute.quantization.ggml_blocks import dequantize
+from infer.compute.quantization.ggml_types import BLOCK_TYPES, TYPES_OF_FLOATS
+from infer.compute.quantization.quantisers import quantise
+from infer.errors import ModelError
+from infer.models.sharding import Range, part_ranges, row_starts, rows_of
+
+Weights = Mapping[str, FileWeight]
+
+FloatsAs = Literal["auto", "bf16", "q8", "q4"]
+OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, its inputs)
+
+_TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class WeightLoader:
+    """Makes the operands of one model, or of one rank's part of it, from the tensors of its checkpoint."""
+
+    expected: Shapes
+    weights: Weights
+    backend: ops.Backend
+    dtype: torch.dtype | None
+    keep_floats_as: FloatsAs
+    precision: ops.Precision
+    group: Group | None
+    norm_eps: float
+    are_norms_centred: bool
+    rope_tables: Mapping[Rope, RopeTable]
+    query_scales: Mapping[QueryScale, Tensor]
+    prefix: str = ""  # before the names of tensors
+    label: str = ""  # before the names of projections in profiles
+    on_input: OnInput | None = None  # called for the layers' matrices
+
+    def of_layer(self, index: int) -> "WeightLoader":
+        """Return a loader whose names are relative to a layer."""
+        return replace(self, prefix=f"model.layers.{index}.", label=f"L{index}.")
+
+    def by_rows(self, *names: str, label: str) -> Projection:
+        """Return this rank's rows of the matrices. The matrices are stacked, then divided by rows."""
+        if self.group is None:
+            return self.projection(*names, label=label)
+        counts = tuple(self._num_rows(name) for name in names)
+        shares = Shares(self.group, row_starts(sum(counts), self.group.size))
+        own = self.projection(*names, label=label, ranges=part_ranges(counts, shares.own))
+        return replace(own, shares=shares)
+
+    def each_by_rows(self, *names: str, label: str, are_blocks: bool = False) -> Projection:
+        """Return this rank's rows of each matrix. The matrices have equal shapes and are divided in the same way."""
+        if self.group is None:
+            return self.projection(*names, label=label)
+        shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
+        return replace(self.projection(*names, label=label, ranges=[shares.own] * len(names)), shares=shares)
+
+    def table(self, name: str) -> Weight:
+        """Return a matrix of which a step reads its tokens' rows, in the file's type.
+
+        It stays in its file, or is in the device's memory if the backend does not read files.
+        """
+        if not self.backend.reads_files:
+            return replace(self, dtype=None, keep_floats_as="auto").projection(name, label="table").parts[0]
+        weight = self.weights[f"{name}.weight"]
+        assert isinstance(weight, UnreadWeight)
+        return weight
+
+    def norm(self, name: str, scale: float = 1.0, eps: float | None = None) -> Norm:
+        """Return a norm, with a bias if the architecture has one for it."""
+        eps, is_centred = self.norm_eps if eps is None else eps, self.are_norms_centred
+        bias = self.vector(f"{name}.bias") if f"{self.prefix}{name}.bias" in self.expected else None
+        return Norm(self.vector(f"{name}.weight") * scale, eps, bias, is_centred)
+
+    def norm_of_ones(self, dim: int) -> Norm:
+        """Return a norm without a weight."""
+        return Norm(torch.ones(dim, device=self.backend.device), self.norm_eps)
+
+    def vector(self, name: str) -> Tensor:
+        return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
+
+    def float_projection(self, name: str, label: str) -> Projection:
+        """Return a projection in float32, whatever the type of the model's weights."""
+        return replace(self, dtype=torch.float32).projection(name, label=label)
+
+    def projection(self, *names: str, label: str, ranges: Sequence[Range] | None = None) -> Projection:
+        """Return the prepared matrices, stacked.
+
+        `label` names them in profiles. `ranges` has the rows to use of each matrix; None means all rows.
+        """
+        if ranges is None:
+            ranges = [(0, self._num_rows(name)) for name in names]
+        full_names = [self.prefix + name for name in names]
+        some = [(name, rows) for name, rows in zip(full_names, ranges, strict=True) if rows[0] < rows[1]]
+        parts = tuple(self._weight(name + ".weight", rows) for name, rows in some)
+        biases = [self._bias(name + ".bias", rows) for name, rows in some if name + ".bias" in self.expected]
+        whole = Projection(parts, torch.cat(biases) if biases else None, label=self.label + label)
+        try:
+            with ops.using(self.backend):
+                prepared = ops.prepare(whole, self.backend.device, self.precision)
+                return self._observed(prepared, [f"{name}.weight" for name, _ in some])
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            num_bytes = sum(part.num_bytes for part in parts)
+            raise ModelError(f"no memory is left for the {num_bytes} bytes of {', '.join(full_names)}") from error
+
+    def _observed(self, projection: Projection, names: Sequence[str]) -> Projection:
+        """Return a projection of a layer. Its parts, which have these names, report their inputs if requested."""
+        if self.on_input is None or not self.prefix:
+            return projection
+        parts = list[Weight]()
+        for part, name in zip(projection.parts, names, strict=True):
+            assert isinstance(part, StoredWeight)
+            parts.append(ObservedWeight(part, partial(self.on_input, name)))
+        return replace(projection, parts=tuple(parts))
+
+    def _num_rows(self, name: str) -> int:
+        return self.expected[f"{self.prefix}{name}.weight"][0]
+
+    def _bias(self, name: str, rows: Range) -> Tensor:
+        return dense(self.weights[name]).float()[slice(*rows)]
+
+    def _weight(self, name: str, rows: Range) -> FileWeight | ConvertedWeight:
+        weight = rows_of(self.weights[name], rows)
+        if self.dtype is not None:
+            return _as_dtype(weight, self.dtype)
+        if self.keep_floats_as == "auto" or weight.type not in TYPES_OF_FLOATS or name.endswith(KEPT_AS_FLOATS):
+            return weight
+        if self.keep_floats_as == "bf16" or weight.in_features % 32:
+            return _as_dtype(weight, torch.bfloat16)
+        # The embedding is the head as well, and a head of 4 bits loses more quality than it saves.
+        is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
+        kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
+        return ConvertedWeight(weight, kind, lambda rows: quantise(dense(rows), kind))
+
+
+def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:
+    return ConvertedWeight(weight, _TYPE_BY_DTYPE[dtype], lambda rows: dense(rows).to(dtype))
+
+
+def dense(weight: FileWeight) -> Float[Tensor, "..."]:
+    """Return the values of a tensor, in its file's float type or in float32."""
+    return weight.data if BLOCK_TYPES[weight.type].is_float else dequantize(weight.data, weight.type)

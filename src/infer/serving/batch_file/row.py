@@ -1,0 +1,169 @@
+"""A line of the input: a plain row, or one of OpenAI's batch format.
+
+    {"id": "a", "prompt": "Once", "temperature": 0}
+    {"id": "b", "messages": [{"role": "user", "content": "Hi"}], "max_new_tokens": 64}
+    {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+
+A plain row without an id is named after its line.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from infer.engine.requests.request_options import OPTIONS
+from infer.errors import InvalidRequestError
+from infer.serving.protocols.asked import chat_values, completion_values, refuse_unless_neutral
+from infer.serving.protocols.bodies import ChatBody, CompletionBody
+from infer.serving.protocols.chat_messages import complete_chat, messages_of
+from infer.serving.protocols.declared_fields import values_of
+from infer.serving.protocols.params import prompts_of, template_variables
+from infer.serving.protocols.read_body import as_given, body_from
+from infer.serving.protocols.refusals import refuse
+from infer.serving.protocols.retrieval_bodies import ClassifyBody, EmbeddingsBody, RerankBody
+from infer.serving.protocols.tool_options import option_values
+from infer.serving.protocols.unknown_fields import Reading
+from infer.system.files.json_limits import JsonLimitError, check_limits
+from infer.system.files.strict_json import RepeatedKeyError, unique_keys
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
+_TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
+_BODIES_OF_TEXTS: Mapping[str, type[EmbeddingsBody | RerankBody | ClassifyBody]] = {
+    "/v1/embeddings": EmbeddingsBody,
+    "/v1/rerank": RerankBody,
+    "/v1/classify": ClassifyBody,
+}
+# Fields of a body that a line cannot answer, with the values that have no effect and are accepted.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("stream", "echo", "return_token_ids"), (False,)),
+    "n": (1,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+}
+
+
+class Row(NamedTuple):
+    """A request. `endpoint` is None for a plain row. `options` are fields of RequestOptions.
+
+    `variables` and the `effort` of reasoning are for the chat template. `texts` is the body of a row that asks for
+    vectors or scores. `problem` says why the row cannot be answered.
+    """
+
+    id: str
+    endpoint: Endpoint | None = None
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] = ""
+    values: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
+    variables: Mapping[str, Any] = {}
+    effort: str | None = None
+    warnings: tuple[str, ...] = ()
+    texts: EmbeddingsBody | RerankBody | ClassifyBody | None = None
+    problem: str | None = None
+
+
+def read_rows(lines: Iterable[str]) -> Iterator[Row]:
+    """Return the rows of the lines, without empty lines and the byte order marks that some editors write."""
+    unmarked = (line.removeprefix("\ufeff") for line in lines)
+    return (read_row(line, f"line {number}") for number, line in enumerate(unmarked, 1) if line.strip())
+
+
+def read_row(line: str, name: str) -> Row:
+    """Return the row of a line. `name` is the id of a row that has none."""
+    try:
+        check_limits(line)
+        record = json.loads(line, object_pairs_hook=unique_keys)
+    except JsonLimitError as error:
+        return Row(name, problem=f"the row is {error}")
+    except RepeatedKeyError as error:
+        return Row(name, problem=str(error))
+    except ValueError as error:
+        return Row(name, problem=f"not JSON: {error}")
+    if not isinstance(record, dict):
+        return Row(name, problem=f"a row must be an object, got {line.strip():.60}")
+    return row_of(record, name)
+
+
+def row_of(record: dict[str, Any], name: str) -> Row:
+    """Return the row of a line's JSON. `name` is the id of a row that has none."""
+    is_plain = "custom_id" not in record
+    named = record.get("id", name) if is_plain else record["custom_id"]
+    row_id = str(named) if type(named) in (str, int) else name
+    endpoint: Endpoint | None = None if is_plain else ENDPOINTS[0]
+    try:
+        if row_id != str(named) or not row_id or not _is_text(row_id):
+            row_id = name
+            raise InvalidRequestError(f"an id must be a whole number or a text with characters, got {named!r:.60}")
+        if is_plain:
+            return _plain(row_id, record)
+        endpoint = _endpoint(record)
+        return _of_openai(row_id, endpoint, record)
+    except InvalidRequestError as error:
+        return Row(row_id, endpoint, problem=str(error))
+    except (UnicodeEncodeError, msgspec.DecodeError):
+        return Row(row_id, endpoint, problem="the row has half of a surrogate pair, which is not text")
+
+
+def _is_text(text: str) -> bool:
+    """Return False for text with half a surrogate pair, which no UTF-8 file contains."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _plain(row_id: str, record: dict[str, Any]) -> Row:
+    others = ("id", "prompt", "messages", *_TOOL_OPTIONS)
+    values = {name: value for name, value in record.items() if name not in others}
+    options = {name: record[name] for name in _TOOL_OPTIONS if name in record}
+    prompts = [record[name] for name in ("prompt", "messages") if name in record]
+    if len(prompts) != 1 or not isinstance(prompts[0], str | list):
+        raise InvalidRequestError('a row must have either "prompt", a text or ids, or "messages", a list')
+    if record.get("messages") == []:
+        raise InvalidRequestError("messages must hold at least one message, got none")
+    return Row(row_id, None, prompts[0], values, options)
+
+
+def _endpoint(record: dict[str, Any]) -> Endpoint:
+    for endpoint in ENDPOINTS:
+        if record.get("url") == endpoint:
+            return endpoint
+    raise InvalidRequestError(f"url must be {' or '.join(ENDPOINTS)}, got {record.get('url')!r:.60}")
+
+
+def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
+    if record.get("method", "POST") != "POST":
+        raise InvalidRequestError(f"method must be 'POST', got {record['method']!r:.60}")
+    body = record.get("body")
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
+    reading = Reading()
+    if endpoint in _BODIES_OF_TEXTS:
+        texts = body_from(body, _BODIES_OF_TEXTS[endpoint], as_given, reading)
+        return Row(row_id, endpoint, warnings=tuple(reading.warnings), texts=texts)
+    if endpoint == ENDPOINTS[0]:
+        chat = body_from(body, ChatBody, complete_chat, reading)
+        _check(chat)
+        values, options = chat_values(chat), option_values(chat, chat.reasoning_effort)
+        variables = template_variables(
+            chat.chat_template_kwargs, chat.add_generation_prompt, chat.continue_final_message
+        )
+        row = Row(row_id, endpoint, messages_of(chat.messages), values, options, variables, chat.reasoning_effort)
+        seed = chat.seed
+    else:
+        completion = body_from(body, CompletionBody, as_given, reading)
+        _check(completion)
+        prompts = prompts_of(completion.prompt)
+        if len(prompts) != 1:
+            raise refuse(f"a row must have one prompt, got {len(prompts)}: write one row per prompt", "prompt")
+        row = Row(row_id, endpoint, prompts[0], completion_values(completion), values_of(completion, OPTIONS))
+        seed = completion.seed
+    values = {**row.values, **({} if seed is None else {"seed": seed % 2**64})}
+    return row._replace(values=values, warnings=tuple(reading.warnings))
+
+
+def _check(body: ChatBody | CompletionBody) -> None:
+    """Raise BodyError if one line cannot answer the body."""
+    refuse_unless_neutral(body, _NEUTRAL)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(body, name, None) == 0:
+            raise refuse(f"{name} must be at least 1 in a row, or -1 for the whole context, got 0", name)

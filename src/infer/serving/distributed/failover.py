@@ -1,0 +1,211 @@
+"""An answer that survives the death of its replica.
+
+If a replica dies, hangs, or reports that its engine has failed, the request is sent to another one. It includes the
+parts of the stream that the client has (`server.resumption`). The events are repeated byte by byte, and those that were
+sent are dropped. An answer that is not a stream is requested again from its beginning. If the model's files were
+replaced meanwhile, no stream is continued: its parts would be of two models.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from math import inf
+from typing import final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.serving.distributed.asked_body import AskedBody
+from infer.serving.distributed.exchange import (
+    HOP_BY_HOP,
+    Exchanges,
+    GoneError,
+    ReplicaFailedError,
+    ResponseHead,
+    media_type_of,
+    request_bytes,
+)
+from infer.serving.server.asking import while_connected
+from infer.serving.server.call import (
+    CREATED_HEADER,
+    FINGERPRINT_HEADER,
+    ID_HEADER,
+    KEY_NAME_HEADER,
+    LOAD_HEADER,
+    SENT_HEADER,
+    call_of,
+)
+from infer.serving.server.endpoint import EVENTS, LINES
+from infer.serving.server.http_errors import ENGINE_FAILED, ApiError
+from infer.serving.server.resumption import FAILED, NOTE, SentPart, pack, read_note
+from infer.serving.server.sse import EventStream
+
+Fail = Callable[[ApiError], bytes]
+_MOST_DEATHS = 3  # replicas that may die while they answer one request, because the request may be the cause
+_FAILED_CODES = (ENGINE_FAILED, "failed")  # sent by a process whose engine has failed, and which is about to end
+_NOT_HANDED_ON = HOP_BY_HOP | {
+    *(b"authorization", b"x-api-key", b"x-request-id", b"content-length"),
+    *(KEY_NAME_HEADER, ID_HEADER, CREATED_HEADER, SENT_HEADER, LOAD_HEADER),
+}
+_DIED = ApiError(
+    503, "the engine's process died and starts again: retry later", code="engine_died", headers={"Retry-After": "2"}
+)
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    """An error of any of the protocols. Ollama's is a text, and its code is a field next to it."""
+
+    error: _Error | str
+    code: str | None = None
+
+
+_error_decoder = msgspec.json.Decoder(_ErrorBody)
+
+
+@final
+class Answering:
+    """One request. `fail` returns the last bytes of a stream that no replica can continue."""
+
+    def __init__(self, request: Request, asked: AskedBody, replicas: Exchanges, fail: Fail) -> None:
+        self._request, self._asked, self._replicas, self._fail = request, asked, replicas, fail
+        self._call = call_of(request)
+        self._noted = list[SentPart]()  # parts whose events come next
+        self._sent = list[SentPart]()  # parts of which the client has an event
+        self._num_sent = 0  # events that the client has
+        self._num_seen = 0  # events of the replica that is answering
+        self._fingerprint: bytes | None = None  # the fingerprint of the model that began the stream
+
+    async def response(self) -> Response:
+        """Return the response.
+
+        Raises ApiError if no replica can answer. Then the call counts as the front's again.
+        """
+        self._call.is_forwarded = True
+        answer = self._answer()
+        try:
+            head = await while_connected(self._request, _head_of(answer))
+            if _is_stream(head):
+                response: Response = EventStream(_bytes_of(answer), comment_seconds=inf, fail=self._give_up)
+            else:
+                response = Response(b"".join([chunk async for chunk in _bytes_of(answer)]))
+        except BaseException as error:
+            self._call.is_forwarded = not isinstance(error, ApiError)
+            raise
+        response.status_code, response.raw_headers = head.status, head.headers
+        return response
+
+    def _give_up(self, error: ApiError) -> bytes:
+        self._call.is_forwarded = False
+        return self._fail(error)
+
+    async def _answer(self) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Yield the head, then the body as it arrives, from as many replicas as are needed."""
+        has_head = False
+        for _ in range(_MOST_DEATHS):
+            self._noted, self._num_seen = [], 0
+            try:
+                async with self._replicas.exchange(self._asked.prompt) as exchange:
+                    head = await exchange.head(self._request_bytes(exchange.load_seconds))
+                    fingerprint = _take_fingerprint(head)
+                    if not _is_stream(head):
+                        body = await exchange.body()
+                        if head.status >= 500 and _code_of(body) in _FAILED_CODES:
+                            raise ReplicaFailedError
+                        if has_head:
+                            raise _DIED
+                        yield head
+                        yield body
+                        return
+                    if not has_head:
+                        has_head, self._fingerprint = True, fingerprint
+                        yield head
+                    elif fingerprint != self._fingerprint:
+                        raise _DIED
+                    async with aclosing(exchange.events()) as arriving:
+                        async for events in arriving:
+                            has_failed = FAILED in events
+                            answered = events[: events.index(FAILED)] if has_failed else events
+                            if unsent := self._unsent(answered):
+                                yield unsent
+                            if has_failed:
+                                raise ReplicaFailedError
+                    return
+            except GoneError:
+                if has_head and not self._asked.is_repeatable:
+                    break
+        raise _DIED
+
+    def _unsent(self, events: Sequence[bytes]) -> bytes:
+        """Return the events that the client does not have, without the notes among them.
+
+        Comments are sent, but not counted.
+        """
+        found = list[bytes]()
+        for event in events:
+            if event.startswith(NOTE):
+                self._noted.append(read_note(event))
+            elif event.startswith(b":"):
+                found.append(event)
+            else:
+                self._sent += self._noted
+                self._noted = []
+                self._num_seen += 1
+                if self._num_seen > self._num_sent:
+                    self._num_sent = self._num_seen
+                    found.append(event)
+        return b"".join(found)
+
+    def _request_bytes(self, load_seconds: float) -> bytes:
+        scope, call = self._request.scope, self._call
+        query: bytes = scope["query_string"]
+        target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        packed = pack(self._sent) if self._sent else b""
+        own = {
+            b"x-request-id": call.shown_id,
+            KEY_NAME_HEADER: call.key_name,
+            ID_HEADER: call.id,
+            CREATED_HEADER: str(call.created),
+            SENT_HEADER: str(len(packed)),
+            LOAD_HEADER: f"{load_seconds:.6f}",
+        }
+        kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_HANDED_ON]
+        headers = [*kept, *((name, value.encode()) for name, value in own.items())]
+        return request_bytes(self._request.method, target, headers, packed + self._asked.content)
+
+
+def _code_of(body: bytes) -> str | None:
+    """Return the code of an error's body, or None."""
+    try:
+        found = _error_decoder.decode(body)
+        return found.code if isinstance(found.error, str) else found.error.code
+    except msgspec.DecodeError:
+        return None
+
+
+def _take_fingerprint(head: ResponseHead) -> bytes | None:
+    """Remove the fingerprint of the model from the headers, and return it."""
+    found = dict(head.headers).get(FINGERPRINT_HEADER)
+    head.headers[:] = [(name, value) for name, value in head.headers if name != FINGERPRINT_HEADER]
+    return found
+
+
+def _is_stream(head: ResponseHead) -> bool:
+    return media_type_of(head.headers) in (EVENTS, LINES)
+
+
+async def _head_of(answer: AsyncGenerator[ResponseHead | bytes, None]) -> ResponseHead:
+    head = await anext(answer)
+    assert isinstance(head, ResponseHead)
+    return head
+
+
+async def _bytes_of(answer: AsyncGenerator[ResponseHead | bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield the body of an answer whose head has been read."""
+    async with aclosing(answer):
+        async for chunk in answer:
+            assert isinstance(chunk, bytes)
+            yield chunk

@@ -1,0 +1,118 @@
+"""`--isolate` and `--replicas`: clients talk to a process without a model. Its children have the model and may die."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.serving.distributed.asked_body import AskedBody, read_asked
+from infer.serving.distributed.exchange import Exchanges
+from infer.serving.distributed.failover import Answering
+from infer.serving.distributed.replicas import Replicas
+from infer.serving.server.app import ROUTES
+from infer.serving.server.call import call_of
+from infer.serving.server.endpoint import ApiRoute, read_apart
+from infer.serving.server.llamacpp_events import failure_of_llamacpp
+from infer.serving.server.message_events import failure_event
+from infer.serving.server.ollama_events import failure_line
+from infer.serving.server.process import Life, run_process
+from infer.serving.server.routes.health import health, ready
+from infer.serving.server.routes.prometheus import metrics_response
+from infer.serving.server.server_state import ServerState
+from infer.serving.server.sse import failure_events
+from infer.system.files.locked_folder import locked_folder
+
+_OF_TEXTS = ("embeddings", "rerank", "classify")
+_REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
+_HUNG = b'{"status":"hung"}'  # the answer if no replica answers
+_FAILURES = {
+    "/v1/messages": failure_event,
+    **dict.fromkeys(("/completion", "/infill"), failure_of_llamacpp),
+}  # routes whose streams can continue after their replica died
+_SESSION_HEADER = "x-session-id"
+
+
+def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence[Sequence[str]]) -> int:
+    """Serve with one child per command, and return the exit status.
+
+    The number of the descriptor of the child's socket is appended to its command.
+    """
+    with locked_folder("infer-front-") as folder, ExitStack() as stack:
+        sockets = list[socket.socket]()
+        for index in range(len(commands)):
+            own = stack.enter_context(socket.socket(socket.AF_UNIX))
+            own.bind(str(folder / str(index)))
+            own.listen(1024)
+            sockets.append(own)
+        has_spares = len(commands) == 1
+        seconds = state.settings.watchdog_seconds
+        replicas = Replicas(commands, sockets, seconds, partial(follow, state), has_spares=has_spares)
+        life = Life(replicas.start, state.has_failed.wait, replicas.terminate)
+        try:
+            return asyncio.run(run_process(state, listener, life, lambda state: None, Front(replicas).table))
+        finally:
+            replicas.kill()
+
+
+def follow(state: ServerState, replicas: Replicas) -> None:
+    """Give the server the phase of its replicas."""
+    if replicas.failure is not None:
+        state.fail(replicas.failure)
+    elif state.phase in ("loading", "ready"):
+        state.phase = "ready" if replicas.is_ready else "loading"
+
+
+async def hand_on(request: Request, asked: AskedBody, replicas: Exchanges) -> Response:
+    """Return the answer of the replica that the router chooses."""
+    path = request.url.path
+    fail = failure_line if path.startswith("/api/") else _FAILURES.get(path, failure_events)
+    return await Answering(request, asked, replicas, fail).response()
+
+
+async def read_body(request: Request) -> AskedBody:
+    """Return the body of a request to one of the server's routes. Raises BodyError."""
+    session, tenant = request.headers.get(_SESSION_HEADER, ""), call_of(request).key_name
+    is_repeatable = request.url.path in _REPEATABLE
+    reading = partial(read_asked, await request.body(), session, tenant, is_repeatable=is_repeatable)
+    return await read_apart(reading, await request.body())
+
+
+@final
+class Front:
+    """The handlers of all routes, in the process that clients talk to."""
+
+    def __init__(self, replicas: Exchanges) -> None:
+        self._replicas = replicas
+
+    @property
+    def table(self) -> list[ApiRoute]:
+        """The routes. All requests are forwarded, except those to /health, /ready and /metrics."""
+        own = {"/health": health, "/ready": self._ready, "/metrics": self._read_metrics}
+        return [each._replace(handler=own.get(each.path, self._hand_on), body=None, operation="") for each in ROUTES]
+
+    async def _hand_on(self, request: Request, state: ServerState) -> Response:
+        state.check_ready()
+        return await hand_on(request, await read_body(request), self._replicas)
+
+    async def _ready(self, request: Request, state: ServerState) -> Response:
+        """Return the answer of a replica that is ready, or of another one if none is."""
+        if state.phase != "ready":
+            return await ready(request, state)
+        answers = (await self._replicas.get(b"/ready")).values()
+        status, body = min(answers, default=(503, _HUNG))
+        return Response(body, status, media_type="application/json")
+
+    async def _read_metrics(self, request: Request, state: ServerState) -> Response:
+        """Return the metrics of the replicas and of this process, which count requests that reached no replica.
+
+        If there are several replicas, the metrics of each have its name.
+        """
+        found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
+        are_several = self._replicas.are_several
+        texts = [(text, {"replica": name} if are_several else {}) for name, text in found.items()]
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))

@@ -1,0 +1,404 @@
+"""The models of one server, each in a process of its own, loaded on demand within one memory budget.
+
+A request for a model that is not loaded waits until it is. If there is no room, the models that were not used for the
+longest time are unloaded. No answer is ended for it: a model that must go takes no new requests, and is unloaded after
+its last answer. The model that has been wanted for the longest time is loaded first, so no model keeps another one out.
+"""
+
+import asyncio
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from infer.errors import InferError
+from infer.serving.distributed.replicas import Replicas
+from infer.serving.distributed.shelf_tasks import refusal
+from infer.serving.distributed.shelf_waits import wait_seconds
+from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
+from infer.serving.distributed.unloading import models_to_unload
+from infer.serving.distributed.wishes import SLACK_SECONDS
+from infer.serving.server.door import retry_headers
+from infer.serving.server.http_errors import ApiError
+from infer.serving.server.model_catalog import cached_path
+from infer.serving.server.routes.served_models import known_name
+
+_LOOK_SECONDS = 1.0  # between two looks for models
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class ShelfSettings(NamedTuple):
+    """Limits of all models together.
+
+    `budget` is in bytes. After `longest_wait` seconds a waiting request is told when to retry. Of one tenant at most
+    `most_waiting` requests wait.
+    """
+
+    budget: int
+    longest_wait: float = 30.0
+    most_waiting: int = 512
+    watchdog_seconds: float = 120.0
+    idle_seconds: float | None = None  # after which an idle model is unloaded; None: only if its memory is needed
+
+
+class ShelfWork(NamedTuple):
+    """The work that a shelf leaves to others.
+
+    `plan` reads a model's headers, and returns a plan within the given bytes. `command` returns the command of its
+    process, to which the descriptor of its socket is appended. `find` returns all models that are at hand now.
+    `version` returns a value that changes with the model's files. All but `command` are called on other threads, and
+    raise InferError.
+    """
+
+    plan: Callable[[ModelSource, int], ModelPlan]
+    command: Callable[[ModelSource, ModelPlan], Sequence[str]]
+    find: Callable[[], Sequence[ModelSource]] = lambda: ()
+    version: Callable[[ModelSource], Hashable] = lambda source: None
+
+
+class _Ticket(NamedTuple):
+    """A request that waits for its model."""
+
+    model: ShelvedModel
+    tenant: str
+    arrived_at: float
+    admitted: "asyncio.Future[Replicas]"
+
+
+@final
+class Shelf:
+    """For the event loop only. `folder` is for the models' sockets. The first of the sources is the default model."""
+
+    def __init__(self, sources: Sequence[ModelSource], settings: ShelfSettings, work: ShelfWork, folder: Path) -> None:
+        self.settings = settings
+        self.models: dict[str, ShelvedModel] = {}
+        self._work, self._folder = work, folder
+        self._waiting = list[_Ticket]()
+        self._tasks = set[asyncio.Task[None]]()
+        self._changed, self._looking = asyncio.Event(), asyncio.Lock()
+        self._looked_at = -math.inf
+        self._is_ending = False
+        self._add(sources)
+
+    # Its models
+
+    async def named(self, name: str | None) -> ShelvedModel:
+        """Return the model with this name, or the first one for None. Raises ApiError 404."""
+        if name is None and self.models:
+            return next(iter(self.models.values()))
+        if (name := known_name(name, self.models)) not in self.models:
+            await self.look_again()
+        if name is not None and name not in self.models:
+            path = await asyncio.to_thread(cached_path, name)  # a name of the hub may have several spellings
+            name = next((each.name for each in self.models.values() if each.source.path == path), name)
+        if name is not None and name in self.models:
+            return self.models[name]
+        served = f"name one of {', '.join(map(repr, self.models)) or 'those of GET /v1/models'}"
+        if name is None:
+            raise ApiError(400, f"model is missing: {served:.400}", param="model", code="missing_required_parameter")
+        message = f"the model {name!r:.80} is not served here: {served:.400}"
+        raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
+
+    async def able(self, name: str | None, tasks: Sequence[str]) -> ShelvedModel:
+        """Return the model with this name, or for None the first one that takes one of the tasks.
+
+        Raises ApiError 404 for an unknown name, and 400 for a model of another kind. Any model does if there are no
+        tasks, or if its headers cannot be read: it is refused for that.
+        """
+        named = await self.named(name) if name is not None or not (tasks and self.models) else None
+        for model in list(self.models.values()) if named is None else [named]:
+            with suppress(InferError):
+                await self._know(model)
+            if model.takes_one_of(tasks):
+                return model
+        await self.read_headers()
+        able = [each.name for each in self.models.values() if each.plan is not None and each.takes_one_of(tasks)]
+        raise refusal(named, tasks, able)
+
+    async def look_again(self) -> None:
+        """Add the models that are at hand since the last look. Requests share a look, at most one each second."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+                self._add(await asyncio.to_thread(self._work.find))
+                self._looked_at = time.monotonic()
+
+    async def read_headers(self) -> None:
+        """Read the headers of all models whose headers were not read, or whose files were replaced."""
+        async with self._looking:  # a second request finds what the first one has read
+            for model in list(self.models.values()):
+                if model.failure is None:
+                    try:
+                        await self._know(model)
+                    except InferError as error:
+                        model.fail(error)
+
+    def _add(self, sources: Sequence[ModelSource]) -> None:
+        for source in sources:
+            if source.name not in self.models:
+                own = socket.socket(socket.AF_UNIX)
+                own.bind(str(self._folder / str(len(self.models))))
+                own.listen(1024)
+                self.models[source.name] = ShelvedModel(source, own, self._pump)
+
+    @property
+    def used_bytes(self) -> int:
+        """The planned memory of all models that are loaded, or are being loaded or unloaded."""
+        return sum(model.num_bytes for model in self.models.values() if model.is_in_memory)
+
+    def idle_seconds_of(self, model: ShelvedModel) -> float:
+        """Return the seconds after which the model is unloaded if it is idle. A pinned one never is."""
+        seconds = self.settings.idle_seconds if model.idle_seconds is None else model.idle_seconds
+        if seconds is None or model.source.is_pinned:
+            return math.inf
+        return max(seconds, 0.0 if model.idle_seconds is None else model.seconds_for_others(model.idle_tenant))
+
+    # The life of the server
+
+    async def start(self) -> None:
+        """Begin to load the pinned models, then as many of the others, in their order, as fit.
+
+        Returns when one of them is ready. Raises InferError if none can be loaded, or if a pinned one can never be.
+        """
+        firsts = sorted(self.models.values(), key=lambda model: not model.source.is_pinned)
+        for model in firsts:
+            try:
+                await self._know(model)
+            except InferError as error:
+                if model.source.is_pinned:
+                    raise
+                model.fail(error)
+                continue
+            if self.used_bytes + model.num_bytes <= self.settings.budget:
+                self._begin_load(model)
+
+        def is_settled() -> bool:
+            phases = {model.phase for model in firsts}
+            return "ready" in phases or "loading" not in phases
+
+        await self._until(is_settled)
+        if firsts and all(model.failure is not None for model in firsts):
+            raise InferError(str(firsts[0].failure))
+
+    def terminate(self) -> None:
+        """Send SIGTERM to all processes, which then drain. No model is loaded any more."""
+        self._is_ending = True
+        for replicas in self._running():
+            replicas.terminate()
+
+    def kill(self) -> None:
+        for replicas in self._running():
+            replicas.kill()
+        for model in self.models.values():
+            model.own.close()
+
+    def _running(self) -> list[Replicas]:
+        return [model.replicas for model in self.models.values() if model.replicas is not None]
+
+    # Requests
+
+    @asynccontextmanager
+    async def admitted(self, model: ShelvedModel, tenant: str = "") -> AsyncIterator[Replicas]:
+        """Yield the model's process once it is ready. The model is not unloaded before the context ends.
+
+        Raises ApiError if the model cannot be loaded, or is not ready in time.
+        """
+        replicas, began_at = await self._admit(model, tenant), time.monotonic()
+        try:
+            yield replicas
+        finally:
+            model.note_use(tenant)
+            model.end_answer(began_at)
+            self._unload_if_idle(model)
+            self._pump()
+
+    async def unload(self, model: ShelvedModel, tenant: str = "") -> None:
+        """Unload the model after its last answer, and return when its memory is free.
+
+        Raises ApiError 409 for a pinned model, and for one that another tenant has just used.
+        """
+        if seconds := model.seconds_for_others(tenant):
+            message = f"another key has just used the model {model.name!r:.80}: unload it in {seconds:.0f} s"
+            raise ApiError(409, message, code="model_in_use", headers=_NO_RETRY)
+        if model.source.is_pinned:
+            message = f"the model {model.name!r:.80} is pinned, so it cannot be unloaded"
+            raise ApiError(409, message, code="model_pinned")
+        if model.is_in_memory:
+            model.is_leaving = True
+            self._pump()
+            await self._until(lambda: not (model.is_leaving and model.is_in_memory))
+
+    async def _admit(self, model: ShelvedModel, tenant: str) -> Replicas:
+        model.note_use(tenant)
+        try:
+            await self._know(model)
+        except InferError as error:
+            raise ApiError(503, str(error), code="model_failed", headers=_NO_RETRY) from error
+        if sum(each.tenant == tenant for each in self._waiting) >= self.settings.most_waiting:
+            message = f"at most {self.settings.most_waiting} requests of a key may wait for models: retry later"
+            headers = retry_headers(self._wait_seconds(model))
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+        arrived_at = model.wishes.take(time.monotonic())  # a client that returns keeps its place
+        ticket = _Ticket(model, tenant, arrived_at, asyncio.get_running_loop().create_future())
+        self._waiting.append(ticket)
+        self._pump()
+        is_admitted = False
+        try:
+            await asyncio.wait({ticket.admitted}, timeout=self.settings.longest_wait)
+            if not ticket.admitted.done():
+                raise self._told_to_retry(ticket)
+            replicas = ticket.admitted.result()
+            is_admitted = True
+            return replicas
+        finally:
+            if not is_admitted:
+                self._forget(ticket)
+
+    def _forget(self, ticket: _Ticket) -> None:
+        """Drop a request that has left, or cannot be answered."""
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        elif ticket.admitted.done() and ticket.admitted.exception() is None:
+            ticket.model.num_requests -= 1
+        self._pump()
+
+    def _told_to_retry(self, ticket: _Ticket) -> ApiError:
+        """Return the refusal of a request that has waited too long. Its model is loaded all the same."""
+        model, seconds = ticket.model, self._wait_seconds(ticket.model)
+        model.wishes.add(ticket.arrived_at, time.monotonic(), seconds)
+        asyncio.get_running_loop().call_later(seconds + SLACK_SECONDS, self._pump)
+        state = "is loading" if model.phase == "loading" else "waits for memory that models with active answers use"
+        message = f"the model {model.name!r:.80} {state}: retry later"
+        return ApiError(503, message, code="loading", headers=retry_headers(seconds))
+
+    def _wait_seconds(self, model: ShelvedModel) -> float:
+        """Return the expected seconds until the model is ready."""
+        waiting = {each.model.name for each in self._waiting}
+        return wait_seconds(model, self.models.values(), waiting, self.settings.budget)
+
+    async def _know(self, model: ShelvedModel) -> None:
+        """Read the model's headers, unless it is in memory, or they were read and its files are the same.
+
+        Raises InferError if it cannot be loaded or never fits.
+        """
+        if model.phase == "failed":  # its files may be complete now
+            model.phase, model.failure, model.plan = "unloaded", None, None
+        if not model.is_in_memory:
+            plan, version = await self._plan_of(model)
+            if not model.is_in_memory:
+                model.plan, model.version = plan, version
+
+    async def _plan_of(self, model: ShelvedModel) -> tuple[ModelPlan, Hashable]:
+        """Return the plan for the model's files as they are now, and their version."""
+        version = await asyncio.to_thread(self._work.version, model.source)
+        if model.plan is not None and version == model.version:
+            return model.plan, version
+        pinned = [each for each in self.models.values() if each.source.is_pinned and each is not model]
+        most_bytes = self.settings.budget - sum(each.num_bytes for each in pinned)
+        return await asyncio.to_thread(self._work.plan, model.source, most_bytes), version
+
+    # Which requests continue, and which models are loaded or unloaded
+
+    def _pump(self) -> None:
+        """Admit the requests that may continue, and free memory for the model that was wanted first."""
+        for model in self.models.values():
+            model.must_go = model.is_leaving
+        wanted = None if self._is_ending else self._first_wanted()
+        if wanted is not None:
+            self._make_room(self.models[wanted[1]])
+        for ticket in list(self._waiting):
+            is_older = wanted is not None and ticket.arrived_at < wanted[0]
+            if ticket.model.phase == "ready" and (is_older or not ticket.model.must_go):
+                self._let_in(ticket)
+            elif ticket.model.failure is not None:
+                self._refuse(ticket, ticket.model.failure)
+        for model in self.models.values():
+            if model.must_go and model.is_idle:
+                self._begin_unload(model)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _first_wanted(self) -> tuple[float, str] | None:
+        """Return the model without a process that was wanted first, after the time since which it is wanted."""
+        now = time.monotonic()
+        since = {model.name: model.wishes.since(now) for model in self.models.values() if model.is_wanted}
+        for ticket in self._waiting:
+            since[ticket.model.name] = min(since.get(ticket.model.name, math.inf), ticket.arrived_at)
+        found = [(at, name) for name, at in since.items() if self.models[name].phase == "unloaded"]
+        return min(found, default=None)
+
+    def _make_room(self, model: ShelvedModel) -> None:
+        """Begin to load the model if its memory is free. Otherwise mark the models that must be unloaded for it."""
+        missing = self.used_bytes + model.num_bytes - self.settings.budget
+        if missing <= 0:
+            self._begin_load(model)
+            return
+        missing -= sum(each.num_bytes for each in self.models.values() if each.phase == "unloading")
+        residents = [each.resident for each in self.models.values() if each.phase in ("loading", "ready")]
+        for name in models_to_unload(missing, residents) or ():
+            self.models[name].must_go = True
+
+    def _let_in(self, ticket: _Ticket) -> None:
+        self._waiting.remove(ticket)
+        if not ticket.admitted.done():
+            assert ticket.model.replicas is not None
+            ticket.model.num_requests += 1
+            ticket.admitted.set_result(ticket.model.replicas)
+
+    def _refuse(self, ticket: _Ticket, failure: Exception) -> None:
+        self._waiting.remove(ticket)
+        if not ticket.admitted.done():
+            ticket.admitted.set_exception(ApiError(503, str(failure), code="model_failed"))
+
+    def _begin_load(self, model: ShelvedModel) -> None:
+        model.phase = "loading"
+        self._begin(self._load(model))
+
+    async def _load(self, model: ShelvedModel) -> None:
+        try:
+            model.plan, model.version = await self._plan_of(model)
+        except InferError as error:
+            model.fail(error)
+            self._pump()
+            return
+        if self.used_bytes > self.settings.budget:  # the files were replaced by larger ones
+            model.phase = "unloaded"
+            self._pump()
+            return
+        await model.load(self._work.command(model.source, model.plan), self.settings.watchdog_seconds)
+        if model.phase == "ready":  # all requests for this model continue, also those behind requests for others
+            for ticket in [each for each in self._waiting if each.model is model]:
+                self._let_in(ticket)
+            self._unload_if_idle(model)
+        self._pump()
+
+    def _begin_unload(self, model: ShelvedModel) -> None:
+        model.phase = "unloading"
+        self._begin(self._unload(model))
+
+    async def _unload(self, model: ShelvedModel) -> None:
+        await model.unload()
+        self._pump()
+
+    def _unload_if_idle(self, model: ShelvedModel) -> None:
+        """Unload the model when it has been idle for its time."""
+        seconds = self.idle_seconds_of(model)
+        if math.isinf(seconds) or not model.is_idle:
+            return
+
+        def check(used_at: float) -> None:
+            if model.is_idle and model.used_at == used_at and not self._is_ending:
+                self._begin_unload(model)
+
+        asyncio.get_running_loop().call_later(seconds, check, model.used_at)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            await self._changed.wait()

@@ -1,0 +1,213 @@
+"""A server of several models: the process that clients talk to, and its routes. Each model has its own process."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.errors import InferError
+from infer.serving.distributed.asked_body import AskedBody
+from infer.serving.distributed.exchange import Exchange
+from infer.serving.distributed.front import hand_on, read_body
+from infer.serving.distributed.router import RoutedPrompt
+from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
+from infer.serving.distributed.shelf_tasks import tasks_of_route
+from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel
+from infer.serving.protocols.unknown_fields import Parameters
+from infer.serving.server.app import ROUTES
+from infer.serving.server.call import call_of
+from infer.serving.server.endpoint import ApiRoute, Handler, post
+from infer.serving.server.http_errors import ApiError
+from infer.serving.server.process import Life, run_process
+from infer.serving.server.replies import json_response
+from infer.serving.server.routes import health, web_files
+from infer.serving.server.routes.openapi import description_routes
+from infer.serving.server.routes.prometheus import metrics_response
+from infer.serving.server.routes.served_models import ModelStatus, ServedModel, ServedModels, StatusValue, served_model
+from infer.serving.server.server_state import ServerState
+from infer.system.files.locked_folder import locked_folder
+
+_EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
+_OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model
+_STATUS_BY_PHASE: Mapping[ModelPhase, StatusValue] = {  # llama.cpp's names
+    "unloaded": "unloaded", "loading": "loading", "ready": "loaded", "unloading": "unloading", "failed": "failed",
+}  # fmt: skip
+
+
+def run_shelf(
+    state: ServerState,
+    listener: socket.socket,
+    sources: Sequence[ModelSource],
+    settings: ShelfSettings,
+    work: ShelfWork,
+) -> int:
+    """Serve the models, and return the exit status."""
+    with locked_folder("infer-shelf-") as folder:
+        return asyncio.run(_run(state, listener, lambda: Shelf(sources, settings, work, folder)))
+
+
+async def _run(state: ServerState, listener: socket.socket, make_shelf: Callable[[], Shelf]) -> int:
+    shelf = make_shelf()
+
+    async def load() -> None:
+        try:
+            await shelf.start()
+        except InferError as error:
+            state.fail(error)
+        else:
+            state.phase = "ready"
+
+    life = Life(load, state.has_failed.wait, shelf.terminate)
+    try:
+        return await run_process(state, listener, life, lambda state: None, ShelfFront(shelf).table)
+    finally:
+        shelf.kill()
+
+
+class ModelBody(Parameters, kw_only=True):
+    """A request to load or to unload a model."""
+
+    model: str
+
+
+@final
+class ShelvedReplicas:
+    """The process of one model, in the form that `failover` needs. It is first loaded; then `on_admitted` is called."""
+
+    are_several = False
+
+    def __init__(
+        self, shelf: Shelf, model: ShelvedModel, tenant: str, on_admitted: Callable[[], None] = lambda: None
+    ) -> None:
+        self._shelf, self._model, self._tenant, self._on_admitted = shelf, model, tenant, on_admitted
+
+    @asynccontextmanager
+    async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
+        was_ready, asked_at = self._model.phase == "ready", time.monotonic()
+        async with self._shelf.admitted(self._model, self._tenant) as replicas:
+            self._on_admitted()
+            load_seconds = 0.0 if was_ready else time.monotonic() - asked_at
+            async with replicas.exchange(prompt) as exchange:
+                exchange.load_seconds = load_seconds
+                yield exchange
+
+    async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+        return {} if self._model.replicas is None else await self._model.replicas.get(target)
+
+
+@final
+class ShelfFront:
+    """The handlers of all routes. A request is for the model that its body or its query names.
+
+    Without a name, it is for the first model that can do the task of its route.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._ollama = ShelfOllama(shelf, partial(ShelvedReplicas, shelf))
+
+    @property
+    def table(self) -> list[ApiRoute]:
+        own: dict[str, Handler] = {
+            "/v1/models": self._list,
+            "/v1/models/{id:path}": self._show,
+            "/metrics": self._read_metrics,
+        }
+        own |= {each.path: each.handler for each in _OWN} | self._ollama.handlers | {"/ready": self._ready}
+        answering = dict.fromkeys(OLLAMA_ANSWERS, self._ollama.answer)
+        handed_on = [each for each in ROUTES if each.path not in ("/docs", "/openapi.json")]
+        table = [
+            each._replace(handler=own[each.path], operation="")
+            if each.path in own
+            else each._replace(handler=answering.get(each.path, self._hand_on), body=None, operation="")
+            for each in handed_on
+        ]
+        changes = [
+            post("/models/load", self._load, "Load a model, and answer when it is ready", ModelBody, ServedModel),
+            post("/models/unload", self._unload, "Unload a model after its last answer", ModelBody, ServedModel),
+        ]
+        return [*table, *changes, *description_routes([*handed_on, *changes])]
+
+    async def _hand_on(self, request: Request, state: ServerState) -> Response:
+        state.check_ready()
+        asked = await read_body(request)
+        name = asked.model or request.query_params.get("model")
+        model = await self._shelf.able(name, tasks_of_route(request.url.path))
+        if request.url.path == _EVENTS:
+            return await self._watch(request, asked, model)
+        return await hand_on(request, asked, ShelvedReplicas(self._shelf, model, call_of(request).key_name))
+
+    async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
+        if model.phase != "ready" or model.replicas is None:
+            raise ApiError(503, f"the model {model.name!r:.80} is not loaded", code="not_loaded")
+        return await hand_on(request, asked, model.replicas)
+
+    async def _list(self, request: Request, state: ServerState) -> Response:
+        await self._shelf.look_again()
+        await self._shelf.read_headers()
+        models = list(self._shelf.models.values())
+        shown = await asyncio.gather(*(_shown(model, state) for model in models))
+        return json_response(ServedModels(shown, allow_pull=state.settings.allow_pull))
+
+    async def _show(self, request: Request, state: ServerState) -> Response:
+        model = await self._shelf.named(request.path_params["id"])
+        return json_response(await _shown(model, state))
+
+    async def _load(self, request: Request, state: ServerState, body: ModelBody) -> Response:
+        model = await self._shelf.named(body.model)
+        async with self._shelf.admitted(model, call_of(request).key_name):
+            return json_response(await _shown(model, state))
+
+    async def _unload(self, request: Request, state: ServerState, body: ModelBody) -> Response:
+        model = await self._shelf.named(body.model)
+        await self._shelf.unload(model, call_of(request).key_name)
+        return json_response(await _shown(model, state))
+
+    async def _ready(self, request: Request, state: ServerState) -> Response:
+        """Answer 503 also if the process of a loaded model does not answer."""
+        silent = [name for name, found in (await self._ask_loaded(b"/ready")).items() if not found]
+        models = self._shelf.models
+        hung = [name for name in silent if models[name].phase == "ready"]  # others were unloaded meanwhile
+        if hung and state.phase == "ready":
+            return json_response(health.Health("hung", models=hung), status=503)
+        return await health.ready(request, state)
+
+    async def _ask_loaded(self, target: bytes) -> dict[str, list[bytes]]:
+        """Return the bodies of the answers of each loaded model, within a second."""
+        loaded = {each.name: each.replicas for each in self._shelf.models.values() if each.phase == "ready"}
+        asked = {name: replicas for name, replicas in loaded.items() if replicas is not None}
+        found = await asyncio.gather(*(replicas.get(target) for replicas in asked.values()))
+        return {name: [body for _, body in each.values()] for name, each in zip(asked, found, strict=True)}
+
+    async def _read_metrics(self, request: Request, state: ServerState) -> Response:
+        """Return the metrics of all loaded models, with their names, and those of this process."""
+        answers = await self._ask_loaded(b"/metrics")
+        texts = [(body.decode(), {"model": name}) for name, bodies in answers.items() for body in bodies]
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+
+
+async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
+    plan, error = model.plan, None if model.failure is None else str(model.failure)
+    found = served_model(state, model.name, root=model.source.path, context=None if plan is None else plan.context)
+    found.status = ModelStatus(_STATUS_BY_PHASE[model.phase], await _progress(model), error)
+    found.is_pinned = model.source.is_pinned
+    if plan is not None:
+        found.takes, found.memory_bytes = list(plan.takes), plan.num_bytes
+    return found
+
+
+async def _progress(model: ShelvedModel) -> float | None:
+    """Return the loaded share of a model that is loading."""
+    if model.phase != "loading" or model.replicas is None:
+        return None
+    for _, body in await model.replicas.get_while_loading(b"/health"):
+        return float(json.loads(body).get("progress", 0.0))
+    return 0.0

@@ -1,0 +1,1 @@
+"""Ollama's API: its bodies, and how they become bodies of OpenAI's routes."""

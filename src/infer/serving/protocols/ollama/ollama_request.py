@@ -1,0 +1,129 @@
+"""Convert bodies of Ollama's API to those of OpenAI's routes, and `keep_alive` to seconds."""
+
+import math
+import re
+from typing import Any
+
+from infer.serving.protocols.bodies import ChatBody, CompletionBody
+from infer.serving.protocols.chat_messages import complete_chat
+from infer.serving.protocols.declared_fields import DECLARED
+from infer.serving.protocols.ollama.ollama_bodies import (
+    AnsweringBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+)
+from infer.serving.protocols.read_body import as_given, body_from
+from infer.serving.protocols.refusals import refuse, shown
+from infer.serving.protocols.retrieval_bodies import EmbeddingsBody
+from infer.serving.protocols.unknown_fields import Reading
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = r"(?<![\d.])(\d++(?:\.\d*+)?|\.\d++)(ns|us|µs|ms|s|m|h)"
+_DURATION, _PARTS = re.compile(f"(?:{_PART})+"), re.compile(_PART)
+_MOST_CHARACTERS = 32  # of a duration
+MOST_SECONDS = (2**63 - 1) / 1e9  # Go's durations are nanoseconds of 64 bits
+_LENGTHS = {"max_tokens", *DECLARED["max_new_tokens"].other_names}
+_NEW_NAMES = {"thinking": "reasoning_content", "tool_name": "name"}
+
+
+def chat_of(body: OllamaChatBody, reading: Reading) -> ChatBody:
+    """Return the body as a body of /v1/chat/completions. Raises BodyError."""
+    return _chat([_message(each) for each in body.messages or ()], body.tools, body, reading)
+
+
+def generation_of(body: OllamaGenerateBody, reading: Reading, *, can_chat: bool) -> ChatBody | CompletionBody:
+    """Return the body as a body of /v1/chat/completions, or of /v1/completions if a text is continued.
+
+    `can_chat` is true if the model has a chat template. Raises BodyError.
+    """
+    prompt = body.prompt or ""
+    if can_chat and not (body.raw or body.suffix):
+        messages = [{"role": "system", "content": body.system}] if body.system else []
+        return _chat([*messages, {"role": "user", "content": prompt}], None, body, reading)
+    if body.system:
+        raise refuse("system needs a chat template, which is not used here: put the text into prompt", "system")
+    given = _sampling(body) | {"prompt": prompt, "suffix": body.suffix}
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    return body_from(given, CompletionBody, as_given, reading)
+
+
+def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:
+    """Return the body as a body of /v1/embeddings."""
+    return EmbeddingsBody(
+        model=body.model,
+        input=body.input,
+        dimensions=body.dimensions,
+        normalize=True,
+        truncate=body.truncate is not False,
+    )
+
+
+def seconds_of(keep_alive: float | str | None) -> float | None:
+    """Return a `keep_alive` in seconds. It is a number, or Go's notation such as "5m"; below 0 it is infinite.
+
+    A number is at most 292 years, as in Ollama. Raises BodyError.
+    """
+    if isinstance(keep_alive, str):
+        keep_alive = _seconds_of_text(keep_alive)
+    if keep_alive is None:
+        return None
+    return math.inf if keep_alive < 0 else min(keep_alive, MOST_SECONDS)
+
+
+def _seconds_of_text(given: str) -> float:
+    text = given.strip() if len(given) <= _MOST_CHARACTERS else ""
+    duration = text.removeprefix("-")
+    parts = _PARTS.findall(duration) if _DURATION.fullmatch(duration) else []
+    if duration.isascii() and duration.replace(".", "", 1).isdecimal():
+        parts = [(duration, "s")]
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if not parts or seconds > MOST_SECONDS:
+        rule = 'a number of seconds, or a duration such as "5m" of at most 292 years'
+        raise refuse(f"keep_alive must be {rule}, got {shown(given)}", "keep_alive")
+    return -seconds if text.startswith("-") else seconds
+
+
+def _chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, reading: Reading) -> ChatBody:
+    given = _sampling(body) | {"messages": messages, "tools": tools}
+    if body.logprobs or body.top_logprobs:
+        given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    match body.think:
+        case True:
+            given["enable_thinking"] = True
+        case False:
+            given["reasoning_effort"] = "none"
+        case str():
+            given["reasoning_effort"] = body.think
+    return body_from(given, ChatBody, complete_chat, reading)
+
+
+def _sampling(body: AnsweringBody) -> dict[str, Any]:
+    """Return the options of a body, with its seed and its format, as fields of an OpenAI body.
+
+    An answer is as long as the context allows unless an option limits it.
+    """
+    found = {name: value for name, value in (body.options or {}).items() if value is not None}
+    if found.get("seed") in (None, -1):  # -1 means a random seed
+        found["seed"] = body.seed
+    if not found.keys() & _LENGTHS:
+        found["num_predict"] = -1 if body.num_predict is None else body.num_predict
+    if found.get("num_predict") == -2:  # -2: until the context is full
+        found["num_predict"] = -1
+    if body.truncate:
+        found["overflow"] = "truncate_left"
+    if isinstance(body.format, dict):
+        return found | {"json_schema": body.format}
+    if body.format not in (None, "", "json"):
+        raise refuse(f'format must be "json" or a schema, got {shown(body.format)}', "format")
+    return found | ({"response_format": {"type": "json_object"}} if body.format else {})
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in OpenAI's format. An image becomes a part without text, which `complete_chat` replaces."""
+    found = {_NEW_NAMES.get(name, name): value for name, value in given.items() if name != "images"}
+    if images := given.get("images"):
+        parts = [{"type": "image"} for _ in images] if isinstance(images, list) else [{"type": "image"}]
+        found["content"] = [{"type": "text", "text": given.get("content") or ""}, *parts]
+    return found

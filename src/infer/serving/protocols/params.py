@@ -1,0 +1,189 @@
+"""Convert a body to the library's sampling parameters, options and messages, as plain values."""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from infer.compute.sampling.defaults import default_params
+from infer.engine.requests.request_options import OPTIONS, RequestOptions
+from infer.errors import ContextLengthError, InvalidRequestError
+from infer.request_limits import MAX_BIAS, MAX_KEYS
+from infer.sampling_params import (
+    ALIASES,
+    PARAMETER_NAMES,
+    PARAMETERS,
+    SEED_BITS,
+    SamplingParams,
+    UnknownParameterError,
+    without_zeros,
+)
+from infer.serving.protocols.bodies import (
+    CompletingBody,
+    Format,
+    GeneratingBody,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedSchemaFormat,
+)
+from infer.serving.protocols.declared_fields import DECLARED, values_of
+from infer.serving.protocols.refusals import BodyError, refuse, shown
+from infer.text.grammar.grammar import not_strict
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
+_BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() if declared.body_name}
+_SCHEMA_NAMES = {"json_schema": "response_format.json_schema.schema"}
+_NAMES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens"}
+_SCHEMA_NAMES_OF_RESPONSES = {"json_schema": "text.format.schema"}
+_MOST_ID_DIGITS = 20
+_NOT_FOR_TEMPLATES = frozenset(
+    {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
+)
+
+
+def sampling_values(body: GeneratingBody) -> dict[str, Any]:
+    """Return the fields of SamplingParams that the body names, except the seed and log-probabilities."""
+    values = values_of(body, PARAMETERS)
+    for name in _LENGTHS:
+        if (length := getattr(body, name, None)) is not None:
+            values["max_new_tokens"] = token_limit(length)
+    if "stop" in values:
+        values["stop"] = stops_of(values["stop"])
+    if "logit_bias" in values:
+        values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
+    if isinstance(body, CompletingBody):
+        values |= constraint_of(body.response_format)
+    return values
+
+
+def token_limit(given: int) -> int | None:
+    """Return the limit of an answer's tokens, at least 1. -1 gives None, which is the end of the context."""
+    return None if given < 0 else max(given, 1)
+
+
+def stops_of(given: str | Sequence[str]) -> list[str]:
+    """Return the stop strings that are not empty."""
+    return [each for each in ([given] if isinstance(given, str) else given) if each]
+
+
+def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
+    """Return the constraint of a format as a field of SamplingParams, or {} if there is none."""
+    match asked:
+        case JsonObjectFormat(schema=schema):
+            return {"json_schema": {"type": "object"} if schema is None else schema}
+        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema, strict=strict)):
+            return _schema({"type": "object"} if schema is None else schema, strict)
+        case NamedSchemaFormat(schema=schema, strict=strict):
+            return _schema(schema, strict)
+    return {}
+
+
+def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {"json_schema": schema if strict else not_strict(schema)}
+
+
+def make_params(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], prompt_name: str
+) -> list[SamplingParams]:
+    """Return one SamplingParams per seed, with the model's own defaults. Raises BodyError.
+
+    If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
+    """
+    try:
+        first = default_params(defaults, is_chat=prompt_name != "prompt", **without_zeros(values))
+        return [replace(first, seed=seed) for seed in seeds]
+    except InvalidRequestError as error:
+        raise refusal(error, prompt_name) from error
+
+
+def make_options(body: GeneratingBody) -> RequestOptions:
+    """Return the options that the body sets."""
+    return RequestOptions(**values_of(body, OPTIONS))
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of a row or a choice: 64 bits of a hash, which is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
+
+
+def seeds_of(seed: int | None, num_choices: int) -> list[int]:
+    """Return one seed per choice. The first is `seed` modulo 2⁶⁴, or random if it is None.
+
+    The other seeds are hashes of the first one and the choice's index.
+    """
+    first = secrets.randbits(SEED_BITS) if seed is None else seed % 2**64
+    others = [seed_of(first, str(index)) >> (64 - SEED_BITS) for index in range(1, num_choices)]
+    return [first, *others]
+
+
+def template_variables(
+    given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> dict[str, Any]:
+    """Return the template's variables, with both flags if they are given.
+
+    Raises BodyError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable.
+    """
+    if given is not None and len(given) > MAX_KEYS:
+        raise refuse(
+            f"chat_template_kwargs must have at most {MAX_KEYS} fields, got {len(given)}", "chat_template_kwargs"
+        )
+    for name in given or {}:
+        param = f"chat_template_kwargs.{name}"
+        if name in _NOT_FOR_TEMPLATES:
+            raise refuse(f"{param} must not be given: leave it out", param)
+        if name in PARAMETER_NAMES or name in ALIASES:
+            raise refuse(f"{param} is a sampling parameter: move it out of chat_template_kwargs", param)
+    own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
+
+
+def refusal(error: InvalidRequestError, prompt_name: str) -> BodyError:
+    """Return the library's error with the names of a body's fields. `prompt_name` is the field with the prompt."""
+    if isinstance(error, BodyError):
+        return error
+    message, param = str(error), error.param or ""
+    if isinstance(error, ContextLengthError):
+        return refuse(message, prompt_name, "context_length_exceeded")
+    if isinstance(error, UnknownParameterError):
+        return refuse(message, "chat_template_kwargs")
+    is_response = prompt_name == "input"
+    names = _BODY_NAMES | _NAMES_OF_RESPONSES if is_response else _BODY_NAMES
+    if param in names and message.startswith(param):
+        message = names[param] + message[len(param) :]
+    names = names | (_SCHEMA_NAMES_OF_RESPONSES if is_response else _SCHEMA_NAMES)
+    return refuse(message, names.get(param, param if param in DECLARED else prompt_name))
+
+
+def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:
+    """Return the prompts of a body's field as texts or lists of ids. Raises BodyError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if set(map(type, prompt)) == {int}:
+        return [prompt]
+    for index, each in enumerate(prompt):
+        if not isinstance(each, type(prompt[0])) or not isinstance(each, str | list) or each == []:
+            raise _no_prompt(name, f"{name}[{index}]", each)
+        if isinstance(each, list):
+            for place, token_id in enumerate(each):
+                if type(token_id) is not int:
+                    raise _no_prompt(name, f"{name}[{index}][{place}]", token_id)
+    if not prompt:
+        raise _no_prompt(name, name, prompt)
+    return list(prompt)
+
+
+def _no_prompt(name: str, path: str, value: object) -> BodyError:
+    message = f"{name} must be a text, token ids, or a list of texts or of token ids, got {shown(value)} at {path}"
+    return refuse(message, path, "invalid_type")
+
+
+def _bias_id(key: str, value: float) -> int:
+    param = f"logit_bias.{key}"[:80]
+    if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS):
+        raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
+    if abs(value) > MAX_BIAS:
+        raise refuse(f"{param} must be a number from -{MAX_BIAS} to {MAX_BIAS}, got {value:g}", param)
+    return int(key)

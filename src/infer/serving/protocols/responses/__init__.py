@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: how its bodies become requests."""

@@ -1,0 +1,242 @@
+"""The rules for the keys of a body: accepted, renamed, ignored with a warning, or refused.
+
+The caller chose the keys of `Parameters`, so each unknown key there is checked. Other programs wrote the contents of
+messages, calls and tools, so unknown keys there are ignored.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, ClassVar, Literal, final
+
+import msgspec
+from msgspec import Struct, inspect
+
+from infer.request_limits import MAX_KEYS, MAX_WARNINGS
+from infer.serving.protocols.foreign import Foreign
+from infer.serving.protocols.refusals import BodyError, refuse, shown
+from infer.system.files.json_limits import JsonLimitError
+
+UnknownFields = Literal["warn", "refuse", "ignore"]
+Step = str | int  # a step of a path: a key or an index
+# Smallest difflib ratio of similar names: "temprature" is similar to "temperature", "top_n" not to "top_k".
+_NEAR = 0.82
+
+
+class Parameters(Struct, kw_only=True):
+    """An object whose keys the caller chose. `foreign` has the names of other servers that may appear."""
+
+    foreign: ClassVar[Mapping[str, Foreign]] = {}
+
+    @classmethod
+    def note_on(cls, given: Mapping[str, Any]) -> str | None:
+        """Return a warning about a value that is nevertheless accepted, or None."""
+
+
+class ToolKeys(Struct, kw_only=True):
+    """An object of a tool. Unknown keys are ignored, with a warning if a key is misplaced or similar to a known one."""
+
+    misplaced: ClassVar[Mapping[str, str]] = {}  # keys that belong elsewhere, and the place where they belong
+
+
+@final
+@dataclass(frozen=True)
+class Reading:
+    """The policy with which one body is read, and the warnings about it."""
+
+    policy: UnknownFields = "warn"
+    warnings: list[str] = field(default_factory=list)
+    given_names: dict[str, str] = field(default_factory=dict)  # names of another server, by our name of the field
+    looked_up: list[str] = field(default_factory=list)  # unknown names for which a similar name was searched
+
+    def warn(self, message: str) -> None:
+        if self.policy != "ignore" and message not in self.warnings and len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(message)
+
+    def near_of(self, name: str, known: list[str]) -> str | None:
+        """Return the known name that `name` misspells, or None, as for all names after the first `MAX_KEYS`."""
+        if len(self.looked_up) == MAX_KEYS:
+            return None
+        self.looked_up.append(name)
+        return near_of(name, known)
+
+
+def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
+    """Return the body with only the keys of `kind`, and whole floats as integers if integers are expected.
+
+    Raises BodyError for a misspelled key, for a string that is not one of the allowed ones, and for a parameter that
+    would change the answer but is not supported.
+    """
+    return _settled(given, tuple(flat(type_info(kind))), [], reading)
+
+
+def path_of(steps: list[Step]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+
+
+def near_of(name: str, known: list[str]) -> str | None:
+    """Return the known name that `name` misspells, or None."""
+    plain = {_plain(each): each for each in known}
+    near = get_close_matches(_plain(name)[:64], plain, n=1, cutoff=_NEAR)
+    return plain[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
+# The types that msgspec describes
+
+type_info = cache(inspect.type_info)
+
+
+def flat(found: inspect.Type) -> Iterator[inspect.Type]:
+    """Yield the alternatives of a type, without unions and metadata."""
+    if isinstance(found, inspect.UnionType):
+        for each in found.types:
+            yield from flat(each)
+    elif isinstance(found, inspect.Metadata):
+        yield from flat(found.type)
+    else:
+        yield found
+
+
+# The rules for each value
+
+
+def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], reading: Reading) -> Any:
+    if isinstance(given, dict):
+        structs = [each for each in types if isinstance(each, inspect.StructType)]
+        for each in structs:
+            if each.tag_field is None or given.get(each.tag_field) == each.tag:
+                return _settled_object(given, each, steps, reading)
+        _check_tag(given, structs, steps)
+        return given
+    if isinstance(given, list):
+        lists = [each for each in types if isinstance(each, inspect.ListType)]
+        inner = tuple(one for each in lists for one in flat(each.item_type))
+        has_structs = any(isinstance(each, inspect.StructType) for each in inner)
+        if has_structs and any(each.max_length is not None and len(given) > each.max_length for each in lists):
+            return given  # refused for its length
+        has_integers = any(isinstance(each, inspect.IntType) for each in inner)
+        if not has_structs and (not has_integers or set(map(type, given)) <= {int}):
+            return given
+        return [_settled(each, inner, [*steps, index], reading) for index, each in enumerate(given)]
+    if isinstance(given, str) and not any(isinstance(each, inspect.StrType) for each in types):
+        values = [value for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
+        if values and given not in values:
+            raise _none_of(values, given, steps)
+    if type(given) is float and given.is_integer():
+        is_integer = any(isinstance(each, inspect.IntType) for each in types)
+        if is_integer and not any(isinstance(each, inspect.FloatType) for each in types):
+            return int(given)
+    return given
+
+
+def _check_tag(given: dict[str, Any], tagged: list[inspect.StructType], steps: list[Step]) -> None:
+    """Raise BodyError for an object whose tag is missing or unknown."""
+    for each in tagged:
+        place = [*steps, str(each.tag_field)]
+        if each.tag_field not in given:
+            path = path_of(place)
+            raise refuse(f"{path} is missing: it is required", path, "missing_required_parameter")
+        if isinstance(value := given[each.tag_field], str):
+            raise _none_of([one.tag for one in tagged], value, place)
+
+
+def _none_of(values: list[Any], given: str, steps: list[Step]) -> BodyError:
+    path = path_of(steps)
+    return refuse(f"{path} must be {' or '.join(map(repr, values))}, got {shown(given)}", path)
+
+
+def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], reading: Reading) -> Any:
+    fields = {each.encode_name: each for each in found.fields}
+    if issubclass(found.cls, Parameters | ToolKeys) and len(given) > MAX_KEYS:
+        path = path_of(steps)
+        raise refuse(f"{path or 'the body'} must have at most {MAX_KEYS} fields, got {len(given)}", path or None)
+    if issubclass(found.cls, Parameters):
+        known = [*fields, *((found.tag_field,) if found.tag_field else ())]
+        given = _taken(given, known, found.cls.foreign, steps, reading)
+        if note := found.cls.note_on(given):
+            reading.warn(f"{path_of(steps)}{note}")
+    elif issubclass(found.cls, ToolKeys):
+        _warn_of_tool(given, [*fields, str(found.tag_field)], found.cls.misplaced, steps, reading)
+    return {
+        name: _settled(value, tuple(flat(fields[name].type)), [*steps, name], reading) if name in fields else value
+        for name, value in given.items()
+    }
+
+
+def _taken(
+    given: dict[str, Any], known: list[str], foreign: Mapping[str, Foreign], steps: list[Step], reading: Reading
+) -> dict[str, Any]:
+    """Return the known keys, including those that foreign keys become. Raises BodyError."""
+    found = {name: value for name, value in given.items() if name in known}
+    for name, value in given.items():
+        if name in known or value is None:
+            continue
+        place = [*steps, name]
+        if name in foreign and foreign[name].warning:
+            reading.warn(f"{path_of(place)} was ignored: {foreign[name].warning}")
+            continue
+        if name in foreign:
+            meant = _meant(foreign[name], value, known, place)
+            _add(found, meant, path_of(place))
+            reading.given_names.update(dict.fromkeys(meant, name))
+            continue
+        path = path_of(place)
+        if near := reading.near_of(name, known):
+            raise refuse(f"{path} is not known: did you mean {near}?", path, "unknown_parameter")
+        if reading.policy == "refuse":
+            raise refuse(f"{path} is not known: leave it out", path, "unknown_parameter")
+        reading.warn(f"{path:.100} is not known and was ignored")
+    return found
+
+
+def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) -> dict[str, Any]:
+    """Return our fields for a foreign parameter. Raises BodyError if its value has no equivalent."""
+    if foreign.is_neutral(value):
+        return {}
+    if ours := next((each for each in foreign.same_as if each in known), None):
+        return {ours: value}
+    if foreign.becomes is not None:
+        try:
+            found = foreign.becomes(value)
+        except JsonLimitError as error:
+            raise refuse(f"{path_of(place)} is {error}", path_of(place)) from None
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            raise _unbuilt(foreign, value, place) from None
+        if all(each in known for each in found):
+            return found
+    raise _unbuilt(foreign, value, place)
+
+
+def _unbuilt(foreign: Foreign, value: Any, place: list[Step]) -> BodyError:
+    path = path_of(place)
+    if foreign.neutral:
+        return refuse(f"{path} must not be {shown(value)}: {foreign.fix}", path, "unsupported_value")
+    return refuse(f"{path} is not supported here: {foreign.fix}", path, "unsupported_parameter")
+
+
+def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
+    for name, value in meant.items():
+        there = found.get(name)
+        if isinstance(there, dict) and isinstance(value, dict):
+            value = there | value
+        elif there is not None and there != value:
+            raise refuse(f"{path} and {name} are the same parameter with two values: give only one", path)
+        found[name] = value
+
+
+def _warn_of_tool(
+    given: dict[str, Any], known: list[str], misplaced: Mapping[str, str], steps: list[Step], reading: Reading
+) -> None:
+    for name in given:
+        if name in known:
+            continue
+        path = path_of([*steps, name])
+        if place := misplaced.get(name):
+            reading.warn(f"{path:.100} was ignored: {name} belongs to {place}")
+        elif near := reading.near_of(name, known):
+            reading.warn(f"{path:.100} is not known and was ignored: did you mean {near}?")

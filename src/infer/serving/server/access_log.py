@@ -1,0 +1,158 @@
+"""The first layer of the app: it gives every request a `Call`, sets the ids of its answer, and logs and counts it.
+
+Every request has an id that the server makes. A valid id from the client is returned, and logged next to the server's
+id. The log has one JSON line per request, written at its end, with OpenTelemetry's names. It never contains the text of
+a prompt or an answer.
+"""
+
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.serving.server.call import (
+    CREATED_HEADER,
+    FINGERPRINT_HEADER,
+    ID_HEADER,
+    KEY_NAME_HEADER,
+    LOAD_HEADER,
+    SENT_HEADER,
+    Call,
+    put_call,
+)
+from infer.serving.server.server_state import ServerState
+
+log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
+_MOST_HEADER = 2048  # characters
+_CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """Return the app with a call per request. A child process receives ids and names of keys from its parent."""
+
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        call = Call(new_id(), asked if _CLEAN.fullmatch(asked) else None, scope["method"])
+        if state.settings.is_child:
+            _be_handed(call, headers)
+        put_call(scope, call)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = call.shown_id
+                if state.settings.is_child and state.loaded is not None:
+                    headers[FINGERPRINT_HEADER.decode()] = state.loaded.llm.system_fingerprint
+                if call.warnings:
+                    headers["x-infer-warnings"] = _as_header(call.warnings)
+            await send(message)
+
+        state.calls.add(call)
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            state.calls.discard(call)
+            if not (call.is_forwarded or call.is_probe):
+                count_call(state, call)
+
+    return call_app
+
+
+def new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _as_header(warnings: Sequence[str]) -> str:
+    """Return the first warnings as a JSON list in ASCII, short enough for every proxy."""
+    for count in range(len(warnings), 0, -1):
+        if len(found := json.dumps(warnings[:count])) <= _MOST_HEADER:
+            return found
+    return "[]"
+
+
+def _be_handed(call: Call, headers: Headers) -> None:
+    """Set the call's fields from the headers of the process that clients talk to.
+
+    A readiness probe, which that process sends for itself, has no id.
+    """
+    call.key_name = headers.get(KEY_NAME_HEADER.decode(), "")
+    if call_id := headers.get(ID_HEADER.decode()):
+        call.id, call.created, call.is_noted = call_id, int(headers[CREATED_HEADER.decode()]), True
+        call.num_sent_bytes = int(headers[SENT_HEADER.decode()])
+        call.load_seconds = float(headers.get(LOAD_HEADER.decode(), 0.0))
+    else:
+        call.is_probe = True
+
+
+def count_call(state: ServerState, call: Call) -> None:
+    """Log the call, learn from it, and count it. If one of these fails, the others are still done."""
+    for note in (_log, partial(_learn, state), state.metrics.count_call):
+        try:
+            note(call)
+        except Exception:
+            server_log.exception("request %s cannot be counted", call.id)
+
+
+def _log(call: Call) -> None:
+    if log.isEnabledFor(logging.INFO):
+        log.info(msgspec.json.encode(entry_of(call)).decode())
+
+
+def _learn(state: ServerState, call: Call) -> None:
+    for sequence in call.sequences:
+        state.door.lengths.learn(call.key_name, len(sequence.pieces))
+    if call.entry is not None and call.sequences and (arrivals := call.sequences[0].timer.arrivals):
+        call.entry.learn_wait(arrivals[0] - call.sequences[0].submitted_at)
+
+
+def entry_of(call: Call) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "http.request.method": call.method,
+        "http.route": call.route,
+        "http.response.status_code": call.status or 499,
+        "http.server.request.duration": round(time.perf_counter() - call.received_at, 6),
+        "infer.request.id": call.id,
+    }
+    optional = {
+        "infer.request.client_id": call.client_id,
+        "enduser.id": call.key_name,
+        "error.type": call.error_code,
+        "infer.disconnect_phase": call.left_in,
+    }
+    entry |= {name: value for name, value in optional.items() if value}
+    return entry | (_answers(call) if call.sequences else {})
+
+
+def _answers(call: Call) -> dict[str, Any]:
+    results = call.results
+    arrivals = [arrivals[0] for sequence in call.sequences if (arrivals := sequence.timer.arrivals)]
+    began = [sequence.timer.began for sequence in call.sequences if sequence.timer.began is not None]
+    entry = {
+        "gen_ai.operation.name": call.operation,
+        "gen_ai.request.model": call.model,
+        "gen_ai.usage.input_tokens": results[0].prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(result.generated_tokens for result in results),
+        "gen_ai.usage.cache_read.input_tokens": results[0].reused_tokens,
+        "gen_ai.response.finish_reasons": [result.finish_reason for result in results],
+    }
+    if results[0].disk_tokens:
+        entry["infer.usage.disk_read.input_tokens"] = results[0].disk_tokens
+    if began:
+        entry["infer.queue_seconds"] = round(min(began) - call.sequences[0].submitted_at, 6)
+    if arrivals:
+        entry["gen_ai.server.time_to_first_token"] = round(min(arrivals) - call.received_at, 6)
+    return entry

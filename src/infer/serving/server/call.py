@@ -1,0 +1,105 @@
+"""One HTTP request, from its first byte to the last byte of its answer, as the log and the metrics record it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from infer.outputs import GenerationResult
+from infer.serving.server.door import Entry
+from infer.serving.server.resumption import SentPart
+
+_KEY = "infer.call"
+NO_ROUTE = "none"
+# Headers of a request from the process that clients talk to: the name of the client's key, the call's id and its time,
+# the number of bytes before the body that describe the part of the stream already sent, and the seconds that the
+# request waited for its model to be loaded.
+KEY_NAME_HEADER, ID_HEADER = b"x-infer-key-name", b"x-infer-id"
+CREATED_HEADER, SENT_HEADER, LOAD_HEADER = b"x-infer-created", b"x-infer-sent", b"x-infer-load-seconds"
+FINGERPRINT_HEADER = b"x-infer-fingerprint"  # in an answer to that process: only the same model may continue it
+
+
+@final
+@dataclass(eq=False)
+class Call:
+    """One HTTP request. `id` is the server's own; clients see it as `x-request-id` unless they sent one."""
+
+    id: str
+    client_id: str | None  # the `x-request-id` that was sent
+    method: str
+    route: str = NO_ROUTE  # the path in the table of routes
+    received_at: float = field(default_factory=time.perf_counter)
+    created: int = field(default_factory=lambda: int(time.time()))
+    load_seconds: float = 0.0  # waited for the model, before `received_at`
+    key_name: str = ""  # name of the API key
+    operation: str = ""  # such as "chat"; "" for a request that does not use the model
+    model: str = ""  # the name that the client used
+    status: int = 0  # 0: the client disconnected before the answer's headers
+    error_code: str = ""
+    phase: str = "received"  # what is done for it now
+    left_in: str = ""  # the phase in which the client disconnected
+    warnings: list[str] = field(default_factory=list)  # about the request's body; the answer contains them
+    streams: list[Any] = field(default_factory=list)  # `requests.stream.AsyncStream`
+    result_by_stream: dict[Any, GenerationResult] = field(default_factory=dict)  # only of streams that have ended
+    is_forwarded: bool = False  # sent on to the engine's process, which counts and logs it
+    is_probe: bool = False  # sent by the process that clients talk to: neither counted nor logged
+    is_noted: bool = False  # its stream has notes, with which another process can continue it
+    notes: list[bytes] = field(default_factory=list)  # notes of the parts whose events are sent next
+    num_sent_bytes: int = 0  # bytes before the body that describe `sent`
+    sent: Sequence[SentPart] = ()  # parts of the stream, sent by a process that died
+    entry: Entry | None = None  # the place that the door gave it
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the server received the request, including its wait for the model to be loaded."""
+        return self.load_seconds + time.perf_counter() - self.received_at
+
+    @property
+    def shown_id(self) -> str:
+        return self.client_id or self.id
+
+    @property
+    def sequences(self) -> list[Any]:
+        """The `step.sequence.Sequence` of each answer."""
+        return [stream.sequence for stream in self.streams]
+
+    @cached_property
+    def results(self) -> list[GenerationResult]:
+        """The results of the answers, including cancelled ones. Read it only after the call has ended."""
+        return [self.result_by_stream.get(each) or each.sequence.result() for each in self.streams]
+
+    def add(self, stream: Any) -> None:
+        """Note one more answer, which is now in the queue."""
+        self.streams.append(stream)
+        self.phase = "answering"
+        if self.entry is not None:
+            self.entry.submit()
+
+    def leave(self) -> None:
+        """Note the phase in which the client disconnected."""
+        self.left_in = self.phase
+
+    def cancel(self) -> None:
+        """Cancel all answers of the call."""
+        for stream in self.streams:
+            stream.cancel()
+
+    def cancel_waiting(self) -> None:
+        """Cancel the answers of the call that have not begun."""
+        for stream in self.streams:
+            if not (stream.sequence.has_slot or stream.sequence.pieces):
+                stream.cancel()
+
+
+def call_of(connection: HTTPConnection) -> Call:
+    """Return the call of a request that goes through the server's app."""
+    call: Call = connection.scope[_KEY]
+    return call
+
+
+def put_call(scope: Scope, call: Call) -> None:
+    scope[_KEY] = call

@@ -1,0 +1,259 @@
+"""The answers to a body: n per prompt, accepted before the headers are sent, and read while they are generated.
+
+A choice's index is its prompt's index times n, plus its number among the prompt's choices. The first choice of a prompt
+reads the prompt. The others begin after its first piece, and find the prompt in the cache.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import NamedTuple, final
+
+from starlette.requests import Request
+
+import infer
+from infer.engine.requests.request_options import RequestOptions
+from infer.errors import ClosedError, InvalidRequestError
+from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
+from infer.request_limits import MAX_PRIORITY
+from infer.serving.protocols.asked import Asked
+from infer.serving.protocols.params import refusal
+from infer.serving.server.asking import check_result, enter, of_tenant, text_tokens, while_connected
+from infer.serving.server.call import Call, call_of
+from infer.serving.server.door import Arrival
+from infer.serving.server.http_errors import ApiError
+from infer.serving.server.resumption import given_to, note_of
+from infer.serving.server.server_state import ServerState
+
+
+class ChoicePart(NamedTuple):
+    """The next pieces of the choice with index `choice`, or its end.
+
+    At the end, `tail` and `tail_deltas` are the text and the reasoning that were held back.
+    """
+
+    choice: int
+    pieces: Sequence[Piece]
+    result: GenerationResult | None = None
+    tail: str = ""
+    tail_deltas: tuple[ReasoningDelta, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces) + self.tail
+
+    @property
+    def deltas(self) -> list[ReasoningDelta | ToolCallDelta]:
+        return [*(delta for piece in self.pieces for delta in piece.deltas), *self.tail_deltas]
+
+
+@final
+class Choices:
+    def __init__(
+        self, call: Call, state: ServerState, groups: "Sequence[Sequence[infer.AsyncStream]]", *, is_answered: bool
+    ) -> None:
+        self._call, self._state, self._groups, self._is_answered = call, state, groups, is_answered
+        self._streams = [stream for group in groups for stream in group]
+        self._has_begun = set[int]()
+
+    @property
+    def first(self) -> "infer.AsyncStream":
+        """The first choice of the first prompt."""
+        return self._streams[0]
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """The token ids of each prompt."""
+        return [list(group[0].sequence.request.prompt_token_ids) for group in self._groups]
+
+    async def begin(self) -> None:
+        """Put the first choice of each prompt into the queue."""
+        for index in range(0, len(self._streams), self._size) if self._is_answered else ():
+            await self._begin(index)
+
+    def resume(self) -> None:
+        """Give each choice the tokens of its answer that the client already has. May be called on any thread."""
+        for index, stream in enumerate(self._streams):
+            stream.sequence.resume(*given_to(index, self._call.sent))
+
+    async def results(self) -> list[GenerationResult]:
+        """Return the whole answers. Raises ApiError if one failed."""
+        if not self._is_answered:
+            return self._empty()
+        try:
+            found = await asyncio.gather(*map(self._results_of, range(0, len(self._streams), self._size)))
+        except BaseException:
+            self.cancel()
+            raise
+        results = [result for group in found for result in group]
+        self._call.result_by_stream.update(zip(self._streams, results, strict=True))
+        for result in results:
+            check_result(result, self._state)
+        return results
+
+    async def parts(self) -> AsyncGenerator[ChoicePart, None]:
+        """Yield the parts of all choices when they arrive, each choice with its end.
+
+        A choice that fails has no end. Its ApiError is raised when all other choices have ended.
+        """
+        if not self._is_answered:
+            for index, result in enumerate(self._empty()):
+                yield ChoicePart(index, (), result)
+            return
+        failures = list[ApiError]()
+        try:
+            async with aclosing(self._read_all()) as read:
+                async for index, pieces in read:
+                    try:
+                        part = ChoicePart(index, pieces) if pieces else await self._end(index)
+                    except ApiError as error:
+                        failures.append(_of_choice(error, index))
+                    else:
+                        yield part
+        finally:
+            self.cancel()
+        if failures:
+            raise failures[0]
+
+    async def _read_all(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
+        """Yield the pieces of each choice, and an empty list at its end.
+
+        The parts that the client already has are yielded first, divided as they were sent. The other choices of a
+        prompt begin after its first choice has given something.
+        """
+        sent, size = self._call.sent, self._size
+        for part in sent:
+            await self._begin(part.choice)
+            yield part.choice, [await anext(self._streams[part.choice]) for _ in part.token_ids]
+        has_given = {part.choice // size for part in sent}
+        has_ended = {part.choice for part in sent if not part.token_ids}
+        while len(self._streams) == 1 and 0 not in has_ended:  # one choice needs no tasks
+            pieces = await self._streams[0].take()
+            yield self._noted(0, pieces)
+            has_ended |= set() if pieces else {0}
+        open_ones = [index for index in range(len(self._streams)) if index not in has_ended]
+        reading = {self._read(index): index for index in open_ones if index % size == 0 or index // size in has_given}
+        try:
+            while reading:
+                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=reading.__getitem__):
+                    index, pieces = reading.pop(task), task.result()
+                    if index // size not in has_given:
+                        has_given.add(index // size)
+                        reading |= {self._read(other): other for other in range(index + 1, index + size)}
+                    yield self._noted(index, pieces)
+                    if pieces:
+                        reading[self._read(index)] = index
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+    def _noted(self, index: int, pieces: list[Piece]) -> tuple[int, list[Piece]]:
+        """Return the part. Note it first if another process may have to continue the stream."""
+        if self._call.is_noted:
+            self._call.notes.append(note_of(index, pieces))
+        return index, pieces
+
+    async def _end(self, index: int) -> ChoicePart:
+        stream = self._streams[index]
+        result = self._call.result_by_stream[stream] = await stream.result()
+        check_result(result, self._state)
+        pieces = stream.sequence.pieces
+        tail = result.text[sum(len(piece.text) for piece in pieces) :]
+        known, _ = assembled(delta for piece in pieces for delta in piece.deltas)
+        rest = (result.reasoning or "")[len(known or "") :]
+        return ChoicePart(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
+
+    def cancel(self) -> None:
+        """Cancel the choices that have not ended."""
+        for stream in self._streams:
+            stream.cancel()
+
+    def _empty(self) -> list[GenerationResult]:
+        """Return one empty result per choice, for a body whose prompts are only checked."""
+        sequences = [stream.sequence for stream in self._streams]
+        return [
+            GenerationResult(
+                [], "", "length", each.num_prompt_tokens, 0, GenerationTiming(), "max_tokens", each.params.seed
+            )
+            for each in sequences
+        ]
+
+    @property
+    def _size(self) -> int:
+        """Number of choices per prompt."""
+        return len(self._groups[0])
+
+    async def _begin(self, index: int) -> None:
+        """Put a choice into the queue unless it has begun."""
+        if index not in self._has_begun:
+            self._has_begun.add(index)
+            await self._streams[index].begin()
+            self._call.add(self._streams[index])
+
+    async def _results_of(self, first: int) -> list[GenerationResult]:
+        """Return the results of the prompt whose first choice has index `first`."""
+        indices = range(first, first + self._size)
+        if self._size > 1:
+            await self._streams[first].take()
+            for index in indices:
+                await self._begin(index)
+        return list(await asyncio.gather(*(self._streams[index].result() for index in indices)))
+
+    def _read(self, index: int) -> "asyncio.Task[list[Piece]]":
+        return asyncio.create_task(self._take(index))
+
+    async def _take(self, index: int) -> list[Piece]:
+        await self._begin(index)
+        return await self._streams[index].take()
+
+
+async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
+    """Prepare and check all prompts and put them into the queue. Raises ApiError if any prompt is refused."""
+    call, llm = call_of(request), state.llm()
+    await enter(request, state, _arrival(asked, llm.host.model.max_seq_len))
+    call.phase = "preparing"
+    options = of_tenant(asked.options, call.key_name)
+    if call.sent:  # its client has already waited
+        options = replace(options, priority=MAX_PRIORITY)
+
+    async def prepare() -> Choices:
+        groups = [await _prepared(llm, asked, options, number) for number in range(len(asked.prompts))]
+        choices = Choices(call, state, groups, is_answered=asked.is_answered)
+        said = [warning for group in groups for warning in group[0].sequence.request.warnings]
+        call.warnings += dict.fromkeys(each for each in said if each not in call.warnings)
+        if call.sent:
+            await llm.host.answers.prepare(lambda check: choices.resume())
+        await choices.begin()
+        return choices
+
+    return await while_connected(request, prepare())
+
+
+def _arrival(asked: Asked, context: int) -> Arrival:
+    """Return the request's size. A prompt counts at most as many tokens as the context has."""
+    of_tools = text_tokens(asked.options.tools)
+    num_tokens = sum(min(context, of_tools + text_tokens(prompt)) for prompt in asked.prompts)
+    if not asked.is_answered:  # prompts are only read, which needs no slot
+        return Arrival("", num_prompt_tokens=num_tokens, num_answer_tokens=0)
+    return Arrival("", len(asked.prompts), asked.num_choices, num_tokens, asked.params[0].max_new_tokens)
+
+
+async def _prepared(
+    llm: "infer.AsyncLLM", asked: Asked, options: RequestOptions, number: int
+) -> "list[infer.AsyncStream]":
+    try:
+        return await llm.choices(asked.prompts[number], asked.params, options=options, **asked.variables)
+    except ClosedError:
+        raise
+    except InvalidRequestError as error:
+        which = asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"
+        raise refusal(error, which) from error
+
+
+def _of_choice(error: ApiError, index: int) -> ApiError:
+    return ApiError(
+        error.status, f"choice {index}: {error.message}", error.type, error.param, error.code, error.headers
+    )

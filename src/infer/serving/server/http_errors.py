@@ -1,0 +1,71 @@
+"""Errors of the server in OpenAI's format, on every route, for every status, and in streams."""
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from infer.errors import (
+    ClosedError,
+    ContextLengthError,
+    EngineFailedError,
+    InferError,
+    InvalidRequestError,
+    OutOfPagesError,
+)
+from infer.serving.protocols.refusals import BodyError
+
+_TYPE_BY_STATUS = {429: "rate_limit_error"}
+ENGINE_FAILED = "engine_failed"  # the code of an error of the engine: another process can answer instead
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class ApiError(Exception):
+    """An error that the client receives. A handler raises it to answer with it. `type` None means the status's type."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.type = type or _TYPE_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(self.to_json())
+
+    @property
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, media_type="application/json")
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return the error that the client receives for an exception. It has no details of an internal failure."""
+    match error:
+        case ApiError():
+            return error
+        case ClosedError():
+            return ApiError(503, "the model is closed", headers={"Retry-After": "1"})
+        case ContextLengthError():
+            return ApiError(400, str(error), param=None, code="context_length_exceeded")
+        case BodyError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case InvalidRequestError():
+            return ApiError(400, str(error))
+        case OutOfPagesError():
+            return ApiError(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
+        case EngineFailedError():
+            return ApiError(500, str(error), code=ENGINE_FAILED, headers=_NO_RETRY)
+        case InferError():
+            return ApiError(500, str(error), headers=_NO_RETRY)
+    return ApiError(500, "the server failed to answer: see its log", code="internal_error", headers=_NO_RETRY)

@@ -1,0 +1,191 @@
+"""`/api/…`: Ollama's API. `distributed.shelf_ollama` has the lists of a server of several models."""
+
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+import infer
+from infer.models.catalog.model_facts import ModelFacts
+from infer.serving.protocols.asked import Asked, ask_chat, refuse_unless_neutral
+from infer.serving.protocols.bodies import ChatBody, CompletionBody
+from infer.serving.protocols.ollama.ollama_bodies import (
+    AnsweringBody,
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
+)
+from infer.serving.protocols.ollama.ollama_request import chat_of, embeddings_of, generation_of, seconds_of
+from infer.serving.protocols.retrieval_bodies import EmbeddingsBody
+from infer.serving.protocols.token_logprobs import Spelling
+from infer.serving.protocols.unknown_fields import Reading
+from infer.serving.server.answer_types import Answer, Count
+from infer.serving.server.call import call_of
+from infer.serving.server.choices import accept
+from infer.serving.server.endpoint import LINES, ApiRoute, get, post
+from infer.serving.server.http_errors import ApiError
+from infer.serving.server.model_catalog import facts_of
+from infer.serving.server.ollama_events import OllamaChat, OllamaGeneration, OllamaShape, nanoseconds, ollama_error
+from infer.serving.server.ollama_models import LoadedModel, OllamaModels, ShownModel, listed, shown
+from infer.serving.server.replies import json_response, reply
+from infer.serving.server.routes.completions import ask_to_complete
+from infer.serving.server.routes.embeddings import embed
+from infer.serving.server.routes.ollama_pull import OllamaStatus, pull
+from infer.serving.server.routes.served_models import answer_any_model, check_model
+from infer.serving.server.server_state import ServerState
+
+API_VERSION = "0.14.0"  # the first Ollama with all of its routes that are here, /v1/messages too; clients compare it
+_ONE_ANSWER: dict[str, tuple[object, ...]] = dict.fromkeys(("prompt_logprobs", "return_token_ids", "echo"), ())
+_ONE_ANSWER["n"] = (1,)
+_REFUSALS = {
+    "/api/copy": "models are not copied: give a name with --served-model-name at the server's start",
+    "/api/create": "models are not created here: use infer quantize, and serve the file",
+    "/api/delete": "models are not deleted over HTTP: delete the file, or use the hub's own tool for its cache",
+    "/api/push": "models are not uploaded here: use the hub's own tool",
+}
+
+
+class OllamaVersion(Struct):
+    """The version of Ollama whose API this is, and our own."""
+
+    version: str
+    infer: str
+
+
+class OllamaVectors(Answer, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: Count
+    load_duration: Count
+    prompt_eval_count: Count
+
+
+class OllamaVector(Answer, kw_only=True):
+    embedding: list[float]
+
+
+# Answers
+
+
+async def chat(request: Request, state: ServerState, body: OllamaChatBody) -> Response:
+    answer_any_model(request, state, body.model)
+    if not body.messages:
+        return _without_prompt(request, body, is_chat=True)
+    return await _answer(request, state, body, chat_of(body, _reading(request, state)), is_chat=True)
+
+
+async def generate(request: Request, state: ServerState, body: OllamaGenerateBody) -> Response:
+    answer_any_model(request, state, body.model)
+    if not (body.prompt or body.suffix):
+        return _without_prompt(request, body, is_chat=False)
+    can_chat = state.llm().llm.can_chat
+    asked = generation_of(body, _reading(request, state), can_chat=can_chat)
+    return await _answer(request, state, body, asked, is_chat=False)
+
+
+def _reading(request: Request, state: ServerState) -> Reading:
+    return Reading(state.settings.unknown_fields, call_of(request).warnings)
+
+
+def _without_prompt(request: Request, body: AnsweringBody, *, is_chat: bool) -> Response:
+    """Return the answer to a request that only loads or unloads the model. The model always stays loaded here."""
+    shape = OllamaShape(call_of(request), None, is_chat=is_chat)
+    return json_response(shape.without_prompt(is_unloaded=seconds_of(body.keep_alive) == 0))
+
+
+async def _answer(
+    request: Request, state: ServerState, body: AnsweringBody, meant: ChatBody | CompletionBody, *, is_chat: bool
+) -> Response:
+    llm = state.llm().llm
+    refuse_unless_neutral(meant, _ONE_ANSWER)
+    asked: Asked
+    if isinstance(meant, ChatBody):
+        asked = ask_chat(meant, llm.sampling_defaults, llm.tokenizer.chat_template)
+    else:
+        asked = await ask_to_complete(request, state, meant)
+    choices = await accept(request, state, asked)
+    spelling = Spelling.of(llm.tokenizer) if body.logprobs else None
+    shape = OllamaShape(call_of(request), spelling, is_chat=is_chat)
+    return await reply(request, state, choices, shape, is_streamed=body.stream is not False)
+
+
+async def embed_texts(request: Request, state: ServerState, body: OllamaEmbedBody) -> Response:
+    call = call_of(request)
+
+    def make_answer(vectors: Any, num_tokens: int) -> OllamaVectors:
+        return OllamaVectors(
+            model=call.model,
+            embeddings=vectors.tolist(),
+            total_duration=nanoseconds(call.seconds),
+            load_duration=nanoseconds(call.load_seconds),
+            prompt_eval_count=num_tokens,
+        )
+
+    return await embed(request, state, embeddings_of(body), make_answer)
+
+
+async def embed_text(request: Request, state: ServerState, body: OllamaEmbeddingsBody) -> Response:
+    meant = EmbeddingsBody(model=body.model, input=body.prompt, normalize=False, truncate=body.truncate is not False)
+    return await embed(request, state, meant, lambda vectors, _: OllamaVector(embedding=vectors[0].tolist()))
+
+
+# Models
+
+
+async def version(request: Request, state: ServerState) -> Response:
+    return json_response(OllamaVersion(API_VERSION, infer.__version__))
+
+
+async def tags(request: Request, state: ServerState) -> Response:
+    facts = await facts_of(state.settings.model_path)
+    names = (state.settings.model, *state.settings.aliases)
+    return json_response(OllamaModels([listed(name, facts) for name in names]))
+
+
+async def running(request: Request, state: ServerState) -> Response:
+    llm, facts = state.llm(), await facts_of(state.settings.model_path)
+    cache = None if llm.host.reads_whole_texts else llm.host.runner.cache
+    num_bytes = (0 if facts is None else facts.num_bytes) + (0 if cache is None else cache.num_bytes)
+    loaded = LoadedModel(num_bytes, llm.host.model.max_seq_len)
+    return json_response(OllamaModels([listed(state.settings.model, facts, loaded)]))
+
+
+async def show(request: Request, state: ServerState, body: OllamaModelBody) -> Response:
+    check_model(request, state, body.model)
+    facts = await facts_of(state.settings.model_path)
+    return shown_response(call_of(request).model, facts, state.llm().host.model.max_seq_len)
+
+
+def shown_response(name: str, facts: ModelFacts | None, context: int | None) -> Response:
+    """Return the answer of /api/show. Raises ApiError 404 if the headers cannot be read."""
+    if facts is None:
+        raise ApiError(404, f"the headers of {name!r:.80} cannot be read: infer explain shows why", code="model_failed")
+    return json_response(shown(name, facts, context))
+
+
+async def refuse_change(request: Request, state: ServerState, body: OllamaModelBody | None = None) -> Response:
+    raise ApiError(400, _REFUSALS[request.url.path], code="unsupported")
+
+
+_post = partial(post, shape=ollama_error)
+_get = partial(get, shape=ollama_error)
+_answering = partial(_post, streams=True, stream_type=LINES)
+ROUTES = [
+    _answering("/api/chat", chat, "Answer a conversation", OllamaChatBody, OllamaChat, "chat"),
+    _answering("/api/generate", generate, "Answer a prompt", OllamaGenerateBody, OllamaGeneration, "text_completion"),
+    _post("/api/embed", embed_texts, "Convert texts to vectors", OllamaEmbedBody, OllamaVectors, "embeddings"),
+    _post("/api/embeddings", embed_text, "Convert a text", OllamaEmbeddingsBody, OllamaVector, "embeddings"),
+    _get("/api/version", version, "Show the version of Ollama's API", answer=OllamaVersion),
+    _get("/api/tags", tags, "The models", answer=OllamaModels),
+    _get("/api/ps", running, "List the loaded models", answer=OllamaModels),
+    _post("/api/show", show, "Show the headers of a model", OllamaModelBody, ShownModel),
+    _answering("/api/pull", pull, "Download a model from the hub", OllamaModelBody, OllamaStatus),
+    _post("/api/copy", refuse_change, "Refused", OllamaModelBody, OllamaStatus),
+    _post("/api/create", refuse_change, "Refused", OllamaModelBody, OllamaStatus),
+    _post("/api/push", refuse_change, "Refused", OllamaModelBody, OllamaStatus),
+    ApiRoute("DELETE", "/api/delete", refuse_change, "Refused", answer=OllamaStatus, shape=ollama_error),
+]

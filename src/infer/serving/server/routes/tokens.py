@@ -1,0 +1,223 @@
+"""`/tokenize`, `/detokenize` and `/apply-template`, in the formats of llama.cpp and vLLM.
+
+A body with `content` is in llama.cpp's format, and so is its answer. A body with `prompt` or `messages` is in vLLM's
+format. Fields of both have different names: `add_special` and `with_pieces` in llama.cpp's format,
+`add_special_tokens` and `return_token_strs` in vLLM's.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeVar, final
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+import infer
+from infer.engine.requests.request_options import RequestOptions
+from infer.errors import InvalidRequestError
+from infer.serving.protocols.asked import Asked
+from infer.serving.protocols.bodies import Body, Message, Tools
+from infer.serving.protocols.chat_messages import complete_chat, messages_of
+from infer.serving.protocols.declared_fields import TokenId
+from infer.serving.protocols.params import refusal, template_variables
+from infer.serving.protocols.refusals import refuse
+from infer.serving.protocols.tool_options import plain
+from infer.serving.server.answer_types import Answer, Bytes, Count
+from infer.serving.server.asking import while_connected
+from infer.serving.server.call import call_of
+from infer.serving.server.endpoint import post
+from infer.serving.server.replies import json_response
+from infer.serving.server.routes.served_models import check_model
+from infer.serving.server.server_state import ServerState
+
+_Found = TypeVar("_Found")
+_FIELDS = {
+    "content": frozenset({"add_special", "parse_special", "with_pieces"}),
+    "prompt": frozenset({"add_special_tokens", "return_token_strs"}),
+    "messages": frozenset(
+        {"return_token_strs", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"}
+    ),
+}
+
+
+class _TemplateBody(Body, kw_only=True):
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+    def shown(self, llm: "infer.AsyncLLM", messages: Sequence[Message]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the messages and variables that the template of a chat completion receives.
+
+        Raises the template's errors.
+        """
+        given, options = messages_of(messages), RequestOptions(tools=plain(self.tools))
+        conversation = llm.host.requests.conversation(given, options, self.variables)
+        assert conversation is not None
+        return conversation.shown(given)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The template's variables. Raises ApiError for a name that cannot be a variable."""
+        return template_variables(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+
+
+@final
+class TokenizeBody(_TemplateBody, kw_only=True):
+    """One of `content`, `prompt` and `messages`, with the fields that belong to it."""
+
+    content: str | None = None
+    add_special: bool | None = None  # the default is false
+    parse_special: bool | None = None  # the default is true
+    with_pieces: bool | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # the default is true
+    return_token_strs: bool | None = None
+
+
+@final
+class DetokenizeBody(Body, kw_only=True):
+    tokens: list[TokenId]
+
+
+@final
+class ApplyTemplateBody(_TemplateBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+
+
+class TokenPiece(Struct):
+    """A token and its text. If the text is not valid UTF-8 by itself, the piece is its bytes."""
+
+    id: Count
+    piece: str | Bytes
+
+
+class Tokens(Answer, kw_only=True):
+    """The ids of a text or a conversation, with the text of each id if requested.
+
+    An answer in llama.cpp's format has only `tokens`. An answer in vLLM's format has the counts, too.
+    """
+
+    count: Count | UnsetType = UNSET
+    max_model_len: Count | UnsetType = UNSET
+    tokens: list[Count | TokenPiece]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizedText(Answer):
+    """The text under both names, llama.cpp's and vLLM's."""
+
+    content: str
+    prompt: str
+
+
+class RenderedTemplate(Answer):
+    prompt: str
+
+
+async def tokenize(request: Request, state: ServerState, body: TokenizeBody) -> Response:
+    check_model(request, state, body.model)
+    kind, host = _kind_of(body), state.llm().host
+    tokenizer = host.tokenizer
+
+    def encode() -> list[int]:
+        if body.messages is not None:
+            messages, variables = body.shown(state.llm(), body.messages)
+            ids: list[int] = tokenizer.encode_chat(messages, **variables)
+        elif body.prompt is not None:
+            ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            is_parsed = body.parse_special is not False
+            ids = tokenizer.encode(body.content or "", body.add_special is True, parse_special=is_parsed)
+        return ids
+
+    def answer() -> Response:
+        ids = encode()
+        if kind == "content":
+            pieces = [TokenPiece(each, _piece(tokenizer.token_bytes[each])) for each in ids if body.with_pieces]
+            return json_response(Tokens(tokens=[*(pieces or ids)]), call_of(request))
+        found = Tokens(count=len(ids), max_model_len=host.model.max_seq_len, tokens=[*ids])
+        if body.return_token_strs:
+            found.token_strs = [tokenizer.token_bytes[each].decode(errors="backslashreplace") for each in ids]
+        return json_response(found, call_of(request))
+
+    return await prepared(request, state, answer, kind)
+
+
+async def detokenize(request: Request, state: ServerState, body: DetokenizeBody) -> Response:
+    """Answer with the text, which includes special tokens."""
+    host = state.llm().host
+    check_model(request, state, body.model)
+    if (most := host.tokenizer.vocab_size - 1) < max(body.tokens, default=0):
+        index, token_id = next((index, each) for index, each in enumerate(body.tokens) if each > most)
+        rule = f"from 0 to {most}"
+        raise refuse(f"tokens[{index}] must be an id {rule}, got {token_id}", f"tokens[{index}]")
+    text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
+    return json_response(DetokenizedText(text, text), call_of(request))
+
+
+async def apply_template(request: Request, state: ServerState, body: ApplyTemplateBody) -> Response:
+    """Answer with the text from which a chat completion of these messages is computed."""
+    llm = state.llm()
+    check_model(request, state, body.model)
+
+    def render() -> str:
+        messages, variables = body.shown(llm, body.messages)
+        return str(llm.host.tokenizer.render_chat_template(messages, **variables))
+
+    text = await prepared(request, state, render, "messages")
+    return json_response(RenderedTemplate(text), call_of(request))
+
+
+async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
+    """Return the result of `prepare`, which runs on a thread in the tenant's turn.
+
+    Raises ApiError 429 if too much work of the tenant is waiting, and 400 that names `param` if the library refuses it.
+    """
+    state.check_ready()
+    try:
+        return await while_connected(request, state.turns.run(call_of(request).key_name, prepare))
+    except InvalidRequestError as error:
+        raise refusal(error, param) from error
+
+
+async def count_prompt(request: Request, state: ServerState, asked: Asked) -> int:
+    """Return the number of tokens of a conversation's prompt. Raises an ApiError that names the prompt's field."""
+    host, (messages,) = state.llm().host, asked.prompts
+
+    def encode() -> list[int]:
+        conversation = host.requests.conversation(messages, asked.options, dict(asked.variables))
+        assert conversation is not None
+        return conversation.encode(messages)
+
+    return len(await prepared(request, state, encode, asked.prompt_name))
+
+
+def _kind_of(body: TokenizeBody) -> str:
+    """Return the field to tokenise. Raises ApiError unless exactly one is given, with only its own fields."""
+    kinds = [name for name in _FIELDS if getattr(body, name) is not None]
+    if len(kinds) != 1:
+        code = "invalid_value" if kinds else "missing_required_parameter"
+        raise refuse("give one of content, prompt and messages", kinds[1] if kinds else "content", code)
+    for field in sorted(frozenset().union(*_FIELDS.values()) - _FIELDS[kinds[0]]):
+        if getattr(body, field) is not None:
+            owners = " or ".join(name for name, fields in _FIELDS.items() if field in fields)
+            raise refuse(f"{field} belongs to {owners}, not to {kinds[0]}: leave it out", field)
+    return kinds[0]
+
+
+def _piece(spelling: bytes) -> str | list[int]:
+    try:
+        return spelling.decode()
+    except UnicodeDecodeError:
+        return list(spelling)
+
+
+_of_chat = partial(post, complete=complete_chat)
+ROUTES = [
+    _of_chat("/tokenize", tokenize, "Convert a text or a conversation to token ids", TokenizeBody, Tokens),
+    _of_chat("/apply-template", apply_template, "Render a conversation", ApplyTemplateBody, RenderedTemplate),
+    post("/detokenize", detokenize, "Convert token ids to a text", DetokenizeBody, DetokenizedText),
+]

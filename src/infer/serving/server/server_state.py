@@ -1,0 +1,205 @@
+"""The state that all requests of a server share: its settings, its model, and its phase."""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Literal, final
+
+import infer
+from infer.engine.step.scheduler import StepTaken
+from infer.engine.step.step_costs import StepCosts
+from infer.errors import ClosedError, InferError, InvalidRequestError
+from infer.serving.server.call import Call
+from infer.serving.server.door import Door
+from infer.serving.server.http_errors import ApiError
+from infer.serving.server.metrics import Metrics
+from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server.turns import Turns
+from infer.serving.server.wait_forecast import Forecast, RemainingWork
+
+# Settings that may change while requests are served, with their type and their largest value.
+CHANGEABLE: dict[str, tuple[Any, float]] = {
+    "slots": (int, math.inf),  # `max_slots` is the limit
+    "step_ms": (int | float, math.inf),
+    "max_queue": (int, math.inf),
+    "max_ttft": (int | float, math.inf),
+}
+Phase = Literal["loading", "ready", "draining", "failed"]
+_SNAPSHOT_SECONDS = 0.1  # for which a snapshot is used again
+
+
+@final
+class Snapshots:
+    """Snapshots of type `EngineSnapshot`, for the event loop only. Each waits for the current step to end."""
+
+    def __init__(self) -> None:
+        self._taken_at = -math.inf
+        self._taking: asyncio.Task[Any] | None = None
+
+    async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one."""
+        now, taking = time.monotonic(), self._taking
+        if taking is None or (taking.done() and now - self._taken_at >= _SNAPSHOT_SECONDS):
+            taking = self._taking = asyncio.create_task(take())
+            self._taken_at = now
+        return await asyncio.shield(taking)
+
+
+@final
+class ServerState:
+    """State for the event loop only, with two exceptions.
+
+    The loading thread counts `progress`; the watchdog reads `ticked_at` and `step_began`.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.phase: Phase = "loading"
+        self.progress = 0.0  # of loading, from 0 to 1
+        self.failure: Exception | None = None  # the reason for phase "failed"
+        self.started_at = time.time()
+        self.has_failed = asyncio.Event()
+        self.ticked_at: float | None = None  # last tick of the event loop; None while ticks are not expected
+        self.calls = set[Call]()  # requests that have not ended
+        self.door, self.turns, self.snapshots = Door(settings), Turns(), Snapshots()
+        self._llm: infer.AsyncLLM | None = None
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The counters. They are made at their first use, because `prometheus_client` takes some time to import."""
+        return Metrics()
+
+    def llm(self) -> "infer.AsyncLLM":
+        """Return the model. Raises ApiError 503 unless requests are served."""
+        self.check_ready()
+        assert self._llm is not None
+        return self._llm
+
+    def check_ready(self) -> None:
+        """Raise ApiError 503 unless requests are served."""
+        if self.phase == "loading":
+            percent = math.floor(100 * self.progress)
+            raise ApiError(503, f"the model is loading ({percent} %)", code="loading", headers={"Retry-After": "1"})
+        if self.phase == "draining":
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
+        if self.phase == "failed":
+            message, headers = f"the server has failed: {self.failure}", {"x-should-retry": "false"}
+            raise ApiError(503, message, code="failed", headers=headers)
+
+    def look(self) -> Forecast:
+        """Return the load of the engine. Raises ApiError 503 unless requests are served."""
+        engine, lengths = self.llm().host.engine_if_any, self.door.lengths
+        if engine is None:  # an encoder runs one call at a time
+            return Forecast(StepCosts(), self.settings.slots)
+        runner = engine.runner
+
+        def fitting(num_tokens: int) -> int:
+            needed = zip(runner.pool_pages, runner.pages_of(num_tokens), strict=True)
+            return min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
+
+        sequences = engine.sequences
+        is_streamed = any(each.is_streamed for each in sequences)
+        reading = partial(engine.scheduler.prompt_tokens_beside, is_streamed=is_streamed)
+        forecast = Forecast(engine.scheduler.costs, engine.max_running, fitting, reading)
+        for each in sequences:
+            tenant = each.request.tenant
+            answer = min(float(each.room), lengths.expected(tenant, len(each.pieces)))
+            forecast.add(RemainingWork(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))
+        return forecast
+
+    def become_ready(self, llm: "infer.AsyncLLM") -> None:
+        """Serve this model unless the server is shutting down."""
+        self._llm = llm
+        llm.host.requests.warns = False  # answers contain their own warnings
+        self._apply_limits()
+        if self.phase == "loading":
+            self.phase = "ready"
+
+    def change_limits(self, limits: Mapping[str, Any]) -> None:
+        """Change settings of `CHANGEABLE` while requests are served. Raises InvalidRequestError."""
+        for name, value in limits.items():
+            if name not in CHANGEABLE:
+                raise InvalidRequestError(
+                    f"{name} cannot be changed while requests are served: {', '.join(CHANGEABLE)} can"
+                )
+            kind, most = CHANGEABLE[name]
+            most = self.settings.max_slots if name == "slots" else most
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
+                raise InvalidRequestError(f"{name} must be a number above 0 and at most {most:g}, got {value!r:.60}")
+        self.settings = self.door.settings = replace(self.settings, **limits)
+        self._apply_limits()
+
+    def _apply_limits(self) -> None:
+        if self._llm is not None:
+            self._llm.host.limit(self.settings.slots, self.settings.step_ms / 1000)
+
+    def drain(self) -> None:
+        """Accept no more requests. Running answers continue, and waiting ones are cancelled."""
+        self.phase = "draining"
+        for call in self.calls:
+            call.cancel_waiting()
+
+    def fail(self, failure: Exception) -> None:
+        """Mark the server as failed. From now on every request is refused."""
+        self.phase, self.failure = "failed", failure
+        self.has_failed.set()
+
+    @property
+    def has_engine_failed(self) -> bool:
+        return (host := self._host) is not None and host.loop.failure is not None
+
+    @property
+    def has_answers(self) -> bool:
+        """True while the model is answering a request."""
+        return any(call.operation or call.is_forwarded for call in self.calls)
+
+    def tick(self, lag_seconds: float) -> None:
+        """Check the engine, and count how late the event loop was. Must be called regularly."""
+        self.ticked_at = time.monotonic()
+        self.metrics.count_lag(max(0.0, lag_seconds))
+        if self._llm is None:
+            return
+        if (host := self._host) is None:
+            if self.phase == "ready":
+                self.fail(InferError("the model was closed"))
+            return
+        if host.engine_if_any is not None:
+            self.metrics.count_steps(_taken(host.engine_if_any.scheduler.taken))
+        if (failure := host.loop.failure) is not None and self.phase != "failed":
+            self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
+
+    @property
+    def step_began(self) -> float | None:
+        """Time at which the current step began, or None if no step is running."""
+        if (host := self._host) is None:
+            return None
+        beat = host.loop.heartbeat
+        return beat.seconds if beat.is_stepping else None
+
+    @property
+    def _host(self) -> Any:
+        """The `Host`, or None before the model is loaded.
+
+        It is also None after the program that started the server has closed the model.
+        """
+        with suppress(ClosedError):
+            return self._llm and self._llm.host
+        return None
+
+    @property
+    def loaded(self) -> "infer.AsyncLLM | None":
+        """The model in any phase, or None before it is loaded."""
+        return self._llm
+
+
+def _taken(steps: deque[StepTaken]) -> Iterator[StepTaken]:
+    """Remove and yield the steps, while another thread continues to append steps."""
+    with suppress(IndexError):
+        while True:
+            yield steps.popleft()

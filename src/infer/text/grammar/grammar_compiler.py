@@ -1,0 +1,142 @@
+"""Compile a request's grammar to a constraint: a separate process reads and tries it, then it is compiled and cached.
+
+Every grammar is either compiled within its budget, or refused with one InvalidRequestError that points into it.
+"""
+
+import importlib.util
+import threading
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+from typing import Any, NamedTuple, final
+
+from infer.errors import InvalidRequestError
+from infer.system.memory.sized_cache import SizedCache
+from infer.text.grammar.constraint import Constraint
+from infer.text.grammar.grammar import Grammar, Source
+from infer.text.grammar.llguidance import LlguidanceBackend
+from infer.text.grammar.matcher import GrammarBackend, StepwiseConstraint
+from infer.text.grammar.reading import pointed
+from infer.text.grammar.trial import try_grammar
+from infer.text.grammar.vocabulary import Vocabulary
+from infer.text.grammar.xgrammar import XgrammarBackend
+from infer.text.tokenizer import Tokenizer
+
+MAX_COMPILED_BYTES = 256 << 20  # of all cached grammars
+_LEAST_BYTES = 20_000
+
+BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
+    "llguidance": LlguidanceBackend,
+    "xgrammar": XgrammarBackend,
+}
+
+
+class _Compiled(NamedTuple):
+    """A grammar compiled by a library, its size in bytes, and warnings about keywords that are not enforced."""
+
+    grammar: Any
+    num_bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+@final
+class Compiler:
+    """Compiler of grammars for one tokenizer and model.
+
+    It is safe to share between threads. Other threads run during a compilation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None, backend: str) -> None:
+        self.backend = backend
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.RLock()  # guards the attributes below
+        self._loaded: tuple[GrammarBackend, Vocabulary] | None = None
+        self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """Return a new constraint. Its first mask allows at least one token.
+
+        Raises InvalidRequestError if the grammar is not well-formed, unsupported, unsatisfiable, or over the budget.
+        """
+
+        def compile_(backend: GrammarBackend) -> _Compiled:
+            read = try_grammar(backend.name, grammar)  # first compiled in another process
+            return _compiled(backend, read.source, read.warnings)
+
+        return self._constraint(grammar, compile_)
+
+    def warnings_of(self, grammar: Grammar | None) -> tuple[str, ...]:
+        """Return a line for each part of a compiled schema that is not enforced."""
+        with self._lock:
+            found = self._compiled.get(_key(grammar))
+        return () if found is None else found.warnings
+
+    def spell(self, text: str) -> list[int]:
+        """Return the tokenizer's own ids for a text."""
+        with self._lock:
+            return self._load()[1].spell(text)
+
+    def compile_answer(self, source: str) -> Constraint:
+        """Return a constraint of a grammar that `prepare` wrote and tried.
+
+        No text of a request may be passed here, because the grammar may name control tokens by their ids.
+        """
+
+        def compile_(backend: GrammarBackend) -> _Compiled:
+            compiled = _compiled(backend, Source("", source))
+            if problem := compiled.grammar.get_error():
+                raise InvalidRequestError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
+            return compiled
+
+        return self._constraint(source, compile_)
+
+    def check_answers(self) -> None:
+        """Raise InvalidRequestError if the backend cannot compile grammars of answers with tools or reasoning."""
+        if self.backend != "llguidance":
+            raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {self.backend!r}")
+
+    def _constraint(self, asked: Hashable, compile_: Callable[[GrammarBackend], _Compiled]) -> Constraint:
+        if self._tokenizer.rewrites_text:
+            raise InvalidRequestError(
+                "a grammar needs a tokenizer whose decoder changes each token by itself, but this model's decoder "
+                "replaces text across tokens: ask without a grammar"
+            )
+        key = _key(asked)
+        with self._lock:
+            backend, vocabulary = self._load()
+            compiled = self._compiled.get(key)
+        if compiled is None:  # without the lock, so that a slow grammar does not delay cached ones
+            compiled = compile_(backend)
+        with self._lock:
+            self._compiled.put(key, compiled, compiled.num_bytes)
+            matcher = backend.make_matcher(compiled.grammar)
+        return StepwiseConstraint(matcher, vocabulary)
+
+    def _load(self) -> tuple[GrammarBackend, Vocabulary]:
+        if self._loaded is None:
+            if importlib.util.find_spec(self.backend) is None:
+                raise InvalidRequestError(f"{self.backend} is not installed: pip install {self.backend}")
+            vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
+            self._loaded = BACKENDS[self.backend](vocabulary), vocabulary
+        return self._loaded
+
+
+def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backend: str = "llguidance") -> Compiler:
+    """Return a compiler. It loads nothing before the first grammar.
+
+    If the model has more ids than the tokenizer, `vocab_size` is the model's. The additional ids are never allowed.
+    """
+    if backend not in BACKENDS:
+        raise InvalidRequestError(f"the grammar backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return Compiler(tokenizer, vocab_size, backend)
+
+
+def _key(asked: Hashable) -> bytes:
+    """Return a key of a grammar. A schema may be longer than its source."""
+    return blake2b(repr(asked).encode(), digest_size=32).digest()
+
+
+def _compiled(backend: GrammarBackend, source: Source, warnings: tuple[str, ...] = ()) -> _Compiled:
+    compiled = backend.compile(source)
+    num_bytes = _LEAST_BYTES + backend.num_bytes(compiled, source) + sum(map(len, warnings))
+    return _Compiled(compiled, num_bytes, warnings)

@@ -1,0 +1,183 @@
+"""Read a JSON schema and write the schema that a grammar library compiles. Messages give places as JSON pointers."""
+
+import difflib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infer.errors import InvalidRequestError, problem_of
+from infer.system.files.strict_json import is_deeper, refuse_constant, unique_keys
+from infer.text.grammar.grammar import STRICT
+from infer.text.grammar.pattern import encoded
+from infer.text.grammar.schema_part import MalformedSchemaError, SchemaPart, refuse
+from infer.text.grammar.schema_rewriter import ASSERTIONS, Rewriter
+from infer.text.grammar.schema_shortest import empty_definitions, nodes_of
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 64
+MAX_OPTIONAL = 256
+MAX_ASKED = 40
+ASKING_SECONDS = 1.0
+_MAX_WARNINGS = 10
+_LEFT_OUT = (  # keywords that a compiler may refuse, and keywords that forbid more without these
+    frozenset({"minProperties", "maxProperties"}),
+    frozenset({"pattern"}),
+    frozenset({"patternProperties", "additionalProperties"}),
+)
+
+
+@dataclass(frozen=True)
+class BuiltSchema:
+    """A schema in the compiler's form.
+
+    `warnings` name the keywords that assert nothing, and the parts that were left out of a schema that is not strict.
+    """
+
+    root: SchemaPart
+    definitions: Mapping[str, SchemaPart]
+    where: str
+    is_strict: bool
+    warnings: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Text for the compiler."""
+        return self.text_of(self.root)
+
+    def text_of(self, part: SchemaPart) -> str:
+        found = part.written()
+        if self.definitions:
+            found = {"allOf": [found]} if isinstance(found, bool) else found
+            found["$defs"] = {name.rpartition("/")[2]: each.written() for name, each in self.definitions.items()}
+        return json.dumps(found)
+
+    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[SchemaPart, str]:
+        """Return the deepest part whose text has a problem, and the problem.
+
+        Calls `problem_of` at most `MAX_ASKED` times, and only for `ASKING_SECONDS`, because a part may use its whole
+        budget before it fails.
+        """
+        found, seen, num_asked = self.root, {id(self.root)}, 0
+        end = time.monotonic() + ASKING_SECONDS
+        while True:
+            inner = found.children() + ([self.definitions[found["$ref"]]] if "$ref" in found else [])
+            for part in inner:
+                if id(part) in seen or part.is_false or num_asked >= MAX_ASKED or time.monotonic() >= end:
+                    continue
+                seen.add(id(part))
+                num_asked += 1
+                if inner_problem := problem_of(self.text_of(part)):
+                    found, problem = part, inner_problem
+                    break
+            else:
+                return found, problem
+
+    def without(self, part: SchemaPart, problem: str) -> "BuiltSchema":
+        """Leave out of `part` the keywords with which the compiler may have a problem, and add a warning."""
+        words = next((words for words in _LEFT_OUT if words & part.keys()), part.keys() - {"type"} or {"type"})
+        words = words & part.keys()
+        for word in words:
+            del part[word]
+        warning = f"{self.where} at {part.pointer or '/'}: {', '.join(sorted(words))} left out: {problem}"
+        return replace(self, warnings=(*self.warnings, f"{warning:.300}"))
+
+
+def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str, str]]:
+    """Return the pointers of keywords and schemas that `build_schema` refuses, each with the reason.
+
+    A schema that is nested too deeply to be read has none.
+    """
+    found = list[tuple[str, str]]()
+    if not is_deeper(schema, MAX_DEPTH):
+        Rewriter(schema, where, on_problem=lambda pointer, error: found.append((pointer, problem_of(error)))).rewrite()
+    return found
+
+
+def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:
+    """Return the built schema. `keywords` are the keywords that the backend enforces; None means all.
+
+    Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it.
+    """
+    size = len(encoded(text, where))
+    if size > MAX_BYTES:
+        raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
+    raw = _read(text, where)
+    if not isinstance(raw, dict | bool):
+        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
+    left_out = list[str]()
+
+    def leave_out(pointer: str, problem: str) -> None:
+        left_out.append(f"{where} at {pointer}: left out: {problem}")
+
+    def report(pointer: str, error: InvalidRequestError) -> None:
+        if isinstance(error, MalformedSchemaError):
+            raise error
+        leave_out(pointer, problem_of(error))
+
+    is_strict = _is_strict(raw, where)
+    try:
+        rewriter = Rewriter(raw, where, None if is_strict else report)
+        root = rewriter.rewrite()
+    except RecursionError:
+        raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
+    nodes = nodes_of([root, *rewriter.definitions.values()])
+    for node in nodes if keywords is not None else ():
+        for word in node.keys() - (keywords or ()):
+            refuse(where, node.pointer, f"the keyword {word!r} is not supported by this grammar backend")
+    for node in nodes:
+        optional = len(node.get("properties", {}).keys() - set(node.get("required", ())))
+        if optional > MAX_OPTIONAL:
+            problem = f"at most {MAX_OPTIONAL} properties may be optional, got {optional}"
+            if is_strict:
+                refuse(where, node.pointer, problem)
+            leave_out(f"{node.pointer}/properties", problem)
+            for word in node.keys() & {"properties", "additionalProperties"}:
+                del node[word]
+    definitions = rewriter.definitions
+    empty = empty_definitions(root, nodes, definitions, where)
+    for node in nodes:
+        if node.get("$ref") in empty:
+            node.clear()
+            node["enum"] = []
+    definitions = {name: part for name, part in definitions.items() if name not in empty}
+    warnings = (*_ignored(rewriter.ignored, where), *_shortened(left_out, where))
+    return BuiltSchema(root, definitions, where, is_strict, warnings)
+
+
+def _is_strict(raw: Any, where: str) -> bool:
+    """Remove the keyword `x-strict` from the schema, and return its value."""
+    strict = raw.pop(STRICT, True) if isinstance(raw, dict) else True
+    if not isinstance(strict, bool):
+        refuse(where, f"/{STRICT}", f"must be true or false, got {strict!r:.40}")
+    return strict
+
+
+def _shortened(lines: list[str], where: str) -> list[str]:
+    more = [f"{where}: {len(lines) - _MAX_WARNINGS} more parts are left out"] if len(lines) > _MAX_WARNINGS else []
+    return [f"{line:.300}" for line in lines[:_MAX_WARNINGS]] + more
+
+
+def _ignored(words: Iterable[str], where: str) -> list[str]:
+    words = list(words)
+    if not words:
+        return []
+    named = []
+    for word in words[:10]:
+        near = difflib.get_close_matches(word, ASSERTIONS, n=1, cutoff=0.8) if len(word) <= 40 else []
+        named.append(f"{word:.40}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    more = f" and {len(words) - 10} more" if len(words) > 10 else ""
+    return [f"{where}: ignored, because they assert nothing: {', '.join(named)}{more}"]
+
+
+def _read(text: str, where: str) -> Any:
+    try:
+        raw = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=unique_keys)
+    except ValueError as error:
+        raise InvalidRequestError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raw = None
+    if raw is None or is_deeper(raw, MAX_DEPTH):
+        raise InvalidRequestError(f"{where}: brackets must be nested at most {MAX_DEPTH} deep")
+    return raw

@@ -1,0 +1,172 @@
+"""Negations of schemas, and a check that no value fulfils two of them. Both are exact, or raise or return False."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+from infer.text.grammar.schema_part import TYPES, SchemaPart, all_of, any_of, false_part, lacks, refuse
+from infer.text.grammar.schema_pattern import pattern_without
+
+STEPS = 300_000  # limit of the work for one schema
+_MAX_DEPTH = 20
+_KINDS = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+_KINDS_OF = {name: frozenset({name}) for name in TYPES} | {"number": frozenset({"integer", "fraction"})}
+
+
+@final
+class Logic:
+    """Facts about the parts of one schema. `definitions` are the targets of references, by reference."""
+
+    def __init__(self, definitions: Mapping[str, SchemaPart], where: str, *, are_exact: bool) -> None:
+        """Begin with the definitions. `are_exact` is False if some of them allow more than the user's schema does."""
+        self._definitions, self._are_exact = definitions, are_exact
+        self._where = where
+        self._steps_left = STEPS
+
+    def negated(self, part: SchemaPart, pointer: str, depth: int = 0) -> SchemaPart:
+        """Return a schema for exactly the values that do not fulfil `part`.
+
+        Raises SchemaError at `pointer` if the keywords that a grammar library enforces cannot express it.
+        """
+        self._steps_left -= 1
+        if depth > _MAX_DEPTH or self._steps_left < 0:
+            refuse(self._where, pointer, "the negation of a large schema cannot be enforced")
+        found: list[SchemaPart] = []
+        for word, value in part.items():
+            if word == "type":
+                found.append(self._other_types(part.types, pointer))
+            elif word in ("const", "enum"):
+                found += self._other_values([value] if word == "const" else value, pointer)
+            elif word == "required":
+                found += [
+                    all_of(pointer, [SchemaPart(pointer, {"type": "object"}), lacks(pointer, name)]) for name in value
+                ]
+            elif word == "properties":
+                inner = {name: self.negated(item, pointer, depth + 1) for name, item in value.items()}
+                found += [
+                    SchemaPart(pointer, {"type": "object", "properties": {name: item}, "required": [name]})
+                    for name, item in inner.items()
+                    if not item.is_false
+                ]
+            elif word == "allOf":
+                found += [self.negated(inner, pointer, depth + 1) for inner in value]
+            elif word == "anyOf":
+                found.append(all_of(pointer, [self.negated(inner, pointer, depth + 1) for inner in value]))
+            elif word == "$ref" and self._are_exact and value in self._definitions:
+                found.append(self.negated(self._definitions[value], pointer, depth + 1))
+            else:
+                refuse(self._where, pointer, f"the negation of {word!r} cannot be enforced here")
+        return any_of(pointer, found)
+
+    def _other_types(self, types: Sequence[str], pointer: str) -> SchemaPart:
+        if "integer" in types and "number" not in types:
+            refuse(self._where, pointer, "the negation of the type 'integer' cannot be enforced here")
+        names = [name for name in TYPES if name not in types and name != "integer"]
+        return SchemaPart(pointer, {"type": names}) if names else false_part(pointer)
+
+    def _other_values(self, values: Sequence[Any], pointer: str) -> Iterator[SchemaPart]:
+        kinds = set(map(_kind_of, values))
+        if kinds & {"array", "object"}:
+            refuse(self._where, pointer, "the negation of an 'enum' of lists and objects cannot be enforced here")
+        if "fraction" in kinds or "integer" in kinds:
+            kinds |= {"number", "integer"}
+        yield SchemaPart(pointer, {"type": [name for name in TYPES if name not in kinds and name != "integer"]})
+        if "boolean" in kinds and (others := [value for value in (True, False) if not _is_in(value, values)]):
+            yield SchemaPart(pointer, {"enum": others})
+        if "string" in kinds:
+            pattern = pattern_without([value for value in values if isinstance(value, str)])
+            if pattern is None:
+                refuse(self._where, pointer, "too many or too long strings are excluded")
+            yield SchemaPart(pointer, {"type": "string", "pattern": pattern})
+        if "number" in kinds:
+            numbers = sorted({value for value in values if _kind_of(value) in ("integer", "fraction")})
+            for low, high in zip([None, *numbers], [*numbers, None], strict=True):
+                bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+                yield SchemaPart(
+                    pointer, {"type": "number"} | {word: at for word, at in bounds.items() if at is not None}
+                )
+
+    def are_apart(self, a: Sequence[SchemaPart], b: Sequence[SchemaPart], depth: int = 0) -> bool:
+        """Return True if it is easy to see that no value fulfils all of `a` and all of `b`.
+
+        It follows from types, from constants, or from a required property for which it is easy to see.
+        """
+        if depth > _MAX_DEPTH:
+            return False
+        a, b = self._flat(a), self._flat(b)
+        self._steps_left -= 1 + len(a) + len(b)
+        if self._steps_left < 0:
+            return False
+        kinds = self._kinds(a) & self._kinds(b)
+        if not kinds:
+            return True
+        known = [frozenset(map(key_of, part.constants)) for part in (*a, *b) if part.constants is not None]
+        if len(known) > 1 and not frozenset.intersection(*known):
+            return True
+        if kinds == {"object"}:
+            for name in {name: None for part in (*a, *b) for name in part.get("required", ())}:
+                if self.are_apart(_of_property(a, name), _of_property(b, name), depth + 2):
+                    return True
+        for own, others in ((a, b), (b, a)):
+            for branches in [part["anyOf"] for part in own if "anyOf" in part]:
+                rest = [SchemaPart("", {word: each for word, each in part.items() if word != "anyOf"}) for part in own]
+                if all(self.are_apart([branch, *rest], others, depth + 4) for branch in branches):
+                    return True
+        return False
+
+    def _flat(self, parts: Sequence[SchemaPart]) -> list[SchemaPart]:
+        """Return the parts that must hold, with those of their `allOf` and the targets of their references."""
+        found: dict[int, SchemaPart] = {}
+        pending = list(parts)
+        while pending:
+            part = pending.pop()
+            if id(part) not in found:
+                found[id(part)] = part
+                pending += part.get("allOf", ())
+                pending += [self._definitions[part["$ref"]]] if part.get("$ref") in self._definitions else []
+        return list(found.values())
+
+    def _kinds(self, parts: Sequence[SchemaPart]) -> frozenset[str]:
+        found = _KINDS
+        for part in parts:
+            if "type" in part:
+                found &= frozenset().union(*(_KINDS_OF[name] for name in part.types))
+            if part.constants is not None:
+                found &= frozenset(map(_kind_of, part.constants))
+        return found
+
+
+def key_of(value: Any) -> str:
+    """Return a key that is equal for equal values: 1 and 1.0 are equal, and objects are equal in any order."""
+    if isinstance(value, float) and value == math.floor(value):
+        value = int(value)
+    if isinstance(value, list):
+        return "[" + ",".join(map(key_of, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(sorted(f"{json.dumps(name)}:{key_of(item)}" for name, item in value.items())) + "}"
+    return json.dumps(value)
+
+
+def _kind_of(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == math.floor(value) else "fraction"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _is_in(value: bool, values: Sequence[Any]) -> bool:
+    return any(value is each for each in values)
+
+
+def _of_property(parts: Sequence[SchemaPart], name: str) -> list[SchemaPart]:
+    """Return the schemas that a property of this name must fulfil, as far as they are known."""
+    found = [part["properties"][name] for part in parts if name in part.get("properties", ())]
+    return found + [
+        part["additionalProperties"]
+        for part in parts
+        if "additionalProperties" in part
+        and name not in part.get("properties", ())
+        and not part.get("patternProperties")
+    ]

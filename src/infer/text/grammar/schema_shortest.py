@@ -1,0 +1,88 @@
+"""Check that a finite value fulfils a schema.
+
+A reference that must be followed may not lead back to itself, and the shortest value must not be too long.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from infer.text.grammar.horn import Clause, shortest
+from infer.text.grammar.schema_part import SchemaPart, refuse
+
+MAX_SHORTEST = 100_000  # bytes: no context has room for more
+
+
+def nodes_of(roots: Sequence[SchemaPart]) -> list[SchemaPart]:
+    """Return all nodes of the roots, including nested nodes, each once."""
+    found: dict[int, SchemaPart] = {}
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            pending += node.children()
+    return list(found.values())
+
+
+def empty_definitions(
+    root: SchemaPart, nodes: Sequence[SchemaPart], built: Mapping[str, SchemaPart], where: str
+) -> frozenset[str]:
+    """Return the definitions that no value fulfils.
+
+    Raises InvalidRequestError with the deepest such place if no value fulfils the root.
+    """
+    lengths = shortest([clause for node in nodes for clause in _clauses(node, built)])
+    if id(root) not in lengths:
+        impossible = [
+            node.pointer for node in nodes if id(node) not in lengths and not (node.is_false and node.pointer)
+        ]
+        deepest = max(impossible or [root.pointer], key=lambda pointer: (pointer.count("/"), pointer))
+        refuse(where, deepest, "no value can fulfil it")
+    if lengths[id(root)] > MAX_SHORTEST:
+        refuse(where, root.pointer, f"no value shorter than {MAX_SHORTEST} bytes can fulfil it")
+    return frozenset(pointer for pointer, node in built.items() if id(node) not in lengths)
+
+
+def _clauses(node: SchemaPart, built: Mapping[str, SchemaPart]) -> Iterator[Clause]:
+    if node.is_false:
+        return
+    needed: list[Any] = []
+    length = 0
+    if "$ref" in node:
+        needed.append(id(built[node["$ref"]]))
+    for index, part in enumerate(node.get("allOf", ())):  # at least as long as the longest part
+        of_part = (id(node), "allOf", index)
+        yield Clause(of_part, (id(part),), times=0)
+        needed.append(of_part)
+    kind = node.get("type")
+    if kind == "object":
+        length, needs = _of_object(node)
+        needed += needs
+    elif kind == "array":
+        least, first = node.get("minItems", 0), node.get("prefixItems", [])
+        length = least
+        needed += [id(item) for item in first[:least]]
+        if least > len(first) and "items" in node:
+            of_items = (id(node), "items")
+            yield Clause(of_items, (id(node["items"]),), times=least - len(first))
+            needed.append(of_items)
+    elif kind == "string":
+        length = node.get("minLength", 0)
+    for word in ("anyOf", "enum"):
+        if word in node:
+            head = (id(node), word)
+            needed.append(head)
+            for option in node[word]:
+                yield Clause(head, (id(option),) if word == "anyOf" else ())
+    yield Clause(id(node), needed, length)
+
+
+def _of_object(node: SchemaPart) -> tuple[int, list[int]]:
+    properties = node.get("properties", {})
+    needed = []
+    for name in node.get("required", ()):
+        if name in properties:
+            needed.append(id(properties[name]))
+        elif "additionalProperties" in node and not node.get("patternProperties"):
+            needed.append(id(node["additionalProperties"]))
+    return sum(map(len, node.get("required", ()))), needed

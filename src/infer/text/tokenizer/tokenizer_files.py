@@ -1,0 +1,214 @@
+"""Read the parts of a tokenizer from the JSON files of a folder, or from the metadata of a GGUF file."""
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infer.system.files.json_file import read_json_file, read_text_file
+from infer.text.tokenizer.gguf_encoders import is_encoder, make_encoder_backend, with_default_ids
+from infer.text.tokenizer.gguf_vocabulary import (
+    CONTROL_NAMES,
+    END_IDS,
+    make_bos_eos_processor,
+    make_gguf_backend,
+    without_tokens_from,
+)
+from infer.text.tokenizer.tokenizers_library import load_backend, without_ids_from
+from infer.text.tokenizer.value_checks import check_json
+from infer.text.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GGUF_NAMES = {
+    "bos": "bos_token",
+    "eos": "eos_token",
+    "unknown": "unk_token",
+    "seperator": "sep_token",
+    "padding": "pad_token",
+    "cls": "cls_token",
+    "mask": "mask_token",
+}
+_ENDS = ("bos", "eos")
+_CONFIG_NAME = "tokenizer_config.json"
+Ends = tuple[str | None, str | None]
+_ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+class TokenizerParts(NamedTuple):
+    """The arguments of `Tokenizer`."""
+
+    backend: tokenizers.Tokenizer
+    named_tokens: Mapping[str, str]
+    end_token_ids: Iterable[int]
+    chat_templates: Mapping[str, str]
+    vocabulary: Sequence[str] | None = None
+
+
+def read_folder(path: Path, num_rows: int | None = None) -> TokenizerParts:
+    """Return the parts of a folder's tokenizer. An added token from `num_rows` on is no token.
+
+    Raises ModelError if a file is missing or breaks its format.
+    """
+    config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / _CONFIG_NAME)}
+    is_vocab_txt = not os.path.lexists(path / "tokenizer.json") and os.path.lexists(path / "vocab.txt")
+    if is_vocab_txt:
+        config = with_bert_defaults(path, config)
+    named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    if is_vocab_txt:
+        backend = load_vocab_txt(path / "vocab.txt", config, named_tokens)
+    else:
+        backend = load_backend(path / "tokenizer.json")
+    _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
+    _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
+    if num_rows is not None:
+        backend = without_ids_from(num_rows, path, backend)
+    if "add_bos_token" in config or "add_eos_token" in config:
+        own, wanted = _added_ends(backend, config, named_tokens)
+        if wanted != own:  # otherwise keep the file's own processor, which may have a form for pairs
+            backend.post_processor = make_bos_eos_processor(backend, *wanted)
+    return TokenizerParts(
+        backend,
+        named_tokens=named_tokens,
+        end_token_ids=_end_ids(path),
+        chat_templates=_read_chat_templates(path, config),
+    )
+
+
+def read_gguf(metadata: Mapping[str, Any], num_rows: int | None = None) -> TokenizerParts:
+    """Return the parts of a GGUF file's tokenizer. A token from `num_rows` on is no token unless it is a normal one.
+
+    Raises ModelError if a key is missing or its value is wrong.
+    """
+    if num_rows is not None:
+        metadata = without_tokens_from(num_rows, metadata)
+    if is_encoder(metadata):
+        metadata = with_default_ids(metadata)
+        backend, vocabulary = make_encoder_backend(metadata)
+    else:
+        backend, vocabulary = make_gguf_backend(metadata)
+    named_tokens: dict[str, str] = {}
+    for gguf_name, name in _GGUF_NAMES.items():
+        token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
+        if token_id is not None and 0 <= token_id < len(vocabulary):
+            named_tokens[name] = vocabulary[token_id]
+    end_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    end_ids += metadata.get(END_IDS) or ()
+    return TokenizerParts(
+        backend,
+        named_tokens=named_tokens,
+        end_token_ids=[token_id for token_id in end_ids if token_id is not None],
+        chat_templates=_gguf_chat_templates(metadata),
+        vocabulary=vocabulary,
+    )
+
+
+def read_template(path: Path, metadata: Mapping[str, Any]) -> str | None:
+    """Return the chat template of a model that is not loaded. `metadata` is from a GGUF file, or {} for a folder."""
+    templates = (
+        _gguf_chat_templates(metadata) if metadata else _read_chat_templates(path, _read_json(path / _CONFIG_NAME))
+    )
+    return templates.get("default")
+
+
+def read_token_names(path: Path, metadata: Mapping[str, Any]) -> Collection[str]:
+    """Return the names of a model's tokens, for a folder only of those added to the vocabulary, without a tokenizer."""
+    if metadata:
+        return frozenset(metadata.get("tokenizer.ggml.tokens", ()))
+    added = _read_json(path / _CONFIG_NAME).get("added_tokens_decoder") or {}
+    return frozenset(entry["content"] for entry in added.values())
+
+
+def _gguf_chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    return {
+        key[len(prefix) + 1 :] or "default": value
+        for key, value in metadata.items()
+        if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
+    }
+
+
+def _added_ends(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named_tokens: Mapping[str, str]
+) -> tuple[Ends, Ends]:
+    """Return the tokens before and after each text: those of the file's own processor, and the wanted ones.
+
+    The config's flags decide if they are added. Without flags, the file's own processor decides: Qwen3-Embedding's
+    processor ends texts with a token other than `eos_token`.
+    """
+    tokens, text = backend.encode("a").tokens, backend.encode("a", add_special_tokens=False).tokens
+    num_first = next((at for at in range(len(tokens)) if tokens[at : at + len(text)] == text), 0)
+    own = (next(iter(tokens[:num_first]), None), next(iter(tokens[num_first + len(text) :][-1:]), None))
+    bos, eos = (
+        (named_tokens.get(f"{name}_token") if config[f"add_{name}_token"] else None)
+        if f"add_{name}_token" in config
+        else token
+        for name, token in zip(_ENDS, own, strict=True)
+    )
+    return own, (bos, eos)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):  # lexists: a broken link must be an error
+        return {}
+    settings = read_json_file(path)
+    check_json(path, settings)
+    return settings
+
+
+def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates by name.
+
+    The first existing source is used: `chat_template.jinja`, `chat_template.json`, or the configuration's, which may be
+    a list of named templates. Templates in `additional_chat_templates/` are added, named by their files.
+    """
+    template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    templates = {"default": template} if isinstance(template, str) else {}
+    for entry in template if isinstance(template, list) else ():
+        templates[entry["name"]] = entry["template"]
+    if os.path.lexists(file := path / "chat_template.jinja"):
+        templates = {"default": read_text_file(file)}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = read_text_file(file)
+    return templates
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:
+    for entry in added_tokens.values():
+        if backend.token_to_id(entry["content"]) is None:
+            options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
+            backend.add_tokens([AddedToken(entry["content"], **options)])
+
+
+def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None:
+    """Make tokens with these names special, if the vocabulary has them.
+
+    Some files mark a token that begins a turn as an ordinary one.
+    """
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in sorted(names):
+        token = added.get(text)
+        if (token is None or not token.special) and backend.token_to_id(text) is not None:
+            options = {} if token is None else {name: getattr(token, name) for name in _ADDED_TOKEN_OPTIONS[:-1]}
+            backend.add_special_tokens([AddedToken(text, **{"normalized": False, **options, "special": True})])
+
+
+def _token_text(value: Any) -> str | None:
+    """Return the text of a named token, which is a text or an object with the text in `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _end_ids(path: Path) -> Sequence[int]:
+    """Return the ids of `eos_token_id` in the first file or part that has it, in transformers' order."""
+    if (found := _read_json(path / "generation_config.json").get("eos_token_id")) is None:
+        config = _read_json(path / "config.json")
+        text = config.get("text_config")
+        for settings in (config, text if isinstance(text, Mapping) else {}):
+            check_json(path / "config.json", {"eos_token_id": settings.get("eos_token_id")})
+            if (found := settings.get("eos_token_id")) is not None:
+                break
+    return [] if found is None else [found] if isinstance(found, int) else found

@@ -1,0 +1,176 @@
+"""Messages with tools, calls and results, in the form that a chat template can show."""
+
+import json
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infer.text.templates.special_tokens import ComposedText
+from infer.text.templates.template_messages import SYSTEM_ROLES, text_of_content
+from infer.text.toolcalls.answer_format import written_arguments
+from infer.text.toolcalls.formats import ToolCallFormat
+from infer.text.toolcalls.past_calls import with_values
+from infer.text.toolcalls.template_formats import TemplateFormats
+from infer.text.toolcalls.tools import Tool
+
+Message = Mapping[str, Any]
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_AFTER_RESULTS = "\nNow answer with this, in words."  # without it, small models repeat the call
+
+
+def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
+    """Return the messages, with everything that the template does not show written into their texts."""
+    messages, _ = with_values(messages)
+    if formats.shows_calls and not formats.calls.is_parallel:
+        messages = _with_single_calls(messages)
+    names = _names_by_id(messages)
+    if not formats.takes_text_before_calls:
+        messages = _with_text_before_calls(messages)
+    if formats.takes_results_in_calls:
+        messages = _with_results_in_calls(messages, names)
+    found = list[Message]()
+    for index, message in enumerate(messages):
+        shown = message
+        if isinstance(shown, Mapping) and shown.get("tool_calls") and formats.shows_calls:
+            shown = _as_taken(shown, formats)
+        elif isinstance(shown, Mapping) and shown.get("tool_calls"):
+            shown = _call_as_text(shown, tools, formats.calls)
+        elif isinstance(shown, Mapping) and shown.get("role") == "tool" and not formats.shows_results:
+            text = _result_as_text(shown, names)
+            if index > 0 and _role_of(messages[index - 1]) == "tool":
+                before = found[-1]["content"].removesuffix(_AFTER_RESULTS)
+                found[-1] = {"role": "user", "content": f"{before}\n{text}"}
+                continue
+            shown = {"role": "user", "content": text}
+        found.append(shown)
+    return found if not tools or formats.shows_tools else _with_tools(found, tools, formats)
+
+
+def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with one call each, each followed by the results of its call."""
+    found = list[Message]()
+    pending = deque[Message]()  # messages with the further calls of one message
+    num_pending = Counter[str | None]()  # number of these per call id
+    for message in messages:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if _role_of(message) == "tool" and pending:
+            wanted = _text_of(message, "tool_call_id")
+            is_next = num_pending[wanted] == 0  # its call is already before it
+            while not is_next:
+                found.append(pending.popleft())
+                call_id = _text_of(found[-1]["tool_calls"][0], "id")
+                num_pending[call_id] -= 1
+                is_next = call_id == wanted
+        elif pending:
+            found += pending
+            pending.clear()
+            num_pending.clear()
+        if isinstance(calls, list) and len(calls) > 1 and all(isinstance(call, Mapping) for call in calls):
+            message = {**message, "tool_calls": calls[:1]}
+            pending = deque({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:])
+            num_pending = Counter(_text_of(call, "id") for call in calls[1:])
+        found.append(message)
+    return [*found, *pending]
+
+
+def _with_text_before_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages, with the text of a message with calls moved to a message before it."""
+    found = list[Message]()
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
+            found += [{"role": message.get("role"), "content": message["content"]}, {**message, "content": ""}]
+        else:
+            found.append(message)
+    return found
+
+
+def _with_results_in_calls(messages: Sequence[Message], names: Mapping[str, str]) -> list[Message]:
+    """Return the messages with the results of calls inside the calling message, and the text that answers them."""
+    found = list[Message]()
+    for message in messages:
+        last = found[-1] if found and isinstance(found[-1], Mapping) else {}
+        calls, role = last.get("tool_calls"), _role_of(message)
+        if role == "tool" and calls:
+            name = message.get("name") or names.get(str(message.get("tool_call_id")), "unknown")
+            response = {"name": name, "response": message.get("content")}
+            found[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), response]}
+        elif role == "assistant" and last.get("tool_responses") and not message.get("tool_calls"):
+            found[-1] = {**last, "content": message.get("content")}
+        else:
+            found.append(message)
+    return found
+
+
+def _text_of(value: Mapping[str, Any], name: str) -> str | None:
+    found = value.get(name)
+    return found if isinstance(found, str) else None
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def _as_taken(message: Message, formats: TemplateFormats) -> Message:
+    found = dict(message)
+    name = next((each for each in _REASONING_FIELDS if found.get(each)), None)
+    if not formats.takes_both and name is not None and found.get("content"):
+        found[name] = f"{found[name]}\n\n{text_of_content(found['content'])}"
+        found["content"] = ""
+    if formats.takes_no_content and not found.get("content"):
+        found.pop("content", None)
+    if not formats.takes_values:
+        found["tool_calls"] = [_call_with_text(call) for call in found["tool_calls"]]
+    return found
+
+
+def _call_with_text(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": dict(arguments)} as function}:
+            return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+    return call
+
+
+def _call_as_text(message: Message, tools: Sequence[Tool], form: ToolCallFormat) -> Message:
+    by_name = {tool.name: tool for tool in tools}
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [
+        (each["name"], written_arguments(form, by_name.get(each["name"]), each["arguments"])) for each in functions
+    ]
+    text = text_of_content(message.get("content"))
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": ComposedText([(f"{text}\n" if text else "", False), *form.written_parts(calls)])}
+
+
+def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:
+    calls = [call for message in messages if isinstance(message, Mapping) for call in message.get("tool_calls") or ()]
+    return {call["id"]: call["function"]["name"] for call in calls if isinstance(call, Mapping) and "id" in call}
+
+
+def _result_as_text(message: Message, names: Mapping[str, str]) -> str:
+    name = message.get("name") or names.get(str(message.get("tool_call_id")), "the function")
+    return f"Result of {name}: {text_of_content(message.get('content'))}{_AFTER_RESULTS}"
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
+    has_system = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
+    system: Message = messages[0] if has_system else {"role": "system", "content": ""}
+    if formats.takes_tools_in_system:
+        functions = [tool.to_json()["function"] for tool in tools]
+        system = {**system, "tools": json.dumps(functions, ensure_ascii=False)}
+    else:
+        texts = text_of_content(system.get("content")), _tools_as_text(tools, formats.calls)
+        text = "\n\n".join(filter(None, texts))
+        system = {**system, "content": text}
+    return [system, *messages[has_system:]]
+
+
+def _tools_as_text(tools: Sequence[Tool], form: ToolCallFormat) -> str:
+    lines = [json.dumps(tool.to_json()["function"], ensure_ascii=False) for tool in tools]
+    call = form.written([("NAME", '{"ARGUMENT": "VALUE"}')])
+    return "\n".join(
+        [
+            "You can call these functions, each with its JSON schema:",
+            *lines,
+            f"To call one, answer with {call} and nothing else.",
+        ]
+    )

@@ -1,0 +1,232 @@
+"""Parse an answer's text as it arrives: reasoning, text, calls.
+
+The input is text that the answer's grammar allows, or a prefix of such text, so the parser never guesses. The joined
+results are the same for every division of the text into pieces.
+"""
+
+from collections.abc import Callable
+from typing import final
+
+from infer.outputs import ReasoningDelta, ToolCallDelta
+from infer.text.toolcalls.answer_format import AnswerFormat, is_plain_text
+from infer.text.toolcalls.arguments import (
+    ArgumentScanner,
+    GemmaArguments,
+    JsonArguments,
+    PythonArguments,
+    XmlArguments,
+    num_held,
+)
+from infer.text.toolcalls.bare_calls import BareCallParser
+from infer.text.toolcalls.channel_parser import ChannelParser
+from infer.text.toolcalls.formats import pattern_of
+from infer.text.toolcalls.parsed import MARKS, SPACES, Parsed, Parser
+
+
+def make_parser(form: AnswerFormat, id_of: Callable[[int], str], *, is_held: bool = False) -> Parser:
+    """Return a parser of one answer. `id_of` returns the id of a call by its index.
+
+    If the answer's text `is_held` by the request's own grammar, JSON in it is no call.
+    """
+    if form.reasoning is not None and form.reasoning.body:
+        return ChannelParser(form, id_of)
+    if form.calls is not None and form.calls.kind == "auto" and not is_held:
+        return BareCallParser(form, id_of, AnswerParser)
+    return AnswerParser(form, id_of)
+
+
+@final
+class AnswerParser(Parser):
+    """Parser of one answer. It holds back text that could begin another part.
+
+    Spaces around reasoning and before calls are not text. Reasoning may begin after text if a control token opens it.
+    """
+
+    def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
+        super().__init__(form, id_of)
+        self._arguments: ArgumentScanner = JsonArguments()
+        self._reasons = False  # True after any reasoning was found
+        self._calls_in_reasoning = form.calls_in_reasoning
+        self._literal, self._after = "", self._name
+        opening = form.reasoning.opening if form.reasoning is not None and form.is_apart else ""
+        self._later_opening = opening if MARKS.match(opening) else ""
+        if form.reasoning is None:
+            self._state = self._beginning
+        else:
+            self._state = self._reasoning if form.is_open else self._start
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state == self._reasoning
+
+    def push(self, text: str) -> Parsed:
+        self._held += text
+        while self._held and self._state():
+            pass
+        return self._take()
+
+    def flush(self) -> Parsed:
+        """Return the held text at the end of the answer.
+
+        The known part of an incomplete call was already returned.
+        """
+        if self.is_reasoning:
+            self._reason(self._held.rstrip(SPACES))
+        elif self._state in (self._start, self._beginning, self._until_call, self._content):
+            self._text += self._held
+        self._held = ""
+        return self._take()
+
+    # The states. Each reads a part of the held text, and returns True if the next state may read the rest.
+
+    def _start(self) -> bool:
+        """Read the start of an answer that may begin with reasoning."""
+        assert self._form.reasoning is not None
+        opening, rest = self._form.reasoning.opening, self._held.lstrip(SPACES)
+        if rest.startswith(opening):
+            if not self._form.is_apart:
+                self._text += self._held[: len(self._held) - len(rest)] + opening
+            self._held, self._state = rest[len(opening) :], self._reasoning
+            return True
+        if opening.startswith(rest):
+            return False
+        self._state = self._beginning
+        return True
+
+    def _reasoning(self) -> bool:
+        assert self._form.reasoning is not None
+        closing = self._form.reasoning.closing
+        places = {literal: self._held.find(literal) for literal in (closing, *self._calls_in_reasoning)}
+        found = {place: literal for literal, place in places.items() if place >= 0}
+        end = min(found, default=-1)
+        known = self._held[: end if found else len(self._held) - max(num_held(self._held, each) for each in places)]
+        shown = known.rstrip(SPACES) if self._form.is_apart else known
+        self._reason(shown)
+        if not found:
+            self._held = self._held[len(shown) :] if self._reasons else self._held[len(known) :]
+            return False
+        self._held = self._held[end:]
+        if found[end] != closing:
+            assert self._form.calls is not None
+            self._expect(self._form.calls.form.start, self._name)
+            return True
+        self._held = self._held[len(closing) :]
+        if self._form.is_apart:
+            self._state = self._after_reasoning
+        else:
+            self._text += closing
+            self._state = self._beginning
+        return True
+
+    def _reason(self, text: str) -> None:
+        if not self._form.is_apart:
+            self._text += text
+        elif text := MARKS.sub("", text if self._reasons else text.lstrip(SPACES)):
+            self._reasons = True
+            self._deltas.append(ReasoningDelta(text))
+
+    def _after_reasoning(self) -> bool:
+        self._held = self._held.lstrip(SPACES)
+        self._state = self._beginning
+        if not self._held:
+            self._state = self._after_reasoning
+        return bool(self._held)
+
+    def _beginning(self) -> bool:
+        """Read the start of the part after the reasoning."""
+        calls = self._form.calls
+        if calls is None or calls.kind == "none":
+            self._state = self._content
+        elif calls.form.trigger:
+            self._state = self._until_call
+        else:
+            rest = self._held.lstrip(SPACES)
+            if any(rest.startswith(beginning) for beginning in calls.beginnings):
+                self._held = rest
+                self._expect(calls.form.start, self._name)
+            elif any(beginning.startswith(rest) for beginning in calls.beginnings):
+                return False
+            else:
+                self._state = self._content
+        return True
+
+    def _content(self) -> bool:
+        opening = self._later_opening
+        at = self._held.find(opening) if opening else -1
+        known = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, opening)]
+        self._text += known
+        self._held = self._held[len(known) :]
+        if at >= 0:
+            self._expect(opening, self._reasoning)
+        return at >= 0
+
+    def _until_call(self) -> bool:
+        assert self._form.calls is not None
+        trigger = self._form.calls.form.trigger
+        at = self._held.find(trigger)
+        known = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, trigger)]
+        shown = known.rstrip(SPACES)
+        self._text += shown
+        if at < 0:
+            self._held = self._held[len(shown) :]
+            return False
+        self._held = self._held[at:]
+        self._expect(self._form.calls.form.start, self._name)
+        return True
+
+    def _expect(self, literal: str, after: Callable[[], bool]) -> None:
+        self._literal, self._after, self._state = literal, after, self._pass_literal
+
+    def _pass_literal(self) -> bool:
+        if len(self._held) < len(self._literal):
+            return False
+        self._held, self._state = self._held[len(self._literal) :], self._after
+        return True
+
+    def _name(self) -> bool:
+        assert self._form.calls is not None
+        form = self._form.calls.form
+        found = pattern_of(form.before_arguments).search(self._held)
+        if found is None:
+            return False
+        name, rest = self._held[: found.start()], self._held[found.end() :]
+        self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
+        self._num_calls += 1
+        self._arguments = self._arguments_of(name)
+        self._held, self._state = rest, self._in_arguments
+        return True
+
+    def _arguments_of(self, name: str) -> ArgumentScanner:
+        assert self._form.calls is not None
+        form = self._form.calls.form
+        match form.syntax:
+            case "json":
+                return JsonArguments()
+            case "python":
+                return PythonArguments()
+            case "gemma":
+                return GemmaArguments(form.quote)
+        tool = next((each for each in self._form.calls.tools if each.name == name), None)
+        properties = {} if tool is None else tool.properties
+        text_names = [key for key, schema in properties.items() if is_plain_text(schema)]
+        return XmlArguments(text_names, form.before_key, form.after_key, form.after_value)
+
+    def _in_arguments(self) -> bool:
+        assert self._form.calls is not None
+        found = self._arguments.scan(self._held)
+        if found.json:
+            self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=found.json))
+        self._held = self._held[found.num_read :]
+        if found.is_done:
+            self._expect(self._form.calls.form.after_arguments, self._between)
+        return found.is_done
+
+    def _between(self) -> bool:
+        """Read the separator between two calls, or the end after the last call."""
+        assert self._form.calls is not None
+        form = self._form.calls.form
+        following = form.separator + form.before_name
+        if self._held.startswith(following):
+            self._held, self._state = self._held[len(following) :], self._name
+            return True
+        return False

@@ -1,0 +1,128 @@
+"""Answers over caches that evict are the same by every path, and equal to a definition by visible tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infer import LLM
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.engine.runner.runner import Runner
+from infer.errors import InvalidRequestError
+from infer.sampling_params import SamplingParams
+from path_cases import (
+    CASES,
+    CONTEXT,
+    EOS,
+    Outcome,
+    Place,
+    Way,
+    World,
+    all_by_definition,
+    make_folder,
+    make_runner,
+    make_world,
+    run_alone,
+    run_batch,
+)
+
+STEP = 16  # tokens in one step, so few that windows are much shorter than the text and pages are used again
+SLIDING = CacheSettings(page_tokens=16, eviction_policy="sliding", eviction_window=24, protected_prefix=3)
+WORLDS = {
+    "sliding": ("llama", SLIDING),
+    "windows": ("windows", CacheSettings(page_tokens=16)),
+    "sliding beside windows": ("windows", SLIDING),
+    "sliding beside chunks": ("chunks", SLIDING),
+    "q8": ("wide", replace(SLIDING, kv_type="q8")),
+    "q4": ("wide", replace(SLIDING, kv_type="q4")),
+}
+WAYS = [Way("half", 7), Way("random", 16, 1), Way("right", 1, 4), Way("none", 16), Way("half", 7, capture=False)]
+SOME = CASES[::6]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    name, settings = WORLDS[request.param]
+    return replace(make_world(name, tmp_path_factory.mktemp(name)), settings=settings)
+
+
+@pytest.fixture(scope="module")
+def expected(world: World) -> dict[str, Outcome]:
+    outcomes = all_by_definition(world, SOME)
+    return {case.name: outcome for case, outcome in zip(SOME, outcomes, strict=True)}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_cache_that_evicts_gives_the_answer_of_no_cache(world: World, expected: dict[str, Outcome], way: Way) -> None:
+    runner = make_runner(world, way, step_tokens=STEP)
+    assert isinstance(runner, Runner)
+    for case in SOME:
+        result = run_alone(world, case, way, expected[case.name].token_ids, Place(world, way, runner))
+        assert Outcome.of(result) == expected[case.name], case.name
+        runner.cache.check_integrity()
+    tables = [rows.table for rows in runner.cache.groups]
+    assert any(table.pages_per_row < CONTEXT // 16 for table in tables)
+
+
+@pytest.mark.parametrize("way", [Way("half", 64), Way("none", 7, 64)], ids=str)
+def test_rows_that_evict_side_by_side_give_the_same_answers(
+    world: World, expected: dict[str, Outcome], way: Way
+) -> None:
+    said = [expected[case.name].token_ids for case in SOME]
+    results = run_batch(world, SOME, way, 3, said)
+    assert [Outcome.of(result) for result in results] == [expected[case.name] for case in SOME]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder("llama", tmp_path_factory.mktemp("model"))
+
+
+def make_ids(count: int) -> list[int]:
+    return [(7 * index + index // 9) % EOS for index in range(count)]
+
+
+PLAIN = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+
+
+def test_a_window_as_long_as_the_text_changes_nothing(folder: Path) -> None:
+    full, sliding = LLM(folder), LLM(folder, eviction_policy="sliding", eviction_window=CONTEXT)
+    prompt = make_ids(CONTEXT - 12)
+    assert sliding.logits(prompt).equal(full.logits(prompt))
+    assert sliding.generate(prompt, PLAIN).token_ids == full.generate(prompt, PLAIN).token_ids
+    shorter = LLM(folder, eviction_policy="sliding", eviction_window=CONTEXT // 2)
+    assert not shorter.logits(prompt).equal(full.logits(prompt))
+
+
+def test_a_text_with_a_sliding_window_continues_beyond_the_context(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"own 160, got 1500: only eviction_policy sliding allows more"):
+        LLM(folder, max_seq_len=1500)
+    llm = LLM(folder, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
+    result = llm.generate(make_ids(100), replace(PLAIN, max_new_tokens=None))
+    assert len(result.token_ids) == 1400
+    assert (result.finish_reason, result.stop_reason) == ("length", "context")
+    again = llm.generate(make_ids(100) + result.token_ids[:900], replace(PLAIN, max_new_tokens=50))
+    assert again.token_ids == result.token_ids[900:950]
+
+
+def test_a_full_context_ends_an_answer_where_nothing_is_forgotten(folder: Path) -> None:
+    result = LLM(folder).generate(make_ids(100), replace(PLAIN, max_new_tokens=None))
+    assert (len(result.token_ids), result.finish_reason, result.stop_reason) == (CONTEXT - 100, "length", "context")
+
+
+def test_a_session_that_goes_back_beyond_its_cache_answers_as_a_new_model(folder: Path, tmp_path: Path) -> None:
+    llm = LLM(folder, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
+    session = llm.session()
+    session.append(make_ids(1200))
+    session.generate(PLAIN)
+    for count in (3, 30, 500, 2, 600):
+        session.rewind(count)
+        left = len(session.token_ids)
+        assert session.num_cached_tokens in (0, left, left - 1)
+        assert session.num_cached_tokens or count >= 500, "what is near was forgotten"
+        before = session.token_ids
+        other = session.fork()
+        session.save(tmp_path / "saved")
+        wanted = llm.generate(before, PLAIN).token_ids
+        for each in (session, other, llm.load_session(tmp_path / "saved")):
+            assert each.generate(PLAIN).token_ids == wanted

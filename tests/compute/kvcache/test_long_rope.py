@@ -1,0 +1,222 @@
+"""Two sets of rope factors: a sequence has the set for its length, however it got its tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Phi3Config
+
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from infer import LLM, SamplingParams
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.paged import PagedCache
+from infer.compute.operands.step import Chunk, Step
+from infer.compute.sampling.columns import SamplingColumns
+from infer.engine.runner.runner import Runner
+from infer.engine.speculation.drafter import Guess
+from infer.errors import InvalidRequestError
+from infer.models.transformer import Transformer
+from path_cases import Always
+from tiny import LONGROPE, Tiny, make_tiny
+
+BEYOND = 64
+PAGES = CacheSettings(page_tokens=16, reuse_prefixes=True)
+GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LLM]:
+    folder = tmp_path_factory.mktemp("long")
+    config = Phi3Config(**LONGROPE.config.to_dict() | {"vocab_size": VOCAB_SIZE, "eos_token_id": 256})
+    oracle = make_tiny(Tiny("long", config), folder)
+    write_byte_tokenizer(folder)
+    return oracle, LLM(folder, dtype="float32")
+
+
+def random_ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
+    logits: Tensor = oracle(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the greedy tokens. Everything is computed again for each, as `transformers` does if factors change."""
+    token_ids = list(prompt)
+    for _ in range(count):
+        token_ids.append(int(expected_logits(oracle, token_ids)[-1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+class Knowing:
+    """A drafter whose drafts are right."""
+
+    def __init__(self, answer: Sequence[int], token_ids: list[int]) -> None:
+        self._answer, self._ids = answer, token_ids
+        self._num_prompt = self._num_known = len(token_ids)
+
+    @property
+    def num_new(self) -> int:
+        return len(self._ids) - self._num_known
+
+    def match(self) -> int:
+        return 1
+
+    def propose(self, count: int) -> Sequence[int]:
+        num_said = len(self._ids) - self._num_prompt
+        return self._answer[num_said : num_said + count]
+
+    def follow(self) -> Guess:
+        self._num_known += 1
+        return Guess(1, True)
+
+
+@pytest.mark.parametrize("length", [1, 40, BEYOND, BEYOND + 1, 100])
+def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], length: int) -> None:
+    oracle, llm = pair
+    token_ids = random_ids(length)
+    assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("length", [30, BEYOND - 10, BEYOND - 1, BEYOND, BEYOND + 1, 90])
+@pytest.mark.parametrize("speculation", [None, "ngram"])
+def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
+    pair: tuple[Any, LLM], length: int, speculation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, llm = pair
+    prompt = random_ids(length)
+    expected = expected_greedy(oracle, prompt, 24)
+    monkeypatch.setattr("infer.engine.step.drafting.DraftPolicy", lambda most, priors: Always())
+    monkeypatch.setattr("infer.engine.speculation.ngram.NgramDraft", lambda token_ids: Knowing(expected, token_ids))
+    result = llm.generate(prompt, GREEDY, speculation=speculation)
+    assert result.token_ids == expected
+    assert (result.stats.drafts_accepted > 0) == (speculation is not None)
+
+
+def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+    prompts = [random_ids(length, seed=length) for length in (3, 50, 60, 64, 70, 100)]
+    alone = [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    together = llm.generate_all(prompts, GREEDY, batch_size=4)
+    assert [result.token_ids for result in together] == alone
+
+
+def test_a_prompt_beyond_the_border_takes_no_pages_of_one_before_it(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+    runner, token_ids = Runner(llm.model, 128, num_slots=2, settings=PAGES), random_ids(100)
+    runner.choose_rope(0, 40)
+    runner.extend(0, token_ids[:40])
+    runner.cache.remember(0, token_ids[:40])
+    runner.choose_rope(1, 100)
+    assert runner.cache.adopt(1, token_ids) == 0
+    runner.choose_rope(1, 50)
+    assert runner.cache.adopt(1, token_ids[:50]) == 32
+
+
+def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> Runner:
+    """Return a runner with slots of these numbers of tokens, and room for some more."""
+    runner = Runner(llm.model, 128, num_slots=len(lengths), **options)
+    for slot, length in enumerate(lengths):
+        runner.choose_rope(slot, length)
+        runner.extend(slot, random_ids(length, seed=length))
+        runner.reserve(slot, num_next)
+    return runner
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_rows_on_both_sides_of_the_border_take_one_step(
+    pair: tuple[Any, LLM], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, llm = pair
+    parts = [Chunk(row, random_ids(count, seed=row), num_drafts=count - 1) for row in range(2)]
+    alone = [
+        runner_of(llm, [length], count).forward([part._replace(slot=0)])
+        for length, part in zip((10, 100), parts, strict=True)
+    ]
+    runner, steps, forward = runner_of(llm, [10, 100], count, capture=False), list[Step](), Transformer.forward
+
+    def counted(model: Transformer, step: Step, cache: PagedCache) -> Tensor:
+        steps.append(step)
+        return forward(model, step, cache)
+
+    monkeypatch.setattr(Transformer, "forward", counted)
+    assert torch.equal(runner.forward(parts), torch.cat(alone))
+    assert len(steps) == 1
+    assert torch.equal(runner_of(llm, [10, 100], count).forward(parts), torch.cat(alone))
+
+
+def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+
+    def steps(lengths: Sequence[int], count: int) -> list[list[int]]:
+        columns = SamplingColumns.of([GREEDY] * len(lengths), VOCAB_SIZE)
+        chunks = [Chunk(slot, [5]) for slot in range(len(lengths))]
+        sampled, _ = runner_of(llm, lengths, count).multi_step(chunks, count, columns, None, ())
+        return [each.token_ids for each in sampled]
+
+    assert steps([BEYOND - 10, 100], 10) == steps([BEYOND - 10], 10) + steps([100], 10)
+    runner = runner_of(llm, [BEYOND - 10, 100])
+    assert [runner.rope_room(length) for length in (BEYOND - 9, BEYOND)] == [9, 0]
+    assert runner.rope_room(BEYOND + 1) > 1000
+
+
+def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+    cache = runner_of(llm, [3, 100]).cache
+    with pytest.raises(InvalidRequestError, match=r"only an empty row .*, but row 0 has tokens"):
+        cache.set_rope(0, is_long=True)
+    cache.copy_row(0, 1)
+    assert cache.is_long(0)
+    cache.truncate(0, 0)
+    assert cache.is_long(0)
+    cache.set_rope(0, is_long=False)
+    assert not cache.is_long(0)
+    assert cache.is_long(1)
+
+
+def test_a_session_goes_back_and_forth_over_the_border(pair: tuple[Any, LLM], tmp_path: Path) -> None:
+    oracle, llm = pair
+    session = llm.session()
+    session.append(random_ids(60))
+    before = session.generate(GREEDY).token_ids
+    assert before == expected_greedy(oracle, random_ids(60), 24)
+    other = session.fork()
+    session.save(tmp_path / "session")
+    session.rewind(24)
+    assert session.generate(GREEDY).token_ids == before
+    longer = expected_greedy(oracle, [*random_ids(60), *before], 24)
+    assert other.generate(GREEDY).token_ids == longer
+    loaded = llm.load_session(tmp_path / "session")
+    loaded.rewind(24)
+    assert loaded.generate(GREEDY).token_ids == before
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_whole(pair: tuple[Any, LLM]) -> None:
+    oracle, llm = pair
+    token_ids = random_ids(100)
+    expected = expected_logits(oracle, token_ids).log_softmax(-1)
+    found = llm.prompt_logprobs(token_ids)
+    for index, entry in enumerate(found[1:]):
+        assert entry is not None
+        assert abs(entry.logprob - float(expected[index, token_ids[index + 1]])) < 1e-4
+
+
+def test_dynamic_theta_grows_with_the_context_that_is_asked_for(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=BEYOND, rope_parameters=rope, **sizes)
+    oracle = make_tiny(Tiny("dynamic", config), tmp_path)
+    write_byte_tokenizer(tmp_path)
+    llm = LLM(tmp_path, dtype="float32", max_seq_len=100)
+    for length in (BEYOND, 100):
+        token_ids = random_ids(length)
+        assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4
+    assert LLM(tmp_path).max_seq_len == BEYOND
+    with pytest.raises(InvalidRequestError, match="256"):
+        LLM(tmp_path, max_seq_len=257)

@@ -1,0 +1,165 @@
+"""The keys of stored pages: a key finds the page of its own tokens, even after writes, cuts and forks."""
+
+import pytest
+from test_page_pool import CAPACITY, PAGE, WHOLE, grow, make
+
+from infer.compute.kvcache.page_rows import RowState, page_keys
+from infer.compute.kvcache.pages import PagePool, PageTable
+
+FIRST, OTHER = [1] * PAGE, [2] * PAGE
+
+
+def test_a_page_that_is_written_again_after_a_rewind_is_not_found_by_its_old_key() -> None:
+    cache = make(layers=(WHOLE,))
+    grow(cache, 0, 2 * PAGE)
+    cache.remember(0, FIRST + OTHER)
+    cache.truncate(0, PAGE + 4)
+    grow(cache, 0, 2)  # the page is not full again: no other key takes the place of the old one
+    assert cache.adopt(1, [*FIRST, *OTHER, 9]) == PAGE
+    cache.truncate(0, 0)
+    cache.truncate(1, 0)
+    assert cache.adopt(1, [*FIRST, *OTHER, 9]) == PAGE
+    cache.check_integrity()
+
+
+def test_a_page_that_is_handed_out_again_is_not_found_by_its_old_key() -> None:
+    cache = make(pool_pages=CAPACITY // PAGE + 1, layers=(WHOLE,))
+    grow(cache, 0, 2 * PAGE)
+    cache.remember(0, FIRST + OTHER)
+    cache.truncate(0, 0)
+    grow(cache, 1, CAPACITY)
+    grow(cache, 2, 0)
+    cache.truncate(1, 0)
+    assert cache.adopt(2, [*FIRST, *OTHER, 9]) == 0
+    cache.check_integrity()
+
+
+def test_after_a_cut_within_a_page_new_pages_have_the_keys_of_the_new_text() -> None:
+    cache = make(layers=(WHOLE,))
+    grow(cache, 0, 2 * PAGE)
+    cache.remember(0, FIRST + OTHER)
+    cache.copy_row(1, 0)  # keeps the old second page alive, and its key
+    cache.truncate(0, PAGE + 4)
+    new = FIRST + OTHER[:4] + [3] * (PAGE - 4) + [4] * PAGE
+    grow(cache, 0, 2 * PAGE - 4)
+    cache.remember(0, new)
+    assert cache.adopt(2, [*new, 9]) == 3 * PAGE
+    cache.truncate(2, 0)
+    assert cache.adopt(2, [*FIRST, *OTHER, *[4] * PAGE, 9]) == 2 * PAGE, "its third page was computed after others"
+    cache.check_integrity()
+
+
+def test_an_adopted_row_goes_on_with_the_keys_of_its_own_text() -> None:
+    cache = make(layers=(WHOLE,))
+    grow(cache, 0, PAGE)
+    cache.remember(0, FIRST)
+    assert cache.adopt(1, [*FIRST, *OTHER]) == PAGE
+    grow(cache, 1, PAGE)
+    cache.remember(1, FIRST + OTHER)
+    assert cache.adopt(2, [*FIRST, *OTHER, 9]) == 2 * PAGE
+    cache.truncate(2, 0)
+    cache.truncate(1, 0)
+    grow(cache, 1, PAGE)  # other content, so the row's earlier tokens are of no use
+    cache.remember(1, OTHER)
+    assert cache.adopt(2, [*OTHER, 9]) == PAGE
+
+
+def test_the_last_token_of_a_prompt_is_never_adopted() -> None:
+    cache = make(layers=(WHOLE,))
+    grow(cache, 0, 2 * PAGE)
+    cache.remember(0, FIRST + OTHER)
+    for length, expected in ((PAGE, 0), (PAGE + 1, PAGE), (2 * PAGE, PAGE), (2 * PAGE + 1, 2 * PAGE)):
+        cache.truncate(1, 0)
+        assert cache.adopt(1, [*FIRST, *OTHER, 9][:length]) == expected, length
+
+
+def test_a_key_is_of_the_salt_and_of_all_tokens_before_the_pages_end() -> None:
+    token_ids = list(range(3 * PAGE))
+    keys = page_keys(token_ids, PAGE)
+    assert len(set(keys)) == len(keys) == 3
+    assert page_keys(token_ids[: 3 * PAGE - 1], PAGE) == keys[:2]
+    assert page_keys(token_ids, PAGE, keys[:1]) == keys
+    for place in range(0, len(token_ids), 5):
+        changed = [*token_ids[:place], 999, *token_ids[place + 1 :]]
+        found = page_keys(changed, PAGE)
+        assert [mine == key for mine, key in zip(found, keys, strict=True)] == [
+            index < place // PAGE for index in range(3)
+        ]
+    assert not set(page_keys(token_ids, PAGE, salt=b"ann")) & {*keys, *page_keys(token_ids, PAGE, salt=b"bob")}
+
+
+def test_rows_remember_and_adopt_under_their_own_salt_alone() -> None:
+    cache = make(layers=(WHOLE,))
+    grow(cache, 0, PAGE)
+    cache.remember(0, FIRST, b"ann")
+    assert cache.adopt(1, [*FIRST, 9], b"bob") == 0
+    assert cache.adopt(1, [*FIRST, 9]) == 0
+    assert cache.adopt(1, [*FIRST, 9], b"ann") == PAGE
+
+
+def test_an_evicted_page_is_not_found_and_can_be_stored_again() -> None:
+    cache = make(layers=(WHOLE,))
+    grow(cache, 0, PAGE)
+    cache.remember(0, FIRST)
+    cache.forget(0)
+    assert cache.adopt(1, [*FIRST, 9]) == 0
+    assert cache.has_new_pages(0)
+    cache.remember(0, FIRST)
+    assert cache.adopt(1, [*FIRST, 9]) == PAGE
+
+
+def test_one_row_is_remembered_for_at_most_half_of_the_pool() -> None:
+    cache = make(pool_pages=14, layers=(WHOLE,))
+    grow(cache, 0, 12 * PAGE)
+    cache.remember(0, list(range(12 * PAGE)))
+    assert not cache.has_new_pages(0)
+    assert cache.adopt(1, list(range(12 * PAGE))) == 7 * PAGE
+
+
+def test_the_least_recently_used_cached_page_is_taken_first() -> None:
+    pool = PagePool(3)
+    for page in range(3):
+        assert pool.take(page) == page
+        pool.remember(page, bytes([page]))
+    for page in (1, 0, 2):
+        pool.release(page)
+    pool.hold(1)  # found and released again, so it is the last one used
+    pool.release(1)
+    assert [pool.take() for _ in range(3)] == [0, 2, 1]
+    assert [pool.find(bytes([page])) for page in range(3)] == [None] * 3
+
+
+def test_a_second_page_of_the_same_content_is_free_when_it_is_released() -> None:
+    pool = PagePool(2)
+    for _ in range(2):
+        pool.remember(pool.take(), b"key")
+    pool.release(1)
+    pool.release(0)
+    assert (pool.find(b"key"), pool.num_available) == (0, 2)
+    assert pool.take() == 1, "the free page, before the cached one"
+    pool.check_integrity([1])
+
+
+def test_a_held_page_is_forgotten_before_its_row_writes_to_it() -> None:
+    table = PageTable(2, 4 * PAGE, PAGE, 4)
+    assert table.reserve(0, 0, 2 * PAGE, 0) == []
+    table.remember(0, 1, b"key")
+    assert table.is_ready(0, 0, PAGE)
+    assert not table.is_ready(0, 0, 2 * PAGE)
+    assert table.reserve(0, PAGE + 3, PAGE + 4, 0) == []
+    assert table.pool.find(b"key") is None
+    assert table.is_ready(0, 0, 2 * PAGE)
+    assert not table.is_ready(0, 0, 2 * PAGE + 1)
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 30, -1, -5, -16])
+@pytest.mark.parametrize("sinks", [0, 1, 3])
+def test_a_token_sees_the_sinks_and_as_many_as_its_window_has_with_itself(window: int, sinks: int) -> None:
+    state = RowState(shift=0, sinks=sinks, window=window, first=0)
+    for slot in range(40):
+        first_near = slot - slot % -window if window < 0 else slot + 1 - window if window else 0
+        expected = {s for s in range(slot) if s < sinks or s >= first_near}
+        first, rest = state.seen(slot)
+        assert sorted([*first, *rest]) == sorted(expected), slot
+        later = {s for at in range(slot, 45) for part in state.seen(at) for s in part if s < slot}
+        assert set(state.seen_from(slot, slot)) == later, slot

@@ -1,0 +1,505 @@
+"""Claims about the batched samplers, the torch definition and the CPU's: each row gives the reference's token."""
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+from infer.compute import ops
+from infer.compute.sampling import sampler
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.history import History
+from infer.compute.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Choose, Sampled
+from infer.errors import InvalidRequestError
+from sampling_cases import (
+    IMPLEMENTATIONS,
+    INF,
+    STYLES,
+    Batch,
+    Row,
+    batches_of_rows,
+    make_batch,
+    make_logits,
+    reference_logits,
+    reference_token,
+    same_bits,
+)
+
+some = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(some, max_examples=80)
+implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+
+EVERYTHING = {
+    "temperature": 0.8,
+    "top_k": 50,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.3,
+    "presence_penalty": 0.2,
+}
+
+# Every parameter with a value that has no effect, and with one that has an effect.
+ON: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.5},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.3},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "repetition_window": {"repetition_penalty": 3.0, "repetition_window": 1},
+    "frequency_penalty": {"frequency_penalty": 1.0},
+    "presence_penalty": {"presence_penalty": 1.0},
+    "logit_bias": {"logit_bias": {0: 4.0, 1: -INF}},
+    "allowed_token_ids": {"allowed_token_ids": [1, 2]},
+    "min_new_tokens": {"min_new_tokens": 50, "stop_token_ids": [0]},
+    "temperature_last": {"temperature_last": True, "temperature": 0.5, "top_p": 0.5},
+}
+CONTEXT, NUM_PROMPT_TOKENS = (0, 1, 1, 2, 7, 7, 7), 3
+
+
+def row(logits: Tensor, **values: Any) -> Row:
+    return Row(logits, {"seed": 11} | values, CONTEXT, NUM_PROMPT_TOKENS)
+
+
+def plain_logits(vocab_size: int = 40, seed: int = 0) -> Tensor:
+    return make_logits("normal", vocab_size, seed)
+
+
+def choose_from(choose: Choose, rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> list[int]:
+    tokens: list[int] = choose(*make_batch(rows, end_ids).arguments()).tolist()
+    return tokens
+
+
+def processed(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Tensor:
+    return sampler.process(*make_batch(rows, end_ids).arguments())
+
+
+def kept_ids(logits: Tensor) -> list[int]:
+    return (logits > -INF).nonzero()[:, 0].tolist()
+
+
+# Against the reference
+
+
+@many
+@given(batches_of_rows())
+def test_every_row_of_a_batch_is_processed_as_the_reference_does_it_alone(
+    drawn: tuple[list[Row], frozenset[int]],
+) -> None:
+    rows, end_ids = drawn
+    found = processed(rows, end_ids)
+    for mine, each in zip(found, rows, strict=True):
+        expected = reference_logits(each, end_ids)
+        if expected is not None:
+            assert same_bits(mine, expected)
+
+
+@implementations
+@many
+@given(batches_of_rows())
+def test_every_row_of_a_batch_gets_the_token_of_the_reference(
+    choose: Choose, drawn: tuple[list[Row], frozenset[int]]
+) -> None:
+    rows, end_ids = drawn
+    assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
+
+
+@implementations
+@settings(some, max_examples=15)
+@given(batches_of_rows(max_rows=3, vocab_sizes=(16_383, 16_385, 20_011, 33_000)))
+def test_rows_of_large_vocabularies_get_the_token_of_the_reference(
+    choose: Choose, drawn: tuple[list[Row], frozenset[int]]
+) -> None:
+    """With more than 16,384 tokens, each group of the compiled sampler has more than one vector."""
+    rows, end_ids = drawn
+    assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
+
+
+@cache
+def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]]:
+    """Return rows with usual parameters, and the reference's tokens."""
+    draw = np.random.default_rng(vocab_size)
+    context = tuple(draw.integers(0, vocab_size, 1000).tolist())
+    bias = {int(i): float(draw.normal() * 5) for i in draw.integers(0, vocab_size, 20)}
+    knobs: list[tuple[str, dict[str, Any]]] = [
+        ("normal", {"temperature": 0.0}),
+        ("normal", {"temperature": 0.7}),
+        ("wide", {"top_k": 50, "top_p": 0.9}),
+        ("ties", {"top_p": 0.9}),
+        ("peaked", {"min_p": 0.05, "temperature": 1.5, "temperature_last": True}),
+        ("normal", EVERYTHING | {"logit_bias": bias}),
+        ("ties", {"top_k": 20_000, "repetition_penalty": 1.3, "repetition_window": 64}),
+    ]
+    rows = [
+        Row(make_logits(style, vocab_size, seed).to(dtype), {"seed": seed << 40 | seed} | values, context, 500)
+        for seed, (style, values) in enumerate(knobs)
+    ]
+    return rows, [reference_token(each) for each in rows]
+
+
+@implementations
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(49_152, torch.float16), (49_152, torch.bfloat16), (262_144, torch.float32)]
+)
+def test_real_vocabularies_get_the_tokens_of_the_reference(choose: Choose, vocab_size: int, dtype: torch.dtype) -> None:
+    rows, expected = real_rows(vocab_size, dtype)
+    assert choose_from(choose, rows) == expected
+
+
+@implementations
+def test_a_stream_of_tokens_equals_the_reference(choose: Choose) -> None:
+    """Twenty steps of three rows, each of which appends a token."""
+    values: list[dict[str, Any]] = [
+        EVERYTHING,
+        {"temperature": 0.0, "repetition_penalty": 1.5, "repetition_window": 4},
+        {"frequency_penalty": 1.5},
+    ]
+    rows = [row(plain_logits(60, seed=5), **each) for each in values]
+    batch = make_batch(rows)
+    assert batch.history is not None
+    history, slots = History(3, 64, 60), torch.arange(3)
+    for slot, each in enumerate(rows):
+        history.begin(slot, each.context, each.num_prompt_tokens)
+    for step in range(20):
+        logits = torch.stack([make_logits("ties", 60, 100 * step + i) for i in range(3)])
+        tokens = choose(logits, batch.columns, history, batch.positions + step, None)
+        rows = [replace(each, logits=logits[i]) for i, each in enumerate(rows)]
+        assert tokens.tolist() == [reference_token(each) for each in rows]
+        rows = [replace(each, context=(*each.context, int(tokens[i]))) for i, each in enumerate(rows)]
+        history.append(slots, tokens)
+
+
+# Parameters that are off
+
+
+def test_with_no_knob_in_use_no_step_is_run() -> None:
+    plain = make_batch([row(plain_logits()), row(plain_logits(), temperature=0)])
+    assert [name for name, _ in sampler.stages(*plain.arguments())] == ["raw"]
+
+
+@pytest.mark.parametrize("knob", ON)
+def test_every_knob_has_an_effect(knob: str) -> None:
+    logits = plain_logits()
+    assert not torch.equal(processed([row(logits, **ON[knob])])[0], logits)
+
+
+def test_the_logits_stay_as_they_are() -> None:
+    batch = make_batch([row(plain_logits(seed=i), **values) for i, values in enumerate(ON.values())])
+    before = batch.logits.clone()
+    for choose in IMPLEMENTATIONS.values():
+        choose(*batch.arguments())
+        assert same_bits(batch.logits, before)
+
+
+# Independence of rows
+
+
+@st.composite
+def many_rows(draw: st.DrawFn) -> tuple[list[Row], list[int]]:
+    """Draw 2 to 64 rows and an order of them."""
+    count = draw(st.sampled_from([2, 3, 7, 16, 33, 64]))
+    vocab_size = draw(st.sampled_from([1, 5, 33, 300]))
+    pool = [*ON.values(), EVERYTHING, {}, {"temperature": 0.0}]
+    if vocab_size <= 7:
+        pool = [values for values in pool if not {"allowed_token_ids", "logit_bias", "stop_token_ids"} & set(values)]
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        values = pool[random.integers(len(pool))] | {
+            "seed": int(random.integers(2**63)),
+            "logprobs": None if random.random() < 0.3 else int(random.integers(0, 6)),
+            "logprobs_mode": "processed" if random.random() < 0.5 else "raw",
+        }
+        context = tuple(random.integers(0, min(vocab_size, 9), random.integers(0, 12)).tolist())
+        style = str(random.choice(STYLES))
+        rows.append(Row(make_logits(style, vocab_size, seed + index), values, context))
+    return rows, draw(st.permutations(range(count)))
+
+
+def taken(sampled: Sampled, index: int, count: int) -> list[Tensor]:
+    """Return all results of a row, with as many alternatives as it requested."""
+    assert sampled.logprobs is not None
+    assert sampled.ranks is not None
+    assert sampled.top_ids is not None
+    assert sampled.top_logprobs is not None
+    columns = (sampled.token_ids, sampled.logprobs, sampled.ranks)
+    tops = (sampled.top_ids, sampled.top_logprobs)
+    return [x[index : index + 1] for x in columns] + [x[index, :count] for x in tops]
+
+
+@implementations
+@some
+@given(many_rows())
+def test_a_row_alone_and_in_any_batch_and_order_has_the_same_bits(
+    choose: Choose, drawn: tuple[list[Row], list[int]]
+) -> None:
+    rows, order = drawn
+    together = sampler.sample(*make_batch(rows).arguments(), choose=choose)
+    moved = sampler.sample(*make_batch([rows[i] for i in order]).arguments(), choose=choose)
+    assert torch.equal(moved.token_ids, together.token_ids[torch.tensor(order)])
+    for place, index in enumerate(order[:12]):
+        alone = sampler.sample(*make_batch([rows[index]]).arguments(), choose=choose)
+        count = rows[index].params.logprobs
+        if count is None:
+            assert int(alone.token_ids[0]) == int(together.token_ids[index])
+            continue
+        count = min(count, len(rows[index].logits))
+        expected = taken(alone, 0, count)
+        for found in (taken(together, index, count), taken(moved, place, count)):
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_log_probabilities_do_not_depend_on_threads_or_neighbours() -> None:
+    """A float sum over 49,152 entries would: torch divides one row between threads, and many rows by rows."""
+    logits = torch.stack([make_logits("normal", 49_152, seed) for seed in range(64)])
+    token_ids = torch.arange(64)
+    expected = sampler.log_probabilities(logits, token_ids, 3)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 4):
+            torch.set_num_threads(num_threads)
+            for index in range(0, 64, 9):
+                found = sampler.log_probabilities(logits[index : index + 1], token_ids[index : index + 1], 3)
+                assert all(same_bits(a[0], b[index]) for a, b in zip(found, expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@implementations
+def test_greedy_needs_no_seed_and_takes_the_smallest_id_of_the_largest(choose: Choose) -> None:
+    logits = torch.tensor([1.0, 3.0, -INF, 3.0])
+    assert choose_from(choose, [Row(logits, {"temperature": 0})]) == [1]
+
+
+# Rows that fail
+
+
+FAILING: dict[str, tuple[Row, int]] = {
+    "NaN": (row(torch.cat([plain_logits(39), torch.tensor([math.nan])])), NOT_A_NUMBER),
+    "NaN in a greedy row": (row(torch.full((40,), math.nan), temperature=0), NOT_A_NUMBER),
+    "+inf": (row(torch.cat([torch.tensor([INF]), plain_logits(39)]), top_p=0.5), NOT_A_NUMBER),
+    "NaN where nothing is allowed": (row(torch.full((40,), math.nan), allowed_token_ids=[3]), NOT_A_NUMBER),
+    "all −inf": (row(torch.full((40,), -INF), **EVERYTHING), NOTHING_ALLOWED),
+    "bias": (row(plain_logits(), logit_bias=dict.fromkeys(range(40), -INF)), NOTHING_ALLOWED),
+    "allowed id that the row bans": (
+        row(plain_logits().index_fill(0, torch.tensor([3]), -INF), allowed_token_ids=[3], temperature=0),
+        NOTHING_ALLOWED,
+    ),
+    "grammar": (replace(row(plain_logits(), top_k=4), allowed=frozenset()), NOTHING_ALLOWED),
+    "grammar and allowed ids": (
+        replace(row(plain_logits(), allowed_token_ids=[1]), allowed=frozenset([2])),
+        NOTHING_ALLOWED,
+    ),
+}
+
+
+@implementations
+@pytest.mark.parametrize("fault", FAILING)
+def test_a_row_that_cannot_be_sampled_fails_alone_with_its_code(choose: Choose, fault: str) -> None:
+    bad, code = FAILING[fault]
+    good = [row(plain_logits(seed=i), **values) for i, values in enumerate(ON.values())]
+    rows = [*good[:5], bad, *good[5:], bad]
+    tokens = choose_from(choose, rows)
+    expected = choose_from(choose, good)
+    assert tokens == [*expected[:5], code, *expected[5:], code]
+    assert choose_from(choose, [bad]) == [code]
+    assert reference_token(bad) == code
+    assert ("nothing is sampled" if code == NOT_A_NUMBER else "no token of this row") in sampler.message_of(code)
+
+
+@pytest.mark.parametrize("fault", FAILING)
+def test_a_failed_row_leaves_its_neighbours_log_probabilities_alone_to_the_bit(fault: str) -> None:
+    good = [row(plain_logits(seed=i), **EVERYTHING, logprobs=3, logprobs_mode=mode) for i, mode in enumerate(MODES)]
+    bad = FAILING[fault][0]
+    alone = sampler.sample(*make_batch(good).arguments())
+    beside = sampler.sample(*make_batch([bad, *good]).arguments())
+    for index in range(len(good)):
+        found, expected = taken(beside, index + 1, 3), taken(alone, index, 3)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+MODES = ("raw", "processed", "raw")
+
+
+# The rules of the documentation
+
+
+def test_the_steps_come_in_the_numbered_order() -> None:
+    rows = [row(plain_logits(), **values) for values in ON.values()]
+    names = [name for name, _ in sampler.stages(*make_batch(rows).arguments())]
+    assert names == [
+        "raw",
+        "allowed",
+        "logit_bias",
+        "min_new_tokens",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "temperature_last",
+    ]
+
+
+@implementations
+def test_the_minimum_length_is_lifted_where_masks_and_bias_leave_nothing_but_the_end(choose: Choose) -> None:
+    finished = replace(row(plain_logits(), min_new_tokens=50), allowed=frozenset([3]))
+    biased = row(plain_logits(), min_new_tokens=50, logit_bias={3: INF})
+    going_on = replace(finished, allowed=frozenset([3, 4]))
+    assert choose_from(choose, [finished, biased, going_on], frozenset([3])) == [3, 3, 4]
+
+
+@pytest.mark.parametrize("choose", [sampler.choose_tokens, ops.choose_tokens], ids=IMPLEMENTATIONS)
+def test_lifted_ends_are_filtered_at_any_temperature(choose: Choose) -> None:
+    ends = row(torch.tensor([0.4, 0.3, 5.0]), min_new_tokens=50, temperature=1e-37, min_p=0.05, top_k=2)
+    rows = [replace(ends, allowed=frozenset([0, 1]), context=())]
+    rows = [replace(each, num_prompt_tokens=0) for each in rows]
+    assert choose_from(choose, rows, frozenset([0, 1])) == [0]
+
+
+def test_a_temperature_shifts_a_row_only_where_its_largest_logit_would_overflow() -> None:
+    cold = {"temperature": 1e-30}
+    near = row(torch.tensor([1.0, 0.5, -3e38]), **cold)
+    over = row(torch.tensor([1e10, 9e9, -3e38]), **cold)
+    found = processed([replace(each, context=()) for each in (near, over)])
+    assert found[0, :2].tolist() == (torch.tensor([1.0, 0.5]) / torch.tensor(1e-30)).tolist()
+    assert found[1, 0] == 0
+    assert found.isfinite().all()
+
+
+def test_top_p_counts_integer_weights_so_that_an_order_of_equal_probabilities_does_not_matter() -> None:
+    """The floating-point sum depends on the order of additions. The sum of integers does not."""
+    from infer.compute.sampling.integer_probs import weights
+
+    logits = make_logits("normal", 262_144, 1)
+    all_weights = weights(logits, logits.max())
+    assert all_weights.dtype == torch.int64
+    assert int(all_weights.max()) == 1 << 42
+    assert torch.equal(all_weights.sum(), all_weights.flip(0).cumsum(0)[-1])
+    exact = (logits.double() - logits.max().double()).exp()
+    assert float((all_weights.double() / 2**42 - exact).abs().max()) < 2.0**-42
+
+
+# Log-probabilities
+
+
+@some
+@given(batches_of_rows(), st.integers(0, 20))
+def test_log_probabilities_are_those_of_the_softmax(drawn: tuple[list[Row], frozenset[int]], count: int) -> None:
+    rows, end_ids = drawn
+    modes = ("raw", "processed")
+    rows = [
+        replace(each, values={**each.values, "logprobs": count, "logprobs_mode": modes[i % 2]})
+        for i, each in enumerate(rows)
+    ]
+    sampled = sampler.sample(*make_batch(rows, end_ids).arguments())
+    for index, each in enumerate(rows):
+        token_id = int(sampled.token_ids[index])
+        if token_id < 0:
+            continue
+        scored = reference_logits(each, end_ids) if index % 2 else each.logits.float()
+        assert scored is not None
+        entry = sampled.logprob_of(index, min(count, len(scored)))
+        exact = scored.double().log_softmax(0)
+        ranked = sorted(range(len(scored)), key=lambda i: (-float(scored[i]), i))
+        assert entry.token_id == token_id
+        assert entry.rank == ranked.index(token_id) + 1
+        assert [i for i, _ in entry.top] == ranked[:count]
+        for found, i in [(entry.logprob, token_id), *((logprob, i) for i, logprob in entry.top)]:
+            assert found == pytest.approx(float(exact[i].float()), rel=1e-6, abs=1e-6)
+
+
+def test_log_probabilities_are_within_a_millionth_at_the_largest_vocabulary() -> None:
+    for style in ("normal", "constant", "peaked"):
+        logits = make_logits(style, 262_144, 9)[None]
+        found, *_ = sampler.log_probabilities(logits, logits.argmax(-1), 0)
+        assert float(found[0]) == pytest.approx(float(logits.double().log_softmax(-1).max()), abs=1e-6)
+
+
+def test_without_a_request_there_are_no_log_probabilities() -> None:
+    sampled = sampler.sample(*make_batch([row(plain_logits())]).arguments())
+    assert (sampled.logprobs, sampled.ranks, sampled.top_ids, sampled.top_logprobs) == (None, None, None, None)
+
+
+def test_raw_log_probabilities_are_taken_before_mask_bias_penalty_and_temperature() -> None:
+    logits = torch.tensor([1.0, 2.0, 0.0])
+    knobs: dict[str, Any] = {"temperature": 2.0, "logit_bias": {0: 3.0}, "allowed_token_ids": [0], "logprobs": 3}
+    rows = [row(logits, logprobs_mode=mode, **knobs) for mode in MODES[:2]]
+    sampled = sampler.sample(*make_batch([replace(each, context=(), num_prompt_tokens=0) for each in rows]).arguments())
+    assert sampled.logprobs is not None
+    assert float(sampled.logprobs[0]) == pytest.approx(float(logits.log_softmax(0)[0]), abs=1e-6)
+    assert float(sampled.logprobs[1]) == 0
+    assert [i for i, _ in sampled.logprob_of(0, 3).top] == [1, 0, 2]
+
+
+# Grammar masks and shapes
+
+
+@implementations
+@some
+@given(st.data())
+def test_a_packed_mask_allows_exactly_its_bits(choose: Choose, data: st.DataObject) -> None:
+    vocab_size = data.draw(st.sampled_from([1, 31, 32, 33, 64, 95]))
+    allowed = data.draw(st.frozensets(st.integers(0, vocab_size - 1), min_size=1))
+    each = Row(make_logits("normal", vocab_size, 1), {"seed": 1}, allowed=allowed)
+    assert kept_ids(processed([each])[0]) == sorted(allowed)
+    assert choose_from(choose, [each])[0] in allowed
+
+
+@implementations
+def test_bits_beyond_the_vocabulary_count_for_nothing(choose: Choose) -> None:
+    batch = make_batch([Row(plain_logits(33), {"temperature": 0}, allowed=frozenset([1]))])
+    mask = torch.tensor([[0, -2]], dtype=torch.int32)  # ids 33 to 63
+    assert choose(batch.logits, batch.columns, None, batch.positions, mask).tolist() == [NOTHING_ALLOWED]
+    mask = torch.tensor([[0, -1]], dtype=torch.int32)
+    assert choose(batch.logits, batch.columns, None, batch.positions, mask).tolist() == [32]
+
+
+def with_changes(batch: Batch, **changes: Any) -> tuple[Any, ...]:
+    return replace(batch, **changes).arguments()
+
+
+PENALISED = make_batch([row(plain_logits(), **EVERYTHING)] * 2)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a row too few": ({"logits": PENALISED.logits[:1]}, r"logits must be \[2, 40\] for 2 rows, got \[1, 40\]"),
+    "a token too many": ({"logits": torch.zeros(2, 41)}, r"logits must be \[2, 40\] for 2 rows, got \[2, 41\]"),
+    "integers": ({"logits": torch.zeros(2, 40, dtype=torch.int64)}, "logits must be floats, got torch.int64"),
+    "positions": ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions must be \[2\] for 2 rows, got \[3\]"),
+    "a mask of a word too many": (
+        {"allowed": torch.zeros(2, 3, dtype=torch.int32)},
+        r"allowed must be \[2, 2\] for 2 rows, got \[2, 3\]",
+    ),
+    "a mask of int64": ({"allowed": torch.zeros(2, 2, dtype=torch.int64)}, "allowed must be int32, one bit per token"),
+    "no history": ({"history": None}, "rows with a penalty need a history of 40 words, got None"),
+    "a history of another vocabulary": (
+        {"history": History(2, 9, 41)},
+        "rows with a penalty need a history of 40 words, got 41",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_shape_is_an_error_that_names_it(fault: str) -> None:
+    changes, message = WRONG[fault]
+    with pytest.raises(InvalidRequestError, match=message):
+        inspect.unwrap(sampler.check_shapes)(*with_changes(PENALISED, **changes))
+    with pytest.raises((InvalidRequestError, TypeCheckError)):
+        ops.sample(*with_changes(PENALISED, **changes))
+
+
+def test_no_rows_is_no_work() -> None:
+    empty = SamplingColumns.of([], 5)
+    assert sampler.choose_tokens(torch.zeros(0, 5), empty, None, torch.zeros(0, dtype=torch.int64)).tolist() == []

@@ -1,0 +1,265 @@
+"""Claims about the columns of a batch: their values, parameters that are off, refusals, and the layout of masks."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.compute.sampling import sampler
+from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
+from infer.compute.sampling.integer_probs import target
+from infer.compute.sampling.masks import num_mask_words, pack_bits, pack_masks, unpack_bits
+from infer.errors import InvalidRequestError
+from infer.sampling_params import SamplingParams
+
+INF = math.inf
+few = settings(max_examples=40, deadline=None)
+
+
+def pack(*values: dict[str, Any], vocab_size: int = 10, **options: Any) -> SamplingColumns:
+    return SamplingColumns.of([SamplingParams(**{"seed": 1} | each) for each in values], vocab_size, **options)
+
+
+# Columns
+
+
+PASSES = (
+    "has_greedy",
+    "has_penalty",
+    "has_bias",
+    "has_mask",
+    "has_min_new_tokens",
+    "has_edits",
+    "max_top_k",
+    "has_top_p",
+    "has_min_p",
+    "has_temperature",
+    "has_temperature_last",
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, set()),
+        ({"temperature": 0.0, "top_k": 3, "min_p": 0.1, "top_p": 0.5}, {"has_greedy"}),
+        ({"temperature": 0.5}, {"has_temperature"}),
+        ({"temperature_last": True}, {"has_temperature_last"}),
+        ({"top_k": 3}, {"max_top_k"}),
+        ({"top_k": 10}, set()),
+        ({"min_p": 0.1}, {"has_min_p"}),
+        ({"presence_penalty": 0.1}, {"has_penalty", "has_edits"}),
+        ({"repetition_penalty": 1.1}, {"has_penalty", "has_edits"}),
+        ({"repetition_penalty": 1.1, "repetition_window": 0}, set()),
+        ({"logit_bias": {1: 1.0}}, {"has_bias", "has_edits"}),
+        ({"logit_bias": {1: INF}}, {"has_mask", "has_edits"}),
+        ({"allowed_token_ids": [1]}, {"has_mask", "has_edits"}),
+        ({"min_new_tokens": 1, "stop_token_ids": [1]}, {"has_min_new_tokens", "has_edits"}),
+        ({"min_new_tokens": 1}, set()),
+    ],
+)
+def test_the_host_knows_which_passes_a_batch_needs(values: dict[str, Any], expected: set[str]) -> None:
+    columns = pack(values)
+    assert {name for name in PASSES if getattr(columns, name)} == expected
+    assert columns.has_sampled == (values.get("temperature") != 0)
+    assert columns.with_top_p.tolist() == ([0] if values.get("top_p", 1) < 1 and columns.has_sampled else [])
+
+
+def test_only_rows_with_a_penalty_have_a_history_slot() -> None:
+    columns = pack({}, {"presence_penalty": 1.0}, {"repetition_window": 3}, {"repetition_penalty": 2.0})
+    assert columns.history_slot.tolist() == [-1, 1, -1, 3]
+    assert columns.penalised.tolist() == [1, 3]
+    assert not uses_history(SamplingParams(repetition_penalty=2.0, repetition_window=0))
+
+
+def test_ragged_lists_belong_to_their_rows() -> None:
+    columns = pack(
+        {"logit_bias": {7: 1.0, 2: -INF}},
+        {},
+        {"logit_bias": {1: 3.0, 5: INF}, "min_new_tokens": 4, "stop_token_ids": [9]},
+        end_ids=[3],
+    )
+    assert (columns.bias_starts.tolist(), columns.bias_ids.tolist()) == ([0, 2, 2, 3], [2, 7, 1])
+    assert columns.biases.tolist() == [-INF, 1.0, 3.0]
+    assert columns.bias_rows.tolist() == [0, 0, 2]
+    assert (columns.end_starts.tolist(), columns.end_ids.tolist()) == ([0, 0, 0, 2], [3, 9])
+    assert columns.end_rows.tolist() == [2, 2]
+    assert columns.mask_index.tolist() == [-1, -1, 0]
+    assert torch.equal(columns.masks, pack_masks([[5]], 10))
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_seed_keeps_its_64_bits(seed: int) -> None:
+    assert int(pack({"seed": seed}).seed[0]) & 2**64 - 1 == seed
+
+
+@pytest.mark.parametrize("number", [2**62, 2**63, 2**64, 10**30])
+def test_a_number_that_no_column_holds_means_as_far_as_any_context_goes(number: int) -> None:
+    columns = pack({"repetition_window": number, "min_new_tokens": number, "max_new_tokens": None, "top_k": number})
+    assert columns.repetition_window.tolist() == [WHOLE_HISTORY]
+    assert columns.min_new_tokens.tolist() == [WHOLE_HISTORY]
+    assert columns.top_k.tolist() == [0]
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-45, 1e-39])
+def test_a_divisor_is_never_a_denormal_or_zero(value: float) -> None:
+    columns = pack({"temperature": value, "repetition_penalty": value})
+    tiny = torch.finfo(torch.float32).tiny
+    assert (float(columns.temperature[0]), float(columns.repetition_penalty[0])) == (tiny, tiny)
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-9, 1e-7, 1.5e-7])
+def test_a_vanishing_top_p_keeps_the_likeliest_token_and_a_goal_above_nothing(top_p: float) -> None:
+    columns = pack({"top_p": top_p}, vocab_size=1000)
+    goal = target(torch.tensor([1 << 42]), columns.top_p)
+    assert 0 < float(goal[0]) < 1 << 42
+    kept = sampler.process(torch.zeros(1, 1000), columns, None, torch.zeros(1, dtype=torch.int64)) > -INF
+    assert kept.nonzero().tolist() == [[0, 0]]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("token_id", [10, 10**18, 10**30])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("logit_bias", lambda i: {i: 1.0}),
+        ("logit_bias", lambda i: {i: INF}),
+        ("allowed_token_ids", lambda i: [1, i]),
+        ("stop_token_ids", lambda i: [i]),
+    ],
+)
+def test_an_id_outside_the_vocabulary_is_an_error_with_name_rule_and_value(name: str, make: Any, token_id: int) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=rf"^{name}: token id must be in \[0, 10\), the vocabulary, got {token_id}$"
+    ):
+        pack({}, {name: make(token_id)})
+
+
+def test_ends_of_a_model_outside_the_vocabulary_are_ignored() -> None:
+    assert pack({"min_new_tokens": 1}, end_ids=[-1, 10, 4]).end_ids.tolist() == [4]
+
+
+def test_a_sampled_row_without_a_seed_is_an_error() -> None:
+    with pytest.raises(InvalidRequestError, match="needs a seed"):
+        SamplingColumns.of([SamplingParams()], 10)
+    assert len(SamplingColumns.of([SamplingParams(temperature=0)], 10)) == 1
+
+
+@pytest.mark.parametrize("counts", [[], [1], [1, 2, 3]])
+def test_a_wrong_number_of_prompt_tokens_is_an_error(counts: list[int]) -> None:
+    with pytest.raises(InvalidRequestError, match="num_prompt_tokens must be 2 counts, one a row, got"):
+        pack({}, {}, num_prompt_tokens=counts)
+
+
+def test_a_negative_number_of_prompt_tokens_is_an_error() -> None:
+    with pytest.raises(InvalidRequestError, match="num_prompt_tokens must be at least 0, got -1"):
+        pack({}, num_prompt_tokens=[-1])
+
+
+# Slots
+
+LISTS = {"bias_ids", "biases", "end_ids", "masks", "num_logprobs", "is_processed"}
+VARIED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0, "top_p": 0.5},
+    {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "temperature": 0.7, "temperature_last": True, "logprobs": 2},
+    {"repetition_penalty": 1.5, "repetition_window": 7, "frequency_penalty": 0.5, "presence_penalty": 1.0},
+    {"logit_bias": {1: 1.0, 4: -INF, 6: INF}, "logprobs": 0, "logprobs_mode": "processed"},
+    {"allowed_token_ids": [1, 2, 3], "min_new_tokens": 3, "stop_token_ids": [9]},
+    {"logit_bias": {2: -1.0}, "allowed_token_ids": [5, 2], "min_new_tokens": 2},
+]
+
+
+def assert_same(found: SamplingColumns, expected: SamplingColumns) -> None:
+    for name in (found.whole.keys() | LISTS) - {"history_slot"}:
+        value, wanted = getattr(found, name), getattr(expected, name)
+        assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted, name
+    assert (found.history_slot < 0).tolist() == (expected.history_slot < 0).tolist()
+    for name in PASSES:
+        assert getattr(found, name) == getattr(expected, name), name
+
+
+@few
+@given(st.data())
+def test_selected_slots_do_not_depend_on_other_slots(data: st.DataObject) -> None:
+    """Earlier writes and selections have no effect, and the columns keep their addresses."""
+    columns = SamplingColumns(5, 10, end_ids=[3, 6])
+    held: dict[int, tuple[SamplingParams, int]] = {}
+    columns.select(range(5))
+    places = {name: getattr(columns, name).data_ptr() for name in columns.whole}
+    for step in range(data.draw(st.integers(1, 8))):
+        slot, values = data.draw(st.integers(0, 4)), data.draw(st.sampled_from(VARIED))
+        held[slot] = SamplingParams(**{"seed": 100 + step} | values), step
+        columns.write(slot, *held[slot])
+        slots = data.draw(st.lists(st.sampled_from(sorted(held)), min_size=1, unique=True))
+        columns.select(slots)
+        params, prompts = [held[slot][0] for slot in slots], [held[slot][1] for slot in slots]
+        assert_same(columns, SamplingColumns.of(params, 10, num_prompt_tokens=prompts, end_ids=[3, 6]))
+        assert {name: getattr(columns, name).data_ptr() for name in columns.whole} == places
+        penalised = [uses_history(each) for each in params]
+        expected = [slot if has_penalty else -1 for slot, has_penalty in zip(slots, penalised, strict=True)]
+        assert columns.history_slot.tolist() == expected
+
+
+def test_a_selection_is_another_one_only_if_its_slots_are_or_one_was_written() -> None:
+    columns = SamplingColumns(3, 10)
+    columns.select([2, 0])
+    first = columns.selection
+    columns.select((2, 0))
+    assert columns.selection is first
+    columns.write(0, SamplingParams(temperature=0.5, seed=1))
+    columns.select([2, 0])
+    assert columns.selection is not first
+    assert columns.temperature.tolist() == [0.0, 0.5]
+
+
+def test_a_slot_that_nothing_was_written_for_is_greedy() -> None:
+    columns = SamplingColumns(3, 10, end_ids=[1])
+    columns.select([1])
+    assert_same(columns, SamplingColumns.of([SamplingParams(temperature=0)], 10))
+
+
+def test_a_refusal_leaves_the_slot_unchanged() -> None:
+    columns = pack({"temperature": 0.5})
+    with pytest.raises(InvalidRequestError):
+        columns.write(0, SamplingParams(seed=1, temperature=0.7, stop_token_ids=[10]))
+    columns.select([])
+    columns.select([0])
+    assert_same(columns, pack({"temperature": 0.5}))
+
+
+# Masks
+
+
+def test_bit_j_of_word_i_is_token_32_i_plus_j() -> None:
+    """This is the layout that grammar libraries fill."""
+    for token_id in (0, 1, 30, 31, 32, 33, 63, 64, 99):
+        words = pack_masks([[token_id]], 100)
+        assert words.dtype == torch.int32
+        assert words.shape == (1, 4)
+        unsigned = [int(word) & 0xFFFFFFFF for word in words[0]]
+        assert unsigned == [1 << token_id % 32 if i == token_id // 32 else 0 for i in range(4)]
+
+
+@few
+@given(st.integers(1, 200), st.data())
+def test_masks_come_back_as_they_were_packed(vocab_size: int, data: st.DataObject) -> None:
+    sets = data.draw(st.lists(st.frozensets(st.integers(0, vocab_size - 1)), max_size=4))
+    bits = unpack_bits(pack_masks(sets, vocab_size), vocab_size)
+    assert bits.shape == (len(sets), vocab_size)
+    assert [set(row.nonzero()[:, 0].tolist()) for row in bits] == [set(each) for each in sets]
+
+
+def test_all_bits_are_minus_one() -> None:
+    assert pack_bits(torch.ones(1, 64, dtype=torch.bool)).tolist() == [[-1, -1]]
+    assert pack_masks([range(32)], 33).tolist() == [[-1, 0]]
+
+
+@pytest.mark.parametrize(("vocab_size", "words"), [(1, 1), (32, 1), (33, 2), (49_152, 1536), (262_144, 8192)])
+def test_a_mask_takes_one_bit_a_token(vocab_size: int, words: int) -> None:
+    assert num_mask_words(vocab_size) == words

@@ -1,0 +1,224 @@
+"""Claims about the noise: a pinned function, the same bits in every language, distributed as Gumbel, independent."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit, uint32, uint64
+from scipy import stats
+
+from infer.compute.sampling import noise
+from infer.compute.sampling.constants import MAX_NOISE
+
+# Each statistical test fails by chance with this probability; seeds are fixed, so a pass is repeatable.
+FALSE_ALARM = 1e-6
+
+MIX32_ANSWERS = [0x00000000, 0x688990C0, 0x6768824A]
+GUMBEL_42_7 = [0x3F0DD72D, 0x3F8591BB, 0xBDA2C82D, 0x3FC21525]
+GUMBEL_LAST = [0xBEF7F694, 0xBE247C05, 0xBF4A2E8D, 0xBF13D4BE]
+
+EDGES = [0, 1, 2, 255, 256, 2**24 - 1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1]
+NEAR_SQRT_HALF = [round((1 - math.sqrt(0.5)) * 2**32) + offset for offset in range(-200, 200)]
+
+
+def words(values: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.uint32).view(np.int32))
+
+
+@njit  # type: ignore[untyped-decorator]
+def numba_log(exponent: np.float32, fraction: np.float32) -> np.float32:
+    p = fraction * np.float32(7.0376836292e-2) + np.float32(-1.1514610310e-1)
+    p = p * fraction + np.float32(1.1676998740e-1)
+    p = p * fraction + np.float32(-1.2420140846e-1)
+    p = p * fraction + np.float32(1.4249322787e-1)
+    p = p * fraction + np.float32(-1.6668057665e-1)
+    p = p * fraction + np.float32(2.0000714765e-1)
+    p = p * fraction + np.float32(-2.4999993993e-1)
+    p = p * fraction + np.float32(3.3333331174e-1)
+    square = fraction * fraction
+    tail = p * fraction * square + exponent * np.float32(-2.12194440e-4) - square * np.float32(0.5)
+    return fraction + tail + exponent * np.float32(0.693359375)
+
+
+@njit  # type: ignore[untyped-decorator]
+def numba_split(x: np.float32) -> tuple[np.float32, np.float32]:
+    bits = np.uint32(np.float32(x).view(np.uint32) + np.uint32(0x3F800000 - 0x3F3504F3))
+    mantissa = np.uint32((bits & np.uint32(0x7FFFFF)) + np.uint32(0x3F3504F3)).view(np.float32)
+    return np.float32(np.int32(bits >> np.uint32(23)) - np.int32(127)), mantissa - np.float32(1)
+
+
+@njit  # type: ignore[untyped-decorator]
+def numba_gumbel_of(h: np.uint32) -> np.float32:
+    minus_v = (np.float32(h) + np.float32(0.5)) * np.float32(-(2.0**-32))
+    exponent, fraction = numba_split((np.float32(uint32(0xFFFFFFFF) - h) + np.float32(0.5)) * np.float32(2.0**-32))
+    if exponent == 0:
+        fraction = minus_v
+    exponent, fraction = numba_split(-numba_log(exponent, fraction))
+    return -numba_log(exponent, fraction)
+
+
+@njit  # type: ignore[untyped-decorator]
+def numba_mix64(x: np.uint64) -> np.uint64:
+    x = x + uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
+    return x ^ (x >> uint64(31))
+
+
+@njit  # type: ignore[untyped-decorator]
+def numba_mix32(x: np.uint32) -> np.uint32:
+    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
+    x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
+    return uint32(x ^ (x >> uint32(16)))
+
+
+@njit  # type: ignore[untyped-decorator]
+def numba_gumbel(seed: np.uint64, position: np.uint64, out: np.ndarray) -> None:
+    key = numba_mix64(numba_mix64(seed) + position)
+    low, high = uint32(key & uint64(0xFFFFFFFF)), uint32(key >> uint64(32))
+    for token_id in range(len(out)):
+        out[token_id] = numba_gumbel_of(numba_mix32(uint32(numba_mix32(uint32(token_id) ^ low) + high)))
+
+
+def gumbel(seed: int, position: int, vocab_size: int) -> torch.Tensor:
+    return noise.gumbel_at(seed, position, torch.arange(vocab_size))
+
+
+def bits(values: torch.Tensor | np.ndarray) -> list[int]:
+    array: np.ndarray = np.ascontiguousarray(values)
+    return list(array.view(np.uint32).tolist())
+
+
+def test_known_answers() -> None:
+    assert [int(x) & 2**64 - 1 for x in noise.mix64(torch.tensor([0, 1]))] == [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]
+    assert [int(x) & 2**32 - 1 for x in noise.mix32(words([0, 1, 2**32 - 1]))] == MIX32_ANSWERS
+    assert bits(gumbel(42, 7, 4)) == GUMBEL_42_7
+    assert bits(gumbel(2**64 - 1, 100_000, 4)) == GUMBEL_LAST
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**63 - 1, 2**63, 2**64 - 1])
+def test_numba_gives_the_same_bits(seed: int) -> None:
+    out = np.empty(10_000, dtype=np.float32)
+    for position in (0, 1, 131_071):
+        numba_gumbel(np.uint64(seed), np.uint64(position), out)
+        assert np.array_equal(out.view(np.uint32), gumbel(seed, position, len(out)).numpy().view(np.uint32))
+
+
+def test_numba_gives_the_same_bits_where_branches_meet() -> None:
+    hashes = EDGES + NEAR_SQRT_HALF
+    expected = np.array([numba_gumbel_of(np.uint32(h)) for h in hashes], dtype=np.float32)
+    assert bits(noise.gumbel_of(words(hashes))) == bits(expected)
+
+
+def test_noise_is_accurate_and_finite_over_the_whole_range() -> None:
+    generator = np.random.default_rng(0)
+    hashes = EDGES + NEAR_SQRT_HALF + generator.integers(0, 2**32, 100_000).tolist()
+    values = noise.gumbel_of(words(hashes)).double().numpy()
+    exact = -np.log(-np.log1p(-(np.array(hashes) + 0.5) / 2**32))
+    assert np.isfinite(values).all()
+    assert values.min() > -3.14, "above −ln(33 ln 2)"
+    assert values.max() < MAX_NOISE
+    assert (np.abs(values - exact) / np.maximum(np.abs(exact), 1)).max() < 3e-7
+
+
+def test_noise_falls_as_the_hash_grows() -> None:
+    hashes = sorted(set(EDGES + NEAR_SQRT_HALF + np.random.default_rng(1).integers(0, 2**32, 100_000).tolist()))
+    values = noise.gumbel_of(words(hashes)).double().numpy()
+    assert (np.diff(values) <= 5e-7).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 300_000), min_size=1, max_size=20))
+def test_a_token_has_the_same_noise_alone_in_any_order_and_in_any_batch(
+    seed: int, position: int, ids: list[int]
+) -> None:
+    token_ids = torch.tensor(ids)
+    row = noise.gumbel_at(seed, position, token_ids)
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    batch = noise.gumbel_rows(torch.tensor([7, signed]), torch.tensor([0, position]), token_ids.flip(0))
+    assert torch.equal(batch[1].flip(0), row)
+    assert torch.equal(noise.gumbel_at(seed, position, token_ids[:1]), row[:1])
+
+
+def test_chosen_tokens_are_a_part_of_the_whole_row() -> None:
+    assert torch.equal(gumbel(3, 4, 1000)[[5, 17, 999]], noise.gumbel_at(3, 4, torch.tensor([5, 17, 999])))
+
+
+def test_a_row_never_repeats_a_hash() -> None:
+    hashes = noise.hash_tokens(torch.tensor([123456789]), torch.arange(262_144))
+    assert len(hashes.unique()) == 262_144
+
+
+def test_noise_is_gumbel_distributed() -> None:
+    values = gumbel(7, 11, 262_144).double().numpy()
+    assert stats.kstest(values, "gumbel_r").pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+def test_noise_of_neighbouring_seeds_and_positions_is_gumbel_distributed(vary: str) -> None:
+    count = torch.arange(20_000)
+    fixed = torch.full_like(count, 5)
+    seeds, positions = (count, fixed) if vary == "seed" else (fixed, count)
+    for token_id in (0, 1, 49_151):
+        values = noise.gumbel_rows(seeds, positions, torch.tensor([token_id]))[:, 0].double().numpy()
+        assert stats.kstest(values, "gumbel_r").pvalue > FALSE_ALARM / 3
+
+
+@pytest.mark.parametrize("lag", ["seed", "position", "token", "seed and position", "high half of the seed"])
+def test_neighbours_are_independent(lag: str) -> None:
+    """The test is chi-square on the 16 × 16 table of the two uniforms, with 500 × 400 pairs."""
+    seeds, positions, token_ids = torch.arange(500) * 977, torch.arange(500) % 64, torch.arange(400)
+    first = noise.gumbel_rows(seeds, positions, token_ids)
+    moved = {
+        "seed": (seeds + 1, positions, token_ids),
+        "position": (seeds, positions + 1, token_ids),
+        "token": (seeds, positions, token_ids + 400),
+        "seed and position": (seeds + 1, positions - 1, token_ids),
+        "high half of the seed": (seeds + 2**32, positions, token_ids),
+    }[lag]
+    second = noise.gumbel_rows(*moved)
+    ranks = [
+        (torch.exp(-torch.exp(-values.double())) * 16).long().clamp(max=15).flatten() for values in (first, second)
+    ]
+    table = torch.bincount(ranks[0] * 16 + ranks[1], minlength=256).double()
+    expected = table.sum() / 256
+    assert stats.chi2.sf(float(((table - expected) ** 2 / expected).sum()), 255) > FALSE_ALARM / 5
+
+
+def test_every_bit_of_seed_position_and_token_flips_half_of_the_hash() -> None:
+    """For 4,000 keys × 32 bits, the share of flipped bits is within 0.5 ± 0.01 (7 standard deviations)."""
+    seeds = torch.arange(4000) * 7919
+    keys = noise.mix64(noise.mix64(seeds) + 3)
+    base = noise.hash_tokens(keys, torch.tensor([1000]))
+    for bit in range(64):
+        flip = 1 << bit if bit < 63 else -(1 << 63)
+        changed = noise.hash_tokens(noise.mix64(noise.mix64(seeds ^ flip) + 3), torch.tensor([1000]))
+        assert flipped_share(base, changed) == pytest.approx(0.5, abs=0.01)
+    for bit in range(18):
+        assert flipped_share(base, noise.hash_tokens(keys, torch.tensor([1000 ^ 1 << bit]))) == pytest.approx(
+            0.5, abs=0.01
+        )
+        moved = noise.mix64(noise.mix64(seeds) + (3 ^ 1 << bit))
+        assert flipped_share(base, noise.hash_tokens(moved, torch.tensor([1000]))) == pytest.approx(0.5, abs=0.01)
+
+
+def flipped_share(a: torch.Tensor, b: torch.Tensor) -> float:
+    changed = (a ^ b).numpy().view(np.uint32).astype(np.uint64)
+    return float(np.bitwise_count(changed).sum()) / (changed.size * 32)
+
+
+def test_argmax_of_logits_plus_noise_draws_from_the_softmax() -> None:
+    """The test is chi-square on 40,000 draws over 50 tokens."""
+    logits = torch.linspace(-3, 3, 50)
+    draws = torch.cat(
+        [
+            (logits + noise.gumbel_rows(torch.full((10_000,), seed), torch.arange(10_000), torch.arange(50))).argmax(1)
+            for seed in range(4)
+        ]
+    )
+    expected = logits.double().softmax(0) * len(draws)
+    statistic = float(((torch.bincount(draws, minlength=50) - expected) ** 2 / expected).sum())
+    assert stats.chi2.sf(statistic, 49) > FALSE_ALARM

@@ -1,0 +1,545 @@
+"""Claims about the single-row sampler: each stage, their order, ties, stages that are off, and errors."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+import infer
+from infer import (
+    apply_frequency_penalty,
+    apply_logit_bias,
+    apply_min_p,
+    apply_presence_penalty,
+    apply_repetition_penalty,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    sample_token,
+)
+from infer.compute.sampling import definition, row_stages
+from infer.compute.sampling.definition import LogitsError, log_probabilities, process_logits
+from infer.compute.sampling.row_stages import keep_allowed
+from infer.errors import InferError, InvalidRequestError
+from infer.sampling_params import SamplingParams
+
+INF = math.inf
+
+few = settings(max_examples=25, deadline=None)
+
+logit_values = st.one_of(
+    st.floats(-30, 30, width=16), st.sampled_from([0.0, -0.0, 1.0, -1.0, -INF, 3e38, -3e38]), st.just(2.0)
+)
+rows = st.lists(logit_values, min_size=1, max_size=40).map(torch.tensor)
+live_rows = rows.filter(lambda row: bool((row > -INF).any()))
+
+# Every stage with an active value, as a function of only a row.
+STAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "temperature": lambda row: apply_temperature(row, 0.7),
+    "tiny temperature": lambda row: apply_temperature(row, 1e-300),
+    "top_k": lambda row: apply_top_k(row, 3),
+    "top_p": lambda row: apply_top_p(row, 0.8),
+    "min_p": lambda row: apply_min_p(row, 0.1),
+    "repetition": lambda row: apply_repetition_penalty(row, [0, 0], 1.3),
+    "huge repetition": lambda row: apply_repetition_penalty(row, [0], 1e300),
+    "tiny repetition": lambda row: apply_repetition_penalty(row, [0], 1e-300),
+    "frequency": lambda row: apply_frequency_penalty(row, [0, 0], 1.5),
+    "presence": lambda row: apply_presence_penalty(row, [0, 0], -1.5),
+    "bias": lambda row: apply_logit_bias(row, {0: 5.0}),
+    "huge bias": lambda row: apply_logit_bias(row, {0: 1e300}),
+    "forcing bias": lambda row: apply_logit_bias(row, dict.fromkeys(range(len(row)), INF)),
+    "allowed": lambda row: keep_allowed(row, range(len(row))),
+}
+
+OFF: dict[str, Callable[[Tensor], Tensor]] = {
+    "temperature": lambda row: apply_temperature(row, 1.0),
+    "top_k None": lambda row: apply_top_k(row, None),
+    "top_k of the vocabulary": lambda row: apply_top_k(row, len(row)),
+    "top_k of more": lambda row: apply_top_k(row, 10**12),
+    "top_p": lambda row: apply_top_p(row, 1.0),
+    "min_p": lambda row: apply_min_p(row, 0.0),
+    "repetition": lambda row: apply_repetition_penalty(row, [0], 1.0),
+    "repetition without context": lambda row: apply_repetition_penalty(row, [], 2.0),
+    "frequency": lambda row: apply_frequency_penalty(row, [0], 0.0),
+    "presence": lambda row: apply_presence_penalty(row, [0], 0.0),
+    "bias": lambda row: apply_logit_bias(row, None),
+    "no bias": lambda row: apply_logit_bias(row, {}),
+    "zero bias": lambda row: apply_logit_bias(row, {0: 0.0}),
+    "allowed": lambda row: keep_allowed(row, None),
+}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def kept_ids(row: Tensor) -> list[int]:
+    return (row > -INF).nonzero()[:, 0].tolist()
+
+
+def ranked_ids(row: Tensor) -> list[int]:
+    return sorted(range(len(row)), key=lambda i: (-float(row[i]), i))
+
+
+# Stages in general
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@few
+@given(row=live_rows)
+def test_a_stage_keeps_shape_dtype_its_input_and_a_token(stage: str, row: Tensor) -> None:
+    before = row.clone()
+    after = STAGES[stage](row)
+    assert (after.shape, after.dtype) == (row.shape, row.dtype)
+    assert same_bits(row, before)
+    assert not after.isnan().any()
+    assert not (after == INF).any()
+    assert kept_ids(after)
+    assert set(kept_ids(after)) <= set(kept_ids(row))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_stage_keeps_every_float_dtype(stage: str, dtype: torch.dtype) -> None:
+    row = torch.tensor([2.0, -INF, 1.0, -1.0, 0.0], dtype=dtype)
+    after = STAGES[stage](row)
+    assert after.dtype == dtype
+    assert not after.isnan().any()
+    assert not (after == INF).any()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_gives_no_nan_for_a_row_that_is_all_banned(stage: str) -> None:
+    assert STAGES[stage](torch.full((5,), -INF)).tolist() == [-INF] * 5
+
+
+@pytest.mark.parametrize("stage", OFF)
+@few
+@given(row=rows)
+def test_a_disabled_stage_is_the_identity_bit_for_bit(stage: str, row: Tensor) -> None:
+    assert same_bits(OFF[stage](row), row) or stage == "zero bias"
+    assert torch.equal(OFF[stage](row), row)
+
+
+@few
+@given(row=live_rows)
+def test_with_every_knob_off_logits_in_are_logits_out(row: Tensor) -> None:
+    assert same_bits(process_logits(row, [0, 0], SamplingParams()), row)
+
+
+# Temperature
+
+
+def test_temperature_divides() -> None:
+    row = torch.tensor([1.0, -2.0, 3.5])
+    assert torch.equal(apply_temperature(row, 0.5), row * 2)
+    assert torch.equal(apply_temperature(row, 2.0), row / 2)
+
+
+def test_temperature_zero_is_no_divisor() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        apply_temperature(torch.ones(2), 0.0)
+
+
+@few
+@given(row=live_rows, temperature=st.floats(5e-324, 1e-30))
+def test_a_vanishing_temperature_is_greedy(row: Tensor, temperature: float) -> None:
+    gap = row.max() - row[row < row.max()].max() if (row < row.max()).any() else torch.tensor(INF)
+    token = sample_token(row, [], SamplingParams(temperature=temperature, seed=1))
+    assert row[token] == row.max() or float(gap) < 1e-5
+
+
+# Top-k
+
+
+def test_top_k_keeps_the_three_largest_of_ten() -> None:
+    row = torch.tensor([0.1, 5.0, -2.0, 3.0, 0.0, 4.0, 1.0, -7.0, 2.0, 0.5])
+    after = apply_top_k(row, 3)
+    assert kept_ids(after) == [1, 3, 5]
+    assert torch.equal(after[[1, 3, 5]], row[[1, 3, 5]])
+
+
+@few
+@given(row=rows, k=st.integers(1, 45))
+def test_top_k_keeps_exactly_k_in_the_total_order(row: Tensor, k: int) -> None:
+    expected = [i for i in ranked_ids(row)[:k] if row[i] > -INF]
+    assert kept_ids(apply_top_k(row, k)) == sorted(expected)
+
+
+def test_top_k_of_equal_logits_keeps_the_smallest_ids() -> None:
+    assert kept_ids(apply_top_k(torch.zeros(1000), 7)) == list(range(7))
+
+
+def test_top_k_below_one_is_an_error() -> None:
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        apply_top_k(torch.zeros(3), 0)
+
+
+# Top-p
+
+
+@pytest.mark.parametrize(("p", "num_kept"), [(0.01, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.81, 3), (0.95, 3), (0.96, 4)])
+def test_top_p_keeps_the_fewest_tokens_that_reach_p(p: float, num_kept: int) -> None:
+    assert kept_ids(apply_top_p(torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), p)) == list(range(num_kept))
+
+
+@few
+@given(row=live_rows, p=st.floats(0.001, 0.999))
+def test_top_p_keeps_the_smallest_sufficient_set(row: Tensor, p: float) -> None:
+    kept = kept_ids(apply_top_p(row, p))
+    probabilities = row.double().softmax(0)
+    ranked = [i for i in ranked_ids(row) if row[i] > -INF]
+    assert kept == sorted(ranked[: len(kept)])
+    assert float(probabilities[kept].sum()) >= p - 2e-7
+    assert len(kept) == 1 or float(probabilities[ranked[: len(kept) - 1]].sum()) < p
+
+
+@few
+@given(row=live_rows, p=st.floats(0.001, 1.0), q=st.floats(0.001, 1.0))
+def test_a_smaller_p_keeps_no_more(row: Tensor, p: float, q: float) -> None:
+    small, large = sorted((p, q))
+    assert set(kept_ids(apply_top_p(row, small))) <= set(kept_ids(apply_top_p(row, large)))
+
+
+def test_top_p_of_equal_logits_keeps_the_smallest_ids() -> None:
+    for count in range(1, 10):
+        assert kept_ids(apply_top_p(torch.zeros(10), count / 10)) == list(range(count))
+
+
+def test_top_p_is_renormalised_after_top_k() -> None:
+    row = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    assert kept_ids(apply_top_p(apply_top_k(row, 2), 0.55)) == [0]
+    assert kept_ids(apply_top_p(row, 0.55)) == [0, 1]
+    assert kept_ids(process_logits(row, [], SamplingParams(top_k=2, top_p=0.55))) == [0]
+
+
+def test_filtered_logits_count_for_nothing_in_top_p() -> None:
+    assert kept_ids(apply_top_p(torch.tensor([-INF, 0.0, -INF, 0.0]), 0.6)) == [1, 3]
+
+
+@pytest.mark.parametrize("p", [-1.0, 0.0, 1.5, INF, math.nan])
+def test_top_p_outside_its_range_is_an_error(p: float) -> None:
+    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\]"):
+        apply_top_p(torch.zeros(3), p)
+
+
+def test_a_vanishing_top_p_keeps_one_token() -> None:
+    assert kept_ids(apply_top_p(torch.tensor([0.0, 3.0, 3.0, 1.0]), 1e-9)) == [1]
+
+
+# The functions that `infer` exports
+
+WRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "top_k must be at least 1": lambda row: apply_top_k(row, 0),
+    "min_p must be": lambda row: apply_min_p(row, 1.0),
+    "repetition_penalty must be above 0": lambda row: apply_repetition_penalty(row, [0], 0.0),
+    "penalty .* must be a number": lambda row: apply_frequency_penalty(row, [0], math.nan),
+    "a penalty .* must be a number": lambda row: apply_presence_penalty(row, [0], math.nan),
+    "logit_bias": lambda row: apply_logit_bias(row, {0: math.nan}),
+    "temperature must be above 0": lambda row: apply_temperature(row, math.nan),
+    "the context: token id must be in": lambda row: apply_repetition_penalty(row, [3], 2.0),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_stage_refuses_a_value_that_breaks_its_rule(message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        WRONG[message](torch.zeros(3))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in infer.__all__ if name.startswith("apply_")])
+def test_the_sampler_computes_with_the_exported_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(infer, name) is getattr(row_stages, name)
+    called = list[str]()
+    monkeypatch.setattr(definition, name, lambda row, *others: called.append(name) or row)
+    sample_token(torch.zeros(3), [0], SamplingParams(seed=1))
+    assert called == [name]
+
+
+# Min-p
+
+
+def test_min_p_drops_tokens_below_its_share_of_the_largest() -> None:
+    row = torch.tensor([0.5, 0.2, 0.2, 0.04, 0.06]).log()
+    assert kept_ids(apply_min_p(row, 0.1)) == [0, 1, 2, 4]
+    assert kept_ids(apply_min_p(row, 0.999)) == [0]
+
+
+@few
+@given(row=live_rows, min_p=st.floats(0.001, 0.999))
+def test_min_p_keeps_by_probability(row: Tensor, min_p: float) -> None:
+    probabilities = row.double().softmax(0)
+    limit = min_p * float(probabilities.max())
+    kept = set(kept_ids(apply_min_p(row, min_p)))
+    for token_id, probability in enumerate(probabilities.tolist()):
+        if abs(probability - limit) > 1e-4 * limit:
+            assert (token_id in kept) == (probability > limit)
+
+
+# Penalties and bias
+
+
+def test_repetition_divides_positive_and_multiplies_negative_logits_once() -> None:
+    row = torch.tensor([3.0, -3.0, 0.0, 3.0, -3.0, -INF])
+    after = apply_repetition_penalty(row, [0, 0, 0, 1, 1, 2, 5], 2.0)
+    assert after.tolist() == [1.5, -6.0, 0.0, 3.0, -3.0, -INF]
+
+
+def test_repetition_counts_the_prompt_and_looks_no_further_than_its_window() -> None:
+    row = torch.ones(4)
+
+    def penalised(window: int | None) -> list[int]:
+        params = SamplingParams(repetition_penalty=2.0, repetition_window=window)
+        return (process_logits(row, [0, 1, 2], params, num_prompt_tokens=2) < 1).nonzero()[:, 0].tolist()
+
+    assert penalised(None) == [0, 1, 2]
+    assert penalised(99) == [0, 1, 2]
+    assert penalised(2) == [1, 2]
+    assert penalised(1) == [2]
+    assert penalised(0) == []
+
+
+def test_frequency_counts_and_presence_does_not() -> None:
+    row = torch.tensor([1.0, 1.0, 1.0])
+    assert apply_frequency_penalty(row, [0, 0, 1], 0.5).tolist() == [0.0, 0.5, 1.0]
+    assert apply_presence_penalty(row, [0, 0, 1], 0.5).tolist() == [0.5, 0.5, 1.0]
+    assert apply_frequency_penalty(row, [0, 0], -2.0).tolist() == [5.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty"])
+def test_frequency_and_presence_leave_the_prompt_out(name: str) -> None:
+    params = SamplingParams(**{name: 1.0})  # type: ignore[arg-type]
+    assert process_logits(torch.zeros(3), [0, 1], params, num_prompt_tokens=1).tolist() == [0.0, -1.0, 0.0]
+    assert process_logits(torch.zeros(3), [0, 1], params, num_prompt_tokens=2).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_bias_is_added_to_the_raw_logit_before_the_penalty() -> None:
+    params = SamplingParams(logit_bias={0: 3.0}, repetition_penalty=2.0, temperature=0.5)
+    assert process_logits(torch.tensor([-1.0, 0.0]), [0], params).tolist() == [2.0, 0.0]
+
+
+def test_bias_bans_and_forces() -> None:
+    row = torch.tensor([5.0, 1.0, 2.0, -INF])
+    assert kept_ids(apply_logit_bias(row, {0: -INF})) == [1, 2]
+    assert kept_ids(apply_logit_bias(row, {1: INF})) == [1]
+    assert apply_logit_bias(row, {1: INF, 2: INF, 0: 9.0}).tolist() == [-INF, 1.0, 2.0, -INF]
+    assert apply_logit_bias(row, {1: INF, 0: 9.0, 2: -INF}).tolist() == [-INF, 1.0, -INF, -INF]
+    assert kept_ids(apply_logit_bias(row, {3: INF})) == []
+    with pytest.raises(LogitsError, match="no token of this row is allowed"):
+        sample_token(row, [], SamplingParams(temperature=0, logit_bias={3: INF}))
+    assert sample_token(row, [], SamplingParams(temperature=0, logit_bias={1: INF})) == 1
+
+
+@pytest.mark.parametrize("token_id", [-1, 5, 10**18])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda row, i: apply_logit_bias(row, {i: 1.0}),
+        lambda row, i: keep_allowed(row, [i]),
+        lambda row, i: apply_repetition_penalty(row, [i], 1.1),
+        lambda row, i: apply_frequency_penalty(row, [i], 1.1),
+        lambda row, i: apply_presence_penalty(row, [i], 1.1),
+        lambda row, i: sample_token(row, [], SamplingParams(min_new_tokens=1), eos_token_ids={i}),
+        lambda row, i: log_probabilities(row, 1, i),
+    ],
+)
+def test_an_id_outside_the_vocabulary_is_an_error_that_names_it(
+    call: Callable[[Tensor, int], Any], token_id: int
+) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"must be in \[0, 5\), the vocabulary, got {token_id}"):
+        call(torch.zeros(5), token_id)
+
+
+# Masks and the minimum length
+
+
+def test_allowed_ids_and_mask_intersect() -> None:
+    mask = torch.tensor([True, True, False, False])
+    params = SamplingParams(allowed_token_ids=[1, 2])
+    assert kept_ids(process_logits(torch.zeros(4), [], params, allowed=mask)) == [1]
+    assert kept_ids(process_logits(torch.zeros(4), [], params, allowed=[1, 3])) == [1]
+    with pytest.raises(LogitsError, match="allowed"):
+        process_logits(torch.zeros(4), [], params, allowed=[0])
+
+
+def test_a_mask_of_the_wrong_shape_is_an_error() -> None:
+    with pytest.raises((InvalidRequestError, TypeCheckError), match=r"bool \[4\]|\[True, True, True\]"):
+        keep_allowed(torch.zeros(4), torch.ones(3, dtype=torch.bool))
+
+
+def test_the_end_is_banned_until_the_minimum_length() -> None:
+    params = SamplingParams(temperature=0, min_new_tokens=2, stop_token_ids=[1])
+    row = torch.tensor([9.0, 8.0, 1.0])
+    tokens = [sample_token(row, [2] * n, params, num_prompt_tokens=1, eos_token_ids={0}) for n in range(1, 5)]
+    assert tokens == [2, 2, 0, 0]
+
+
+def test_a_finished_grammar_ends_below_the_minimum_length() -> None:
+    params = SamplingParams(temperature=0, min_new_tokens=2)
+    assert sample_token(torch.zeros(3), [], params, eos_token_ids={1}, allowed=[1]) == 1
+
+
+def test_a_bias_does_not_allow_banned_tokens() -> None:
+    params = SamplingParams(temperature=0, min_new_tokens=1, logit_bias={0: 50.0, 2: 50.0}, allowed_token_ids=[0, 1])
+    assert sample_token(torch.zeros(3), [], params, eos_token_ids={0}) == 1
+
+
+# Order
+
+
+def test_filters_see_the_distribution_after_temperature_unless_it_is_last() -> None:
+    row = torch.tensor([0.6, 0.25, 0.15]).log()
+    first = SamplingParams(temperature=2.0, top_p=0.6)
+    last = SamplingParams(temperature=2.0, top_p=0.6, temperature_last=True)
+    assert kept_ids(process_logits(row, [], first)) == [0, 1]
+    assert kept_ids(process_logits(row, [], last)) == [0]
+    assert float(process_logits(row, [], last)[0]) == float(row[0] / 2)
+
+
+def test_penalties_come_before_the_filters() -> None:
+    params = SamplingParams(repetition_penalty=4.0, top_k=1)
+    assert kept_ids(process_logits(torch.tensor([3.0, 2.0]), [0], params)) == [1]
+
+
+def test_min_p_comes_after_top_p() -> None:
+    params = SamplingParams(top_p=0.7, min_p=0.5)
+    assert kept_ids(process_logits(torch.tensor([0.5, 0.3, 0.2]).log(), [], params)) == [0, 1]
+
+
+@few
+@given(row=live_rows, context=st.lists(st.integers(0, 0), max_size=5))
+def test_greedy_ignores_the_filters_and_takes_the_smallest_id_of_the_largest(row: Tensor, context: list[int]) -> None:
+    plain = sample_token(row, context, SamplingParams(temperature=0, repetition_penalty=1.3))
+    filtered = SamplingParams(temperature=0, repetition_penalty=1.3, top_k=1, top_p=0.01, min_p=0.9)
+    assert sample_token(row, context, filtered) == plain
+    assert ranked_ids(apply_repetition_penalty(row, context, 1.3))[0] == plain
+
+
+# Sampling
+
+
+FULL = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
+
+
+@few
+@given(row=live_rows, seed=st.integers(0, 2**64 - 1), context=st.lists(st.just(0), max_size=9))
+def test_the_full_pipeline_samples_a_token_that_every_filter_kept(row: Tensor, seed: int, context: list[int]) -> None:
+    params = SamplingParams(seed=seed, **FULL)  # type: ignore[arg-type]
+    token = sample_token(row, context, params)
+    assert token in kept_ids(process_logits(row, context, params))
+    assert sample_token(row.clone(), context, params) == token
+
+
+def draws(row: Tensor, params: SamplingParams, count: int) -> list[int]:
+    return [sample_token(row, [0] * position, params) for position in range(count)]
+
+
+def test_a_seed_repeats_itself_and_another_differs() -> None:
+    row = torch.linspace(0, 2, 100)
+    streams = [draws(row, SamplingParams(seed=seed), 20) for seed in (1, 1, 2, 2**64 - 1)]
+    assert streams[0] == streams[1]
+    assert len({tuple(stream) for stream in streams}) == 3
+
+
+def test_without_a_seed_each_call_is_fresh() -> None:
+    row = torch.zeros(10_000)
+    assert len({sample_token(row, [], SamplingParams()) for _ in range(10)}) > 1
+
+
+def test_a_generator_repeats_itself_and_advances() -> None:
+    row, params = torch.zeros(10_000), SamplingParams(seed=5)
+
+    def stream(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return [sample_token(row, [], params, generator) for _ in range(10)]
+
+    assert stream(1) == stream(1)
+    assert stream(1) != stream(2)
+    assert len(set(stream(1))) > 5
+
+
+@pytest.mark.parametrize("source", ["seed", "generator"])
+@pytest.mark.parametrize("logits", [torch.zeros(20), torch.linspace(-2, 2, 20)], ids=["uniform", "sloped"])
+def test_draws_follow_the_softmax(source: str, logits: Tensor) -> None:
+    """Chi-square on 1,000 draws over 20 tokens exceeds the bound (69.5 at 19 degrees of freedom) once in 10⁷."""
+    generator = torch.Generator().manual_seed(3) if source == "generator" else None
+    params = SamplingParams(seed=3)
+    counts = torch.zeros(20, dtype=torch.float64)
+    context: list[int] = []
+    for _ in range(1000):
+        counts[sample_token(logits, context, params, generator)] += 1
+        context.append(0)
+    expected = logits.double().softmax(0) * 1000
+    assert float(((counts - expected) ** 2 / expected).sum()) < 69.5
+
+
+def test_no_forbidden_token_is_ever_drawn() -> None:
+    params = SamplingParams(seed=1, top_k=3, temperature=2.0)
+    assert set(draws(torch.tensor([0.0, 1.0, 2.0, 3.0, -INF]), params, 300)) == {1, 2, 3}
+
+
+def test_half_precision_is_sampled_as_its_float32() -> None:
+    row = torch.randn(500, generator=torch.Generator().manual_seed(1)).bfloat16()
+    params = SamplingParams(seed=9, **FULL)  # type: ignore[arg-type]
+    assert draws(row, params, 20) == draws(row.float(), params, 20)
+
+
+# Rows that cannot be sampled
+
+
+@pytest.mark.parametrize("values", [[-INF, -INF], [0.0, math.nan], [-INF, math.nan], [INF, math.nan], [INF, 0.0]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_cannot_be_sampled_is_a_named_error(values: list[float], temperature: float) -> None:
+    with pytest.raises(LogitsError):
+        sample_token(torch.tensor(values), [], SamplingParams(temperature=temperature))
+    assert issubclass(LogitsError, InferError)
+
+
+def test_a_bias_that_bans_everything_is_a_named_error() -> None:
+    with pytest.raises(LogitsError, match="no token of this row is allowed"):
+        sample_token(torch.zeros(2), [], SamplingParams(logit_bias={0: -INF, 1: -INF}))
+
+
+def test_an_empty_row_is_an_error() -> None:
+    with pytest.raises(InvalidRequestError, match="one row of floats"):
+        sample_token(torch.zeros(0), [], SamplingParams())
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [-1, 3])
+def test_a_prompt_longer_than_the_context_is_an_error(num_prompt_tokens: int) -> None:
+    with pytest.raises(InvalidRequestError, match="num_prompt_tokens"):
+        sample_token(torch.zeros(3), [0, 1], SamplingParams(), num_prompt_tokens=num_prompt_tokens)
+
+
+# Log-probabilities
+
+
+def test_log_probabilities_give_the_chosen_token_its_rank_and_the_likeliest() -> None:
+    row = torch.tensor([0.1, 0.4, 0.1, 0.4]).log()
+    entry = log_probabilities(row, 3, 2)
+    assert (entry.token_id, entry.rank) == (2, 4)
+    assert entry.logprob == pytest.approx(math.log(0.1), abs=1e-6)
+    assert [token_id for token_id, _ in entry.top] == [1, 3, 0]
+    assert log_probabilities(row, 0).top == ()
+    assert (log_probabilities(row, 0).token_id, log_probabilities(row, 0).rank) == (1, 1)
+
+
+@few
+@given(row=live_rows, k=st.integers(0, 20))
+def test_log_probabilities_are_those_of_the_softmax(row: Tensor, k: int) -> None:
+    entry = log_probabilities(row, k)
+    expected = row.double().log_softmax(0).float()  # values below float32's range are −inf
+    assert [token_id for token_id, _ in entry.top] == ranked_ids(row)[:k]
+    for token_id, logprob in entry.top:
+        assert logprob == pytest.approx(float(expected[token_id]), rel=1e-5, abs=1e-5)
+
+
+def test_the_module_documents_its_order() -> None:
+    assert [f"{n:2d}." in str(definition.__doc__) for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)] == [True] * 10

@@ -1,0 +1,396 @@
+"""A saved session of this model and version is loaded whole; any other is refused, and nothing changes."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
+
+from infer import LLM, InvalidRequestError, SamplingParams
+from infer.cli.chat.chat_commands import run_command
+from infer.cli.chat.chat_session import ChatSession
+from infer.compute import ops
+from infer.engine.requests.stream import Stream
+from infer.engine.session import session_file
+from infer.engine.session.session import Session
+from programs import Programs
+
+WILD = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)  # gives bytes that are not text, and end tokens
+ANY_PARAMS = st.sampled_from([GREEDY, SAMPLED, WILD])
+
+
+@pytest.fixture
+def talk(llm: LLM) -> Session:
+    session = llm.session(system="be brief")
+    session.send("hello", SamplingParams(**GREEDY_VALUES | {"max_new_tokens": 3}))
+    return session
+
+
+def state_of(session: Session) -> tuple[Any, ...]:
+    return session.token_ids, session.messages, session.num_cached_tokens
+
+
+CONTINUE = """
+import json, sys
+from infer import LLM, SamplingParams
+session = LLM(sys.argv[1]).load_session(sys.argv[2])
+results = [session.send("and now", SamplingParams(**json.loads(params))) for params in sys.argv[3:]]
+print(json.dumps([[r.token_ids for r in results], results[0].reused_tokens, session.messages]))
+"""
+
+
+def test_a_new_process_goes_on_with_the_same_tokens(
+    programs: Programs, talk: Session, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.safetensors"
+    talk.save(path)
+    cached = talk.num_cached_tokens
+    expected = [talk.send("and now", params).token_ids for params in (GREEDY, SAMPLED)]
+    params = [json.dumps(values) for values in (GREEDY_VALUES, SAMPLED_VALUES)]
+    done = programs.run(CONTINUE, folder, path, *params)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [expected, cached, talk.messages]
+
+
+def test_a_session_is_saved_and_loaded_whole(llm: LLM, talk: Session, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    talk.rewind(2)
+    talk.append("raw")
+    talk.save(path)
+    loaded = llm.load_session(path)
+    assert state_of(loaded) == state_of(talk)
+    assert loaded.num_cached_tokens == len(loaded.token_ids)
+    loaded.save(path)
+    llm.load_session(path).save(tmp_path / "again")
+    assert path.read_bytes() == (tmp_path / "again").read_bytes()
+    result = loaded.generate(GREEDY)
+    assert result.token_ids == talk.generate(GREEDY).token_ids
+    assert result.reused_tokens == result.prompt_tokens - 1
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["again", "talk"]
+    empty = llm.session()
+    empty.save(path)
+    assert llm.load_session(path).token_ids == []
+
+
+def test_a_chat_that_is_loaded_goes_on_where_it_was_saved(llm: LLM, tmp_path: Path) -> None:
+    """Its tokens are computed again only if just its messages were saved."""
+    params = SamplingParams(**GREEDY_VALUES, logit_bias={66: -float("inf")}, seed=2)
+    chat = ChatSession(llm, "model", params, system="be brief")
+    for text in ("hello", "forget this"):
+        chat.answer(text, lambda text: None)
+    run_command(chat, "/undo")
+    for name in ("talk", "talk.json"):
+        run_command(chat, f"/save {tmp_path / name}")
+    expected = chat.answer("and now", lambda text: None)
+    for name, num_reused in (("talk", expected.reused_tokens), ("talk.json", 0)):
+        loaded = ChatSession(llm, "model", SamplingParams())
+        run_command(loaded, f"/load {tmp_path / name}")
+        result = loaded.answer("and now", lambda text: None)
+        assert (result.token_ids, loaded.messages) == (expected.token_ids, chat.messages)
+        assert (loaded.params, result.reused_tokens) == (params, num_reused)
+    assert expected.reused_tokens > 20
+
+
+def test_a_session_saved_from_python_is_a_chat(llm: LLM, talk: Session, tmp_path: Path) -> None:
+    talk.save(tmp_path / "talk")
+    chat = ChatSession(llm, "model", GREEDY)
+    assert "3 messages" in run_command(chat, f"/load {tmp_path / 'talk'}")
+    result = chat.answer("and now", lambda text: None)
+    assert result.token_ids == talk.send("and now", GREEDY).token_ids
+    assert result.reused_tokens > 10
+
+
+def test_a_note_is_kept_beside_a_session(llm: LLM, talk: Session, tmp_path: Path) -> None:
+    talk.save(tmp_path / "talk", note={"why": ["é", 1, None]})
+    assert llm.session().load(tmp_path / "talk") == {"why": ["é", 1, None]}
+    talk.save(tmp_path / "talk")
+    assert llm.session().load(tmp_path / "talk") == {}
+
+
+def test_a_file_does_not_have_evicted_tokens(talk: Session, tmp_path: Path) -> None:
+    """Neither its ids nor its cache has them."""
+    contents = []
+    for index, forgotten in enumerate(("a secret", "nothing that matters")):
+        length = len(talk.token_ids)
+        talk.append(forgotten)
+        talk.rewind(len(talk.token_ids) - length)
+        talk.save(tmp_path / str(index))
+        contents.append((tmp_path / str(index)).read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_a_file_does_not_have_tokens_that_were_read_and_never_answered(
+    llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn is stopped within its prompt."""
+    contents, step = [], llm._opened.engine.step
+    for forgotten in ("a secret", "nothing that matters"):
+        held, stop = len(talk.token_ids), threading.Event()
+        stream = talk.stream(forgotten, GREEDY, prefill_chunk=3, cancel=stop)
+
+        def step_until_stopped(stream: Stream = stream, held: int = held, stop: threading.Event = stop) -> Any:
+            found = step()
+            if stream.sequence.num_computed > held:
+                stop.set()
+            return found
+
+        monkeypatch.setattr(llm._opened.engine, "step", step_until_stopped)
+        assert list(stream) == []
+        assert len(talk.token_ids) < len(talk._cache.token_ids) < stream.result.prompt_tokens
+        talk.save(tmp_path / "talk")
+        contents.append((tmp_path / "talk").read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_every_flipped_byte_and_every_cut_is_found(llm: LLM, talk: Session, tmp_path: Path) -> None:
+    talk.rewind(len(talk.token_ids) - 4)
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    talk.save(good)
+    session = llm.session()
+    session.append("something else")
+    before = state_of(session)
+    content = good.read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little")
+    places = {*range(0, head, 3), *range(head, len(content), 61), *range(len(content) - 40, len(content))}
+    damaged = [content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :] for place in places]
+    damaged += [content[:length] for length in {*range(0, head, 40), *range(head, len(content), 400)}]
+    damaged += [content + b"\0", content * 2, content[:-1], b""]
+    for each in damaged:
+        bad.write_bytes(each)
+        with pytest.raises(InvalidRequestError, match="bad"):
+            session.load(bad)
+    assert state_of(session) == before
+    result = session.generate(GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+    session.load(good)
+    assert state_of(session) == state_of(talk)
+
+
+def test_a_file_of_another_model_names_what_differs(talk: Session, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    talk.save(path)
+    others = {
+        "architecture": LLM(make_model(tmp_path / "deep", num_layers=3)),
+        "tokenizer": LLM(make_model(tmp_path / "named", eos_token="a")),
+        "weights": LLM(folder, weights="bf16"),
+    }
+    for name, other in others.items():
+        with pytest.raises(InvalidRequestError, match=f"saved with another .*{name}"):
+            other.load_session(path)
+    fingerprints = {other.system_fingerprint for other in others.values()}
+    assert len(fingerprints | {LLM(folder, kv_type="f32").system_fingerprint}) == 4
+    short = LLM(folder, max_seq_len=10, reuse_prefixes=True)
+    assert short.system_fingerprint == LLM(folder).system_fingerprint not in fingerprints
+    with pytest.raises(InvalidRequestError, match="context holds 10"):
+        short.load_session(path)
+    assert LLM(folder, max_seq_len=100).load_session(path).token_ids == talk.token_ids
+
+
+def test_a_file_of_other_kernels_is_loaded_with_its_cache(talk: Session, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    talk.save(path)
+    with ops.using("reference"):
+        other = LLM(folder, kv_type="f16")
+    loaded = other.load_session(path)
+    assert (loaded.token_ids, loaded.num_cached_tokens) == (talk.token_ids, talk.num_cached_tokens)
+    assert loaded.send("and now", GREEDY).reused_tokens > 0
+
+
+def test_a_file_that_is_no_session_is_refused(
+    llm: LLM, talk: Session, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, message in (
+        (folder / "model.safetensors", "format"),
+        (folder / "tokenizer.json", "header length"),
+        (folder, "not a regular file"),
+        (tmp_path / "none", "cannot be read"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.load_session(path)
+    monkeypatch.setattr(session_file, "VERSION", "0")
+    talk.save(tmp_path / "old")
+    monkeypatch.undo()
+    with pytest.raises(InvalidRequestError, match="another version of infer"):
+        llm.load_session(tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"messages": [1]}, {"messages": None}, {"num_given": 9}, {"num_given": -1}, {"num_given": True},
+        {"turns": [[1]]}, {"turns": [[1, 1000]]}, {"turns": [[9, 1]]}, {"turns": [[2, 5], [1, 6]]},
+        {"turns": [[1, 6], [2, 5]]}, {"turns": 3},
+        {"template": []},
+        {"num_cached": -1}, {"num_cached": 1}, {"num_cached": 10**9}, {"num_cached": None}, {"num_cached": True},
+        {"note": []},
+    ],
+)  # fmt: skip
+def test_a_file_written_by_somebody_else_is_checked(
+    llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    """Its checksums are right, and its contents are wrong."""
+    write = session_file.write_session
+    monkeypatch.setattr(
+        "infer.engine.session.session.write_session",
+        lambda path, fingerprint, ids, record, tensors: write(path, fingerprint, ids, record | changed, tensors),
+    )
+    talk.save(tmp_path / "talk")
+    with pytest.raises(InvalidRequestError, match="cannot be loaded"):
+        llm.load_session(tmp_path / "talk")
+
+
+def test_a_cache_of_more_tokens_than_there_are_ids_is_refused(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, write = llm.session(), session_file.write_session
+    session.append("raw text")
+    monkeypatch.setattr(
+        "infer.engine.session.session.write_session",
+        lambda path, fingerprint, ids, record, tensors: write(path, fingerprint, ids[:-2], record, tensors),
+    )
+    session.save(tmp_path / "talk")
+    with pytest.raises(InvalidRequestError, match=r"num_cached must be in \[0, 6\], got 8"):
+        llm.load_session(tmp_path / "talk")
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "replace"])
+def test_a_save_that_fails_keeps_the_old_file(
+    talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "talk"
+    talk.save(path)
+    old = path.read_bytes()
+    talk.send("and now", GREEDY)
+    before = state_of(talk)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    match name:
+        case "write":
+            monkeypatch.setattr("infer.engine.session.session_file.write_safetensors", fail)
+        case "fsync":
+            monkeypatch.setattr(os, "fsync", fail)
+        case _:
+            monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(InvalidRequestError, match="No space left"):
+        talk.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == old
+    assert [entry.name for entry in tmp_path.iterdir()] == ["talk"]
+    assert state_of(talk) == before
+    talk.save(path)
+    with pytest.raises(InvalidRequestError, match="cannot be saved"):
+        talk.save(tmp_path / "no" / "such" / "folder")
+
+
+def test_a_disk_that_is_full_keeps_the_old_file(talk: Session, tmp_path: Path) -> None:
+    """The system's limit on the size of a file is reached within the cache."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "talk"
+    talk.save(path)
+    old = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, limits[1]))
+    try:
+        with pytest.raises(InvalidRequestError, match="cannot be saved"):
+            talk.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == old
+    assert [entry.name for entry in tmp_path.iterdir()] == ["talk"]
+
+
+def test_messages_that_are_no_json_are_not_saved(llm: LLM, tmp_path: Path) -> None:
+    session = llm.session()
+    session.answer([{"role": "user", "content": "hello", "when": {1, 2}}], GREEDY)
+    with pytest.raises(InvalidRequestError, match="only if its messages are JSON"):
+        session.save(tmp_path / "talk")
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_machine(llm: LLM, path: Path) -> type[RuleBasedStateMachine]:
+    class AnyOrder(RuleBasedStateMachine):
+        """Sessions, and the ids that they should have."""
+
+        pairs = Bundle("pairs")
+
+        @initialize(target=pairs)
+        def begin(self) -> list[Any]:
+            return [llm.session(), [], []]
+
+        @rule(pair=pairs, ids=st.lists(st.integers(0, NUM_TOKENS - 1), max_size=40))
+        def append(self, pair: list[Any], ids: list[int]) -> None:
+            session, expected, _ = pair
+            if len(expected) + len(ids) < 300:
+                session.append(ids)
+                expected += ids
+            assert session.token_ids == expected
+
+        @rule(pair=pairs, params=ANY_PARAMS, drafts=st.sampled_from([None, "ngram"]))
+        def generate(self, pair: list[Any], params: SamplingParams, drafts: str | None) -> None:
+            session, expected, _ = pair
+            if 0 < len(expected) < 300:
+                cached = session.num_cached_tokens
+                result = session.generate(params, speculation=drafts)
+                check_fresh(llm, expected, params, result)
+                assert result.reused_tokens == min(cached, len(expected) - 1)
+                expected += result.token_ids
+
+        @rule(pair=pairs, text=st.sampled_from(["hello", "ab", "a<|im_end|>b"]), params=ANY_PARAMS)
+        def send(self, pair: list[Any], text: str, params: SamplingParams) -> None:
+            session, expected, turns = pair
+            before = turns[-1][0] if turns else 0
+            if len(expected) > before:
+                session.rewind(len(expected) - before)
+            if before < 250:
+                result = session.send(text, params)
+                said = session.token_ids
+                check_fresh(llm, said[: -len(result.token_ids)], params, result)
+                turns[:] = [turn for turn in turns if said[: turn[0]] == expected[: turn[0]]]
+                expected[:] = said
+                turns.append((len(said), len(session.messages)))
+            else:
+                expected[:] = session.token_ids
+
+        @rule(pair=pairs, share=st.floats(0, 1))
+        def rewind(self, pair: list[Any], share: float) -> None:
+            session, expected, turns = pair
+            count = round(share * len(expected))
+            session.rewind(count)
+            del expected[len(expected) - count :]
+            turns[:] = [turn for turn in turns if turn[0] <= len(expected)]
+            assert session.token_ids == expected
+            assert len(session.messages) == (turns[-1][1] if turns else 0)
+
+        @rule(target=pairs, pair=pairs)
+        def fork(self, pair: list[Any]) -> list[Any]:
+            return [pair[0].fork(), list(pair[1]), list(pair[2])]
+
+        @rule(pair=pairs)
+        def save(self, pair: list[Any]) -> None:
+            pair[0].save(path)
+            self.saved = list(pair[1]), list(pair[2])
+
+        @rule(pair=pairs)
+        def load(self, pair: list[Any]) -> None:
+            if path.exists() and (kept := getattr(self, "saved", None)) is not None:
+                pair[0].load(path)
+                pair[1][:], pair[2][:] = kept
+                assert pair[0].token_ids == pair[1]
+
+    return AnyOrder
+
+
+def test_results_depend_only_on_the_ids_for_any_order_of_calls(llm: LLM, tmp_path: Path) -> None:
+    machine = make_machine(llm, tmp_path / "saved")
+    chosen = settings(
+        max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
+    run_state_machine_as_test(machine, settings=chosen)

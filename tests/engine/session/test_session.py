@@ -1,0 +1,378 @@
+"""`Session` on a tiny random model: an answer depends only on its ids, not on earlier turns or their removal."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from infer import LLM, InvalidRequestError, SamplingParams, Session
+from infer.compute.operands.step import Chunk
+from infer.engine.requests.stream import Stream
+from infer.engine.runner.runner import Runner
+from infer.engine.session.token_spelling import keep_spelling
+from infer.errors import ContextLengthError
+from infer.outputs import GenerationResult
+from tiny import Tiny, make_tiny
+
+CONTEXT = 400
+NUM_TOKENS = VOCAB_SIZE + 2
+TEXT_IDS = [*range(32, 124), 256, 257]  # whole characters, without the bar that the template searches
+GREEDY_VALUES: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "allowed_token_ids": TEXT_IDS}
+SAMPLED_VALUES = GREEDY_VALUES | {"temperature": 1.0, "top_k": 40, "repetition_penalty": 1.2, "seed": 7}
+GREEDY, SAMPLED = SamplingParams(**GREEDY_VALUES), SamplingParams(**SAMPLED_VALUES)
+BOTH = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]"
+    "{{ message.content.split('|')[-1] if message.role == 'assistant' else message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{{ prefix }}{% endif %}"
+)
+
+
+def make_model(folder: Path, *, num_layers: int = 2, context: int = CONTEXT, **tokenizer: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        vocab_size=NUM_TOKENS + 4,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        bos_token_id=None,
+        eos_token_id=NUM_TOKENS - 2,
+    )
+    make_tiny(Tiny("bytes", config), folder)
+    write_byte_tokenizer(folder, merges=[("a", "b"), ("e", " ")], chat_template=TEMPLATE, **tokenizer)
+    return folder
+
+
+def check_fresh(llm: LLM, prompt: list[int], params: SamplingParams, result: GenerationResult) -> None:
+    """Check that a newly loaded model gives the same answer."""
+    fresh = llm.generate(prompt, params)
+    assert (result.token_ids, result.text) == (fresh.token_ids, fresh.text)
+    assert result.prompt_tokens == len(prompt)
+
+
+@BOTH
+def test_turns_answer_as_one_long_prompt_and_run_only_new_tokens(llm: LLM, params: SamplingParams) -> None:
+    session = llm.session(system="be brief")
+    for text in ("hello", "and now", "one more"):
+        cached = session.num_cached_tokens
+        result = session.send(text, params)
+        check_fresh(llm, session.token_ids[: -len(result.token_ids)], params, result)
+        assert result.reused_tokens == cached
+        assert result.dropped_tokens == 0
+    assert [message["role"] for message in session.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_the_first_turn_is_a_chat(llm: LLM) -> None:
+    session = llm.session(system="be brief")
+    expected = llm.chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}], GREEDY)
+    assert session.send("hello", GREEDY).token_ids == expected.token_ids
+
+
+@BOTH
+def test_appended_ids_are_a_prompt(llm: LLM, params: SamplingParams) -> None:
+    session = llm.session()
+    session.append("once upon")
+    session.append([])
+    session.append(list(b" a time"))
+    result = session.generate(params)
+    check_fresh(llm, llm.tokenizer.encode("once upon") + list(b" a time"), params, result)
+    assert result.reused_tokens == result.prompt_tokens - 1
+    going_on = session.generate(params)
+    check_fresh(llm, session.token_ids[: -len(going_on.token_ids)], params, going_on)
+
+
+def test_with_a_template_that_drops_thoughts_the_shared_part_is_kept(llm: LLM) -> None:
+    """This template keeps only the text after an answer's last bar."""
+    session = llm.session()
+    first = session.send("hello", SamplingParams(temperature=0, max_new_tokens=30))
+    messages = session.messages
+    messages[-1]["content"] = "thought|" + messages[-1]["content"]
+    for asked in (messages, [*messages, {"role": "user", "content": "next"}]):
+        result = session.answer(asked, GREEDY)
+        prompt = session.token_ids[: -len(result.token_ids)]
+        check_fresh(llm, prompt, GREEDY, result)
+        assert llm.tokenizer.decode(prompt, False) == llm.tokenizer.render_chat_template(asked)
+    session = llm.session(prefix="thought|")
+    session.send("hello", GREEDY)
+    cached = session.num_cached_tokens
+    result = session.send("next", GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+    num_question = len(llm.tokenizer.encode_chat([{"role": "user", "content": "hello"}]))
+    assert result.reused_tokens == num_question
+    assert result.dropped_tokens == cached - num_question > 0
+    assert first.dropped_tokens == 0
+
+
+def test_an_answer_keeps_the_spelling_in_which_it_was_said(llm: LLM) -> None:
+    """The tokenizer would write "ab" as one token."""
+    session = llm.session()
+    bias = SamplingParams(temperature=0, max_new_tokens=2, allowed_token_ids=[ord("a")])
+    session.send("hello", bias)
+    bias = SamplingParams(temperature=0, max_new_tokens=1, allowed_token_ids=[ord("b")])
+    said = session.generate(bias)
+    assert said.reused_tokens == said.prompt_tokens - 1
+    messages = session.messages
+    messages[-1]["content"] = "aab"
+    result = session.answer([*messages, {"role": "user", "content": "ab"}], GREEDY)
+    assert result.dropped_tokens == 0
+    assert list(b"aab") == session.token_ids[result.reused_tokens - 2 : result.reused_tokens + 1]
+    assert llm.tokenizer.decode(session.token_ids[: result.prompt_tokens], False).endswith(
+        "[assistant]aab<|im_end|>\n[user]ab<|im_end|>\n[assistant]"
+    )
+    check_fresh(llm, session.token_ids[: result.prompt_tokens], GREEDY, result)
+
+
+BYTES = (b"a", b"b", b"ab", b"ba", b"aba", b"<c>", b"")
+CONTROL = 5
+
+
+@pytest.mark.parametrize(
+    ("said", "rendered", "expected"),
+    [
+        ([0, 1, 0], [2, 0, 3], [0, 1, 0, 3]),  # a b a = ab a
+        ([2, 0, 3], [4, 1, 0, 1], [2, 0, 3, 1]),  # ab a ba = aba b a
+        ([2, 3], [4, 1, 0], [4, 1, 0]),  # abba is not ababa
+        ([0, 5, 0], [0, 5, 1], [0, 5, 1]),
+        ([0, 0], [0, 5], [0, 5]),
+        ([6, 0], [0, 1], [0, 1]),  # a token of no bytes is not skipped
+        ([], [0], [0]),
+        ([0], [], []),
+        ([4], [0, 1], [0, 1]),  # aba is longer than what is rendered
+        ([99, 0], [0, 0], [0, 0]),
+    ],
+)
+def test_spellings_agree_where_bytes_and_control_tokens_do(
+    said: list[int], rendered: list[int], expected: list[int]
+) -> None:
+    assert keep_spelling(said, rendered, BYTES, {CONTROL}) == expected
+
+
+# Errors
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_a_stopped_answer_is_kept_and_the_session_continues(llm: LLM, num_tokens: int) -> None:
+    session, cancel = llm.session(), threading.Event()
+    session.send("hello", GREEDY)
+    before = session.token_ids, session.messages
+
+    def on_token(token_id: int, text: str) -> None:
+        seen.append(text)
+        if len(seen) == num_tokens:
+            cancel.set()
+
+    seen: list[str] = []
+    if num_tokens == 0:
+        cancel.set()
+    result = session.send("tell me more", GREEDY, on_token=on_token, cancel=cancel)
+    assert (result.finish_reason, len(result.token_ids)) == ("abort", num_tokens)
+    if num_tokens == 0:
+        assert (session.token_ids, session.messages) == before
+    else:
+        assert session.messages[-1] == {"role": "assistant", "content": result.text}
+    again = session.send("go on", GREEDY)
+    check_fresh(llm, session.token_ids[: -len(again.token_ids)], GREEDY, again)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, error: type[BaseException]) -> None:
+    session = llm.session()
+
+    def fail(token_id: int, text: str) -> None:
+        raise error
+
+    for call in (lambda: session.send("hello", GREEDY, on_token=fail), lambda: session.generate(GREEDY, on_token=fail)):
+        with pytest.raises(error):
+            call()
+    session.rewind(len(session.token_ids))
+    result = session.send("go on", GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+
+def test_a_fault_while_ids_are_appended_leaves_a_session_that_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, forward, calls = llm.session(), Runner.forward, list[int]()
+    session.append("hello")
+
+    def fail(context: Runner, parts: Sequence[Chunk]) -> torch.Tensor:
+        calls.append(len(parts))
+        if len(calls) == 2:
+            raise MemoryError
+        return forward(context, parts)
+
+    monkeypatch.setattr(llm._opened.runner, "_step_tokens", 4)
+    monkeypatch.setattr(Runner, "forward", fail)
+    with pytest.raises(MemoryError):
+        session.append(" and more than four")
+    assert session.token_ids == llm.tokenizer.encode("hello")
+    assert not session._cache.token_ids, "what stood there is not known"
+    session.append(" and more than five")
+    result = session.generate(GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 4])
+@pytest.mark.parametrize("way", ["close", "drop"])
+def test_a_stream_that_is_left_early_frees_the_session(llm: LLM, num_read: int, way: str) -> None:
+    session = llm.session()
+    stream = session.stream("hello", GREEDY)
+    for _ in range(num_read):
+        next(stream)
+    for call in (lambda: session.send("x"), session.fork, lambda: session.rewind(0), lambda: session.append([1])):
+        with pytest.raises(InvalidRequestError, match="is answering"):
+            call()
+    if way == "close":
+        stream.close()
+    del stream
+    assert len(session.messages) == (2 if num_read else 0)
+    result = session.send("go on", GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+
+def test_the_second_thread_that_enters_a_session_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread pauses after it has seen that the session is free, until the other has seen it or is refused."""
+    session, both_have_seen = llm.session(), threading.Barrier(2)
+
+    def caller(asked: Any) -> object:
+        found = vars(asked)["_caller"]
+        if found is None:
+            with suppress(threading.BrokenBarrierError):
+                both_have_seen.wait(0.5)
+        return found
+
+    def begin(number: int) -> object:
+        try:
+            return session.stream("hello", GREEDY)
+        except InvalidRequestError as error:
+            return str(error)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        change = property(caller, lambda asked, found: vars(asked).update(_caller=found))
+        patch.setattr(Session, "_caller", change, raising=False)
+        found = list(pool.map(begin, range(2)))
+    assert sorted(type(each).__name__ for each in found) == ["Stream", "str"]
+    (stream,) = (each for each in found if isinstance(each, Stream))
+    assert stream.run().token_ids == llm.chat([{"role": "user", "content": "hello"}], GREEDY).token_ids
+
+
+def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(llm: LLM) -> None:
+    session = llm.session()
+    session.send("hello", GREEDY)
+    before = session.token_ids, session.messages
+    nothing = SamplingParams(temperature=0, allowed_token_ids=[65], logit_bias={65: -float("inf")})
+    for call in (lambda: session.send("fail", nothing), lambda: session.generate(nothing)):
+        failed, again = call(), call()
+        assert failed.finish_reason == again.finish_reason == "error"
+        assert failed.reused_tokens == again.reused_tokens, "what failed is not there to be reused"
+        assert (session.token_ids, session.messages) == before
+    result = session.send("go on", GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+
+def test_a_grammar_and_drafts_hold_in_a_session(llm: LLM) -> None:
+    session = llm.session()
+    for params in (SamplingParams(temperature=0, regex="yes(, yes){3}!?"), SAMPLED, GREEDY):
+        result = session.send("say ab ab ab ab", params, speculation="ngram")
+        check_fresh(llm, session.token_ids[: -len(result.token_ids)], params, result)
+
+
+def test_later_changes_of_messages_do_not_affect_the_session(llm: LLM) -> None:
+    session = llm.session()
+    mine: dict[str, Any] = {"role": "user", "content": "hello", "extra": ["a"]}
+    session.send(mine, GREEDY)
+    mine["extra"].append("b")
+    session.messages[0]["extra"].append("c")
+    assert session.messages[0] == {"role": "user", "content": "hello", "extra": ["a"]}
+
+
+def test_a_refused_turn_changes_nothing(llm: LLM) -> None:
+    session = llm.session()
+    session.send("hello", GREEDY)
+    before = session.token_ids, session.messages, session.num_cached_tokens
+    with pytest.raises(ContextLengthError):
+        session.send("x" * CONTEXT, GREEDY)
+    with pytest.raises(ContextLengthError):
+        session.append([1] * CONTEXT)
+    for call in (
+        lambda: session.send("\ud800", GREEDY),
+        lambda: session.append([NUM_TOKENS + 4]),
+        lambda: session.rewind(-1),
+        lambda: session.rewind(CONTEXT),
+        lambda: session.send("x", GREEDY, speculation="magic"),
+    ):
+        with pytest.raises(InvalidRequestError):
+            call()
+    assert (session.token_ids, session.messages, session.num_cached_tokens) == before
+    session.append("raw")
+    with pytest.raises(InvalidRequestError, match=r"rewind\(3\)"):
+        session.send("x", GREEDY)
+
+
+def test_rewinding_forgets_the_turns_it_cuts_and_their_messages(llm: LLM) -> None:
+    session = llm.session(system="be brief")
+    session.send("hello", GREEDY)
+    first = session.token_ids, session.messages
+    again = session.send("and now", GREEDY)
+    session.rewind(1)
+    assert session.messages == first[1]
+    session.rewind(len(session.token_ids) - len(first[0]))
+    assert (session.token_ids, session.messages) == first
+    assert session.send("and now", GREEDY).token_ids == again.token_ids
+    session.rewind(len(session.token_ids))
+    assert session.messages == [{"role": "system", "content": "be brief"}]
+
+
+@BOTH
+def test_a_fork_goes_its_own_way(llm: LLM, params: SamplingParams) -> None:
+    session = llm.session()
+    session.send("hello", params)
+    other = session.fork()
+    assert (other.token_ids, other.messages) == (session.token_ids, session.messages)
+    for each, text in ((session, "left"), (other, "right"), (session, "left again"), (other, "right again")):
+        result = each.send(text, params)
+        check_fresh(llm, each.token_ids[: -len(result.token_ids)], params, result)
+        assert result.reused_tokens > 0
+        assert result.dropped_tokens == 0
+    assert session.messages != other.messages
+    third, before = other.fork(), other.num_cached_tokens
+    third.rewind(len(third.token_ids))
+    assert other.num_cached_tokens == before
+
+
+def test_a_prompts_logprobs_are_those_of_its_logits(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode("the ab " * 28)
+    expected = torch.log_softmax(llm.logits(prompt)[:, : llm.tokenizer.vocab_size].double(), -1)
+    first, *found = llm.prompt_logprobs(prompt, num=3)
+    assert first is None
+    assert len(found) == len(prompt) - 1 > 128
+    for index, entry in enumerate(found):
+        assert entry is not None
+        assert entry.token_id == prompt[index + 1]
+        assert entry.logprob == pytest.approx(float(expected[index, entry.token_id]), abs=1e-6)
+        assert entry.rank == 1 + int((expected[index] > expected[index, entry.token_id]).sum())
+        assert [token_id for token_id, _ in entry.top] == expected[index].topk(3).indices.tolist()
+    assert llm.prompt_logprobs([5]) == [None]
+    for prompt, num in (([5, NUM_TOKENS + 3], 0), ([5], 21), ([5], -1), ([CONTEXT] * 3, 0), ([5] * (CONTEXT + 1), 0)):
+        with pytest.raises(InvalidRequestError):
+            llm.prompt_logprobs(prompt, num=num)
+
+
+def test_a_cache_that_differs_from_the_session_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = llm.session()
+    session.send("hello", GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "truncate", lambda self, slot, length: None)
+        with pytest.raises(RuntimeError, match=r"the cache has \d+ tokens, expected \d+"):
+            session.rewind(3)
+    session.rewind(3)

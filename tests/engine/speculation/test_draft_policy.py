@@ -1,0 +1,309 @@
+"""The number of drafts that a policy requests, and the speedup on simulated machines."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.engine.speculation.ngram import MAX_MATCH, MAX_NGRAM, PRIORS, NgramDraft
+from infer.engine.speculation.policy import DraftPolicy, StepTimes
+
+
+def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:
+    policy, times = DraftPolicy(15, PRIORS), StepTimes()
+    times.learn(1, 1.0)
+    asked = [policy.num_draft_tokens(times, match) for match in (2, 4, 20)]
+    assert asked == sorted(asked)
+    assert asked[0] < asked[-1]
+    for _ in range(40):
+        policy.observe(20, False)
+    assert policy.num_draft_tokens(times, 20) == 0
+    assert policy.acceptance(4) > 2 * policy.acceptance(20)
+
+
+def test_no_draft_is_verified_only_to_learn_its_cost() -> None:
+    policy, times = DraftPolicy(7, PRIORS), StepTimes()
+    times.learn(1, 1.0)
+    for _ in range(60):
+        policy.observe(4, False)
+    assert [policy.num_draft_tokens(times, 4) for _ in range(500)] == [0] * 500
+    assert policy.tokens_between(times) == 64
+    for _ in range(12):
+        policy.observe(4, True)
+    assert policy.tokens_between(times) == 1
+    assert policy.num_draft_tokens(times, 4) > 0
+
+
+def test_the_next_look_for_a_draft_comes_sooner_where_guesses_are_right() -> None:
+    policy, times, waits = DraftPolicy(7, PRIORS), StepTimes(), []
+    assert policy.tokens_between(times) == 1  # nothing is known yet
+    times.learn(1, 1.0)
+    for _ in range(40):
+        policy.observe(0, False)
+        waits.append(policy.tokens_between(times))
+    assert waits == sorted(waits)
+    assert {4, 8, 16, 64} <= set(waits)
+
+
+def test_tokens_that_a_step_has_anyway_make_drafts_cheaper() -> None:
+    policy, times = DraftPolicy(7, PRIORS), StepTimes()
+    for _ in range(20):
+        for num_tokens, seconds in ((1, 1.0), (2, 1.9), (4, 3.5), (8, 3.6), (9, 3.65), (12, 3.7)):
+            times.learn(num_tokens, seconds)
+    assert policy.num_draft_tokens(times, 2) == 0
+    assert policy.num_draft_tokens(times, 2, 8) > 0
+
+
+def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, cost: float) -> list[int]:
+    """Return the numbers of requested drafts. A step takes 1, and `cost` per draft. `acceptance` of them are right."""
+    asked, credit = [], 0.0
+    for _ in range(steps):
+        proposed = policy.num_draft_tokens(times, MAX_NGRAM)
+        credit += max(1, proposed) * acceptance
+        right = min(max(1, proposed), int(credit))
+        credit -= right
+        times.learn(proposed + 1, 1 + cost * proposed)
+        for index in range(min(right + 1, max(1, proposed))):
+            policy.observe(MAX_NGRAM, index < right)
+        asked.append(proposed)
+    return asked
+
+
+def test_drafts_that_are_always_right_have_the_largest_size() -> None:
+    asked = run(DraftPolicy(8, PRIORS), StepTimes(), 60, 1.0, 0.05)
+    assert asked[-1] == 8
+    assert sum(number == 8 for number in asked) > 40
+
+
+def test_drafts_that_are_never_right_are_not_made() -> None:
+    assert sum(run(DraftPolicy(8, PRIORS), StepTimes(), 2000, 0.0, 0.1)[100:]) == 0
+
+
+def test_dear_tokens_are_drafted_less_than_cheap_ones() -> None:
+    cheap, dear = (sum(run(DraftPolicy(8, PRIORS), StepTimes(), 300, 0.7, cost)[100:]) for cost in (0.02, 0.4))
+    assert cheap > 2 * dear
+
+
+def test_few_tokens_are_drafted_if_each_costs_a_step() -> None:
+    asked = run(DraftPolicy(8, PRIORS), StepTimes(), 400, 0.9, 1.0)[50:]
+    assert sum(number > 0 for number in asked) < 20
+
+
+def test_drafting_comes_back_when_guesses_become_right() -> None:
+    policy, times = DraftPolicy(8, PRIORS), StepTimes()
+    run(policy, times, 500, 0.0, 0.1)
+    assert max(run(policy, times, 40, 1.0, 0.1)) >= 7
+
+
+def test_times_that_are_over_are_measured_anew() -> None:
+    policy, times = DraftPolicy(8, PRIORS), StepTimes()
+    run(policy, times, 200, 1.0, 1.5)
+    asked = run(policy, times, 2000, 1.0, 0.05)
+    assert asked[0] == 0
+    assert sum(asked[-100:]) > 700
+
+
+def test_measurements_of_one_request_serve_the_next() -> None:
+    times = StepTimes()
+    run(DraftPolicy(8, PRIORS), times, 100, 1.0, 0.05)
+    assert run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
+
+
+# Time of a step by its tokens, relative to one token: measured with SmolLM2 on two cores with AMX, and wanted.
+COSTS = {
+    "now": {1: 1.0, 2: 1.17, 4: 1.45, 8: 2.35, 16: 4.4},
+    "wanted": {1: 1.0, 2: 1.08, 4: 1.35, 8: 1.8, 16: 3.3},
+}
+RETURN = 0.07  # time of a return to Python between two multi-steps or steps
+PLAIN_CHAIN = 32
+
+
+@dataclass
+class Machine:
+    """A machine whose steps take their cost and some noise. `slowed` returns a factor by time and size."""
+
+    cost_by_tokens: dict[int, float]
+    noise: float = 0.03
+    slowed: Callable[[float, int, bool], float] = lambda clock, num_tokens, is_first: 1.0
+    clock: float = 0.0
+    seen: set[int] = field(default_factory=set)
+    rng: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def step(self, num_tokens: int, count: int = 1) -> float:
+        cost = count * float(np.interp(num_tokens, list(self.cost_by_tokens), list(self.cost_by_tokens.values())))
+        cost *= self.rng.lognormvariate(0, self.noise)
+        cost *= self.slowed(self.clock, num_tokens, num_tokens not in self.seen)
+        self.seen.add(num_tokens)
+        self.clock += cost + RETURN
+        return cost
+
+
+def drafted(prompt: Sequence[int], answer: Sequence[int], machine: Machine, times: StepTimes, fixed: int = -1) -> float:
+    """Return the time of an answer with drafts of the policy's size, or of a fixed size."""
+    ids = list(prompt)
+    draft, policy, num_said, began = NgramDraft(ids), DraftPolicy(15, PRIORS), 0, machine.clock
+    while num_said < len(answer):
+        match, rest = draft.match(), answer[num_said:]
+        asked = policy.num_draft_tokens(times, match) if match else 0
+        asked = min(asked if fixed < 0 else fixed if match > 1 else 0, len(rest) - 1)
+        proposed = draft.propose(asked) if asked > 0 else []
+        if proposed:
+            right = next((i for i, token_id in enumerate(proposed) if token_id != rest[i]), len(proposed))
+            new = rest[: right + 1]
+            times.learn(1 + len(proposed), machine.step(1 + len(proposed)))
+        else:
+            new = rest[: min(policy.tokens_between(times), PLAIN_CHAIN)]
+            times.learn(1, machine.step(1, len(new)) / len(new))
+        for token_id in new:
+            ids.append(token_id)
+            policy.observe(*draft.follow())
+        num_said += len(new)
+    return machine.clock - began
+
+
+def plain(answer: Sequence[int]) -> float:
+    return len(answer) + RETURN * -(-len(answer) // PLAIN_CHAIN)
+
+
+class Answer(NamedTuple):
+    prompt: list[int]
+    said: list[int]
+
+
+@cache
+def said_answers() -> dict[str, Answer]:
+    """Return SmolLM2's answers to the tasks of benchmarks/path_prompts.py, as ids."""
+    found = json.loads((Path(__file__).parents[2] / "data" / "said_answers.json").read_text(encoding="utf-8"))
+    return {each["name"]: Answer(each["prompt"], each["answer"]) for each in found}
+
+
+def speedups(machine: Machine, rounds: int = 4) -> dict[str, float]:
+    """Return the median speedup of each answer. All answers take turns on one machine and keep what they learnt."""
+    times, found = StepTimes(), dict[str, list[float]]()
+    for _ in range(rounds):
+        for name, (prompt, said) in said_answers().items():
+            found.setdefault(name, []).append(plain(said) / drafted(prompt, said, machine, times))
+    return {name: float(np.median(each)) for name, each in found.items()}
+
+
+@pytest.mark.parametrize("cost", list(COSTS))
+def test_a_policy_is_as_good_as_the_best_fixed_number_for_each_answer(cost: str) -> None:
+    found = speedups(Machine(COSTS[cost]))
+    for name, (prompt, said) in said_answers().items():
+        fixed = (drafted(prompt, said, Machine(COSTS[cost]), StepTimes(), size) for size in (0, 1, 3, 7, 15))
+        assert found[name] > 0.93 * plain(said) / min(fixed), name
+
+
+@pytest.mark.parametrize("cost", list(COSTS))
+def test_no_answer_is_slower_than_a_fiftieth_for_its_drafts(cost: str) -> None:
+    assert min(speedups(Machine(COSTS[cost], noise=0.0)).values()) > 0.98
+
+
+def held_up_at_first(clock: float, num_tokens: int, is_first: bool) -> float:
+    return 4.0 if is_first else 1.0
+
+
+def slow_until_measured_thrice(clock: float, num_tokens: int, is_first: bool) -> float:
+    return 3.0 if num_tokens > 4 and clock < 60 else 1.0
+
+
+def busy_for_a_while(clock: float, num_tokens: int, is_first: bool) -> float:
+    return 2.0 if clock % 200 < 50 else 1.0
+
+
+@pytest.mark.parametrize("slowed", [held_up_at_first, slow_until_measured_thrice])
+def test_steps_that_were_slow_once_decide_nothing_later(slowed: Callable[[float, int, bool], float]) -> None:
+    quiet, slow = speedups(Machine(COSTS["now"])), speedups(Machine(COSTS["now"], slowed=slowed))
+    for name in quiet:
+        assert slow[name] > 0.93 * quiet[name], name
+
+
+def test_a_busy_moment_slows_all_steps_and_changes_no_choice() -> None:
+    """Steps of drafted answers count with the time that they would have taken on an idle machine."""
+    asked = []
+    for slowed in (busy_for_a_while, lambda *_: 1.0):
+        machine, times = Machine(COSTS["now"], noise=0.0, slowed=slowed), StepTimes()
+        policy = DraftPolicy(15, PRIORS)
+        for number in range(2000):
+            proposed = policy.num_draft_tokens(times, 20)
+            times.learn(1 + proposed, machine.step(1 + proposed))
+            if number % 4 == 0:
+                times.learn(1, machine.step(1))
+            asked.append(proposed)
+    busy, quiet = asked[:2000], asked[2000:]
+    assert sum(quiet) > 10000
+    assert abs(sum(busy) - sum(quiet)) < 0.1 * sum(quiet)
+
+
+def test_steps_that_are_sometimes_delayed_cost_only_themselves() -> None:
+    rng = random.Random(3)
+    quiet = speedups(Machine(COSTS["now"], noise=0.05))
+    held = speedups(Machine(COSTS["now"], 0.05, lambda *_: rng.uniform(2, 5) if rng.random() < 0.03 else 1.0))
+    for name in quiet:
+        assert held[name] > 0.85 * quiet[name], name
+
+
+def words(rng: random.Random, count: int, num_words: int) -> list[int]:
+    """Return words with the frequencies of a language: the n-th word 1/n as often. Pairs repeat in new places."""
+    return rng.choices(range(num_words), [1 / (1 + rank) for rank in range(num_words)], k=count)
+
+
+@pytest.mark.parametrize("num_words", [30, 300, 3000])
+def test_guesses_that_go_wrong_cost_less_than_a_fiftieth(num_words: int) -> None:
+    rng, machine, times = random.Random(num_words), Machine(COSTS["now"]), StepTimes()
+    answers = [(words(rng, 200, num_words), words(rng, 300, num_words)) for _ in range(8)]
+    assert min(plain(said) / drafted(prompt, said, machine, times) for prompt, said in answers) > 0.98
+
+
+def test_a_copy_is_three_times_as_fast_and_an_edited_one_twice() -> None:
+    prompt = words(random.Random(1), 300, 3000)
+    edited = [token_id if index % 24 else 5000 for index, token_id in enumerate(prompt)]
+    for said, least in ((prompt, 3), (edited, 2.5)):
+        times = StepTimes()
+        assert [plain(said) / drafted(prompt, said, Machine(COSTS["wanted"]), times) for _ in range(2)][1] > least
+
+
+def test_one_delayed_step_changes_little() -> None:
+    policy, times = DraftPolicy(4, PRIORS), StepTimes()
+    run(policy, times, 100, 0.9, 0.1)
+    wanted = policy.num_draft_tokens(times, MAX_NGRAM)
+    times.learn(1, 1000.0)
+    assert times.seconds(1) < 1.3
+    assert policy.num_draft_tokens(times, MAX_NGRAM) >= wanted - 1
+
+
+def test_a_first_step_that_took_long_is_soon_forgotten() -> None:
+    times = StepTimes()
+    times.learn(1, 100.0)
+    for _ in range(10):
+        times.learn(1, 1.0)
+    assert times.seconds(1) < 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0, 10), st.integers(0, 40), st.booleans()), max_size=40),
+    st.integers(0, 8),
+)
+def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, float, int, bool]], most: int) -> None:
+    policy, times = DraftPolicy(most, PRIORS), StepTimes()
+    for num_tokens, seconds, match, is_right in steps:
+        times.learn(num_tokens, seconds)
+        policy.observe(min(match, MAX_MATCH), is_right)
+        assert 0 <= policy.num_draft_tokens(times, match) <= most
+        assert all(0 < policy.acceptance(match) <= 1 for match in range(40))
+        assert policy.tokens_between(times) >= 1
+        assert all(0 < times.promised(count) <= times.seconds(count) for count in range(1, 12))
+
+
+def test_a_policy_drafts_no_negative_number() -> None:
+    with pytest.raises(ValueError, match="max_draft_tokens"):
+        DraftPolicy(-1, PRIORS)

@@ -1,0 +1,399 @@
+"""Ranks as processes have the bits of one process, recorded and op by op, through shared memory and through gloo."""
+
+import gc
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2MoeConfig
+
+from extent import IS_WHOLE
+from infer import LLM
+from infer.compute.backends.cpu.threads.pool import set_num_threads
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.limits import HOST_STEP
+from infer.compute.operands.step import Chunk
+from infer.compute.sampling.columns import SamplingColumns
+from infer.engine.engine import Engine
+from infer.engine.requests.prompt_batch import answer_all
+from infer.engine.runner.runner import Runner
+from infer.engine.tensor_parallel.leading import LeadingRunner
+from infer.engine.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
+from infer.engine.tensor_parallel.ranks import Ranks, digest_of
+from infer.errors import InferError, InvalidRequestError
+from infer.files import open_checkpoint
+from infer.models.families import make_architecture
+from infer.models.from_checkpoint import load_checked
+from infer.sampling_params import SamplingParams
+from looping import loop_of
+from path_cases import CASES, CONFIGS, CONTEXT, Outcome, Way, World, make_sequence, make_world
+from tiny import GATED, GEMMA4, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
+
+CAPACITY, NUM_SLOTS = 96, 4
+SOME = "llama", "gemma3", "olmo2", "qwen2_moe"
+# The ranks have room for the first family, and heads of GATED[0] are wider. It has a separate test.
+WITH_MORE = [tiny for tiny in GEMMA4 if tiny.name in ("gemma4_per_layer", "gemma4_moe")]
+FAMILIES = [*([tiny for tiny in TINY if tiny is not GATED[0]] if IS_WHOLE else [*ONE_EACH, *WITH_MORE]), LONGROPE]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_a_rank() -> None:
+    set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folders = [tmp_path_factory.mktemp(tiny.name) for tiny in FAMILIES]
+    for tiny, folder in zip(FAMILIES, folders, strict=True):
+        make_tiny(tiny, folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path) -> World:
+    return make_world("llama", folder)
+
+
+def ranks_of(folder: Path, size: int, transport: Transport = "memory") -> Ranks:
+    return Ranks(source_of(folder), make_architecture(open_checkpoint(folder).config), size, transport)
+
+
+def source_of(folder: Path, weights: str = "auto") -> ModelSource:
+    return ModelSource(folder, open_checkpoint(folder).fingerprint(), "auto", weights, "exact", 1)
+
+
+def runner_of(
+    folder: Path,
+    ranks: Ranks | None = None,
+    *,
+    capture: bool = True,
+    settings: CacheSettings | None = None,
+    capacity: int = CAPACITY,
+    weights: str = "auto",
+) -> Runner:
+    """Return the runner of one process, or of rank 0."""
+    settings, group = settings or CacheSettings(), None if ranks is None else ranks.group
+    model = load_checked(
+        open_checkpoint(folder), None, "cpu", "auto", weights, "exact", capacity, None, settings, group=group
+    )
+    asked = RunnerSettings(capacity, settings, NUM_SLOTS, None, capture)
+    if ranks is None:
+        return Runner(model, **asked._asdict())
+    ranks.source = source_of(folder, weights)
+    ranks.load(asked)
+    return LeadingRunner(ranks, model, **asked._asdict())
+
+
+def columns_of(runner: Runner) -> SamplingColumns:
+    columns = SamplingColumns(NUM_SLOTS, 96, end_ids=[], device=torch.device("cpu"))
+    for slot in range(NUM_SLOTS):
+        columns.write(slot, SamplingParams(temperature=0.9, seed=slot), 0)
+    columns.select(range(NUM_SLOTS))
+    return columns
+
+
+def steps(runner: Runner) -> tuple[list[Tensor], list[list[int]]]:
+    """Return the logits of prompts and of a dropped draft, and the tokens after them, in steps and multi-steps."""
+    ids = torch.randint(3, 96, (NUM_SLOTS, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    logits, columns, sampled = list[Tensor](), columns_of(runner), [list[int]() for _ in ids]
+
+    def run(lengths: Sequence[int], num_drafts: int = 0) -> list[Chunk]:
+        chunks = []
+        for slot, length in enumerate(lengths):
+            runner.choose_rope(slot, CAPACITY if slot % 2 else 40)
+            runner.reserve(slot, length)
+            start = runner.lengths[slot]
+            chunks.append(Chunk(slot, ids[slot][start : start + length], num_drafts))
+        with torch.inference_mode():
+            logits.append(runner.forward(chunks).clone())
+        return chunks
+
+    for lengths, num_drafts, count in (((9, 1, 20, 5), 0, None), ((3, 3, 3, 3), 2, 1), ((1, 1, 1, 1), 0, None)):
+        run(lengths, num_drafts)
+        for slot, length in enumerate(lengths):
+            runner.commit(slot, length if count is None else count)
+    chunks = [Chunk(slot, [7]) for slot in range(NUM_SLOTS)]
+    for slot in range(NUM_SLOTS):
+        runner.reserve(slot, 9)
+    found, _ = runner.multi_step(chunks, 8, columns, None, [])
+    if not found:
+        for _ in range(8):
+            one, _ = runner.sample(chunks, columns, None)
+            for slot in range(NUM_SLOTS):
+                runner.commit(slot, 1)
+                sampled[slot] += one[slot].token_ids
+            chunks = [Chunk(slot, [sampled[slot][-1]]) for slot in range(NUM_SLOTS)]
+    else:
+        sampled = [each.token_ids for each in found]
+        for slot in range(NUM_SLOTS):
+            runner.commit(slot, 8)
+        chunks = [Chunk(slot, [sampled[slot][-1]]) for slot in range(NUM_SLOTS)]
+    with torch.inference_mode():
+        for slot in range(NUM_SLOTS):
+            runner.reserve(slot, 1)
+        logits.append(runner.forward(chunks).clone())
+    runner.reset()
+    return logits, sampled
+
+
+def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -> None:
+    logits, sampled = steps(runner)
+    assert sampled == expected[1]
+    assert all(map(torch.equal, logits, expected[0]))
+
+
+@pytest.fixture(scope="module")
+def pair(families: list[Path]) -> Iterator[Ranks]:
+    ranks = ranks_of(families[0], 2)
+    yield ranks
+    ranks.close()
+
+
+def test_every_family_has_the_bits_of_one_rank(families: list[Path], pair: Ranks) -> None:
+    for folder in families:
+        check_same(runner_of(folder, pair), steps(runner_of(folder)))
+
+
+@pytest.mark.parametrize(("size", "transport"), [(3, "memory"), (4, "memory"), (4, "gloo")])
+def test_more_ranks_have_the_bits_of_one(families: list[Path], size: int, transport: Transport) -> None:
+    """Only four families are tried with ranks that compete for the cores: one has post norms, one has norms over all
+    heads, and one has experts beside a shared expert.
+    """
+    ranks = ranks_of(families[0], size, transport)
+    try:
+        for tiny, folder in zip(FAMILIES, families, strict=True):
+            if IS_WHOLE or tiny.name in SOME:
+                check_same(runner_of(folder, ranks, capture=transport == "memory"), steps(runner_of(folder)))
+    finally:
+        ranks.close()
+
+
+def test_output_gates_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    make_tiny(GATED[0], tmp_path)
+    ranks = ranks_of(tmp_path, 3)
+    try:
+        for capture in (True, False):
+            check_same(runner_of(tmp_path, ranks, capture=capture), steps(runner_of(tmp_path)))
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "q8", "q4"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_every_cache_has_the_bits_of_one_rank(families: list[Path], pair: Ranks, kv_type: str, capture: bool) -> None:
+    settings = CacheSettings(kv_type=kv_type)
+    wide = families[[tiny.name for tiny in FAMILIES].index("gemma3")]  # heads of 32
+    expected = steps(runner_of(wide, settings=settings))
+    check_same(runner_of(wide, pair, capture=capture, settings=settings), expected)
+
+
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("experts", ["qwen2_moe", "qwen3_moe"])
+def test_quantised_experts_have_the_bits_of_one_rank(
+    families: list[Path], pair: Ranks, weights: str, capture: bool, experts: str
+) -> None:
+    folder = families[[tiny.name for tiny in FAMILIES].index(experts)]
+    expected = steps(runner_of(folder, weights=weights))
+    check_same(runner_of(folder, pair, capture=capture, weights=weights), expected)
+
+
+def test_each_rank_has_its_share_of_each_expert(families: list[Path], pair: Ranks) -> None:
+    folder = families[[tiny.name for tiny in FAMILIES].index("qwen2_moe")]
+    whole, own = (runner_of(folder, ranks).model.layers[0] for ranks in (None, pair))
+    sizes = [[each.out_features for each in layer.feed_forward.projections] for layer in (whole, own)]
+    router, *others = sizes[0]
+    assert sizes[1] == [router, *(rows // 2 for rows in others)]
+
+
+def test_shared_memory_has_room_for_a_whole_step_of_experts(tmp_path: Path) -> None:
+    """The shared expert is as wide as all chosen experts together, as in Qwen1.5-MoE."""
+    sizes = {"num_experts_per_tok": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 6 * 256}
+    make_tiny(Tiny("experts", Qwen2MoeConfig.from_dict(CONFIGS["experts"].to_dict() | sizes)), tmp_path)
+    length = HOST_STEP.tokens // NUM_SLOTS
+    ids = torch.randint(3, 96, (NUM_SLOTS, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def logits_of(ranks: Ranks | None) -> Tensor:
+        runner = runner_of(tmp_path, ranks, capacity=length, weights="q8")
+        for slot in range(NUM_SLOTS):
+            runner.reserve(slot, length)
+        with torch.inference_mode():
+            found = runner.forward([Chunk(slot, ids[slot]) for slot in range(NUM_SLOTS)]).clone()
+        runner.reset()
+        return found
+
+    ranks = ranks_of(tmp_path, 2)
+    try:
+        assert torch.equal(logits_of(ranks), logits_of(None))
+    finally:
+        ranks.close()
+
+
+POLICIES = {
+    "sliding": CacheSettings(eviction_policy="sliding", eviction_window=24, page_tokens=16),
+    "snapkv": CacheSettings(eviction_policy="snapkv", eviction_window=48, page_tokens=16),
+    "prefixes": CacheSettings(reuse_prefixes=True, page_tokens=16),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_are_those_of_one_rank(world: World, folder: Path, pair: Ranks, policy: str) -> None:
+    """Batches have drafts, grammars and all samplers, and the cache evicts or shares."""
+    check_answers(world, folder, pair, POLICIES[policy])
+
+
+def test_answers_of_experts_are_those_of_one_rank(pair: Ranks, tmp_path: Path) -> None:
+    check_answers(make_world("experts", tmp_path), tmp_path, pair, POLICIES["prefixes"])
+
+
+def check_answers(world: World, folder: Path, pair: Ranks, settings: CacheSettings) -> None:
+    cases = CASES[:: 1 if IS_WHOLE else 3]
+
+    def run(runner: Runner) -> list[Outcome]:
+        engine, ways = Engine(runner, max_steps=8), [Way("none"), Way("ngram")]
+        made = [make_sequence(world, case, ways[index % 2]) for index, case in enumerate(cases)]
+        ended = dict(answer_all(loop_of(engine), enumerate(made), NUM_SLOTS))
+        return [Outcome.of(ended[number]) for number in range(len(cases))]
+
+    expected = run(runner_of(folder, settings=settings, capacity=CONTEXT))
+    assert run(runner_of(folder, pair, settings=settings, capacity=CONTEXT)) == expected
+
+
+def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families: list[Path], pair: Ranks) -> None:
+    expected, runner = steps(runner_of(families[0])), runner_of(families[0], pair)
+    for name in ("forward", "multi_step", "extend"):
+        pair.lead(
+            name, *([[Chunk(0, [5])], [0]] if name != "extend" else [0, [5]]), *([4] if name == "multi_step" else [])
+        )
+        runner.reset()  # rank 0 runs nothing of the step
+        check_same(runner, expected)
+
+
+def test_no_rank_restarts_while_another_may_still_wait(
+    families: list[Path], pair: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower rank may be in a step that rank 0 has finished, until it reports that it has left the step."""
+    runner, told = runner_of(families[0], pair), list[str]()
+    send, begin_anew = Ranks._send, type(pair.group).begin_anew
+    monkeypatch.setattr(Ranks, "_send", lambda self, calls: [told.append(calls[0][0]), send(self, calls)])
+    monkeypatch.setattr(
+        Ranks, "_answers", lambda self: [told.append("answered"), *[each.recv() for each in self._pipes]]
+    )
+    monkeypatch.setattr(type(pair.group), "begin_anew", lambda self: [told.append("rank 0"), begin_anew(self)])
+    runner.reset()
+    assert told == ["leave", "answered", "rank 0", "begin_anew", "answered"]
+
+
+def test_ranks_have_the_same_logits(families: list[Path]) -> None:
+    """Each rank computes them in its own memory."""
+    ranks = ranks_of(families[0], 2, "gloo")
+    try:
+        runner = runner_of(families[0], ranks, capture=False)
+        runner.reserve(0, 3)
+        with torch.inference_mode():
+            logits = runner.forward([Chunk(0, [5, 6, 7], num_drafts=2)])
+        assert ranks.digests() == [digest_of(logits)]
+    finally:
+        ranks.close()
+
+
+def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: list[Path]) -> None:
+    ranks = ranks_of(families[0], 3)
+    try:
+        runner = runner_of(families[0], ranks)
+        runner.reserve(0, 1)
+        process = ranks._processes[1]
+        process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor() as threads:
+            step = threads.submit(runner.forward, [Chunk(0, [5])])
+            process.kill()
+            with pytest.raises(InferError, match=r"^rank 2 of the model's 3 ended by signal 9: load the model again$"):
+                step.result(60)
+        with pytest.raises(InferError, match="rank 2"):
+            runner.reset()
+    finally:
+        ranks.close()
+
+
+def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    unraisable, reported = list[Any](), list[str]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
+    monkeypatch.setattr("threading.excepthook", lambda found: reported.append(str(found.exc_value)))
+    with LLM(folder, threads=1, tensor_parallel=2) as llm:
+        stream, session = llm.stream("abc abc", max_new_tokens=50, ignore_eos=True), llm.session()
+        session.append([5, 6, 7])
+        next(stream)
+        (process,) = llm._opened._ranks._processes
+        process.kill()
+        for ask in (lambda: list(stream), lambda: llm.generate("abc"), lambda: session.append([8])):
+            with pytest.raises(InferError, match="rank 1"):
+                ask()
+        del stream, session, ask
+        gc.collect()
+        assert list(tmp_path.iterdir()) == []  # a killed process would leave files
+    assert unraisable == []
+    assert reported == ["rank 1 of the model's 2 ended by signal 9: load the model again"], "its end, and that once"
+
+
+def test_ranks_end_with_rank_0(families: list[Path]) -> None:
+    ranks = ranks_of(families[0], 2)
+    process = ranks._processes[0]
+    runner_of(families[0], ranks)
+    ranks.lead("forward", [Chunk(0, [5])], [0])  # the other rank waits for this one in the call
+    ranks._pipes[0].close()
+    assert process.wait(60) == 0
+    ranks.close()
+
+
+def test_files_that_changed_are_refused(families: list[Path]) -> None:
+    ranks = ranks_of(families[0], 2)
+    ranks.source = source_of(families[0])._replace(fingerprint="another")
+    with pytest.raises(InferError, match="changed while its ranks were loading it"):
+        ranks.load(RunnerSettings(CAPACITY, CacheSettings(), NUM_SLOTS, None, capture=True))
+
+
+def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World, folder: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
+    with LLM(folder, threads=1) as one, LLM(folder, threads=1, tensor_parallel=2) as two:
+        assert two.generate("abc abc", **asked).token_ids == one.generate("abc abc", **asked).token_ids
+        ids = one.tokenizer.encode("abc bar abc")
+        assert torch.equal(two.logits(ids), one.logits(ids))
+        assert two.prompt_logprobs(ids) == one.prompt_logprobs(ids)
+        params, path = SamplingParams(temperature=0.8, seed=1, max_new_tokens=9), tmp_path / "session"
+        found = []
+        for saving, loading in ((one, two), (two, one), (two, two)):
+            session = saving.session()
+            session.append(ids)
+            session.generate(params)
+            session.save(path)
+            found.append(loading.load_session(path).generate(params).token_ids)
+        assert found == [found[0]] * 3
+        processes = two._opened._ranks._processes
+    assert [process.poll() for process in processes] == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("settings", "problem"), [
+    ({"tensor_parallel": 0}, "tensor_parallel must be a whole number from 1, got 0"),
+    ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 needs device cpu or a list of GPUs"),
+    ({"tensor_parallel": 2, "eviction_policy": "sliding", "memory_threshold_mb": 1}, "would evict at different"),
+])  # fmt: skip
+def test_models_that_cannot_be_shared_are_refused(
+    world: World, folder: Path, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        LLM(folder, **settings)

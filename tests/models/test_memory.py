@@ -1,0 +1,397 @@
+"""Claims about memory: the estimate from headers is the memory that a loaded model takes."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.cli import main
+from infer.compute import ops
+from infer.compute.backends.before_load import StepSizes
+from infer.compute.backends.cpu.capture.forward import CapturedForward
+from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.backends.cpu.thread_records import MAX_THREADS
+from infer.compute.backends.cpu.threads.pool import set_num_threads, thread_pool
+from infer.compute.backends.cpu.workspace import step_buffers
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.limits import HOST_STEP
+from infer.compute.operands.mixers import Attention, Rope
+from infer.compute.operands.weights import Heads, Projection
+from infer.compute.quantization.kv_formats import QUANTIZED
+from infer.engine.runner.caches import make_cache
+from infer.errors import InvalidRequestError, ModelError
+from infer.files import Checkpoint, open_checkpoint
+from infer.files.tensors.lazy_weights import LazyWeights
+from infer.models.families import make_architecture
+from infer.models.from_checkpoint import load_model
+from infer.models.layers import LoadedAttention, LoadedExperts, LoadedRecurrent
+from infer.models.load import load_transformer
+from infer.models.memory.memory_estimate import (
+    LoadSettings,
+    cache_bytes,
+    cache_bytes_per_token,
+    estimate,
+    largest_context,
+    loaded_types,
+    rope_bytes,
+    weight_bytes,
+)
+from infer.models.transformer import Transformer
+from tiny import ONE_EACH, TINY, make_tiny
+from watched import python_command
+
+CPU = torch.device("cpu")
+CASES = [
+    ("llama_odd_sizes", "auto"),
+    ("llama_odd_sizes", "q8"),
+    ("gemma3", "q4"),
+    ("olmo2_biases", "bf16"),
+    ("phi3", "q4"),
+    ("smollm3", "auto"),
+    ("lfm2", "q8"),
+    ("lfm2_biases", "q4"),
+    ("qwen3_5", "q8"),
+    ("qwen3_next", "auto"),
+    ("gemma4_shared", "q8"),
+    ("gemma4_per_layer", "q8"),
+    ("gemma4_per_layer", "auto"),
+    ("gemma4_moe", "q4"),
+]
+EACH_FAMILY = [(tiny.name, kind) for tiny, kind in zip(ONE_EACH, cycle(["bf16", "auto", "q4", "q8"]), strict=False)]
+ATTENTION = Attention(4, 2, 32, Rope(10_000.0, 32), 0.25)
+
+
+def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transformer]:
+    make_tiny(next(tiny for tiny in TINY if tiny.name == name), folder)
+    checkpoint = open_checkpoint(folder)
+    architecture = make_architecture(checkpoint.config)
+    stored = LazyWeights(checkpoint.tensors)
+    return checkpoint, load_transformer(
+        architecture, stored, backend=ops.backend_of(CPU), keep_floats_as=weights, max_seq_len=200
+    )
+
+
+def all_heads(model: Transformer) -> list[Heads]:
+    return [layer.mixer.heads for layer in model.layers if isinstance(layer.mixer, LoadedAttention)]
+
+
+def held_bytes(model: Transformer) -> int:
+    """Return the real bytes of a loaded model's matrices, norms and biases, each counted once."""
+    found: dict[int, int] = {}
+    members = [member for layer in model.layers for part in layer.parts for member in vars(part).values()]
+    for part in (part for layer in model.layers for part in layer.parts):
+        if isinstance(part, LoadedRecurrent):
+            members += vars(part.weights).values()
+        if isinstance(part, LoadedExperts):
+            members += vars(part.experts).values()
+            members += [] if part.experts.shared is None else vars(part.experts.shared).values()
+            members += [] if part.experts.norms is None else vars(part.experts.norms).values()
+    for own in (layer.per_layer_input for layer in model.layers):
+        members += [] if own is None else vars(own).values()
+    members += [] if model.per_layer is None else vars(model.per_layer).values()
+    members += [heads.sinks for heads in all_heads(model)]
+    for own in (layer.mixer for layer in model.layers if isinstance(layer.mixer, LoadedAttention)):
+        if own.own.qk_norm != "head_unweighted":  # its ones are not in a file
+            members += [own.heads.q_norm, own.heads.k_norm]
+    for member in (model.embedding, model.head, model.norm, *members):
+        if isinstance(member, Projection):
+            tensors = [part.data for part in member.parts]  # type: ignore[attr-defined]
+            tensors += [] if member.bias is None else [member.bias]
+        else:
+            tensors = [member.weight] if type(member).__name__ == "Norm" else []
+            tensors += [member] if isinstance(member, torch.Tensor) else []
+        found |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    return sum(found.values()) + 4 * sum(layer.has_scale for layer in model.architecture.layers)
+
+
+@pytest.mark.parametrize(("name", "weights"), [*CASES, *EACH_FAMILY])
+def test_weights_take_the_estimated_memory(name: str, weights: str, tmp_path: Path) -> None:
+    checkpoint, model = load_tiny(name, weights, tmp_path)
+    architecture = model.architecture
+    types = loaded_types(architecture, checkpoint.tensors, LoadSettings(weights=weights))
+    assert weight_bytes(architecture, types) == held_bytes(model)
+    tables = {heads.rope.cos.data_ptr(): heads.rope for heads in all_heads(model) if heads.rope}
+    held = sum(rope.cos.nbytes + rope.sin.nbytes for rope in tables.values())
+    scales = {own.data_ptr(): own for heads in all_heads(model) if (own := heads.query_scales) is not None}
+    held += sum(own.nbytes for own in scales.values())
+    assert rope_bytes(architecture, model.max_seq_len) == held
+
+
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_quantised_weights_take_the_estimated_memory(dtype: str) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    chosen = None if dtype == "auto" else getattr(torch, dtype)
+    model = load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=ops.backend_of(CPU), dtype=chosen)
+    types = loaded_types(architecture, checkpoint.tensors, LoadSettings(dtype=dtype))
+    assert weight_bytes(architecture, types) == held_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "capacity"), [*((*case, 200) for case in CASES), ("llama_odd_sizes", "auto", 1000)]
+)
+def test_a_recorded_step_takes_the_estimated_memory(name: str, weights: str, capacity: int, tmp_path: Path) -> None:
+    set_num_threads(3)
+    checkpoint, model = load_tiny(name, weights, tmp_path)
+    is_beyond = capacity > model.architecture.most_positions
+    cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
+    cache.reserve(0, 1)
+    captured = CapturedForward(lambda step: model.forward(step, cache), *HOST_STEP)
+    held: dict[str, int] = {}
+    for (role, *_), tensor in captured._recording._workspace.items():
+        role = "quantized" if role.startswith("quantized") else role
+        held[role] = held.get(role, 0) + tensor.nbytes
+    said: dict[str, int] = {}
+    types = loaded_types(model.architecture, checkpoint.tensors, LoadSettings(weights=weights))
+    sizes = StepSizes(capacity, *HOST_STEP, "exact", thread_pool().num_threads)
+    buffers = step_buffers(model.architecture, types, sizes, HOST_STEP.logits)
+    for (role, _), size in buffers.items():
+        role = "quantized" if role.startswith("quantized") else role
+        said[role] = said.get(role, 0) + size
+    for role in ("attention scratch", "delta net scratch", "unpacked weights"):  # for each thread
+        held[role] = held.get(role, 0) * thread_pool().num_threads // MAX_THREADS
+    if not instruction_set().has_matrices:
+        said.pop("unpacked weights", None)
+    assert {role: size for role, size in said.items() if size} == {role: size for role, size in held.items() if size}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CacheSettings(),
+        CacheSettings(kv_type="q8"),
+        CacheSettings(kv_type="q4", page_tokens=16),
+        CacheSettings(kv_type="f16", eviction_policy="sliding", eviction_window=300),
+        CacheSettings(eviction_policy="sliding", eviction_window=300, protected_prefix=0, page_tokens=256),
+    ],
+    ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}-{settings.page_tokens}",
+)
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_a_cache_takes_the_estimated_memory(name: str, settings: CacheSettings, tmp_path: Path) -> None:
+    _, model = load_tiny(name, "auto", tmp_path)
+    if name == "lfm2" and settings.kv_type in QUANTIZED:  # its heads are too small
+        settings = replace(settings, kv_type="f16")
+    assert LoadSettings().kv_type == model.kv_type
+    kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
+    for (num_tokens, num_rows), pool_pages in product([(1, 1), (1000, 1), (4097, 3)], [None, 300]):
+        cache = make_cache(model, num_tokens, num_rows, settings=settings, pool_pages=pool_pages)
+        said = cache_bytes(model.architecture.mixers, settings, kv_type, num_tokens, num_rows, pool_pages)
+        assert said == cache.num_bytes, (num_tokens, num_rows, pool_pages)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_shared", "gemma4_per_layer"])
+def test_a_long_context_of_windows_and_shared_keys_takes_the_estimated_memory(
+    name: str, kv_type: str, tmp_path: Path
+) -> None:
+    _, model = load_tiny(name, "auto", tmp_path)
+    settings, num_tokens = CacheSettings(kv_type=kv_type), 131_072
+    layers = model.architecture.cached_mixers
+    said = cache_bytes(layers, settings, kv_type, num_tokens, 1)
+    assert said == make_cache(model, num_tokens, settings=settings).num_bytes
+    full = [layer for layer in model.architecture.attention if layer.has_keys and layer.window is None]
+    bytes_per_token = cache_bytes_per_token(full, kv_type)[0]
+    assert said == pytest.approx(num_tokens * bytes_per_token, rel=0.01)  # windows take next to nothing
+
+
+def test_a_context_is_no_longer_than_the_pool() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    sizes = {"available": 10**12, "most": 8192, "num_rows": 64, "pool_pages": 30}
+    assert largest_context(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), **sizes) == 30 * 64
+    one, pool = (
+        estimate(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=1920, **rows).cache
+        for rows in ({"num_rows": 1}, {"num_rows": 64, "pool_pages": 30})
+    )
+    assert one == pool
+    with pytest.raises(InvalidRequestError, match=r"at least 30, the pages of one sequence of 1,920 tokens, got 29"):
+        cache_bytes(architecture.attention, CacheSettings(), "f16", 1920, 64, 29)
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from infer import LLM
+llm = LLM("smollm2", max_seq_len=64, threads=1, dtype=sys.argv[1])
+lines = Path("/proc/self/status").read_text().splitlines()
+kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
+print((kilobytes["VmHWM"] - kilobytes["VmRSS"]) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells a process's peak")
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_loading_never_takes_much_more_than_the_loaded_model(dtype: str) -> None:
+    """The table of SmolLM2 is 30 MB, 57 as bfloat16, 113 in floats; its file is 98 MB."""
+    done = subprocess.run(python_command(LOAD, dtype), capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16_000_000
+
+
+FREE = """
+from pathlib import Path
+import torch
+from infer.system.memory.available_memory import give_back_freed
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+pieces = [torch.ones(15_000) for _ in range(2000)]
+pieces[:-1] = []  # the last one keeps what lies below it
+before = resident()
+give_back_freed()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
+def test_freed_memory_returns_to_the_system() -> None:
+    done = subprocess.run(python_command(FREE), capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 100_000_000
+
+
+def test_each_row_of_a_batch_takes_a_line_of_logits_and_its_history() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    one, five = (
+        estimate(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=512, num_rows=count)
+        for count in (1, 5)
+    )
+    assert five.workspace - one.workspace == 4 * (4 * 49_152 + 8 * 49_152 + 8 * 512)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
+def test_the_type_of_a_cache_is_the_loaders(dtype: str) -> None:
+    chosen = None if dtype == "auto" else getattr(torch, dtype)
+    assert LoadSettings(dtype=dtype).kv_type == ops.backend_of(CPU).kv_type(chosen)
+    assert LoadSettings(dtype=dtype).kv_type == ("f16" if dtype == "auto" else "f32")
+
+
+def test_the_largest_context_is_the_last_that_fits() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    load, cache = LoadSettings(), CacheSettings()
+
+    def model_bytes(num_tokens: int) -> int:
+        return estimate(architecture, checkpoint.tensors, load, cache, num_tokens=num_tokens).model
+
+    for wanted in (2, 1000, 8191):
+        found = largest_context(architecture, checkpoint.tensors, load, cache, available=model_bytes(wanted), most=8192)
+        assert wanted <= found
+        assert model_bytes(found) <= model_bytes(wanted) < model_bytes(found + 1)
+    assert largest_context(architecture, checkpoint.tensors, load, cache, available=10**12, most=8192) == 8192
+    assert largest_context(architecture, checkpoint.tensors, load, cache, available=10**6, most=8192) == 0
+
+
+def test_windows_bound_the_memory_of_their_layers() -> None:
+    windowed, settings = [replace(ATTENTION, window=100)] * 5, CacheSettings()
+    short, long = (cache_bytes(windowed, settings, "f16", count, 1) for count in (2048, 100_352))
+    assert short == long
+    whole = [cache_bytes([*windowed, ATTENTION], settings, "f16", count, 1) for count in (2048, 100_352)]
+    assert whole[1] - whole[0] == cache_bytes([ATTENTION], settings, "f16", 98_304, 1)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    threads = LoadSettings(num_threads=thread_pool().num_threads)
+    needed = estimate(architecture, checkpoint.tensors, threads, CacheSettings(), num_tokens=1000).model
+    monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: needed)
+    with monkeypatch.context() as within:
+        within.setattr("infer.models.from_checkpoint.load_transformer", None)  # it is not called
+        with pytest.raises(
+            ModelError, match=r"Q4_1.gguf needs 3\d\d MB here \(99 of .* for 8,192 tokens, .* of w"
+        ) as error:
+            load_model("smollm2", max_seq_len=8192)
+    most = int(re.findall(r"max_seq_len=(\d+) fits", str(error.value))[0])
+    assert 1000 <= most < 1100
+    assert load_model("smollm2", max_seq_len=most)[0].max_seq_len == most
+    with pytest.raises(ModelError, match=f"max_seq_len={most} fits"):
+        load_model("smollm2", max_seq_len=most + 64)
+    monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: 10**6)
+    with pytest.raises(ModelError, match="but 1 MB are available: use a smaller quantisation"):
+        load_model("smollm2")
+    monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: None)
+    assert load_model("smollm2", max_seq_len=64)[0].max_seq_len == 64
+
+
+def run_estimate(*arguments: str) -> dict[str, Any]:
+    code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
+    command = python_command(code, "estimate", *arguments, "--json")
+    report, has_torch = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert has_torch == "False"
+    found: dict[str, Any] = json.loads(report)
+    return found
+
+
+def test_the_command_uses_its_options() -> None:
+    found = run_estimate(
+        *["smollm2", "--max-seq-len", "4096", "--batch", "3", "--pool-pages", "20", "--kv-type", "q8"],
+        *["--threads", "2", "--eviction-policy", "sliding", "--eviction-window", "500", "--precision", "fast"],
+    )
+    checkpoint = open_checkpoint("smollm2")
+    cache = CacheSettings(kv_type="q8", eviction_policy="sliding", eviction_window=500)
+    load = LoadSettings(precision="fast", num_threads=2)
+    architecture = make_architecture(checkpoint.config)
+    expected = estimate(architecture, checkpoint.tensors, load, cache, num_tokens=4096, num_rows=3, pool_pages=20)
+    names = ("weights", "cache", "workspace", "process", "total")
+    keys = ("weight_bytes", "cache_bytes", "workspace_bytes", "process_bytes", "total_bytes")
+    assert [found[key] for key in keys] == [getattr(expected, name) for name in names]
+    assert found["fits"] is True
+    assert found["largest_context"] == 8192
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "tokens"), [("cpu", None, "512"), ("cuda", None, "8,192"), ("cuda", 1e9, "2,048")]
+)
+def test_the_command_names_the_tokens_of_a_step(
+    device: str, free: float | None, tokens: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "infer.cli.model_commands.estimate_command._free_on_gpu", lambda: None if free is None else int(free)
+    )
+    assert main(["estimate", "--max-seq-len", "2048", "--device", device]) == 0
+    assert f"MB   of a step of {tokens} tokens\n" in capsys.readouterr().out
+
+
+def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: 500_000_000)
+    assert main(["estimate", "--max-seq-len", "8192"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    most = int(re.findall(r"it does not fit; up to ([\d,]+) tokens would", last)[0].replace(",", ""))
+    assert main(["estimate", "--max-seq-len", str(most)]) == 0
+    assert "it fits" in capsys.readouterr().out
+    monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: 100_000_000)
+    assert main(["estimate"]) == 0
+    assert "it does not fit; no context would fit: use a smaller quantisation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--max-seq-len", "8193"], "max_seq_len must be from 2 to the model's own 8192, got 8193"),
+        (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
+        (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
+    ],
+)
+def test_a_model_that_would_not_load_is_not_estimated(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *arguments]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_the_command_works_on_systems_without_affinity(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """macOS has no affinity."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert main(["estimate"]) == 0
+    assert "total" in capsys.readouterr().out

@@ -1,0 +1,126 @@
+"""Inputs of a token for each layer: a table that stays in its file, and rows of whole models that read it."""
+
+import copy
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_cpu_kernels import CPU, make_weight
+from test_recurrent_rows import CAPACITY, go_on_at_random
+from test_shared_keys import ModelRows
+from torch import Tensor
+
+from infer.compute.backends import reference
+from infer.compute.backends.cpu import operations as cpu
+from infer.compute.operands.weights import FilePlace, Norm, PerLayerWeights, Projection, StoredWeight, UnreadWeight
+from infer.compute.quantization.ggml_types import GGML_TYPES
+from infer.errors import UnsupportedModelError
+from infer.files import open_checkpoint
+from infer.models.families import make_architecture
+from infer.models.memory.memory_estimate import LoadSettings, loaded_types, weight_bytes
+from test_families import load
+from tiny import GEMMA4, Tiny, make_tiny
+
+BY_NAME = {tiny.name: tiny for tiny in GEMMA4}
+VOCAB, LAYERS, DIM, HIDDEN = 40, 6, 256, 64
+TOKENS = torch.tensor([3, 0, 39, 3, 17])
+
+
+def table_in(folder: Path, type_: str) -> tuple[UnreadWeight, int]:
+    """Return a table of random rows in a file, with the file's descriptor, which the caller closes."""
+    whole = make_weight(type_, VOCAB, LAYERS * DIM)
+    (folder / "table").write_bytes(b"four" + whole.data.contiguous().view(torch.uint8).numpy().tobytes())
+    descriptor = os.open(folder / "table", os.O_RDONLY)
+    return UnreadWeight(
+        whole.type, whole.shape, lambda low, high: whole.data[low:high], FilePlace(descriptor, 4)
+    ), descriptor
+
+
+def weights_with(table: UnreadWeight) -> PerLayerWeights:
+    generator = torch.Generator().manual_seed(1)
+    rows = StoredWeight("F32", (LAYERS * DIM, HIDDEN), torch.randn(LAYERS * DIM, HIDDEN, generator=generator) * 0.1)
+    return PerLayerWeights(table, 0.75, Projection((rows,)), Norm(torch.rand(DIM, generator=generator), 1e-6))
+
+
+@pytest.mark.parametrize("type_", [kind.name for kind in GGML_TYPES.values()])
+def test_rows_of_a_table_in_a_file_have_the_values_of_the_table(type_: str, tmp_path: Path) -> None:
+    table, descriptor = table_in(tmp_path, type_)
+    weights = weights_with(table)
+    nothing = replace(weights, norm=Norm(torch.zeros(DIM), 1e-6))
+    ready = replace(nothing, projection=cpu.prepare(nothing.projection, CPU))
+    x = torch.randn(len(TOKENS), HIDDEN)
+    found = cpu.per_layer_inputs(x, TOKENS, ready)
+    rows = torch.cat([reference.dense(table.rows(token, token + 1)) for token in TOKENS.tolist()])
+    assert torch.equal(found, rows.float() * 0.75)
+    together = cpu.per_layer_inputs(x, TOKENS, replace(weights, projection=ready.projection))
+    assert torch.allclose(together, reference.per_layer_inputs(x, TOKENS, weights), atol=2e-5, rtol=1e-5)
+    each = [
+        cpu.per_layer_inputs(x[at : at + 1], TOKENS[at : at + 1], replace(weights, projection=ready.projection))
+        for at in range(5)
+    ]
+    assert torch.equal(torch.cat(each), together)
+    os.close(descriptor)
+
+
+def test_a_table_that_became_shorter_gives_no_numbers_for_the_rows_that_are_gone(tmp_path: Path) -> None:
+    table, descriptor = table_in(tmp_path, "Q8_0")
+    weights = weights_with(table)
+    ready = replace(weights, projection=cpu.prepare(weights.projection, CPU))
+    os.truncate(tmp_path / "table", 4 + 20 * table.row_bytes)
+    found = cpu.per_layer_inputs(torch.randn(len(TOKENS), HIDDEN), TOKENS, ready)
+    assert [row.isnan().all().item() for row in found] == [False, False, True, False, False]
+    assert not found[[0, 1, 3, 4]].isnan().any()
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("first", [0, 256, 512])
+@pytest.mark.parametrize("num_tokens", [1, 19])
+def test_gates_of_inputs_agree_with_reference(first: int, num_tokens: int) -> None:
+    gate = Projection((make_weight("F32", DIM, HIDDEN),))
+    x, inputs = torch.randn(num_tokens, HIDDEN), torch.randn(num_tokens, 3 * DIM)
+    found = cpu.gate_inputs(x, cpu.prepare(gate, CPU), "gelu_tanh", inputs, first).floats
+    wanted = reference.gate_inputs(x, gate, "gelu_tanh", inputs, first).floats
+    assert torch.allclose(found, wanted, atol=2e-5)
+
+
+def folder_of(name: str, folder: Path, **changed: Any) -> Path:
+    config = copy.deepcopy(BY_NAME[name].config)
+    for setting, value in changed.items():
+        setattr(config, setting, value)
+    make_tiny(Tiny(name, config), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gemma4_per_layer", "gemma4_moe"])
+@torch.inference_mode()
+def test_rows_continue_as_one_text_after_any_operations(name: str, tmp_path: Path) -> None:
+    go_on_at_random(ModelRows(load(folder_of(name, tmp_path, max_position_embeddings=CAPACITY))), 0, 80)
+
+
+def test_a_table_takes_no_memory_of_a_host_and_its_bytes_on_a_gpu(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(folder_of("gemma4_per_layer", tmp_path))
+    architecture = make_architecture(checkpoint.config)
+    types = loaded_types(architecture, checkpoint.tensors, LoadSettings(weights="q8"))
+    assert types["model.embed_tokens_per_layer.weight"] == "F32"
+    halves = types | {"model.embed_tokens_per_layer.weight": "BF16"}
+    assert weight_bytes(architecture, types) == weight_bytes(architecture, halves)
+    table = 96 * len(architecture.layers) * 24
+    assert weight_bytes(architecture, types, "cuda") - weight_bytes(architecture, halves, "cuda") == 2 * table
+
+
+def test_files_may_have_keys_of_layers_that_use_an_earlier_layers(tmp_path: Path) -> None:
+    folder = folder_of("gemma4_shared", tmp_path)
+    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    unused = {f"model.layers.5.self_attn.{part}.weight": torch.ones(2) for part in ("k_proj", "v_proj", "k_norm")}
+    save_file(tensors | unused, folder / "model.safetensors", {"format": "pt"})
+    load(folder)
+
+
+def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = BY_NAME["gemma4_per_layer"].config.to_dict()
+    with pytest.raises(UnsupportedModelError, match="vocab_size_per_layer_input=95 is not supported: it must be vocab"):
+        make_architecture(config | {"vocab_size_per_layer_input": 95})

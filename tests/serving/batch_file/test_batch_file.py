@@ -1,0 +1,269 @@
+"""A batch's rows, its lines and its output file, without a model."""
+
+import json
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import LLM
+from infer.cli import main
+from infer.engine.requests.request_options import RequestOptions
+from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
+from infer.serving.batch_file.answering import answer_rows
+from infer.serving.batch_file.output_file import OutputFile
+from infer.serving.batch_file.result_line import error_line, result_line
+from infer.serving.batch_file.row import Row, read_rows
+from infer.serving.batch_file.settings import BatchSettings, Line
+from infer.serving.protocols.params import seed_of
+from infer.serving.protocols.token_logprobs import Spelling
+
+CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
+SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})
+HI = [{"role": "user", "content": "hi"}]
+
+
+def row_of(record: Any) -> Row:
+    (row,) = read_rows([json.dumps(record)])
+    return row
+
+
+def result(**changes: Any) -> GenerationResult:
+    logprobs = [TokenLogprob(5, -0.5, 1, ((5, -0.5), (6, float("-inf"))))]
+    values: dict[str, Any] = {"token_ids": [5], "text": "ü", "finish_reason": "eos", "stop_reason": 2, "seed": 9}
+    values |= {"prompt_tokens": 3, "generated_tokens": 1, "logprobs": logprobs}
+    values["timing"] = GenerationTiming(0.0, [], [], [])
+    return GenerationResult(**values | changes)
+
+
+def test_plain_rows_and_openai_rows() -> None:
+    rows = list(read_rows(['{"id": 7, "prompt": "a", "temperature": 0}', "", '{"prompt": [1, 2]}', json.dumps("a")]))
+    assert rows[0] == Row("7", None, "a", {"temperature": 0})
+    assert (rows[1].id, rows[1].prompt) == ("line 3", [1, 2])
+    assert rows[2].problem == 'a row must be an object, got "a"'
+    body = {
+        "model": "any", "messages": [{"role": "user", "content": [{"type": "text", "text": c} for c in "hi"]}],
+        "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2, "n": 1, "stop": None,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}},
+    }  # fmt: skip
+    values = {"max_new_tokens": 5, "logprobs": 2, "json_schema": {"x-strict": False, "type": "string"}}
+    asked = [{"role": "user", "content": body["messages"][0]["content"]}]  # the template gets parts or a text
+    assert row_of(CHAT | {"body": body}) == Row("c", "/v1/chat/completions", asked, values)
+    body["response_format"]["json_schema"]["strict"] = True
+    assert row_of(CHAT | {"body": body}).values["json_schema"] == {"type": "string"}
+
+
+def test_a_row_may_have_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"messages": HI, "tools": tools, "tool_choice": "required"}
+    options = {"tools": tools, "tool_choice": "required"}
+    assert row_of({"id": "a", **asked, "reasoning_budget": 3}).options == options | {"reasoning_budget": 3}
+    row = row_of(CHAT | {"body": asked | {"reasoning_effort": "none", "parallel_tool_calls": None}})
+    assert row.options == options | {"reasoning_budget": 0}
+    called = result(text="", tool_calls=(ToolCall("call_1", "f", "{}"),), reasoning="Hm")
+    (choice,) = json.loads(result_line(row, called, "m", SPELLING).text)["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (None, "Hm")
+    assert choice["message"]["tool_calls"] == [called.tool_calls[0].to_json()]
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"id": "", "prompt": "a"}, "an id must be a whole number or a text with characters, got ''"),
+        ({"id": 1.5, "prompt": "a"}, "an id must be a whole number or a text with characters, got 1.5"),
+        ({"id": "\ud800", "prompt": "a"}, "an id must be a whole number or a text with characters, got '\\ud800'"),
+        ({"id": "a", "messages": []}, "messages must hold at least one message, got none"),
+        (CHAT | {"body": {"messages": []}}, "messages: expected `array` of length >= 1, got a list of 0"),
+        ({"id": "a"}, 'a row must have either "prompt", a text or ids, or "messages", a list'),
+        ({"id": "a", "prompt": "a", "messages": HI}, 'a row must have either "prompt"'),
+        (CHAT | {"url": "/v1/score"}, "or /v1/rerank or /v1/classify, got '/v1/score'"),
+        (CHAT | {"method": "GET", "body": {}}, "method must be 'POST', got 'GET'"),
+        (CHAT | {"body": 5}, "body must be an object, got 5"),
+        (
+            CHAT | {"body": {"prompt": "a"}},
+            "prompt is not supported here: use messages here, or",
+        ),
+        (CHAT | {"body": {"messages": HI, "n": 2}}, "n must not be 2 here: leave it out"),
+        (CHAT | {"body": {"messages": HI, "reasoning_effort": "much"}}, "reasoning_effort must be"),
+        (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known: did you mean temperature?"),
+        (CHAT | {"body": {"messages": HI, "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
+        (
+            CHAT | {"body": {"messages": HI, "response_format": "json"}},
+            "response_format: expected `object | null`",
+        ),
+        (
+            CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
+            "the model reads only",
+        ),
+        (CHAT | {"body": {"messages": ["hi"]}}, "messages[0]: expected `object`, got 'hi'"),
+    ],
+)
+def test_a_malformed_row_has_a_problem(record: Any, problem: str) -> None:
+    assert problem in str(row_of(record).problem)
+
+
+def test_a_line_has_the_warnings_of_its_answer() -> None:
+    said = result(warnings=("tool 'f': /a is left out",))
+    assert json.loads(result_line(Row("a"), said, "m", SPELLING).text)["warnings"] == ["tool 'f': /a is left out"]
+    record = json.loads(result_line(Row("a", "/v1/chat/completions"), said, "m", SPELLING).text)
+    assert record["response"]["body"]["infer"] == {"warnings": ["tool 'f': /a is left out"]}
+
+
+def test_a_result_is_a_line_without_a_clock() -> None:
+    plain = json.loads(result_line(Row("a"), result(), "m", SPELLING).text)
+    assert list(plain)[:3] == ["id", "model", "text"]
+    assert plain["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": [[5, -0.5], [6, None]]}]
+    assert not {"timing", "stats"} & set(plain)
+    cut = result(finish_reason="length")
+    record = json.loads(result_line(Row("a", "/v1/chat/completions"), cut, "m", SPELLING).text)
+    assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
+    (choice,) = record["response"]["body"]["choices"]
+    assert choice["message"]["content"] == "ü"
+    assert choice["finish_reason"] == "length"
+    entry = {"token": "5", "logprob": -0.5, "bytes": [53]}
+    tops = [entry, {"token": "bytes:\\xc3", "logprob": -9999.0, "bytes": [0xC3]}]
+    assert choice["logprobs"]["content"] == [entry | {"top_logprobs": tops}]
+    ended = json.loads(result_line(Row("a", "/v1/chat/completions"), result(), "m", SPELLING).text)
+    assert ended["response"]["body"]["choices"][0]["logprobs"]["content"] == []
+    text = json.loads(result_line(Row("a", "/v1/completions"), result(logprobs=None), "m", SPELLING).text)
+    assert text["response"]["body"]["choices"][0] == {
+        "index": 0, "text": "ü", "logprobs": None, "finish_reason": "stop"
+    }  # fmt: skip
+    failed = result_line(Row("a"), result(finish_reason="error", stop_reason="logits", error="NaN"), "m", SPELLING)
+    assert failed == error_line(Row("a"), "logits", "NaN", "m")
+    assert failed.has_failed
+
+
+def test_a_torn_line_is_cut_and_failed_rows_are_asked_again(tmp_path: Path) -> None:
+    path, row = tmp_path / "out.jsonl", Row("b", "/v1/completions")
+    lines = [result_line(Row("a"), result(), "m", SPELLING).text, error_line(row, "x", "y", "m").text]
+    path.write_text("".join(lines) + lines[0][:20], encoding="utf-8")
+    with OutputFile(path, "m") as output:
+        assert (output.finished, output.num_failed) == ({"a", "b"}, 1)
+        with pytest.raises(InvalidRequestError, match="another infer batch writes"):
+            OutputFile(path, "m")
+        output.write(lines[0].replace('"a"', '"c"'))
+    assert path.read_text(encoding="utf-8") == "".join(lines) + lines[0].replace('"a"', '"c"')
+    with OutputFile(path, "m", retry_errors=True) as output:
+        assert (output.finished, output.num_failed) == ({"a", "c"}, 0)
+        output.write(lines[1])
+    assert path.read_text(encoding="utf-8").count("\n") == 3
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+    with pytest.raises(InvalidRequestError, match="holds answers of m, not of other"):
+        OutputFile(path, "other")
+
+
+def test_failed_rows_of_an_earlier_run_are_counted_wherever_they_stand(tmp_path: Path) -> None:
+    path, good = tmp_path / "out.jsonl", result_line(Row("a"), result(), "m", SPELLING).text
+    failed = [error_line(Row(name), "x", "y", "m").text for name in "bc"]
+    path.write_text("".join([*failed, good]), encoding="utf-8")
+    with OutputFile(path, "m") as output:
+        assert (output.finished, output.num_failed) == ({"a", "b", "c"}, 2)
+
+
+def test_a_row_that_was_cancelled_gets_no_line_and_is_answered_by_the_next_run(llm: LLM) -> None:
+    cancel, ids = threading.Event(), list[str]()
+    values = {"temperature": 0.0, "ignore_eos": True}
+    rows = [Row("short", prompt="a", values={"max_new_tokens": 2})]
+    rows += [Row(name, prompt="b", values={"max_new_tokens": 390}) for name in ("long", "waiting")]
+
+    def write(line: Line) -> None:
+        ids.append(line.row_id)
+        cancel.set()
+
+    answer_rows(llm, rows, BatchSettings("m", 0, 2, values, RequestOptions(cancel=cancel)), write)
+    assert ids == ["short"]
+    left = [row for row in rows if row.id not in ids]
+    answer_rows(llm, left, BatchSettings("m", 0, 2, values, RequestOptions()), write)
+    assert sorted(ids) == ["long", "short", "waiting"]
+
+
+def test_a_completion_without_a_limit_has_as_many_tokens_as_over_http(llm: LLM) -> None:
+    lines = dict[str, Any]()
+    values = {"temperature": 0.0, "ignore_eos": True}
+    rows = [row_of({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}}),
+            row_of({"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 3}})]  # fmt: skip
+
+    def write(line: Line) -> None:
+        lines[line.row_id] = json.loads(line.text)["response"]["body"]["usage"]["completion_tokens"]
+
+    answer_rows(llm, rows, BatchSettings("m", 0, 2, values, RequestOptions()), write)
+    assert lines == {"c": 16, "d": 3}
+    answer_rows(llm, rows, BatchSettings("m", 0, 2, values | {"max_new_tokens": 5}, RequestOptions()), write)
+    assert lines == {"c": 5, "d": 3}
+
+
+def test_a_file_of_another_program_is_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("dear diary\n")
+    with pytest.raises(InvalidRequestError, match=r"notes.txt, line 1 was not written by infer batch"):
+        OutputFile(path, "m")
+    assert path.read_text() == "dear diary\n"
+    with pytest.raises(InvalidRequestError, match="must be a regular file"):
+        OutputFile(tmp_path, "m")
+
+
+def test_seeds_are_hashes() -> None:
+    assert len({seed_of(s, i) for s in (0, 1) for i in ("a", "b", "1")}) == 6
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row() -> None:
+    lines = ['\ufeff{"id": "a", "prompt": "x"}\n', "\ufeff\n", '\ufeff{"id": "b", "prompt": "x"}\n']
+    assert [(row.id, row.problem) for row in read_rows(lines)] == [("a", None), ("b", None)]
+
+
+@pytest.mark.parametrize("rest", ['"max_new_tokens": 1, "max_new_tokens": 2', '"logit_bias": {"5": 1, "5": 2}'])
+def test_a_key_that_appears_twice_is_refused(rest: str) -> None:
+    (row,) = read_rows([f'{{"id": "a", "prompt": "x", {rest}}}'])
+    name = "5" if "5" in rest else "max_new_tokens"
+    assert row.problem == f"the key '{name}' appears twice: give it once"
+
+
+def test_a_finished_output_is_not_taken_for_that_of_another_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": "own", "prompt": "x", "seed": 7}\n{"id": "a", "prompt": "x"}\n')
+    answers = [result_line(Row(name), result(seed=seed), "smollm2", SPELLING).text
+               for name, seed in (("own", 7), ("a", seed_of(3, "a")))]  # fmt: skip
+    path.write_text("".join(answers), encoding="utf-8")
+    assert main(["batch", str(source), str(path), "--seed", "3"]) == 0
+    assert main(["batch", str(source), str(path), "--seed", "4"]) == 2
+    assert "has answers with another --seed than 4" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == "".join(answers)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', "has two rows with the id 'a': ids must differ"),
+        ("\n\n", "has no row"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(
+    content: str | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    if content is not None:
+        source.write_text(content)
+    assert main(["batch", str(source), str(tmp_path / "out.jsonl")]) == 2
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    path, (soft, hard) = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with OutputFile(path, "m") as output:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                output.write("a line that is longer\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)

@@ -1,0 +1,129 @@
+"""Fields of OpenAI's requests in a batch are read by the server's rules, and lines count tokens as the server does."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from infer.outputs import TokenLogprob
+from infer.serving.batch_file.row import Row, row_of
+from infer.serving.protocols.bodies import ChatBody
+from infer.serving.protocols.chat_messages import complete_chat
+from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.refusals import BodyError
+from infer.serving.protocols.token_logprobs import LEAST_LOGPROB, Spelling, completion_columns, without_end
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat_row(**fields: Any) -> Row:
+    return row_of({"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": HI, **fields}}, "a")
+
+
+def completion_row(**fields: Any) -> Row:
+    return row_of({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi", **fields}}, "a")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, {}),
+        ({"logprobs": None}, {}),
+        ({"logprobs": False}, {}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": None}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 1}, {"logprobs": 1}),
+    ],
+)
+def test_a_chat_has_the_alternatives_that_it_asks_for_and_no_others(body: dict[str, Any], expected: object) -> None:
+    assert chat_row(**body).values == expected
+
+
+@pytest.mark.parametrize("body", [{"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 2}])
+def test_alternatives_without_log_probabilities_are_refused_in_a_chat(body: dict[str, Any]) -> None:
+    assert chat_row(**body).problem == "top_logprobs needs logprobs: true"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, {}), (0, {"logprobs": 0}), (3, {"logprobs": 3})])
+def test_a_completion_has_as_many_alternatives_as_its_number(asked: object, expected: object) -> None:
+    assert completion_row(logprobs=asked).values == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"thinking_token_budget": 5}, {"reasoning_budget": 5}),
+        ({"thinking_token_budget": 0}, {"reasoning_budget": 0}),
+        ({"reasoning_effort": "none"}, {"reasoning_budget": 0}),
+        ({"reasoning_effort": None}, {}),
+        ({"tools": []}, {}),
+    ],
+)
+def test_a_budget_of_none_is_none_and_of_0_is_0(body: dict[str, Any], expected: object) -> None:
+    assert chat_row(**body).options == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 3},
+        {"temprature": 1},
+        {"stop": ["a"] * 65},
+        {"top_logprobs": 2},
+        {"thinking_token_budget": 5, "reasoning_effort": "none"},
+        {"response_format": {"type": "json"}},
+        {"messages": [{"role": "usr", "content": "hi"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+        {"dry_multiplier": 0.8},
+        {"logit_bias": {"a": 1}},
+    ],
+)
+def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> None:
+    from infer.serving.protocols.asked import ask_chat
+
+    with pytest.raises(BodyError) as refused:
+        ask_chat(read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody, complete_chat), {})
+    assert chat_row(**fields).problem == str(refused.value)
+
+
+def test_a_row_accepts_the_fields_of_the_server() -> None:
+    row = chat_row(reasoning_effort="low", repeat_penalty=1.5, stop=list("abcde"), max_tokens=-1, xyzzy=1, seed=-1)
+    assert row.problem is None
+    assert row.values == {
+        "repetition_penalty": 1.5, "stop": list("abcde"), "max_new_tokens": None, "seed": 2**64 - 1
+    }  # fmt: skip
+    assert (row.effort, row.warnings) == ("low", ("xyzzy is not known and was ignored",))
+    assert chat_row(chat_template_kwargs={"tone": "dry"}).variables == {"tone": "dry"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"n": 2}, "n must not be 2 here: leave it out"),
+        ({"stream": True}, "stream must not be true here: leave it out"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1 in a row, or -1 for the whole context, got 0"),
+        ({"echo": True}, "echo must not be true here: leave it out"),
+        ({"prompt": ["a", "b"]}, "a row must have one prompt, got 2: write one row per prompt"),
+    ],
+)
+def test_a_row_asks_for_one_whole_answer(fields: dict[str, Any], problem: str) -> None:
+    assert completion_row(**fields).problem == problem
+
+
+def test_the_likeliest_of_tokens_with_one_text_is_reported() -> None:
+    spelling = Spelling([b"a", b"b", b"a", b"\xc3", b"\xc3", b"a"], {5})
+    chosen = TokenLogprob(5, -3.0, 3, ((1, -0.5), (0, -1.0), (2, -2.0), (3, float("-inf")), (4, -4.0)))
+    columns = completion_columns([None, chosen], spelling)
+    assert columns["tokens"] == [None, "a"]
+    assert columns["token_logprobs"] == [None, -3.0]
+    assert columns["top_logprobs"] == [None, {"b": -0.5, "a": -1.0, "bytes:\\xc3": -4.0}]
+    never = TokenLogprob(1, float("-inf"), 6, ((3, float("-inf")),))
+    assert completion_columns([never], spelling)["top_logprobs"] == [{"b": LEAST_LOGPROB, "bytes:\\xc3": LEAST_LOGPROB}]
+
+
+def test_only_the_token_that_ends_an_answer_is_left_out() -> None:
+    logprobs = [TokenLogprob(token_id, -1.0, 1, ()) for token_id in range(3)]
+    assert without_end(logprobs, "eos") == logprobs[:2]
+    for reason in ("stop", "length", "abort", None):
+        assert without_end(logprobs, reason) == logprobs

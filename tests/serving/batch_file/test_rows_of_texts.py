@@ -1,0 +1,73 @@
+"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: their lines have the routes' answers."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from infer import LLM
+from infer.engine.requests.request_options import RequestOptions
+from infer.serving.batch_file.answering import answer_rows
+from infer.serving.batch_file.row import read_rows
+from infer.serving.batch_file.settings import BatchSettings, Line
+
+SETTINGS = BatchSettings("tiny", 0, 4, {}, RequestOptions())
+
+
+def answered(llm: LLM, url: str, **body: Any) -> dict[str, Any]:
+    """Return the line of a row."""
+    lines = list[Line]()
+    row = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})
+    answer_rows(llm, read_rows([row]), SETTINGS, lines.append)
+    (line,) = lines
+    found: dict[str, Any] = json.loads(line.text)
+    assert line.has_failed == (found["error"] is not None)
+    return found
+
+
+def test_a_row_of_embeddings_has_the_library_s_vectors(embedder: LLM) -> None:
+    texts = ["hello", "x" * 999]
+    line = answered(embedder, "/v1/embeddings", input=texts, prompt_name="query", dimensions=8, truncate=True, odd=1)
+    body = line["response"]["body"]
+    with pytest.warns(UserWarning, match="were cut"):
+        expected = embedder.embed(texts, prompt_name="query", dimensions=8, truncate=True)
+    assert torch.equal(torch.tensor([each["embedding"] for each in body["data"]]), expected)
+    assert body["infer"]["warnings"] == ["odd is not known and was ignored", "1 of 2 texts were cut to 256 tokens"]
+    assert line == answered(
+        embedder, "/v1/embeddings", input=texts, prompt_name="query", dimensions=8, truncate=True, odd=1
+    )
+
+
+def test_a_row_of_rerank_has_the_library_s_scores(judge: LLM) -> None:
+    documents = ["a roof", "a bridge"]
+    body = answered(judge, "/v1/rerank", query="cats", documents=documents, return_documents=True)["response"]["body"]
+    found = [(each["index"], each["relevance_score"], each["document"]["text"]) for each in body["results"]]
+    assert found == [(each.index, each.score, each.document) for each in judge.rerank("cats", documents)]
+    assert body["usage"]["total_tokens"] > 0
+
+
+def test_a_row_of_classify_has_the_library_s_labels(labeller: LLM) -> None:
+    body = answered(labeller, "/v1/classify", input=["a roof", "x" * 999], truncate=True)["response"]["body"]
+    with pytest.warns(UserWarning, match="were cut"):
+        expected = labeller.classify(["a roof", "x" * 999], truncate=True)
+    for found, each in zip(body["data"], expected, strict=True):
+        assert found["label"] == each.label
+        assert sorted(found["probs"], reverse=True) == list(each.probabilities)
+    assert body["id"].startswith("classify-")
+    assert body["infer"]["warnings"] == ["1 of 2 texts were cut to 256 tokens"]
+
+
+def test_an_embedder_ranks_by_its_vectors(embedder: LLM) -> None:
+    body = answered(embedder, "/v1/rerank", query="cats", documents=["a roof", "a bridge"])["response"]["body"]
+    found = [(each["index"], each["relevance_score"]) for each in body["results"]]
+    assert found == [(each.index, each.score) for each in embedder.rerank("cats", ["a roof", "a bridge"])]
+
+
+def test_a_request_that_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM, labeller: LLM) -> None:
+    assert "not a reranker" in answered(labeller, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
+    assert "not trained for embeddings" in answered(judge, "/v1/embeddings", input="a")["error"]["message"]
+    assert answered(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
+    assert "the context holds" in answered(embedder, "/v1/embeddings", input="x" * 999)["error"]["message"]
+    assert "not a classifier" in answered(judge, "/v1/classify", input="a")["error"]["message"]
+    assert "documents is missing" in answered(judge, "/v1/rerank", query="a")["error"]["message"]

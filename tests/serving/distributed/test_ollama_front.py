@@ -1,0 +1,223 @@
+"""Ollama's API through a front: lines survive the death of a replica, and models are loaded and unloaded."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from test_front_bodies import OneReplica
+from test_session import make_model
+from test_shelf import FakeReplicas
+
+from infer import LLM
+from infer.serving.distributed.exchange import Exchange
+from infer.serving.distributed.front import Front
+from infer.serving.distributed.router import RoutedPrompt
+from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf_front import ShelfFront
+from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
+from served import SECONDS, Served, serving
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+GREEDY = {"temperature": 0, "num_predict": 8}
+CHAT: dict[str, Any] = {"model": "a", "messages": MESSAGES, "options": GREEDY}
+_TIMES = ("total_duration", "prompt_eval_duration", "eval_duration", "created_at")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def child(folder: Path) -> Iterator[Served]:
+    with LLM(folder) as llm, serving(llm, model="a", aliases=("b",), is_child=True) as child:
+        yield child
+
+
+class CutReader:
+    """A reader of a connection that ends before a text, as if the process was killed."""
+
+    def __init__(self, reader: asyncio.StreamReader, end: bytes) -> None:
+        self._reader, self._end, self._has_ended = reader, end, False
+
+    async def read(self, num_bytes: int, /) -> bytes:
+        if self._has_ended:
+            return b""
+        found, end, _ = (await self._reader.read(num_bytes)).partition(self._end)
+        self._has_ended = bool(end)
+        return found
+
+
+class DyingReplica(OneReplica):
+    """A replica whose first connection ends before a text. Later ones may be to another port."""
+
+    def __init__(self, port: int, end: bytes, later_port: int | None = None) -> None:
+        super().__init__(port if later_port is None else later_port)
+        self.num_asked, self._end, self._first_port = 0, end, port
+
+    @asynccontextmanager
+    async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
+        self.num_asked += 1
+        if self.num_asked > 1:
+            async with super().exchange(prompt) as exchange:
+                yield exchange
+            return
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._first_port)
+        try:
+            yield Exchange(CutReader(reader, self._end), writer)
+        finally:
+            writer.close()
+
+
+def lines_of(served: Served, path: str, body: Any) -> list[dict[str, Any]]:
+    answer = served.client.post(path, json=body)
+    assert answer.headers["content-type"].startswith("application/x-ndjson"), answer.text
+    found = [json.loads(line) for line in answer.text.splitlines()]
+    return [{name: value for name, value in line.items() if name not in _TIMES} for line in found]
+
+
+def text_of(lines: list[dict[str, Any]]) -> str:
+    return "".join(line["message"]["content"] for line in lines)
+
+
+@pytest.mark.parametrize("end", [b'"done":false', b'"done":true'], ids=["in its first line", "in its last line"])
+def test_lines_continue_where_the_process_died_and_have_no_comments(child: Served, end: bytes) -> None:
+    body = CHAT | {"options": {"seed": 3, "regex": "[a-z]{24}"}}
+    replica = DyingReplica(child.port, end)
+    with serving(child.state.llm().llm, model="a") as alone, serving(None, table=Front(replica).table) as front:
+        front.state.phase = "ready"
+        *expected, last = lines_of(alone, "/api/chat", body)
+        *found, found_last = lines_of(front, "/api/chat", body)
+    assert replica.num_asked == 2
+    assert found_last == last
+    assert text_of(found) == text_of(expected)
+    assert len(text_of(found)) == 24
+
+
+def test_no_stream_continues_with_the_model_of_other_files(child: Served, tmp_path: Path) -> None:
+    with (
+        LLM(make_model(tmp_path, num_layers=1)) as llm,
+        serving(llm, model="a", is_child=True) as replaced,
+        serving(None, table=Front(DyingReplica(child.port, b'"done":true', replaced.port)).table) as front,
+    ):
+        front.state.phase = "ready"
+        *_, last = lines_of(front, "/api/chat", CHAT)
+        assert last["code"] == "engine_died"
+        assert lines_of(front, "/api/chat", CHAT)[-1]["done"], "the next answer is the new model's"
+
+
+class OnShelf(NamedTuple):
+    client: Any
+    hung: list[str]  # names of models whose processes do not answer
+    running: list[str]
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self.client.post(path, json={"model": "a", "stream": False} | body)
+
+    def wait_until_running(self, *names: str) -> None:
+        for _ in range(round(100 * SECONDS)):
+            if self.running == list(names):
+                return
+            time.sleep(0.01)
+        raise AssertionError(self.running)
+
+    def expiry(self) -> float:
+        """Return the seconds until the only loaded model is unloaded."""
+        (model,) = self.client.get("/api/ps").json()["models"]
+        return (datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)).total_seconds()
+
+
+@pytest.fixture
+def on_shelf(child: Served, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OnShelf]:
+    """Serve the models a and b, which are both the child's model."""
+
+    hung = list[str]()
+
+    class LocalReplicas(FakeReplicas):
+        exchange = OneReplica(child.port).exchange  # type: ignore[assignment]
+
+        async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+            return {} if self.name in hung else {"0": (200, b"")}
+
+    monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", LocalReplicas)
+    monkeypatch.setattr(FakeReplicas, "running", [])
+    monkeypatch.setattr(FakeReplicas, "loaded", [])
+    work = ShelfWork(
+        lambda source, _: ModelPlan(7, takes=("generate", "embed"), context=64), lambda source, _: [source.name]
+    )
+    sources = [ModelSource(name, str(folder)) for name in ("a", "b")]
+    shelf = Shelf(sources, ShelfSettings(100), work, tmp_path)
+    with serving(None, table=ShelfFront(shelf).table) as front:
+        front.state.phase = "ready"
+        yield OnShelf(front.client, hung, FakeReplicas.running)
+    for model in shelf.models.values():
+        model.own.close()
+
+
+def test_an_answer_loads_its_model_and_the_lists_tell_of_it(on_shelf: OnShelf) -> None:
+    tags = on_shelf.client.get("/api/tags").json()["models"]
+    assert [each["name"] for each in tags] == ["a:latest", "b:latest"]
+    assert tags[0]["size"] > 0
+    assert on_shelf.post("/api/show", model="b").json()["model_info"]["llama.context_length"] > 0
+    assert on_shelf.client.get("/api/ps").json() == {"models": []}
+    found = on_shelf.post("/api/chat", **CHAT | {"model": "b:latest"}).json()
+    assert (found["model"], found["done"], on_shelf.running) == ("b", True, ["b"])
+    assert 0 < found["load_duration"] < found["total_duration"]
+    assert on_shelf.post("/api/chat", **CHAT | {"model": "b"}).json()["load_duration"] == 0
+    (loaded,) = on_shelf.client.get("/api/ps").json()["models"]
+    assert (loaded["name"], loaded["size"], loaded["context_length"]) == ("b:latest", 7, 64)
+    refused = on_shelf.post("/api/chat", **CHAT | {"model": "c"})
+    assert (refused.status_code, refused.json()["code"]) == (404, "model_not_found")
+    assert isinstance(refused.json()["error"], str)
+    assert on_shelf.post("/api/pull").json() == {"status": "success"}
+
+
+def test_keep_alive_sets_when_an_idle_model_is_unloaded(on_shelf: OnShelf) -> None:
+    on_shelf.post("/api/chat", **CHAT, keep_alive="5m")
+    assert 200 < on_shelf.expiry() <= 300
+    on_shelf.post("/api/generate", prompt="a", options=GREEDY, keep_alive=-1)
+    assert on_shelf.expiry() > 10**9
+    on_shelf.post("/api/chat", **CHAT, keep_alive=0)
+    on_shelf.wait_until_running()
+    on_shelf.post("/v1/chat/completions", messages=MESSAGES, max_tokens=4)
+    assert on_shelf.expiry() > 10**9  # the keep_alive of an earlier load does not count
+    assert on_shelf.post("/api/chat", **CHAT, keep_alive="later").json()["code"] == "invalid_value"
+
+
+@pytest.mark.parametrize("given", [1e11, 2.6e11, 1e18, 1e300, "2562047h"])
+def test_a_model_kept_for_centuries_can_be_listed(on_shelf: OnShelf, given: float | str) -> None:
+    assert on_shelf.post("/api/chat", **CHAT, keep_alive=given).status_code == 200
+    assert 10**9 < on_shelf.expiry() < 10**10
+
+
+@pytest.mark.parametrize("given", ["9223372036854775807s", "999999999h", "1" * 20_000, "1" * 33, "1s" * 20, "٣s٣"])
+def test_a_duration_that_go_cannot_hold_is_refused(on_shelf: OnShelf, given: str) -> None:
+    refused = on_shelf.post("/api/chat", **CHAT, keep_alive=given)
+    assert (refused.status_code, refused.json()["code"]) == (400, "invalid_value")
+    assert on_shelf.client.get("/api/ps").status_code == 200
+
+
+def test_a_request_without_a_prompt_loads_and_unloads_a_model(on_shelf: OnShelf) -> None:
+    loaded = on_shelf.post("/api/generate", keep_alive="10m").json()
+    assert (loaded["done_reason"], on_shelf.running) == ("load", ["a"])
+    assert 500 < on_shelf.expiry() <= 600
+    assert on_shelf.post("/api/chat", messages=[], keep_alive=0).json()["done_reason"] == "unload"
+    on_shelf.wait_until_running()
+    assert on_shelf.post("/api/generate", keep_alive=0).json()["done_reason"] == "unload"
+    assert FakeReplicas.loaded == ["a"]
+
+
+def test_a_model_whose_process_hangs_is_named_and_the_server_is_not_ready(on_shelf: OnShelf) -> None:
+    for name in ("a", "b"):
+        on_shelf.post("/api/generate", model=name)
+    assert on_shelf.client.get("/ready").status_code == 200
+    on_shelf.hung.append("b")
+    answer = on_shelf.client.get("/ready")
+    assert (answer.status_code, answer.json()) == (503, {"status": "hung", "models": ["b"]})
+    assert on_shelf.client.get("/metrics").status_code == 200

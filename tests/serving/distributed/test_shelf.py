@@ -1,0 +1,464 @@
+"""Several models in one server: the models in memory, and the requests that wait for them."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from test_session import make_model
+
+from infer import LLM
+from infer.cli import main
+from infer.errors import InferError
+from infer.serving.distributed.replicas import Replicas
+from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf_waits import wait_seconds
+from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
+from infer.serving.distributed.unloading import Resident, models_to_unload
+from infer.serving.distributed.wishes import Wishes
+from infer.serving.server.http_errors import ApiError
+from shapes import SOURCE
+
+sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
+from front_kills import kill_fronts
+from server_process import HOST, ServerProcess, children, running
+
+SIZES = {"a": 6, "b": 6, "c": 3, "huge": 20}
+
+
+def resident(name: str, num_bytes: int, used_at: float, **state: bool) -> Resident:
+    return Resident(name, num_bytes, used_at, **state)
+
+
+@pytest.mark.parametrize(
+    ("missing", "residents", "expected"),
+    [
+        (3, [resident("old", 3, 1), resident("new", 3, 2)], ["old"]),
+        (3, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle"]),
+        (4, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle", "busy"]),
+        (5, [resident("small", 1, 1), resident("large", 5, 2)], ["large"]),
+        (5, [resident("small", 3, 1), resident("large", 4, 2)], ["small", "large"]),
+        (3, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], ["new"]),
+        (4, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], None),
+        (0, [resident("old", 3, 1)], []),
+    ],
+)
+def test_the_least_recently_used_idle_models_go_and_none_that_could_stay(
+    missing: int, residents: Sequence[Resident], expected: list[str] | None
+) -> None:
+    assert models_to_unload(missing, residents) == expected
+
+
+class FakeReplicas(Replicas):
+    """A fake process that is ready a moment after its start, unless its model is named "broken"."""
+
+    running: ClassVar[list[str]] = []
+    loaded: ClassVar[list[str]] = []  # including models that were unloaded later
+
+    def __init__(self, commands: Any, *others: Any, **settings: Any) -> None:
+        super().__init__(commands, *others, **settings)
+        (self.name,) = commands[0]
+
+    async def start(self) -> None:
+        self.running.append(self.name)
+        self.loaded.append(self.name)
+        await asyncio.sleep(0.01)
+        if self.name == "broken":
+            self.running.remove(self.name)
+            self.failure = InferError("its files are cut off")
+            self._settle()
+        else:
+            self._is_any_ready.set()
+
+    async def stop(self) -> None:
+        await asyncio.sleep(0.01)
+        self.running.remove(self.name)
+
+    def kill(self) -> None:
+        pass
+
+
+Check = Callable[[Shelf], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def on_shelf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Run a check with a shelf of 10 bytes for the models of `SIZES`. The first models are loaded."""
+
+    def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
+        if SIZES.get(source.name, 1) > most_bytes:
+            raise InferError(f"{source.name} is too large: max_seq_len=9 fits")
+        return ModelPlan(SIZES.get(source.name, 1))
+
+    def run(check: Check, names: str = "a b c", pinned: str = "", **settings: Any) -> None:
+        monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", FakeReplicas)
+        monkeypatch.setattr(FakeReplicas, "running", [])
+        monkeypatch.setattr(FakeReplicas, "loaded", [])
+        sources = [ModelSource(name, name, name == pinned) for name in names.split()]
+        work = ShelfWork(plan, lambda source, _: [source.name], lambda: [ModelSource("found", "found")])
+
+        async def run_check() -> None:
+            shelf = Shelf(sources, ShelfSettings(10, **settings), work, tmp_path)
+            try:
+                async with asyncio.timeout(20):
+                    await shelf.start()
+                    await check(shelf)
+            finally:
+                shelf.kill()
+
+        asyncio.run(run_check())
+
+    return run
+
+
+async def answer(shelf: Shelf, name: str, until: asyncio.Event | None = None) -> str:
+    async with shelf.admitted(await shelf.named(name)):
+        assert name in FakeReplicas.running
+        assert sum(SIZES.get(each, 1) for each in FakeReplicas.running) <= 10
+        if until is not None:
+            await until.wait()
+    return name
+
+
+async def soon() -> None:
+    await asyncio.sleep(0.05)
+
+
+def test_an_answer_is_not_ended_for_another_model_and_later_requests_wait_behind_it(
+    on_shelf: Callable[..., None],
+) -> None:
+    async def check(shelf: Shelf) -> None:
+        await soon()
+        assert sorted(FakeReplicas.running) == ["a", "c"], "b does not fit beside a"
+        ended, answered = asyncio.Event(), list[str]()
+
+        async def note(name: str, until: asyncio.Event | None = None) -> None:
+            answered.append(await answer(shelf, name, until))
+
+        running = [asyncio.create_task(note("a", ended))]
+        await soon()
+        running.append(asyncio.create_task(note("b")))
+        await soon()
+        running.append(asyncio.create_task(note("a")))
+        running.append(asyncio.create_task(note("c")))
+        await soon()
+        assert answered == ["c"], "c can stay, and goes on"
+        ended.set()
+        await asyncio.gather(*running)
+        assert answered == ["c", "a", "b", "a"]
+
+    on_shelf(check)
+
+
+def test_every_model_is_answered_however_many_clients_ask_for_another(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        num_answers = dict.fromkeys("abc", 0)
+
+        async def ask(name: str) -> None:
+            for _ in range(20):
+                async with shelf.admitted(await shelf.named(name)):
+                    assert sum(SIZES[each] for each in FakeReplicas.running) <= 10
+                    await asyncio.sleep(0.001)
+                num_answers[name] += 1
+
+        await asyncio.gather(*(ask(name) for name in "aaabbc"))
+        assert num_answers == {"a": 60, "b": 40, "c": 20}
+        assert all(not model.num_requests for model in shelf.models.values())
+
+    on_shelf(check)
+
+
+def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_then_finds_it(
+    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended = asyncio.Event()
+        running = asyncio.create_task(answer(shelf, "a", ended))
+        await soon()
+        with pytest.raises(ApiError) as caught:
+            await answer(shelf, "b")
+        assert (caught.value.status, caught.value.code) == (503, "loading")
+        assert float(caught.value.headers["Retry-After"]) >= 1
+        ended.set()
+        await running
+        await soon()
+        assert "b" in FakeReplicas.running, "nobody waits for it, but somebody was told to come back"
+        with pytest.raises(ApiError):
+            await answer(shelf, "a")
+        await asyncio.sleep(0.3)
+        assert await answer(shelf, "b") == "b"
+        assert FakeReplicas.loaded.count("b") == 1
+        assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
+
+    monkeypatch.setattr("infer.serving.distributed.shelved_model._START_SECONDS", 0.1)
+    monkeypatch.setattr("infer.serving.distributed.shelved_model._ANSWER_SECONDS", 0.1)
+    on_shelf(check, longest_wait=0.2)
+
+
+def test_a_model_is_kept_for_each_client_that_was_told_to_return_and_each_keeps_its_place() -> None:
+    wishes = Wishes()
+    wishes.add(1.0, now=10.0, seconds=5.0)
+    wishes.add(2.0, now=11.0, seconds=100.0)
+    assert (wishes.since(12.0), wishes.seconds_left(12.0)) == (1.0, 109.0)
+    assert wishes.take(14.0) == 14.0, "a new client: nobody is due"
+    assert wishes.take(15.0) == 1.0
+    assert (wishes.since(16.0), wishes.take(17.0)) == (2.0, 17.0)
+    assert wishes.take(11.0 + 60.0) == 2.0, "no client is told a longer time than a minute"
+    assert (wishes.seconds_left(80.0), wishes.since(80.0)) == (0.0, float("inf"))
+    wishes.add(3.0, now=80.0, seconds=5.0)
+    assert wishes.since(95.0) == float("inf"), "it is late, and nobody waits for it any more"
+
+
+def test_a_wait_counts_the_loads_before_it_and_the_models_that_are_kept() -> None:
+    with ExitStack() as stack:
+        models = dict[str, ShelvedModel]()
+        for name, phase, load_seconds in (("a", "ready", 2.0), ("b", "unloaded", 3.0), ("c", "unloaded", 4.0)):
+            own = stack.enter_context(socket.socket())
+            models[name] = model = ShelvedModel(ModelSource(name, name), own, lambda: None)
+            model.phase, model._load_seconds, model.plan = phase, load_seconds, ModelPlan(SIZES[name])
+        everything = models["c"], models.values(), {"b"}
+        assert wait_seconds(*everything, budget=9) == 4.0 + 3.0
+        models["a"].wishes.add(0.0, time.monotonic(), 20.0)
+        assert wait_seconds(*everything, budget=9) == 4.0 + 3.0, "c has room beside a"
+        assert wait_seconds(*everything, budget=8) == pytest.approx(4.0 + 3.0 + 30.0, abs=1.0)
+        models["a"].wishes.clear()
+        models["a"].must_go, models["a"].num_requests = True, 1
+        assert wait_seconds(*everything, budget=8) == 4.0 + 3.0 + models["a"].busy_seconds
+
+
+def test_a_load_that_is_late_is_told_to_take_longer() -> None:
+    with socket.socket() as own:
+        model = ShelvedModel(ModelSource("a", "a"), own, lambda: None)
+        model.phase, model._load_seconds = "loading", 10.0
+        for elapsed, expected in ((1.0, 9.0), (60.0, 30.0)):
+            model._began_at = time.monotonic() - elapsed
+            assert model.load_seconds == pytest.approx(expected, rel=0.1)
+
+
+def test_the_requests_of_one_tenant_fill_no_line_but_their_own(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended, model = asyncio.Event(), await shelf.named("b")
+        running = [asyncio.create_task(answer(shelf, "a", ended))]
+        await soon()
+
+        async def ask(tenant: str) -> None:
+            async with shelf.admitted(model, tenant):
+                pass
+
+        running += [asyncio.create_task(ask("greedy")) for _ in range(2)]
+        await soon()
+        with pytest.raises(ApiError, match="at most 2 requests of a key may wait for models") as caught:
+            await ask("greedy")
+        assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
+        running.append(asyncio.create_task(ask("other")))
+        ended.set()
+        await asyncio.gather(*running)
+
+    on_shelf(check, most_waiting=2)
+
+
+def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended = asyncio.Event()
+        running = asyncio.create_task(answer(shelf, "a", ended))
+        await soon()
+        waiting = asyncio.create_task(answer(shelf, "b"))
+        await soon()
+        waiting.cancel()
+        await soon()
+        assert await answer(shelf, "a") == "a", "nobody waits for b any more"
+        ended.set()
+        await running
+        assert not any(model.num_requests for model in shelf.models.values())
+
+    on_shelf(check)
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_answer(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        for name, told in (("broken", "its files are cut off"), ("huge", "max_seq_len=9 fits")):
+            with pytest.raises(ApiError, match=told) as caught:
+                await answer(shelf, name)
+            assert (caught.value.status, caught.value.code) == (503, "model_failed")
+        assert await answer(shelf, "a") == "a"
+        with pytest.raises(ApiError, match="'nope' is not served here: name one of 'broken', 'huge', 'a', 'found'"):
+            await answer(shelf, "nope")
+
+    on_shelf(check, "broken huge a")
+
+
+def test_requests_for_unknown_names_share_one_look_for_models(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        looks = list[None]()
+        shelf._work = shelf._work._replace(find=lambda: looks.append(None) or [ModelSource("found", "found")])
+        found = await asyncio.gather(*(shelf.named(name) for name in ("x", "y", "found", "z")), return_exceptions=True)
+        assert [getattr(each, "code", None) for each in found] == ["model_not_found"] * 2 + [None, "model_not_found"]
+        assert len(looks) == 1
+
+    on_shelf(check)
+
+
+def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        await answer(shelf, "c")
+        await asyncio.sleep(0.3)
+        assert FakeReplicas.running == ["a"]
+        with pytest.raises(ApiError, match="too large"):
+            await answer(shelf, "b")
+        with pytest.raises(ApiError, match="pinned"):
+            await shelf.unload(await shelf.named("a"))
+
+    on_shelf(check, "a b c", pinned="a", idle_seconds=0.1)
+
+
+def test_a_key_unloads_no_model_that_another_key_has_just_used(
+    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(shelf: Shelf) -> None:
+        model = await shelf.named("a")
+        for tenant in ("bob", "alice"):
+            async with shelf.admitted(model, tenant):
+                model.idle_seconds, model.idle_tenant = 0.0, "alice"
+        with pytest.raises(ApiError, match="another key has just used the model 'a'") as error:
+            await shelf.unload(model, "alice")
+        assert (error.value.status, error.value.code) == (409, "model_in_use")
+        await asyncio.sleep(0.05)
+        assert model.phase == "ready"
+        assert shelf.idle_seconds_of(model) > 50
+        monkeypatch.setattr("infer.serving.distributed.shelved_model._KEPT_SECONDS", 0.0)
+        await shelf.unload(model, "alice")
+        assert model.phase == "unloaded"
+
+    on_shelf(work)
+
+
+def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_again(on_shelf: Callable[..., None]) -> None:
+    async def check(shelf: Shelf) -> None:
+        ended = asyncio.Event()
+        running = asyncio.create_task(answer(shelf, "a", ended))
+        await soon()
+        unloading = asyncio.create_task(shelf.unload(await shelf.named("a")))
+        later = asyncio.create_task(answer(shelf, "a"))
+        await soon()
+        assert [each.done() for each in (unloading, later)] == [False, False]
+        ended.set()
+        await asyncio.gather(running, unloading)
+        assert await later == "a"
+        await shelf.unload(await shelf.named("b"))  # it is not loaded
+
+    on_shelf(check)
+
+
+def test_files_that_were_replaced_are_planned_again_before_their_model_is_loaded(
+    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = dict.fromkeys(SIZES, 1)
+
+    def replace(name: str, num_bytes: int) -> None:
+        monkeypatch.setitem(SIZES, name, num_bytes)
+        versions[name] += 1
+
+    async def check(shelf: Shelf) -> None:
+        shelf._work = shelf._work._replace(version=lambda source: versions[source.name])
+        a, b = shelf.models["a"], shelf.models["b"]
+        await shelf.read_headers()
+        replace("a", 7)
+        await shelf.read_headers()
+        assert a.num_bytes == 6, "it is in memory, with the plan for its old files"
+        ended = asyncio.Event()
+        running = [asyncio.create_task(answer(shelf, "a", ended))]
+        await soon()
+        running.append(asyncio.create_task(answer(shelf, "b")))
+        await soon()
+        replace("b", 9)  # while it waits for memory
+        ended.set()
+        await asyncio.gather(*running)
+        assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"
+        assert await answer(shelf, "a") == "a"
+        assert a.num_bytes == 7
+
+    on_shelf(check)
+
+
+# With processes
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "infer", "serve", *options, "--port", "PORT"]
+    with running(command, folder / "log") as server:
+        yield server
+
+
+def ask(url: str, model: str, prompt: str) -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=100)
+
+
+def completed(server: ServerProcess, model: str, prompt: str) -> dict[str, Any]:
+    response = ask(f"http://{HOST}:{server.port}", model, prompt)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [make_model(tmp_path / name, num_layers=layers) for name, layers in (("one", 1), ("two", 2))]
+    expected = {
+        (folder.name, prompt): LLM(folder).generate(prompt, max_new_tokens=12, temperature=0, ignore_eos=True).text
+        for folder in folders
+        for prompt in ("hello", "another")
+    }
+    named = [word for folder in folders for word in ("-m", str(folder))]
+    with serving(tmp_path, *named, "--memory", "300MB", "--max-seq-len", "256", "--pool-pages", "8") as server:
+        url = f"http://{HOST}:{server.port}"
+        with ThreadPoolExecutor(4) as pool:
+            found = dict(zip(expected, pool.map(lambda asked: completed(server, *asked), expected), strict=True))
+        assert {asked: answer["choices"][0]["text"] for asked, answer in found.items()} == expected
+        assert {asked: answer["model"] for asked, answer in found.items()} == {each: each[0] for each in expected}
+        models = {model["id"]: model for model in httpx.get(f"{url}/v1/models").json()["data"]}
+        assert {model["status"]["value"] for model in models.values()} <= {"loaded", "unloaded", "unloading"}
+        assert sum(model["memory_bytes"] for model in models.values()) > 300e6, "they fit one after the other only"
+        assert server.resident_bytes() < 300e6 + 200e6, "the budget, and the process that has the clients"
+        assert httpx.get(f"{url}/v1/models/nope").status_code == 404
+        assert 'model="' in httpx.get(f"{url}/metrics").text
+        assert "<html" in httpx.get(url).text
+        last = completed(server, "two", "hello")["choices"][0]["text"]
+        os.kill(max(children(server.process.pid)), signal.SIGKILL)
+        time.sleep(0.2)
+        assert completed(server, "two", "hello")["choices"][0]["text"] == last
+        assert main(["stop", "two", "--url", url]) == 0
+        assert not children(server.process.pid)
+        assert main(["ps", "--url", f"{url}/v1"]) == 0
+        assert re.findall(r"(one|two) +unloaded +[\d,]+ MB +256 +generate", capsys.readouterr().out) == ["one", "two"]
+        assert main(["stop", "nope", "--url", url]) == 2
+        assert "the model 'nope' is not served here: name one of 'one', 'two'" in capsys.readouterr().err
+        assert json.loads(server.get("/health")) == {"status": "ok"}
+
+
+def test_when_the_front_is_killed_its_processes_end_and_the_next_start_answers_the_same(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "one", num_layers=1)
+    expected = LLM(folder).generate("hello", max_new_tokens=12, temperature=0, ignore_eos=True).text
+
+    def check(url: str) -> None:
+        response = ask(url, "one", "hello")
+        if response.status_code == 503:
+            raise httpx.ConnectError("it is still loading")
+        assert response.json()["choices"][0]["text"] == expected
+
+    command = [sys.executable, "-m", "infer", "serve", "--models-dir", str(tmp_path), "--pin", "one", "--port", "PORT"]
+    found = kill_fronts(command, check, tmp_path, num_kills=2, longest=2.0)
+    assert len(found["ended_after"]) == 2
+    assert found["answers"] >= 1

@@ -1,0 +1,325 @@
+"""Requests of Claude Code and Codex CLI, as recorded from their packages with their texts cut short, in their order."""
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_session import make_model
+
+from idle import until_idle
+from infer import LLM
+from infer.serving.protocols.anthropic.message_bodies import MessagesBody
+from infer.serving.protocols.anthropic.message_history import complete_messages
+from infer.serving.protocols.anthropic.message_request import messages_of
+from infer.serving.protocols.read_body import read_body
+from served import Served, serving
+
+RECORDED = json.loads((Path(__file__).parents[2] / "data" / "agent-requests.json").read_text())
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+PAGE = 64
+ROUTES = {"codex": RESPONSES, "codex_image": RESPONSES}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+
+
+@pytest.fixture(scope="module")
+def agent_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(make_model(tmp_path_factory.mktemp("agents"), context=8192), reuse_prefixes=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(agent_llm: LLM) -> Iterator[Served]:
+    with serving(agent_llm, model="tiny") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def keeping(folder: Path) -> Iterator[Served]:
+    with (
+        LLM(make_model(folder.parent / "keeping", context=8192)) as llm,
+        serving(llm, model="tiny", agent_prompts="keep") as served,
+    ):
+        yield served
+
+
+def turns_of(name: str) -> list[dict[str, Any]]:
+    """Return the requests of a recorded conversation, with few tokens to answer."""
+    limit = "max_output_tokens" if name in ROUTES else "max_tokens"
+    return [body | {limit: 4, "stream": False} for body in deepcopy(RECORDED[name])]
+
+
+def post(served: Served, path: str, body: Any) -> Any:
+    answer = served.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    until_idle(served)
+    return answer.json()
+
+
+def warnings_of(answer: Any) -> str:
+    return "\n".join(answer.get("infer", {}).get("warnings", []))
+
+
+def cached_of(answer: Any) -> int:
+    usage = answer["usage"]
+    return int(usage.get("cache_read_input_tokens", 0) or usage.get("input_tokens_details", {}).get("cached_tokens", 0))
+
+
+def prompt_tokens_of(answer: Any) -> int:
+    usage = answer["usage"]
+    return int(usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("name", ["claude_code", "claude_code_budget", "claude_code_older", "codex"])
+def test_each_turn_of_an_agent_is_answered_whole_and_streamed(served: Served, name: str) -> None:
+    path = ROUTES.get(name, MESSAGES)
+    for body in turns_of(name):
+        whole = post(served, path, body)
+        streamed = served.client.post(path, json=body | {"stream": True})
+        assert streamed.status_code == 200, streamed.text
+        last = events_of(streamed.text)[-2 if path == MESSAGES else -1]
+        assert warnings_of(last.get("response", last)) == warnings_of(whole)
+        assert "error" not in {event["type"] for event in events_of(streamed.text)}
+
+
+@pytest.mark.parametrize("name", ["claude_code", "claude_code_budget", "claude_code_older", "codex"])
+def test_a_turn_finds_the_turn_before_in_the_cache(served: Served, name: str) -> None:
+    path = ROUTES.get(name, MESSAGES)
+    first, second = turns_of(name)[:2]
+    for body in (first, second):
+        if path == MESSAGES:
+            body["messages"][0]["content"].insert(0, {"type": "text", "text": name})  # not the prompt of another test
+            body["system"].insert(1, {"type": "text", "text": name})
+        else:
+            body["cache_salt"] = name
+    before, after = post(served, path, first), post(served, path, second)
+    end = "[assistant]" + "\n\n<total_tokens>200000 tokens left</total_tokens>"  # behind the last message
+    num_shared = prompt_tokens_of(before) - len(end) - len("<|im_end|>\n")
+    assert cached_of(after) >= num_shared // PAGE * PAGE > PAGE
+
+
+def test_the_billing_line_and_the_budget_do_not_reach_the_middle_of_a_prompt() -> None:
+    for name in ("claude_code", "claude_code_budget", "claude_code_older"):
+        prompts = [shown(body) for body in RECORDED[name]]
+        for prompt in prompts:
+            assert all("x-anthropic-billing-header" not in each["content"] for each in prompt)
+            assert all("<total_tokens>" not in each["content"] for each in prompt[:-1])
+            assert prompt[-1]["content"].count("<total_tokens>") == (name != "claude_code")
+        for before, after in pairwise(prompts):
+            assert after[: len(before) - 1] == before[:-1]
+
+
+def test_the_newest_budget_is_the_one_that_is_shown() -> None:
+    assert [shown(body)[-1]["content"][-46:] for body in RECORDED["claude_code_budget"][:2]] == [
+        "<total_tokens>200000 tokens left</total_tokens>"[-46:],
+        "<total_tokens>199985 tokens left</total_tokens>"[-46:],
+    ]
+
+
+def test_a_text_that_only_mentions_a_budget_is_left_alone() -> None:
+    text = "Why does <total_tokens>5 tokens left</total_tokens> appear?"
+    body = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]}
+    assert shown(body)[0]["content"] == text
+
+
+def test_prompts_are_kept_as_they_are_if_asked(served: Served, keeping: Served) -> None:
+    body = RECORDED["claude_code"][0]
+    kept, adapted = post(keeping, COUNT, body), post(served, COUNT, body)
+    assert kept["input_tokens"] - adapted["input_tokens"] == len(body["system"][0]["text"])
+
+
+def test_a_later_system_message_stays_one_until_a_template_refuses_it() -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "system", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    assert shown({"messages": turns}) == turns
+
+
+def shown(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages that the template receives."""
+    read = read_body(json.dumps({"max_tokens": 1} | body).encode(), MessagesBody, complete_messages)
+    return messages_of(read.messages, read.system)
+
+
+# Refused, replaced and ignored fields
+
+
+def test_an_image_that_a_tool_read_is_replaced(served: Served) -> None:
+    answer = post(served, MESSAGES, turns_of("claude_code_budget")[2])
+    assert "was replaced by [image]" in warnings_of(answer)
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+def test_an_image_of_the_last_message_is_refused_in_one_line(served: Served, path: str) -> None:
+    image = IMAGE if path == MESSAGES else {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    field, limit = ("messages", "max_tokens") if path == MESSAGES else ("input", "max_output_tokens")
+    asked = {"role": "user", "content": [image]}
+    refused = served.client.post(path, json={limit: 4, field: [asked]})
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "image" in message
+    assert "\n" not in message
+    later = [asked, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    assert "was replaced by [image]" in warnings_of(post(served, path, {limit: 4, field: later}))
+
+
+def test_an_image_of_codex_is_refused_once_and_then_kept_as_a_placeholder(served: Served) -> None:
+    first, second = turns_of("codex_image")
+    assert served.client.post(RESPONSES, json=first).status_code == 400
+    assert "was replaced by [image]" in warnings_of(post(served, RESPONSES, second))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "warned"),
+    [
+        ([{"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}], "server_tool_use"),
+        ([{"type": "web_search_tool_result", "tool_use_id": "a", "content": []}], "web_search_tool_result"),
+        ([{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}], "encrypted"),
+        ([{"type": "thinking", "thinking": "a"}, {"type": "text", "text": "a"}], ""),
+        ([{"type": "tool_use", "id": "a", "name": "f", "input": '{"a": '}], "INVALID_JSON"),
+        ([{"type": "tool_use", "id": "a", "name": "f", "input": None, "caller": {"type": "direct"}}], ""),
+        ([], ""),
+        (None, ""),
+    ],
+)
+def test_a_history_of_another_server_is_taken(served: Served, blocks: Any, warned: str) -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "b"},
+    ]
+    found = warnings_of(post(served, MESSAGES, {"max_tokens": 2, "messages": turns}))
+    assert warned in found
+    assert bool(found) == bool(warned)
+
+
+@pytest.mark.parametrize("content", [None, [], "", [{"type": "text", "text": "a"}], [IMAGE]])
+def test_a_result_of_a_tool_is_taken_with_any_content(served: Served, content: Any) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": True}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [call]}]
+    assert post(served, MESSAGES, {"max_tokens": 2, "messages": [*turns, {"role": "user", "content": [result]}]})
+
+
+def test_a_document_of_plain_text_is_read() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "apples"}
+    block = {"type": "document", "title": "Fruit", "source": source}
+    assert shown({"messages": [{"role": "user", "content": [block]}]})[-1]["content"] == "Fruit\napples"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"thinking": {"type": "enabled", "budget_tokens": 4000, "display": "summarized"}},
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        {"output_config": {"effort": "max"}},
+        {"context_management": {"edits": []}, "speed": "fast", "service_tier": "priority"},
+        {"stop_sequences": ["", *(f"stop{index}" for index in range(40))]},
+        {"max_tokens": None, "stop_sequences": ["a", "b", "e", " "], "temperature": 1},
+        {"top_p": 0},
+        {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}},
+        {"tool_choice": {"type": "auto"}},
+    ],
+)
+def test_hints_and_generous_values_are_taken_without_a_warning(served: Served, change: dict[str, Any]) -> None:
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]} | change
+    assert warnings_of(post(served, MESSAGES, body)) == ""
+
+
+def test_tools_that_only_anthropic_defines_are_left_out_with_a_warning(served: Served) -> None:
+    own = {"name": "f", "input_schema": {"type": "object"}, "defer_loading": True, "eager_input_streaming": True}
+    kinds = ["web_search_20250305", "bash_20250124", "text_editor_20250728", "computer_20250124"]
+    tools = [own, *({"type": kind, "name": f"t{index}"} for index, kind in enumerate(kinds))]
+    asked = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
+    answer = post(served, MESSAGES, asked | {"tools": tools})
+    for index, kind in enumerate(kinds, 1):
+        assert f"tools[{index}] was left out: tools of type '{kind}'" in warnings_of(answer)
+    assert post(served, COUNT, asked | {"tools": tools}) == post(served, COUNT, asked | {"tools": tools[:1]}) | {
+        "infer": {"warnings": answer["infer"]["warnings"]}
+    }
+
+
+# /v1/responses
+
+
+ZOO = {"type": "namespace", "name": "mcp__zoo", "description": "A zoo.", "tools": [
+    {"type": "function", "name": "feed", "parameters": {"type": "object", "additionalProperties": False}}
+]}  # fmt: skip
+
+
+def test_a_call_of_a_namespace_has_its_name_and_its_namespace(served: Served) -> None:
+    asked = {"input": "a", "tools": [ZOO], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    (item,) = post(served, RESPONSES, asked)["output"]
+    assert (item["type"], item["name"], item["namespace"]) == ("function_call", "feed", "mcp__zoo")
+    streamed = served.client.post(RESPONSES, json=asked | {"stream": True})
+    items = [event["item"] for event in events_of(streamed.text) if event["type"] == "response.output_item.done"]
+    assert [(each["name"], each["namespace"]) for each in items] == [("feed", "mcp__zoo")]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "fed"}
+    history = [{"role": "user", "content": "a"}, item, result]
+    assert warnings_of(post(served, RESPONSES, {"input": history, "tools": [ZOO], "max_output_tokens": 2})) == ""
+
+
+@pytest.mark.parametrize(
+    ("item", "warned"),
+    [
+        ({"type": "web_search_call", "id": "a", "status": "completed", "action": {}}, "'web_search_call'"),
+        ({"type": "item_reference", "id": "a"}, "'item_reference'"),
+        ({"type": "compaction", "encrypted_content": "x"}, "'compaction'"),
+        ({"type": "reasoning", "id": "a", "summary": [], "encrypted_content": "x"}, "encrypted"),
+        ({"type": "local_shell_call", "call_id": "a", "action": {"type": "exec", "command": ["ls"]}}, ""),
+        ({"type": "local_shell_call_output", "call_id": "a", "output": "x"}, ""),
+        ({"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": "*** Begin"}, ""),
+        ({"type": "custom_tool_call_output", "call_id": "a", "output": "x"}, ""),
+        ({"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"a'}, "INVALID_JSON"),
+        ({"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}, "[image]"),
+        ({"type": "message", "role": "assistant", "status": "done", "content": []}, ""),
+    ],
+)  # fmt: skip
+def test_an_item_of_another_server_is_taken(served: Served, item: Any, warned: str) -> None:
+    user = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    found = warnings_of(post(served, RESPONSES, {"input": [user, item, user], "max_output_tokens": 2}))
+    assert warned in found
+    assert bool(found) == bool(warned)
+
+
+def test_kinds_of_tools_and_includes_that_are_not_known_are_left_out_with_a_warning(served: Served) -> None:
+    tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "local_shell"}, ZOO]
+    answer = post(
+        served,
+        RESPONSES,
+        {"input": "a", "tools": tools, "include": ["file_search_call.results"], "max_output_tokens": 2},
+    )
+    found = warnings_of(answer)
+    assert [f"tools[{index}] was left out" in found for index in range(4)] == [True, True, True, False]
+    assert "file_search_call.results" in found
+
+
+def test_a_forced_tool_that_was_left_out_is_refused(served: Served) -> None:
+    asked = {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}
+    assert served.client.post(RESPONSES, json=asked).status_code == 400
+
+
+def test_a_response_without_a_limit_goes_to_the_end_of_the_context(served: Served) -> None:
+    asked = {
+        "input": "a" * 7000,
+        "regex": "[a-z]{900,}",
+        "seed": 1,
+    }  # Codex sets no limit, and fails at one
+    answer = post(served, RESPONSES, asked)
+    assert answer["usage"]["output_tokens"] > 512
+
+
+def test_the_input_tokens_of_a_response_are_those_of_its_usage(served: Served) -> None:
+    for body in turns_of("codex"):
+        counted = post(served, f"{RESPONSES}/input_tokens", body)
+        assert counted["object"] == "response.input_tokens"
+        assert counted["input_tokens"] == post(served, RESPONSES, body)["usage"]["input_tokens"]

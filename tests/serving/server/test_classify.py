@@ -1,0 +1,65 @@
+"""`/v1/classify` answers in vLLM's shape, with the probabilities of the library."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from classifier_model import LABELS
+from infer import LLM
+from infer.serving.server.app import ROUTES
+from infer.serving.server.routes.openapi import document
+from served import Served, serving
+
+TEXTS = ["a roof", "a bridge"]
+
+
+@pytest.fixture(scope="module")
+def served(labeller: LLM) -> Iterator[Served]:
+    with serving(labeller, model="tiny") as served:
+        yield served
+
+
+@pytest.mark.parametrize("path", ["/v1/classify", "/classify"])
+@pytest.mark.parametrize("given", [TEXTS, TEXTS[0], [list(b"a roof")], [["a roof", "a bridge"]]])
+def test_texts_ids_and_pairs_have_their_labels(served: Served, labeller: LLM, path: str, given: Any) -> None:
+    answer = served.client.post(path, json={"model": "tiny", "input": given}).json()
+    expected = labeller.classify([given] if isinstance(given, str) else given)
+    for index, (found, each) in enumerate(zip(answer["data"], expected, strict=True)):
+        assert (found["index"], found["label"], found["num_classes"]) == (index, each.label, 3)
+        assert dict(zip(LABELS, found["probs"], strict=True)) == dict(zip(each.labels, each.probabilities, strict=True))
+    assert (answer["object"], answer["model"]) == ("list", "tiny")
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 0
+    described = document(ROUTES)
+    place = "#/paths/~1v1~1classify/post/responses/200/content/application~1json/schema"
+    Draft202012Validator({**described, "$ref": place}).validate(answer)
+
+
+def test_a_long_text_is_refused_or_cut(served: Served) -> None:
+    body = {"input": ["a", "x" * 9999]}
+    refused = served.client.post("/v1/classify", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    answer = served.client.post("/v1/classify", json=body | {"truncate": True}).json()
+    assert answer["infer"]["warnings"] == ["1 of 2 texts were cut to 256 tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": [""]}, 400, "input[0]"),
+        ({"input": [["a", "b", "c"]]}, 400, "input[0][0]"),
+        ({"input": "a", "model": "other"}, 404, "model"),
+    ],
+)
+def test_texts_that_cannot_be_classified_are_refused(served: Served, body: Any, status: int, param: str) -> None:
+    answer = served.client.post("/v1/classify", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_a_model_that_is_no_classifier_says_so(embedder: LLM) -> None:
+    with serving(embedder, model="tiny") as served:
+        answer = served.client.post("/v1/classify", json={"input": "a"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_model")

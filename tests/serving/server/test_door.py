@@ -1,0 +1,308 @@
+"""The door: which requests are refused before any work is done, and when their clients may return."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from door_simulation import DoorSimulation
+from infer.engine.step.step_costs import Costs, StepCosts
+from infer.outputs import percentile
+from infer.serving.server.asking import text_tokens
+from infer.serving.server.door import Arrival, Door, retry_headers
+from infer.serving.server.http_errors import ApiError
+from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server.wait_forecast import Forecast, RemainingWork
+from simulation import Machine, Request
+
+SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))  # answers 6.07 requests per second with 128 tokens in and 64 out
+CAPACITY = 6.07
+demands = st.lists(
+    st.builds(
+        RemainingWork,
+        st.sampled_from("abc"),
+        st.booleans(),
+        st.integers(0, 10_000),
+        st.integers(0, 10_000),
+        st.floats(0, 4000, allow_nan=False),
+    ),
+    max_size=60,
+)
+
+
+def known_costs(pace: float = 0.0) -> StepCosts:
+    costs = StepCosts()
+    costs._costs, costs._pace = Costs(0.001, 0.002, 0.0005, 0.0001), pace
+    return costs
+
+
+def forecast_of(found: list[RemainingWork], num_slots: int = 16, pace: float = 0.0) -> Forecast:
+    forecast = Forecast(known_costs(pace), num_slots)
+    for demand in found:
+        forecast.add(demand)
+    return forecast
+
+
+def busy(tenant: str, count: int = 100, num_slots: int = 16) -> list[RemainingWork]:
+    return [
+        RemainingWork(tenant, index < num_slots, 0 if index < num_slots else 100, 100, 256.0) for index in range(count)
+    ]
+
+
+def enter(door: Door, look: Callable[[], Forecast], body: bytes = b"", **arrival: int | str) -> float | None:
+    """Return the wait in seconds that a refused client is told, or None if the request is accepted."""
+    try:
+        door.enter(Arrival(**{"tenant": "a", "num_answer_tokens": 100, **arrival}), body, look).close()  # type: ignore[arg-type]
+    except ApiError as refused:
+        return int(refused.headers["retry-after-ms"]) / 1000
+    return None
+
+
+def test_the_own_prompt_is_not_part_of_the_wait() -> None:
+    assert forecast_of([]).seconds_to_slot("a") == 0.0
+    assert forecast_of([]).seconds_ahead("a", 10_000) == 0.0
+
+
+def test_a_full_engine_is_waited_for() -> None:
+    """About 60 s of work are ahead. The last 16 answers of it run together with the one that enters."""
+    assert 40 < forecast_of(busy("a")).seconds_to_slot("a") < 60
+
+
+def test_a_prediction_has_the_pace_and_the_positions_of_the_engine() -> None:
+    usual, slow = (forecast_of(busy("a"), pace=pace).seconds_to_slot("a") for pace in (0.0, 1.0))
+    assert slow == pytest.approx(usual * 2.718, rel=0.01)
+    far = [demand._replace(num_computed=30_000) for demand in busy("a")]
+    assert forecast_of(far).seconds_to_slot("a") > 1.5 * usual
+
+
+def test_a_flood_delays_its_own_tenant_and_no_other() -> None:
+    flood = forecast_of(busy("a", 1000))
+    assert flood.seconds_to_slot("a") > 300
+    assert flood.seconds_ahead("b", 100) == 0.0
+    assert forecast_of(busy("a", 1000, 1)).seconds_to_slot("b") == 0.0, "before the step that fills the slots"
+    beside = forecast_of([*busy("a", 1000), *busy("b", 10, 8)])
+    alone = forecast_of([*busy("b", 10, 8)], num_slots=8)
+    assert beside.seconds_to_slot("b") <= 2.01 * alone.seconds_to_slot("b")
+
+
+def test_short_prompts_wait_for_shorter_ones() -> None:
+    reading = forecast_of([RemainingWork("a", True, 4000, 0, 10.0), RemainingWork("a", True, 50, 0, 10.0)])
+    assert reading.seconds_ahead("a", 100) < 0.1
+    assert reading.seconds_ahead("a", 5000) > 2
+
+
+def test_prompts_that_are_being_read_are_counted_once() -> None:
+    """By hand: a step with both answers' tokens takes 5 ms of 30; a prompt takes 0.5 ms a token and 0.1 ms for
+    each 1,024 positions before one."""
+    read = RemainingWork("a", True, 100, 0, 0.0)
+    decoding = 0.001 + 2 * 0.002 + 2 * 100 * 0.0001 / 1024
+    reading = 100 * 0.0005 + 99 * 100 / 2 * 0.0001 / 1024
+    ahead = forecast_of([read, read]).seconds_ahead("b", 100)
+    assert ahead == pytest.approx(2 * reading / (1 - decoding / 0.03))
+    together = Forecast(known_costs(), 16)
+    together.add(read, 2)
+    assert together.seconds_ahead("b", 100) == ahead
+
+
+def test_sequences_that_have_no_pages_have_no_slots() -> None:
+    costs, long = known_costs(), [RemainingWork("a", index < 4, 8000, 0, 100.0) for index in range(12)]
+    few = Forecast(costs, 16, lambda num_tokens: 32_000 // num_tokens)
+    for demand in long:
+        few.add(demand)
+    assert few.num_slots == 3
+    assert few.seconds_to_slot("a") > 10
+    assert forecast_of(long).seconds_to_slot("a") == 0.0
+
+
+def test_slots_that_prompts_cannot_fill_are_not_counted() -> None:
+    """An answer of 50 tokens for 100 of a prompt: if a step reads 4 tokens, 2 answers are computed together."""
+    slow, fast = (Forecast(known_costs(), 16, None, lambda num, context, count=count: count) for count in (4, 32))
+    for forecast in (slow, fast):
+        forecast.add(RemainingWork("a", True, 100, 0, 50.0), 16)
+        forecast.add(RemainingWork("a", False, 100, 0, 50.0), 16)
+    assert (slow.num_decoding, fast.num_decoding) == (2, 16)
+    per_token = [(0.001 + 0.002 * count) / count for count in (2, 16)]
+    reading = 100 * 0.0005
+    expected = [(32 - 15 / 2) * (reading + 50 * seconds) for seconds in per_token]
+    waits = [forecast.seconds_to_slot("a") for forecast in (slow, fast)]
+    assert waits == pytest.approx(expected, rel=0.01)
+
+
+@given(demands, st.integers(1, 64), st.integers(0, 10_000))
+def test_no_prediction_is_negative_and_others_are_waited_for_once(
+    found: list[RemainingWork], num_slots: int, num_tokens: int
+) -> None:
+    forecast = forecast_of(found, num_slots)
+    assert 0 <= forecast.seconds_to_slot("a") <= forecast.seconds_ahead("a", num_tokens) + 1e-9
+    own = forecast.service_seconds(num_tokens, 10.0)
+    num_others = len({demand.tenant for demand in found} - {"a"})
+    assert own <= forecast.shared_seconds("a", own) <= (1 + num_others) * own + 1e-9
+
+
+@given(st.floats(0, 1e6))
+def test_clients_are_told_whole_seconds_within_a_minute_and_milliseconds(seconds: float) -> None:
+    told = retry_headers(seconds)
+    assert 1 <= int(told["Retry-After"]) <= 60
+    assert int(told["retry-after-ms"]) <= 1000 * int(told["Retry-After"])
+    assert min(max(seconds, 0.5), 60) - 0.001 <= int(told["retry-after-ms"]) / 1000
+    assert told["x-should-retry"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("found", "limits", "is_refused"),
+    [([], {}, False), (busy("a"), {}, True), (busy("a"), {"max_ttft": 100.0}, False),
+     (busy("a"), {"max_ttft": 100.0, "max_queue": 84}, True), (busy("a"), {"max_ttft": 100.0, "max_queue": 85}, False),
+     (busy("b", 1000), {"max_queue": 84}, False)],
+)  # fmt: skip
+def test_the_door_refuses_requests_that_would_wait_too_long(
+    found: list[RemainingWork], limits: dict[str, float], is_refused: bool
+) -> None:
+    door = Door(ServerSettings(**limits))  # type: ignore[arg-type]
+    assert (enter(door, lambda: forecast_of(found)) is not None) is is_refused
+    if is_refused:
+        with pytest.raises(ApiError) as refused:
+            door.enter(Arrival("a"), b"", lambda: forecast_of(found))
+        assert (refused.value.status, refused.value.type) == (429, "rate_limit_error")
+        assert refused.value.code == "rate_limit_exceeded"
+
+
+def test_a_request_in_preparation_counts_until_the_engine_has_it() -> None:
+    door = Door(ServerSettings(slots=1, max_queue=3), clock=lambda: 0.0)
+    entry = door.enter(Arrival("a", num_prompts=1, num_choices=4), b"", lambda: forecast_of([], 1))
+    assert door.forecast(lambda: forecast_of([], 1)).count == 4
+    assert enter(door, lambda: forecast_of([], 1)) is not None
+    entry.submit()  # the engine has not been read since
+    assert door.forecast(lambda: forecast_of([], 1)).num_waiting("a") == 4
+    entry.close()
+    assert door.forecast(lambda: forecast_of([], 1)).num_waiting("a") == 1
+
+
+def test_each_refused_client_is_promised_a_place_after_those_before_it() -> None:
+    now = [0.0]
+    door = Door(ServerSettings(max_ttft=40.0, slots=16), clock=lambda: now[0])
+
+    def full() -> Forecast:
+        return forecast_of(busy("a"))
+
+    told = [enter(door, full, b"%d" % index, num_choices=8) or 0.0 for index in range(8)]
+    assert all(later > earlier for earlier, later in zip(told, told[2:], strict=False)), told
+    assert told[7] - told[0] > 6
+    now[0] = told[0]
+    nearly_full = busy("a", 85)  # 38 s are ahead, less than the limit, but this place is promised to others
+    with pytest.raises(ApiError, match="clients of this key that were refused earlier come first"):
+        door.enter(Arrival("a", num_answer_tokens=100), b"new", lambda: forecast_of(busy("a", 75)))
+    assert enter(door, lambda: forecast_of(nearly_full), b"0") is None
+    now[0] = 58.0
+    assert enter(door, lambda: forecast_of(busy("a", 40)), b"another") is None  # no refused client has returned
+
+
+def test_a_client_that_waits_longer_than_a_minute_keeps_its_place() -> None:
+    """About 160 s of work are ahead of the first of two clients, so both are told to wait a minute twice."""
+    now, ahead = [0.0], [300]
+    door = Door(ServerSettings(max_ttft=40.0, slots=16), clock=lambda: now[0])
+
+    def ask(body: bytes) -> float | None:
+        return enter(door, lambda: forecast_of(busy("a", ahead[0])), body, num_choices=8)
+
+    for num_ahead in (300, 200):
+        ahead[0] = num_ahead
+        for body in (b"first", b"second"):
+            assert 57 <= (ask(body) or 0.0) <= 60
+            now[0] += 1.0
+        now[0] += 59.0
+    ahead[0] = 80  # 37 s
+    assert (ask(b"third") or 0.0) > 0
+    assert ask(b"second") is None
+    assert ask(b"first") is None
+    assert (ask(b"fourth") or 0.0) > 0
+
+
+def test_predictions_are_corrected_by_the_waits_of_accepted_requests() -> None:
+    now = [0.0]
+    door = Door(ServerSettings(max_ttft=60.0), clock=lambda: now[0])
+    entry = door.enter(Arrival("a"), b"", lambda: forecast_of(busy("a")))  # after about 50 s
+    entry.close()
+    for _ in range(60):
+        entry.learn_wait(72.0)
+    assert 1.3 < door.wait_ratio.value < 1.6
+    assert enter(door, lambda: forecast_of(busy("a")), b"new") is not None
+    now[0] = 1.0
+    assert enter(door, lambda: forecast_of(busy("a", 30)), b"other") is None
+
+
+def test_only_texts_are_counted() -> None:
+    assert text_tokens(list(range(1000))) == 1000
+    assert text_tokens([{"role": "user", "content": "x" * 300}]) < 110
+    assert text_tokens([{"role": "user", "content": None}, 3.5, True]) < 20
+
+
+# Clients of a simulated server
+
+
+@pytest.mark.parametrize("max_ttft", [5.0, 30.0])
+def test_a_burst_is_answered_to_the_last_by_clients_that_ask_three_times(max_ttft: float) -> None:
+    """The burst has 300 requests within a second, 49 s of work. Without promises, 56 of them were answered."""
+    burst = [Request(index / 300, 128, 64, 64) for index in range(300)]
+    life = DoorSimulation(SERVER, burst, max_ttft=max_ttft)
+    life.run()
+    assert len(life.answered) >= 295
+    assert sum(map(len, life.told.values())) <= 300
+    assert max(each.ended_at or 0 for each in burst) <= 1.1 * 300 / CAPACITY
+    assert percentile(life.waits(), 99.0) <= 1.4 * max_ttft
+
+
+SLOW = Machine(16, 1024, (2e-2, 2.8e-3, 2.8e-3, 1.6e-3))  # prompts are read 5 tokens a step beside streams
+SLOW_CAPACITY = 0.94
+
+
+def arriving(rate: float, seconds: float) -> list[Request]:
+    """Return clients that arrive at random, `rate` per second."""
+    draw, now, requests = random.Random(4), 0.0, list[Request]()
+    while now < seconds:
+        now += draw.expovariate(rate)
+        requests.append(Request(now, 128, 64, 64))
+    return requests
+
+
+def test_at_twice_the_capacity_promises_are_kept_and_nothing_idles() -> None:
+    requests = arriving(2 * CAPACITY, 60.0)
+    life = DoorSimulation(SERVER, requests, max_ttft=5.0)
+    life.run()
+    in_time = [each for each in life.answered if (each.ended_at or 0) <= 60]
+    assert len(in_time) >= 0.95 * 60 * CAPACITY
+    assert len(life.answered) >= 0.97 * len(requests)
+    promised = [each for each in life.answered if life.told[each] and life.told[each][0] < 55]
+    waited = [(life.taken_at[each] - life.first_asked[each]) / life.told[each][0] for each in promised]
+    assert len(promised) > 100
+    assert percentile(waited, 95.0) <= 1.2
+    assert percentile(life.waits(), 99.0) <= 1.4 * 5
+
+
+@pytest.mark.parametrize(("between", "max_queue"), [(0.0, 512), (0.01, 512), (0.0, 10)])
+def test_patient_clients_are_accepted_in_turn_and_at_the_promised_time(between: float, max_queue: int) -> None:
+    """The load is twice the capacity. A pause between two steps makes all waits longer than the costs predict."""
+    machine, requests = replace(SLOW, between=between), arriving(2 * SLOW_CAPACITY, 120.0)
+    life = DoorSimulation(machine, requests, num_retries=50, max_queue=max_queue)
+    life.run()
+    assert len(life.answered) == len(requests)
+    promises = [sum(told < 55 for told in life.told[each]) for each in requests]
+    kept = [wait <= 1.2 * 30 and count <= 1 for wait, count in zip(life.waits(), promises, strict=True)]
+    assert sum(kept) >= 0.95 * len(kept)
+    in_turn = sorted(life.taken_at[each] for each in requests)
+    assert max(life.taken_at[each] - turn for each, turn in zip(requests, in_turn, strict=True)) < 60
+    waited = sum(life.taken_at[each] - life.first_asked[each] for each in requests)
+    assert sum(map(len, life.told.values())) <= waited / 60 + len(requests), (
+        "no more than who is told a minute each time"
+    )
+
+
+def test_one_tenants_flood_refuses_no_other() -> None:
+    flood = [Request(0.01 * index, 128, 200, 200, tenant="loud") for index in range(400)]
+    quiet = [Request(1.0 + 3.0 * index, 32, 16, 16, tenant="quiet") for index in range(15)]
+    life = DoorSimulation(SERVER, [*flood, *quiet], max_ttft=5.0, num_retries=0)
+    life.run()
+    assert not any(life.told[each] for each in quiet)
+    assert any(life.told[each] for each in flood)

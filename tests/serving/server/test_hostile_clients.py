@@ -1,0 +1,381 @@
+"""Slow, broken or malicious clients get a true refusal or are disconnected, and the others are served."""
+
+import json
+import logging
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from test_session import make_model
+
+from extent import usual_or_all
+from idle import until, until_idle
+from infer import LLM
+from openai_shapes import check
+from raw_http import Answer, Connection, post
+from served import Served, serving
+
+COMPLETIONS = "/v1/completions"
+ASKED: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+LONG = ASKED | {"max_tokens": 300}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    limits = {"header_seconds": 1.0, "body_seconds": 1.0, "keep_alive_seconds": 2, "slots": 2}
+    with (
+        LLM(make_model(tmp_path_factory.mktemp("model"))) as llm,
+        serving(llm, model="tiny", **limits) as served,
+    ):
+        yield served
+
+
+@pytest.fixture
+def connection(served: Served) -> Iterator[Connection]:
+    with Connection(served.port) as connection:
+        yield connection
+
+
+@pytest.fixture(autouse=True)
+def _others_are_served_afterwards(served: Served) -> Iterator[None]:
+    expected = answered(served)
+    yield
+    until_idle(served)
+    assert answered(served) == expected
+
+
+def answered(served: Served) -> str:
+    answer = served.client.post(COMPLETIONS, json=ASKED)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def refusal(answer: Answer) -> tuple[int, dict[str, Any]]:
+    check("ErrorResponse", answer.json())
+    return answer.status, answer.json()["error"]
+
+
+# Bytes that arrive
+
+
+def test_a_request_may_come_byte_by_byte(connection: Connection) -> None:
+    for byte in post(COMPLETIONS, ASKED):
+        connection.send(bytes([byte]))
+    assert connection.answer().status == 200
+
+
+def test_requests_that_come_at_once_are_answered_in_their_order(connection: Connection) -> None:
+    limits = (3, 1, 2)
+    connection.send(b"".join(post(COMPLETIONS, ASKED | {"max_tokens": limit}) for limit in limits))
+    found = [connection.answer().json()["usage"]["completion_tokens"] for _ in limits]
+    assert found == list(limits)
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(connection: Connection) -> None:
+    request = post(COMPLETIONS, ASKED, "Expect: 100-continue")
+    head, body = request.split(b"\r\n\r\n")
+    connection.send(head + b"\r\n\r\n")
+    assert connection.line().startswith(b"HTTP/1.1 100")
+    assert connection.line() == b"\r\n"
+    connection.send(body)
+    assert connection.answer().status == 200
+
+
+def test_http_1_0_is_answered_and_closed(connection: Connection) -> None:
+    connection.send(b"GET /health HTTP/1.0\r\n\r\n")
+    assert connection.answer().status == 200
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions", "/nowhere"])
+def test_head_has_no_body(connection: Connection, path: str) -> None:
+    head = "HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    connection.send(f"HEAD {path} {head}GET /health {head}".encode())
+    assert connection.answer(has_body=False).status in (200, 404, 405)
+    assert connection.answer().json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x00" * 100,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # neither of two is answered
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_bytes_that_are_not_a_request_are_refused_and_the_connection_closes(
+    connection: Connection, sent: bytes
+) -> None:
+    connection.send(sent)
+    assert refusal(connection.answer())[0] == 400
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize("field", ["Content-Type: application/json", "Authorization: Bearer a", "Origin: http://a"])
+def test_a_field_that_must_be_single_is_not_sent_twice(connection: Connection, field: str) -> None:
+    connection.send(post(COMPLETIONS, ASKED, field, field))
+    assert refusal(connection.answer())[0] == 400
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [
+        ("Transfer-Encoding: gzip, chunked", 501),
+        ("Transfer-Encoding: xchunked", 501),
+        ("Content-Encoding: gzip", 415),
+        ("Content-Encoding: identity", 200),
+    ],
+)
+def test_a_body_is_read_only_in_the_coding_that_it_has(connection: Connection, coding: str, status: int) -> None:
+    request = chunked(ASKED).replace(b"Transfer-Encoding: chunked", coding.encode())
+    connection.send(request if "Transfer" in coding else post(COMPLETIONS, ASKED, coding))
+    assert connection.answer().status == status
+
+
+def test_the_length_of_a_body_may_have_leading_zeros(connection: Connection) -> None:
+    connection.send(post(COMPLETIONS, ASKED).replace(b"Content-Length: ", b"Content-Length: " + b"0" * 4300))
+    assert connection.answer().status == 200
+
+
+@pytest.mark.parametrize("target", ["//", "/%00", "/v1/../health", "/%ff%fe", "/" + "a" * 4000, "http://b/health2"])
+def test_odd_targets_are_unknown_urls(connection: Connection, target: str) -> None:
+    connection.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    assert refusal(connection.answer())[0] == 404
+
+
+def test_headers_that_come_too_slowly_are_refused(connection: Connection) -> None:
+    connection.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+    assert refusal(connection.answer())[0] == 408
+    assert connection.is_closed()
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_one_write"),
+    [(b"GET /hea", False), (b"GET /hea", True), (b"GET /health HTTP/1.1\r\nHost: a\r\n", False), (b"\r\n", False)],
+)
+def test_every_head_of_a_connection_is_timed(connection: Connection, rest: bytes, is_one_write: bool) -> None:
+    connection.send(HEALTH + rest if is_one_write else HEALTH)
+    assert connection.answer().status == 200
+    if not is_one_write:
+        connection.send(rest)
+    assert refusal(connection.answer())[0] == 408
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize("rest", [b"", b"a", b"a" * 100])
+def test_an_unread_body_keeps_no_connection_open(connection: Connection, rest: bytes) -> None:
+    connection.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
+    assert refusal(connection.answer())[0] == 404
+    connection.send(rest)
+    assert connection.is_closed() or refusal(connection.answer())[0] == 408
+
+
+def test_a_half_head_behind_a_request_does_not_end_its_answer(served: Served) -> None:
+    with serving(served.state.llm().llm, model="tiny", header_seconds=0.05) as quick, Connection(quick.port) as other:
+        other.send(post(COMPLETIONS, LONG | {"stream": True}) + b"GET /hea")
+        assert other.answer().body.endswith(b"data: [DONE]\n\n")
+        assert refusal(other.answer())[0] == 408
+
+
+def test_a_body_that_comes_too_slowly_is_refused(connection: Connection) -> None:
+    connection.send(post(COMPLETIONS, ASKED)[:-1])
+    assert refusal(connection.answer())[0] == 408
+    assert connection.is_closed()
+
+
+# Trailers
+
+
+def chunked(body: Any, *headers: str) -> bytes:
+    """Return a request up to its trailer."""
+    content = json.dumps(body).encode()
+    head = post(COMPLETIONS, b"", "Transfer-Encoding: chunked", *headers).replace(b"Content-Length: 0\r\n", b"")
+    return head + b"%x\r\n" % len(content) + content + b"\r\n0\r\n"
+
+
+@pytest.mark.parametrize("is_one_write", [True, False])
+def test_a_key_in_a_trailer_never_counts(served: Served, is_one_write: bool) -> None:
+    trailer = b"Authorization: Bearer secret\r\n\r\n"
+    with (
+        serving(served.state.llm().llm, model="tiny", api_keys={"secret": "ann"}) as guarded,
+    ):
+        for parts in ([chunked(ASKED) + trailer], [chunked(ASKED), trailer]):
+            with Connection(guarded.port) as connection:
+                for part in [b"".join(parts)] if is_one_write else parts:
+                    connection.send(part)
+                assert refusal(connection.answer())[0] == 401
+        with Connection(guarded.port) as connection:
+            connection.send(chunked(ASKED, "Authorization: Bearer secret") + b"a: b\r\n\r\n" + HEALTH)
+            assert [connection.answer().status for _ in range(2)] == [200, 200]
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH])
+@pytest.mark.parametrize("trailer", [b"a: b\r\n" * 200, b"a: " + b"b" * 600_000 + b"\r\n", b"a: " + b"b" * 600_000])
+def test_a_trailer_has_the_limits_of_a_head(connection: Connection, before: bytes, trailer: bytes) -> None:
+    connection.send(before + chunked(ASKED))
+    if before:
+        assert connection.answer().status == 200
+    connection.send(trailer)
+    assert refusal(connection.answer())[0] == 431
+    assert connection.is_closed()
+
+
+# Contents of bodies
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"\xef\xbb\xbf{}", b"null", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "a", "temperature": 1e400}', b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "max_tokens": 1e3000000}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "max_tokens": 1.5}',
+        b'{"prompt": [9999999999]}', b'{"prompt": [-1]}', b'{"prompt": [[]]}', b'{"prompt": [1, "a"]}',
+        b'{"prompt": "a", "logit_bias": {"x": 1}}', b'{"prompt": "a"} {}',
+    ],
+    ids=lambda body: repr(body[:40]),
+)  # fmt: skip
+def test_bodies_that_cannot_be_meant_are_refused(connection: Connection, body: bytes) -> None:
+    connection.send(post(COMPLETIONS, body))
+    status, error = refusal(connection.answer())
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (rb'{"prompt": "a \ud83d"}', r"\ud83d at byte 14 is half of a surrogate pair"),
+        (rb'{"prompt": "\\ud83d \ud83d\ude00 \ude00"}', r"\ude00 at byte 33 is half of a surrogate pair"),
+        (b'{"prompt": "aa\xff"}', "byte 14 (0xff) is not UTF-8"),
+    ],
+)
+def test_the_byte_that_is_no_text_is_named(connection: Connection, body: bytes, told: str) -> None:
+    connection.send(post(COMPLETIONS, body))
+    status, error = refusal(connection.answer())
+    assert (status, error["code"]) == (400, "invalid_json")
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/trace"])
+@pytest.mark.parametrize("number", ["9" * 400, "1" + "0" * 300, "4294967296"])
+def test_a_limit_that_no_context_has_is_refused_logged_and_counted(
+    served: Served, caplog: pytest.LogCaptureFixture, path: str, number: str
+) -> None:
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    text = '"model": "tiny", "prompt": "a"' if path in (COMPLETIONS, "/v1/trace") else '"model": "tiny", "input": "a"'
+    if path in ("/v1/chat/completions", "/v1/messages"):
+        text = '"model": "tiny", "messages": [{"role": "user", "content": "a"}]'
+    counted = f'infer:http_requests_total{{path="{path}",status="400"}} '
+    before = count_of(served, counted)
+    with caplog.at_level(logging.INFO, "infer.access"), Connection(served.port) as connection:
+        connection.send(post(path, f'{{{text}, "{name}": {number}}}'.encode()))
+        answer = connection.answer()
+        assert answer.status == 400
+        assert number[:4] in answer.json()["error"]["message"]
+        until(lambda: count_of(served, counted) == before + 1)
+    logged = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer.access"]
+    assert [each["http.response.status_code"] for each in logged if each["http.route"] == path] == [400]
+
+
+def test_a_call_that_cannot_be_counted_is_logged(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: object) -> None:
+        raise OverflowError
+
+    monkeypatch.setattr(served.state.metrics, "count_call", fail)
+    with caplog.at_level(logging.INFO, "infer.access"):
+        answered(served)
+        until(lambda: "cannot be counted" in caplog.text)
+    assert f'"http.route":"{COMPLETIONS}"' in caplog.text
+
+
+def count_of(served: Served, sample: str) -> float:
+    lines = served.client.get("/metrics").text.splitlines()
+    return sum(float(line.removeprefix(sample)) for line in lines if line.startswith(sample))
+
+
+def test_an_idle_server_tells_nobody_to_come_back(served: Served) -> None:
+    with serving(served.state.llm().llm, model="tiny", max_ttft=1e-9) as strict:
+        answer = strict.client.post(COMPLETIONS, json=ASKED)
+        assert answer.status_code == 200, answer.text
+
+
+def test_requests_of_the_same_id_are_answered_apart(served: Served) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(Connection(served.port)) for _ in range(4)]
+        for count, connection in enumerate(connections):
+            connection.send(post(COMPLETIONS, ASKED | {"max_tokens": count + 1}, "x-request-id: twice"))
+        found = [connection.answer() for connection in connections]
+    assert [answer.json()["usage"]["completion_tokens"] for answer in found] == [1, 2, 3, 4]
+    assert {answer.headers["x-request-id"] for answer in found} == {"twice"}
+
+
+# Clients that disconnect, or do not read
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("way", ["closed", "half closed", "reset"])
+def test_a_client_that_goes_away_frees_its_slot(served: Served, is_stream: bool, way: str) -> None:
+    for _ in range(usual_or_all(3, 100)):
+        with Connection(served.port) as connection:
+            connection.send(post(COMPLETIONS, LONG | {"stream": is_stream}))
+            if is_stream:
+                connection.line()
+            leave(connection, way)
+            if way == "half closed":
+                connection.socket.recv(1)
+    until_idle(served)
+
+
+def test_clients_that_go_away_while_they_wait_are_forgotten(served: Served) -> None:
+    """More than two clients share two slots. Some leave in the queue, some in their prompt, some before their body."""
+    with ExitStack() as stack:
+        for count in range(usual_or_all(12, 1000)):
+            connection = stack.enter_context(Connection(served.port))
+            request = post(COMPLETIONS, LONG | {"stream": count % 2 == 0, "prompt": [5] * 100})
+            connection.send(request if count % 5 else request[:-10])
+            if count % 3 == 0:
+                leave(connection, "reset")
+    until_idle(served)
+
+
+def test_clients_that_read_nothing_delay_no_other_client(served: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(usual_or_all(8, 50)):
+            slow = stack.enter_context(Connection(served.port, receive_bytes=1024))
+            slow.send(post(COMPLETIONS, LONG | {"stream": True, "logprobs": 5}))
+        assert answered(served)
+
+
+def test_many_silent_connections_delay_no_client(served: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(usual_or_all(50, 900)):
+            stack.enter_context(Connection(served.port))
+        assert answered(served)
+
+
+def leave(connection: Connection, way: str) -> None:
+    match way:
+        case "half closed":
+            connection.socket.shutdown(socket.SHUT_WR)
+        case "reset":
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        case _:
+            connection.close()

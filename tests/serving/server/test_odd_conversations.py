@@ -1,0 +1,101 @@
+"""Routes answer conversations that a template does not take as they are, and refuse those that it would lose."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_session import make_model
+
+from infer import LLM
+from served import Served, serving
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+)
+LOOP = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ part.text }}{% endfor %}{{ '\\n' }}{% endfor %}"
+)
+FIRST_ONLY = "{{ messages[0].content }}"
+ROUTES = {
+    "/v1/chat/completions": ("messages", {"max_tokens": 1}),
+    "/v1/responses": ("input", {"max_output_tokens": 1}),
+    "/v1/messages": ("messages", {"max_tokens": 1}),
+    "/api/chat": ("messages", {"stream": False, "options": {"num_predict": 1}}),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(make_model(tmp_path_factory.mktemp("odd"), context=1024)) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny") as served:
+        yield served
+
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for role, text in pairs]
+
+
+LEADING = turns(("system", "a"), ("system", "b"), ("user", "c"))
+LATE = turns(("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d"))
+
+
+def ask(served: Served, path: str, messages: list[dict[str, Any]]) -> Any:
+    name, limits = ROUTES[path]
+    return served.client.post(path, json={"model": "tiny", name: messages, **limits})
+
+
+def num_prompt_tokens(body: Any) -> int:
+    usage = body.get("usage", body)
+    return next(usage[name] for name in ("prompt_tokens", "input_tokens", "prompt_eval_count") if name in usage)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("messages", [LEADING, LATE], ids=["leading", "late"])
+def test_system_messages_in_odd_places_are_repaired_in_the_same_way(
+    served: Served, llm: LLM, path: str, messages: Any
+) -> None:
+    llm.tokenizer.replace_chat_template(STRICT)
+    answer = ask(served, path, messages)
+    assert answer.status_code == 200, answer.text
+    assert num_prompt_tokens(answer.json()) == len(llm.tokenizer.encode_chat(messages))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_template_that_reads_parts_sees_the_question(served: Served, llm: LLM, path: str) -> None:
+    llm.tokenizer.replace_chat_template(LOOP)
+    prompt = "user: Is this safe?\n"
+    for content in ("Is this safe?", [{"type": "text", "text": "Is this"}, {"type": "text", "text": " safe?"}]):
+        if path == "/api/chat" and isinstance(content, list):
+            continue  # Ollama's contents are texts
+        answer = ask(served, path, [{"role": "user", "content": content}])
+        assert answer.status_code == 200, answer.text
+        assert num_prompt_tokens(answer.json()) == len(llm.tokenizer.encode(prompt))
+        shown = served.client.post("/apply-template", json={"messages": [{"role": "user", "content": content}]}).json()
+        assert shown["prompt"] == prompt
+    assert llm.chat([{"role": "user", "content": "Is this safe?"}], max_new_tokens=1).prompt_tokens == len(
+        llm.tokenizer.encode(prompt)
+    )
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_question_that_the_template_loses_is_refused(served: Served, llm: LLM, path: str) -> None:
+    llm.tokenizer.replace_chat_template(FIRST_ONLY)
+    answer = ask(served, path, turns(("user", "Hello"), ("assistant", "Yes"), ("user", "e")))
+    assert answer.status_code == 400
+    assert "leaves out the text of the user's last message" in answer.text
+
+
+def test_parts_of_a_request_keep_their_own_keys(served: Served, llm: LLM) -> None:
+    llm.tokenizer.replace_chat_template(
+        "{{ messages[0].content[0].source_lang_code }}: {{ messages[0].content[0].text }}"
+    )
+    part = {"type": "text", "source_lang_code": "en", "text": "Hello"}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    assert served.client.post("/apply-template", json=body).json()["prompt"] == "en: Hello"

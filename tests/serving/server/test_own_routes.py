@@ -1,0 +1,321 @@
+"""Routes that OpenAI does not have, and embeddings: tokens, templates, traces, branches, the engine's state."""
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from starlette.requests import Request
+
+from infer import LLM
+from infer.serving.protocols.refusals import BodyError
+from infer.serving.protocols.retrieval_bodies import texts_of
+from infer.serving.server.routes.embeddings import answer_of
+from infer.serving.server.routes.engine_events import OTHERS, interval_of, seen_by
+from served import Served, serving
+
+MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
+SAMPLED = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny", allow_embeddings=True) as served:
+        yield served
+
+
+def ask(served: Served, path: str, **body: Any) -> Any:
+    answer = served.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(served: Served, path: str, **body: Any) -> tuple[int, str, str]:
+    answer = served.client.post(path, json=body)
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
+
+
+# Tokens
+
+
+def test_tokens_are_the_tokenizers_in_both_shapes(served: Served, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hé ab")
+    assert ask(served, "/tokenize", content="hé ab") == {"tokens": ids}
+    assert ask(served, "/tokenize", prompt="hé ab") == {"count": len(ids), "max_model_len": 400, "tokens": ids}
+    pieces = ask(served, "/tokenize", content="hé ab", with_pieces=True)["tokens"]
+    assert [each["id"] for each in pieces] == ids
+    spelled = (each["piece"] for each in pieces)
+    assert b"".join(each.encode() if isinstance(each, str) else bytes(each) for each in spelled) == "hé ab".encode()
+    assert ask(served, "/tokenize", prompt="hé", return_token_strs=True)["token_strs"] == ["h", "\\xc3", "\\xa9"]
+    assert ask(served, "/detokenize", tokens=ids) == {"content": "hé ab", "prompt": "hé ab"}
+
+
+def test_special_tokens_are_text_where_asked(served: Served, llm: LLM) -> None:
+    text = "a<|im_end|>"
+    control, plain = (ask(served, "/tokenize", content=text, parse_special=each)["tokens"] for each in (True, False))
+    assert control == llm.tokenizer.encode(text)
+    assert not set(plain) & llm.tokenizer.special_token_ids
+    assert ask(served, "/detokenize", tokens=control)["content"] == text == bytes(plain).decode()
+
+
+def test_a_conversation_is_rendered_and_tokenised_as_it_is_answered(served: Served, llm: LLM) -> None:
+    rendered = ask(served, "/apply-template", messages=MESSAGES)["prompt"]
+    assert rendered == llm.tokenizer.render_chat_template(MESSAGES)
+    ids = ask(served, "/tokenize", messages=MESSAGES)["tokens"]
+    answer = ask(served, "/v1/chat/completions", messages=MESSAGES, max_tokens=1)
+    assert len(ids) == answer["usage"]["prompt_tokens"]
+    shorter = ask(served, "/apply-template", messages=MESSAGES, add_generation_prompt=False)["prompt"]
+    assert rendered == f"{shorter}[assistant]"
+    prefixed = ask(served, "/apply-template", messages=MESSAGES, chat_template_kwargs={"prefix": "!"})["prompt"]
+    assert prefixed == f"{rendered}!"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "content", "give one of content, prompt and messages"),
+        ({"content": "a", "prompt": "b"}, "prompt", "give one of"),
+        ({"content": "a", "add_special_tokens": True}, "add_special_tokens", "belongs to prompt, not to content"),
+        ({"prompt": "a", "with_pieces": False}, "with_pieces", "belongs to content, not to prompt"),
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"prompt": "a", "model": "other"}, "model", "not served here"),
+        ({"contents": "a"}, "contents", "did you mean content?"),
+    ],
+)
+def test_texts_that_cannot_be_tokenised_are_refused(served: Served, body: Any, param: str, message: str) -> None:
+    status, where, said = refused(served, "/tokenize", **body)
+    assert (status, where) == (404 if param == "model" else 400, param)
+    assert message in said
+
+
+def test_an_id_beyond_the_vocabulary_is_no_text(served: Served) -> None:
+    status, where, said = refused(served, "/detokenize", tokens=[97, 9999])
+    assert (status, where) == (400, "tokens[1]")
+    assert "from 0 to" in said
+
+
+# Embeddings
+
+
+def test_vectors_are_the_library_s_in_both_encodings(served: Served, llm: LLM) -> None:
+    texts = ["hello", "a", "hello"]
+    for pooling in ("mean", "last"):
+        expected = llm.embed(texts, pooling)  # type: ignore[arg-type]
+        answer = ask(served, "/v1/embeddings", input=texts, pooling=pooling)
+        assert torch.equal(torch.tensor([each["embedding"] for each in answer["data"]]), expected)
+        answer = ask(served, "/v1/embeddings", input=texts, pooling=pooling, encoding_format="base64")
+        encoded = [struct.unpack(f"<{expected.shape[1]}f", base64.b64decode(x["embedding"])) for x in answer["data"]]
+        assert torch.equal(torch.tensor(encoded), expected)
+        assert [each["index"] for each in answer["data"]] == [0, 1, 2]
+    num_tokens = sum(len(llm.tokenizer.encode(text)) for text in texts)
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def test_one_text_and_ids_are_inputs_too(served: Served, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello")
+    one, as_ids, listed = (ask(served, "/v1/embeddings", input=each)["data"] for each in ("hello", ids, [ids]))
+    assert one == as_ids == listed
+
+
+def test_fewer_dimensions_are_the_first_ones_at_length_1(served: Served, llm: LLM) -> None:
+    (found,) = ask(served, "/v1/embeddings", input="hello", dimensions=5)["data"]
+    expected = torch.nn.functional.normalize(llm.embed(["hello"])[0, :5], dim=0)
+    assert torch.allclose(torch.tensor(found["embedding"]), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": ["a", ""]}, "input[1]", "must not be empty"),
+        ({"input": ""}, "input", "must not be empty"),
+        ({"input": []}, "input", "length >= 1"),
+        ({"input": [1, "a"]}, "input[0]", "token ids"),
+        ({"input": ["a"] * 2049}, "input", "length <= 2048"),
+        ({"input": "a", "dimensions": 65}, "dimensions", "in [1, 64]"),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name", "the model's files have no prompts"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'base64' or 'float'"),
+        ({"input": [[1], [9999]]}, "input", "text 1: the prompt: token ids"),
+        ({"input": "a" * 500}, "input", "holds 400"),
+    ],
+)
+def test_texts_that_cannot_be_embedded_are_refused(served: Served, body: Any, param: str, message: str) -> None:
+    status, where, said = refused(served, "/v1/embeddings", **body)
+    assert (status, where) == (400, param)
+    assert message in said
+
+
+def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
+    with serving(llm, model="tiny") as served:
+        status, where, said = refused(served, "/v1/embeddings", input="a")
+    assert (status, where) == (400, "model")
+    assert "--embeddings" in said
+
+
+def test_a_vector_of_zeros_stays_zero() -> None:
+    vector = torch.zeros(1, 4).numpy()
+    assert answer_of("m", vector, "float", 1).data[0].embedding == [0.0] * 4
+    assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
+    with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
+        texts_of([[1, "a"]])
+
+
+# Traces and branches
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "hello"}, {"messages": MESSAGES}])
+def test_a_trace_is_the_answer_with_the_funnel_of_each_token(served: Served, llm: LLM, prompt: Any) -> None:
+    found = ask(served, "/v1/trace", **prompt, **SAMPLED, num_candidates=4)
+    expected = llm.generate(found["prompt_token_ids"], temperature=0.9, seed=5, frequency_penalty=0.7,
+                            max_new_tokens=12, top_p=1.0 if "prompt" in prompt else 0.95)  # fmt: skip
+    assert (found["token_ids"], found["text"], found["seed"]) == (expected.token_ids, expected.text, 5)
+    assert [each["token_id"] for each in found["tokens"]] == expected.token_ids
+    third = llm.sample_trace(found["prompt_token_ids"], step=3, num_candidates=4, temperature=0.9, seed=5,
+                             frequency_penalty=0.7, top_p=1.0 if "prompt" in prompt else 0.95).to_json()  # fmt: skip
+    del third["text_before"], found["tokens"][2]["bytes"]
+    assert found["tokens"][2] == json.loads(json.dumps(third))
+    assert b"".join(map(bytes, found["prompt_bytes"])).endswith(b"hello" if "prompt" in prompt else b"[assistant]")
+
+
+def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
+    asked = {"prompt": "hello", **SAMPLED, "num_candidates": 3}
+    answer = ask(served, "/v1/trace", **asked)
+    ids = answer["token_ids"]
+    part = ask(served, "/v1/trace", **asked, answer_token_ids=ids, position=4, num_tokens=3)
+    assert part["tokens"] == answer["tokens"][4:7]
+    assert part["prompt_token_ids"] == answer["prompt_token_ids"]
+    other = [*ids[:4], ids[4] ^ 1, *ids[5:]]
+    first, second = ask(served, "/v1/trace", **asked, answer_token_ids=other, position=4, num_tokens=2)["tokens"]
+    assert first["token_id"] == ids[4]
+    assert {ids[4], other[4]} <= {each["token_id"] for each in first["candidates"]}
+    assert second["stages"] != answer["tokens"][5]["stages"]
+
+
+def test_the_mask_of_a_grammar_is_a_stage(served: Served, llm: LLM) -> None:
+    asked = {"prompt": "hello", **SAMPLED, "regex": "abc[d-f]{5}"}
+    answer = ask(served, "/v1/trace", **asked)
+    assert answer["text"] == llm.generate("hello", temperature=0.9, seed=5, frequency_penalty=0.7, max_new_tokens=12,
+                                          regex="abc[d-f]{5}").text  # fmt: skip
+    kept = [[stage["num_kept"] for stage in each["stages"] if stage["name"] == "allowed"] for each in answer["tokens"]]
+    assert kept[0] == [1]
+    assert all(1 <= each[0] < 260 for each in kept)
+
+
+def test_the_origin_of_a_token_is_reported(served: Served, llm: LLM) -> None:
+    body = {"prompt": "hello", "regex": "abc[d-f]{3}xyz", "max_tokens": 40, "seed": 1, "return_token_ids": True}
+    streamed = served.client.post("/v1/completions", json={**body, "stream": True}).text
+    *chunks, _ = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line[6:7] == "{"]
+    told = [each for chunk in chunks for each in zip(*_columns(chunk["choices"][0]), strict=True)]
+    text = bytes(byte for spelt, _ in told for byte in spelt)
+    assert text.startswith(b"abc")
+    assert {origin for spelt, origin in told if bytes(spelt) in b"xyz"} == {"forced"}
+    assert {origin for spelt, origin in told if bytes(spelt) in (b"d", b"e", b"f")} == {"sampled"}
+
+
+def _columns(choice: Any) -> tuple[list[Any], list[Any]]:
+    return choice.get("token_bytes", []), choice.get("token_origins", [])
+
+
+def test_right_drafts_and_given_tokens_are_distinguished(llm: LLM) -> None:
+    prompt = "abcabcabcabcabcabc"
+    stream = llm.stream(prompt, temperature=0, max_new_tokens=40, speculation="ngram", answer_prefix=[97, 98])
+    origins = [piece.origin for piece in stream]
+    assert origins[:2] == ["given", "given"]
+    assert origins.count("draft") == stream.result.stats.drafts_accepted > 0
+
+
+def test_the_fingerprint_covers_everything_that_answers_depend_on(served: Served, llm: LLM, folder: Path) -> None:
+    found = ask(served, "/v1/completions", prompt="a", max_tokens=1)["system_fingerprint"]
+    facts = served.client.get("/props").json()
+    assert found == facts["system_fingerprint"]
+    assert (facts["max_model_len"], facts["can_chat"], facts["num_layers"]) == (400, True, 2)
+    assert facts["default_sampling"]["chat"]["top_p"] == 0.95
+    with LLM(folder) as same, LLM(folder, kv_type="f32") as other:
+        assert same.system_fingerprint == llm.system_fingerprint
+        assert other.system_fingerprint != found
+
+
+def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Served) -> None:
+    asked = {"prompt": "hello", **SAMPLED}
+    answer = ask(served, "/v1/trace", **asked)
+    ids = answer["token_ids"]
+    for position in (0, 4, 11):
+        same = ask(served, "/v1/branch", **asked, answer_token_ids=ids, position=position)
+        assert (same["token_ids"], same["text"], same["num_given"]) == (ids, answer["text"], position)
+    other = ask(served, "/v1/branch", **asked, answer_token_ids=ids, position=4, token_id=ids[4] ^ 1)
+    assert other["token_ids"][:5] == [*ids[:4], ids[4] ^ 1]
+    assert (len(other["token_ids"]), other["usage"]["completion_tokens"], other["num_given"]) == (12, 12, 5)
+    streamed = served.client.post(
+        "/v1/branch", json={**asked, "answer_token_ids": ids, "position": 4, "token_id": ids[4] ^ 1, "stream": True}
+    )
+    *chunks, done = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    read = [json.loads(chunk) for chunk in chunks]
+    assert done == "[DONE]"
+    assert "".join(chunk["text"] for chunk in read) == other["text"]
+    assert [token_id for chunk in read for token_id in chunk["token_ids"]] == other["token_ids"]
+    assert read[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("trace", {"prompt": "a", "max_tokens": 257}, "max_tokens", "at most 256"),
+        ("trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "`int` <= 64"),
+        ("trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400}, "num_tokens", "at most 256 tokens"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "at most 400"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
+        ("trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
+         "the grammar does not allow token 98"),
+        ("trace", {"prompt": "a", "stream": True}, "stream", "not streamed"),
+        ("trace", {"prompt": "a", "n": 2}, "n", "must not be 2"),
+        ("trace", {}, "prompt", "one of prompt and messages"),
+        ("trace", {"prompt": "a", "messages": MESSAGES}, "prompt", "one of prompt and messages"),
+        ("trace", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "belongs to messages"),
+        ("branch", {"prompt": "a", "position": 0}, "answer_token_ids", "required"),
+        ("branch", {"prompt": "a", "answer_token_ids": [97], "position": 2}, "position", "at most 1"),
+        ("branch", {"prompt": "a", "answer_token_ids": [], "position": 0, "token_id": 9999}, "answer_token_ids", "ids"),
+        ("branch", {"prompt": "a", "answer_token_ids": [97], "position": 1, "max_tokens": 1}, "answer_token_ids",
+         "the answer ends with this token"),
+    ],
+)  # fmt: skip
+def test_answers_that_cannot_be_traced_or_branched_are_refused(
+    served: Served, path: str, body: Any, param: str, message: str
+) -> None:
+    status, where, said = refused(served, f"/v1/{path}", **body)
+    assert (status, where) == (400, param)
+    assert message in said
+
+
+# State of the engine
+
+
+def test_a_listener_sees_the_engine_s_steps(served: Served) -> None:
+    with served.client.stream("GET", "/v1/engine/events?interval=0.1") as events:
+        lines = (line.removeprefix("data: ") for line in events.iter_lines() if line.startswith("data"))
+        before = json.loads(next(lines))
+        ask(served, "/v1/completions", prompt="hello", max_tokens=5)
+        after = json.loads(next(lines))
+    assert events.headers["content-type"].startswith("text/event-stream")
+    assert after["num_steps"] > before["num_steps"]
+    assert {"sequences", "pools", "costs", "max_running"} <= set(after)
+
+
+@pytest.mark.parametrize("query", ["interval=0", "interval=x", "interval=nan", "interval=61", "interval="])
+def test_an_interval_is_a_number_of_seconds(served: Served, query: str) -> None:
+    with pytest.raises(BodyError, match="interval must be"):
+        interval_of(Request({"type": "http", "query_string": query.encode(), "headers": []}))
+
+
+def test_other_tenants_have_no_names() -> None:
+    sequences = [{"number": 1, "tenant": "me"}, {"number": 2, "tenant": "her"}]
+    found = seen_by("me", {"sequences": sequences, "work_by_tenant": {"me": 1.0, "her": 2.0}, "num_steps": 3})
+    assert [each["tenant"] for each in found["sequences"]] == ["me", OTHERS]
+    assert found["work_by_tenant"] == {"me": 1.0}
+    assert found["num_steps"] == 3

@@ -1,0 +1,466 @@
+"""`infer.serving.server` over real sockets: the rules for every request."""
+
+import json
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.process_collector import ProcessCollector
+
+import infer
+from idle import until
+from infer import LLM, InvalidRequestError
+from infer.serving.server.auth import read_keys
+from infer.serving.server.process import bind, check_certificate
+from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server.sse import event
+from served import SECONDS, Served, serving
+
+PATH = "/v1/completions"
+ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+ERROR_KEYS = {"message", "type", "param", "code"}
+LIMITS: dict[str, Any] = {
+    "header_seconds": 0.5, "body_seconds": 0.5, "max_body_bytes": 1000, "max_header_bytes": 2000, "max_headers": 20,
+    "keep_alive_seconds": 1, "reader_seconds": 1.0, "stall_seconds": 0.3, "max_unsent_bytes": 20_000,
+    "comment_seconds": 0.05,
+}  # fmt: skip
+KEYS = {"secret-of-ann": "ann", "secret-of-bob": "bob"}
+ORIGIN = "https://page.example"
+DATA = Path(__file__).parents[2] / "data"
+CERT, KEY = DATA / "tls-cert.pem", DATA / "tls-key.pem"  # for 127.0.0.1
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny", aliases=("small",), **LIMITS) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def guarded(llm: LLM) -> Iterator[Served]:
+    """Serve with keys, and with an allowed origin."""
+    with serving(llm, api_keys=KEYS, cors_origins=(ORIGIN,)) as served:
+        yield served
+
+
+@pytest.fixture
+def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm._opened.engine
+    step = engine.step
+
+    def slow_step() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow_step)
+
+
+def ask(served: Served, **asked: Any) -> httpx.Response:
+    return served.client.post(PATH, json=ASKED | asked)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """Return the error that a client gets. It always has OpenAI's four fields and no other."""
+    found: dict[str, Any] = answer.json()
+    assert (set(found), set(found["error"])) == ({"error"}, ERROR_KEYS)
+    assert answer.headers["content-type"] == "application/json"
+    return found["error"]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def connected(served: Served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as plain:
+        yield plain
+
+
+def all_of(plain: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    found = b""
+    while chunk := plain.recv(65536):
+        found += chunk
+    return found
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def request_bytes(body: bytes, *, num_announced: int | None = None) -> bytes:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {num_announced or len(body)}\r\n\r\n".encode() + body
+
+
+# Routes, ids and errors
+
+
+def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
+    assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["tiny", "small"]
+    assert served.client.get("/v1/models/small").json()["id"] == "small"
+    assert served.client.get("/v1/models/large").status_code == 404
+    for name, told in (("small", "small"), ("tiny", "tiny"), (None, "tiny")):
+        body = {"model": name, "prompt": [5], "max_tokens": 1}
+        assert served.client.post("/v1/completions", json=body).json()["model"] == told
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", "/v1/unknown", 404), ("PUT", "/v1/models", 405), ("DELETE", "/health", 405),
+     ("PATCH", "/v1/models", 405), ("BREW", "/health", 400), ("GET", "/health%0a", 404)],
+)  # fmt: skip
+def test_requests_that_no_route_takes_are_refused_in_openai_s_shape(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    answer = served.client.request(method, path)
+    assert answer.status_code == status
+    assert error_of(answer)["type"] == "invalid_request_error"
+
+
+def test_a_request_has_an_id_and_a_clean_one_of_the_client_is_echoed(served: Served) -> None:
+    assert served.client.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    own = [served.client.get("/health", headers={"x-request-id": each}).headers["x-request-id"] for each in ("", "a b")]
+    assert len(set(own)) == 2
+    assert all(each.startswith("req-") for each in own)
+
+
+def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
+    with serving(None) as served:
+        served.state.progress = 0.25
+        answer = served.client.get("/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "loading", "progress": 0.25})
+        assert served.client.get("/ready").status_code == 503
+        refused = ask(served)
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "loading")
+        assert refused.headers["retry-after"] == "1"
+
+
+# Bytes that arrive
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"no request\r\n\r\n", 400, "bad_request"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "bad_request"),
+        (b"GET /health HTTP/1.1\r\nx-endless: " + b"y" * 5000, 431, "headers_too_large"),
+        (b"GET /health HTTP/1.1\r\n", 408, "timeout"),
+        (b"", 408, None),  # browsers open connections before they need them
+    ],
+)
+def test_refusals_before_a_complete_request_are_logged_and_counted(
+    served: Served, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str | None
+) -> None:
+    def counted() -> float:
+        families = text_string_to_metric_families(served.client.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return sum(
+            each.value for each in samples if each.name == "infer:refusals_total" and each.labels["reason"] == code
+        )
+
+    before = counted()
+    with caplog.at_level(logging.INFO, "infer.access"), connected(served) as plain:
+        plain.sendall(sent)
+        answer = all_of(plain)
+    assert status_of(answer) == status
+    entries = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer.access"]
+    entries = [entry for entry in entries if entry["http.request.method"] == "_OTHER"]
+    assert [(each["http.response.status_code"], each["error.type"]) for each in entries] == [(status, code)] * bool(
+        code
+    )
+    assert all(f"x-request-id: {each['infer.request.id']}".encode() in answer for each in entries)
+    assert counted() - before == bool(code)
+
+
+def test_a_body_of_as_many_bytes_as_are_allowed_is_read(llm: LLM) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode().ljust(1000)
+
+    def chunks() -> Iterator[bytes]:
+        yield body[:600]
+        yield body[600:]
+
+    with serving(llm, max_body_bytes=len(body)) as served:
+        for content in (body, chunks()):
+            answer = served.client.post(PATH, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("num_bytes", [1001, 100_000])
+def test_a_body_that_is_too_large_is_refused_counted_or_announced(served: Served, num_bytes: int) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b" " * num_bytes
+
+    for content in (b" " * num_bytes, chunks()):
+        with httpx.Client(base_url=served.url) as client:
+            refused = client.post(PATH, content=content, headers={"content-type": "application/json"})
+            assert (refused.status_code, error_of(refused)["code"]) == (413, "body_too_large")
+
+
+CURLS = ["application/x-www-form-urlencoded", ""]
+
+
+@pytest.mark.parametrize(
+    ("sent", "by_page"),
+    [
+        *((sent, {}) for sent in ("text/plain", "application/json; charset=utf-16")),
+        *((sent, {"origin": "null"}) for sent in ("text/plain", *CURLS)),
+        *((sent, {"sec-fetch-site": "cross-site"}) for sent in CURLS),
+    ],
+)
+def test_a_body_of_another_type_is_refused(served: Served, sent: str, by_page: dict[str, str]) -> None:
+    headers = {"content-type": sent, **by_page}
+    refused = served.client.post(PATH, content=b'{"prompt": "hello"}', headers=headers)
+    assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("sent", CURLS)
+def test_a_program_may_leave_the_type_to_curl(served: Served, sent: str) -> None:
+    answer = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("sent", ["Application/JSON;charset=UTF-8", 'application/json; charset="utf-8"; x=1'])
+def test_a_body_of_json_may_name_its_charset(served: Served, sent: str) -> None:
+    answer = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
+    assert answer.status_code == 200
+
+
+def test_one_connection_too_many_is_told_so_but_may_ask_for_health() -> None:
+    with serving(None, max_connections=2) as served, connected(served), connected(served):
+        assert served.client.get("/health").status_code == 503
+        refused = served.client.get("/v1/models")
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "too_many_connections")
+
+
+def test_an_idle_connection_is_closed(served: Served) -> None:
+    with connected(served) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert status_of(all_of(plain)) == 200
+
+
+# Clients that disconnect, and slow readers
+
+
+def slow_request(*, stream: bool) -> bytes:
+    return request_bytes(json.dumps(ASKED | {"max_tokens": 380, "stream": stream}).encode())
+
+
+@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream: bool) -> None:
+    engine = llm._opened.engine
+    with connected(served) as plain:
+        plain.sendall(slow_request(stream=stream))
+        until(lambda: bool(engine.sequences))
+        (sequence,) = engine.sequences
+    until(lambda: not engine.sequences)
+    assert len(sequence.pieces) < 380
+    until(lambda: not served.state.calls)
+    phase = "streaming" if stream else "answering"
+    assert f'infer:disconnects_total{{phase="{phase}"}} 1' in served.client.get("/metrics").text
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_slow_reader_loses_its_answer_and_then_its_connection(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comment = b":" + bytes(2_000_000) + b"\n"
+    monkeypatch.setattr("infer.serving.server.replies.event", lambda body, name="": comment + event(body, name))
+    with connected(served) as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.sendall(slow_request(stream=True))
+        until(lambda: bool(served.state.calls))
+        (call,) = served.state.calls
+        assert ask(served, max_tokens=5).status_code == 200
+        until(lambda: not served.state.calls)
+        assert call.error_code == "slow_reader"
+
+
+def test_a_silent_stream_is_kept_open_by_comments(llm: LLM, slow_steps: None) -> None:
+    """Steps take five times as long as the silence that a comment ends."""
+    with serving(llm, comment_seconds=0.01) as served:
+        lines = served.client.post(PATH, json=ASKED | {"stream": True}).text.splitlines()
+    assert any(line.startswith(":") for line in lines)
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+# Keys, origins and TLS
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic c2VjcmV0"},
+                                     {"x-api-key": ""}, {"authorization": "Bearer"}])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nothing"])
+def test_nothing_is_revealed_without_a_key(guarded: Served, headers: dict[str, str], path: str) -> None:
+    refused = guarded.client.get(path, headers=headers)
+    assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
+    assert refused.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("headers", [{"authorization": "Bearer secret-of-ann"}, {"x-api-key": "secret-of-bob"}])
+def test_a_key_opens_every_route(guarded: Served, headers: dict[str, str]) -> None:
+    assert guarded.client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_keys_are_tenants_that_share_no_prefixes(guarded: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, submit = list[Any](), llm._opened.engine.submit
+    monkeypatch.setattr(
+        llm._opened.engine, "submit", lambda each, lease: (requests.append(each.request), submit(each, lease))[1]
+    )
+    for key in KEYS:
+        answer = guarded.client.post(PATH, json={"prompt": "hello"}, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+    assert [request.tenant for request in requests] == ["ann", "bob"]
+    assert len({request.salt for request in requests}) == 2
+
+
+def test_a_file_of_keys_names_them(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# who may ask\nplain\nann secret  # hers\n\n")
+    assert read_keys(file) == {"plain": "key-1", "secret": "ann"}
+    for text in ("", "# none", "too many words"):
+        file.write_text(text)
+        with pytest.raises(InvalidRequestError):
+            read_keys(file)
+    file.write_bytes(b"\xff")
+    for path, told in (
+        (file, "the file is not UTF-8"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "none", "No such file"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"cannot be read: {told}"):
+            read_keys(path)
+
+
+def test_a_page_of_another_origin_may_call_only_if_it_was_named(guarded: Served, served: Served) -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-stainless-os, content-type"}
+    allowed = guarded.client.options("/v1/models", headers={"origin": ORIGIN, **asked})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    assert allowed.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+    asked |= {"access-control-request-private-network": "true"}
+    for path in ("/v1/models", "/api/chat"):
+        private = guarded.client.options(path, headers={"origin": ORIGIN, **asked})
+        assert (private.status_code, private.headers["access-control-allow-private-network"]) == (200, "true")
+    refused = guarded.client.get("/v1/models", headers={"origin": ORIGIN})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
+    others = [guarded.client.options("/v1/models", headers={"origin": "https://other.example", **asked}),
+              served.client.options("/v1/models", headers={"origin": ORIGIN, **asked}),
+              served.client.get("/v1/models", headers={"origin": ORIGIN})]  # fmt: skip
+    found = [name for answer in (allowed, refused, *others) for name in answer.headers]
+    assert [each.headers.get("access-control-allow-origin") for each in others] == [None] * 3
+    assert "access-control-allow-credentials" not in found
+
+
+# Logs and metrics
+
+
+def test_a_request_is_one_line_without_its_texts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infer.access"):
+        ask(served, max_tokens=7, prompt="a very secret prompt")
+        served.client.get("/nothing?secret=1", headers={"x-request-id": "mine"})
+        until(lambda: "mine" in caplog.text)
+    answered, refused = (json.loads(record.getMessage()) for record in caplog.records[-2:])
+    assert answered["gen_ai.usage.output_tokens"] == 7
+    assert answered["gen_ai.response.finish_reasons"] == ["length"]
+    assert answered["gen_ai.server.time_to_first_token"] <= answered["http.server.request.duration"]
+    assert (refused["http.response.status_code"], refused["error.type"]) == (404, "unknown_url")
+    assert refused["infer.request.client_id"] == "mine"
+    assert "secret" not in caplog.text
+
+
+def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served: Served) -> None:
+    def read() -> dict[str, float]:
+        text = served.client.get("/metrics").text
+        return {s.name + str(s.labels): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+
+    before = read()
+    ask(served, max_tokens=20)
+    until(lambda: read()["infer:step_seconds_count{'kind': 'prompt'}"] > before.get("infer:step_seconds_count{}", 0))
+    after = read()
+    for name, grown in [
+        ("infer:generation_tokens_total", 20),
+        ("infer:time_to_first_token_seconds_count", 1),
+        ("infer:inter_token_latency_seconds_count", 19),
+        ("infer:e2e_request_latency_seconds_count", 1),
+    ]:
+        assert after[f"{name}{{}}"] - before[f"{name}{{}}"] == grown, name  # fmt: skip
+    assert after["infer:num_requests_running{}"] == 0
+
+
+def test_only_counters_are_called_total(served: Served) -> None:
+    ask(served, max_tokens=2)
+    lines = served.client.get("/metrics").text.splitlines()
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+    totals = {name for name in kinds if name.endswith("_total")}
+    assert totals == {name for name, kind in kinds.items() if kind == "counter"}
+
+
+def test_the_process_is_measured_as_prometheus_client_does(served: Served) -> None:
+    expected = {each.name: each.samples[0].value for each in ProcessCollector(registry=None).collect()}
+    text = served.client.get("/metrics").text
+    samples = {s.name: s for f in text_string_to_metric_families(text) for s in f.samples}
+    found = {name: samples[name if name in samples else f"{name}_total"].value for name in expected}
+    for name in ("process_start_time_seconds", "process_max_fds"):
+        assert found[name] == expected[name]
+    for name in ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds"):
+        assert 0.5 < found[name] / expected[name] < 2, name
+    assert found["process_cpu_seconds"] >= expected["process_cpu_seconds"] - 0.02  # a clock tick is 0.01 s
+    assert samples["infer_build_info"].labels["version"] == infer.__version__
+
+
+def test_a_client_beyond_the_queue_is_told_when_to_return(
+    llm: LLM, slow_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm._opened.engine.scheduler, "_max_steps", 1)
+    with serving(llm, slots=1, max_queue=1) as served, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True}
+        engine = served.state.llm().host.engine
+        taken = [pool.submit(served.client.post, "/v1/completions", json=body)]
+        until(lambda: [each.has_slot for each in engine.sequences] == [True])
+        taken.append(pool.submit(served.client.post, "/v1/completions", json=body))
+        until(lambda: len(engine.sequences) == 2)
+        assert served.client.get("/ready").status_code == 200  # the server is busy but healthy
+        refused = served.client.post("/v1/completions", json=body)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert [each.result().status_code for each in taken] == [200, 200]
+        assert served.client.post("/v1/completions", json=body).status_code == 200
+
+
+# TLS
+
+
+def test_https_answers_with_its_certificate(llm: LLM) -> None:
+    with serving(llm, tls_cert=CERT, tls_key=KEY) as served:
+        context = ssl.create_default_context(cafile=CERT)
+        with httpx.Client(base_url=f"https://127.0.0.1:{served.port}", verify=context) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+            lines = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2, "stream": True}).text
+        assert lines.endswith("data: [DONE]\n\n")
+
+
+def test_a_certificate_that_cannot_serve_is_refused_in_one_line(tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    other.write_text("no key")
+    check_certificate(CERT, KEY)
+    for cert, key, told in [
+        (other, KEY, "must be a certificate and its key in PEM"),
+        (CERT, other, "must be a certificate and its key in PEM"),
+        (CERT, DATA / "tls-key-encrypted.pem", "is encrypted"),
+        (tmp_path, KEY, "cannot be read"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=told):
+            check_certificate(cert, key)
+
+
+def test_no_connection_holds_small_writes_back() -> None:
+    with bind(ServerSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0

@@ -1,0 +1,218 @@
+"""Vocabularies in GGUF's dialect give the ids of the models' own tokenizer.json, for any text.
+
+`INFER_RANDOM_STRINGS=1000000` makes a longer run: a minute or two for each vocabulary.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, folder, gguf_metadata, load, load_gguf, smollm2_gguf
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from extent import usual_or_all
+from infer.errors import InvalidRequestError
+from infer.text.tokenizer import Tokenizer
+from infer.text.tokenizer.gguf_vocabulary import TokenType
+
+NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(1000, 20_000)))
+EVERY = usual_or_all(3, 1)  # every third word of a vocabulary, or every word
+NUM_STREAMS = usual_or_all(4000, 100_000)
+BATCH = 1000
+pytestmark = pytest.mark.slow
+
+SKIN_TONES = [chr(code) for code in range(0x1F3FB, 0x1F400)]
+PEOPLE = ["👩", "👨", "🧑", "👧", "👍", "👋", "🤦", "🏃"]
+BLANKS = " \t\n\r\v\f\xa0\u2003\u2028\u3000\u200b\ufeff"
+CODE = [
+    "{",
+    "}",
+    "();",
+    "==",
+    "!=",
+    "->",
+    "::",
+    "//",
+    "/*",
+    "\n\t",
+    "\n    ",
+    "return ",
+    "0x1F",
+    "_a",
+    "$x",
+    "`",
+    "\\n",
+    "#!",
+]
+
+
+def random_strings(seed: int, count: int, words: list[str]) -> Iterator[str]:
+    """Yield words of the vocabulary, scripts, emoji sequences, blanks, digits, code and fragments, in random order."""
+    generator = random.Random(seed)
+    choose = generator.choice
+
+    def emoji() -> str:
+        person = choose(PEOPLE) + choose(["", choose(SKIN_TONES)])
+        flag = chr(generator.randrange(0x1F1E6, 0x1F200)) + chr(generator.randrange(0x1F1E6, 0x1F200))
+        return choose([person, flag, f"{person}\u200d{choose(PEOPLE)}", "❤\ufe0f", "1\ufe0f\u20e3", "\u200d", "\ufe0f"])
+
+    def script() -> str:
+        characters = choose(SCRIPTS)
+        return "".join(chr(choose(characters)) for _ in range(generator.randrange(1, 8)))
+
+    kinds: list[Callable[[], str]] = [
+        lambda: choose(words),
+        lambda: choose(words),
+        lambda: choose(FRAGMENTS),
+        script,
+        script,
+        emoji,
+        lambda: "".join(generator.choices(BLANKS, k=generator.randrange(1, 9))),
+        lambda: "".join(generator.choices("0123456789", k=generator.randrange(1, 9))),
+        lambda: choose(CODE),
+        lambda: chr(choose([generator.randrange(0xD800), generator.randrange(0xE000, 0x110000)])),
+    ]
+    for _ in range(count):
+        yield "".join(choose(kinds)() for _ in range(generator.randrange(1, 10)))
+
+
+def naughty_strings() -> list[str]:
+    path = ASSETS.parent / "naughty_strings" / "blns.json"
+    if not path.is_file():
+        pytest.skip(f"{path} is absent; scripts/fetch_test_assets.py fetches it")
+    return [
+        *json.loads(path.read_text(encoding="utf-8")),
+        "\0",
+        "a\0b",
+        "\ufeff",
+        "\u202e",
+        "\ud7ff\ue000",
+        "\U0010ffff",
+    ]
+
+
+def llama2_metadata() -> dict[str, Any]:
+    """Return metadata as SentencePiece writes it: two tokens are merged earlier if their result has a better score."""
+    metadata = as_gguf("llama2", "")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = metadata["tokenizer.ggml.merges"]
+    scores = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
+    kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
+    return metadata | {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.token_type": [int(kind) for kind in kinds] + [1] * (len(tokens) - 259),
+        "tokenizer.ggml.scores": [scores.get(token, 0.0) for token in tokens],
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+
+
+def smollm2_definition() -> Tokenizer:
+    metadata = gguf_metadata(smollm2_gguf())
+    vocabulary = {text: token_id for token_id, text in enumerate(metadata["tokenizer.ggml.tokens"])}
+    backend = Backend(models.BPE(vocabulary, [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [t for t, k in zip(vocabulary, metadata["tokenizer.ggml.token_type"], strict=True) if k == TokenType.CONTROL]
+    )
+    return Tokenizer(backend, named_tokens={})
+
+
+def marked(name: str) -> dict[str, Any]:
+    return as_gguf(name, "") | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.unknown_token_id": 3}
+
+
+PAIRS: dict[str, Callable[[], tuple[Tokenizer, Tokenizer]]] = {
+    "llama3_1": lambda: (Tokenizer.from_gguf(as_gguf("llama3_1", "llama-bpe")), load("llama3_1")),
+    "qwen3": lambda: (Tokenizer.from_gguf(as_gguf("qwen3", "qwen2")), load("qwen3")),
+    "gptoss": lambda: (Tokenizer.from_gguf(as_gguf("gptoss", "gpt-4o")), load("gptoss")),
+    "deepseek_v3": lambda: (Tokenizer.from_gguf(as_gguf("deepseek_v3", "deepseek-v3")), load("deepseek_v3")),
+    "llama2": lambda: (Tokenizer.from_gguf(llama2_metadata()), load("llama2")),
+    "gemma3": lambda: (load_gguf("gemma3"), load("gemma3")),
+    "gemma3 as gemma4": lambda: (Tokenizer.from_gguf(marked("gemma3")), load("gemma3")),
+    "smollm2": lambda: (load_gguf("smollm2"), smollm2_definition()),
+}
+
+
+@cache
+def pair(name: str) -> tuple[Tokenizer, Tokenizer]:
+    return PAIRS[name]()
+
+
+@cache
+def vocabulary_words(name: str) -> list[str]:
+    ours, expected = pair(name)
+    texts = {text.decode("utf-8", "ignore") for text in expected.token_bytes[: ours.vocab_size]}
+    return sorted(texts - {""})
+
+
+def assert_equal(name: str, texts: list[str]) -> None:
+    ours, expected = (tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False) for tokenizer in pair(name))
+    for own, other, text in zip(ours, expected, texts, strict=True):
+        assert own.ids == other.ids, text
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_random_strings_give_the_same_ids(name: str) -> None:
+    words = vocabulary_words(name)
+    strings = random_strings(NUM_STRINGS, NUM_STRINGS, words)
+    while batch := [text for text, _ in zip(strings, range(BATCH), strict=False)]:
+        assert_equal(name, batch)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_naughty_strings_give_the_same_ids(name: str) -> None:
+    strings = naughty_strings()
+    assert_equal(name, [*strings, *(f"a {text} b" for text in strings), "\n".join(strings)])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_words_of_the_vocabulary_give_the_same_ids(name: str) -> None:
+    """A third of the words are encoded, or with INFER_TESTS=all each word."""
+    assert_equal(name, vocabulary_words(name)[::EVERY])
+    ours, expected = pair(name)
+    if name in ("llama3_1", "qwen3"):
+        assert ours.special_token_ids == expected.special_token_ids
+    size = min(ours.vocab_size, expected.vocab_size)
+    assert ours.token_bytes[:size] == expected.token_bytes[:size]
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3", "llama2"])
+def test_random_ids_stream_to_their_decoded_text(name: str) -> None:
+    """Texts include broken characters, because most ids of a byte alone are not a character."""
+    tokenizer = load(name)
+    generator = random.Random(name)
+    control, size = tokenizer.special_token_ids, tokenizer.vocab_size
+    byte_ids = [token_id for token_id, text in enumerate(tokenizer.token_bytes) if len(text) == 1]
+    num_spaces = 1 if name == "llama2" else 0
+    for _ in range(NUM_STREAMS // 4):
+        ids = [generator.choice(byte_ids) if generator.random() < 0.5 else generator.randrange(size) for _ in range(9)]
+        detokenizer = tokenizer.make_detokenizer()
+        streamed = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+        kept = b"".join(tokenizer.token_bytes[token_id] for token_id in ids if token_id not in control)
+        expected = kept.decode("utf-8", "replace")
+        if num_spaces:
+            expected = expected.removeprefix(" ")
+        assert streamed == tokenizer.decode(ids) == expected
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "gemma3"])
+def test_a_lone_surrogate_anywhere_is_refused(name: str) -> None:
+    for text in ("\ud800", "a\udfff", "\udc80\ud83d", "x" * 9999 + "\ud83d"):
+        with pytest.raises(InvalidRequestError, match="lone surrogate"):
+            load(name).encode(text)
+
+
+def test_a_conversation_in_llama2s_words_decodes_to_itself() -> None:
+    ours = pair("llama2")[0]
+    for text in ("Hello", " Hello", "  two", "a\n b", "🙂", "", "\u2581"):
+        assert ours.decode(ours.encode(text)) == text.replace("\u2581", " ")
+    assert folder("llama2").is_dir()

@@ -1,0 +1,225 @@
+"""Streamed text equals decoded text, and both are the bytes of the tokens."""
+
+import random
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models
+from tokenizers import Tokenizer as Backend
+
+from infer.errors import InvalidRequestError, UnsupportedModelError
+from infer.text.tokenizer import Detokenizer, Tokenizer
+from infer.text.tokenizer.decoding_rules import Replacement, make_token_bytes, read_decoding_rules
+
+ANY_BYTES = tuple(bytes([value]) for value in range(256))
+
+
+def make_byte_level_tokenizer() -> Tokenizer:
+    """Return a vocabulary of the 256 bytes, a word and a special token."""
+    alphabet = "".join(_gpt2_alphabet())
+    vocabulary = {character: token_id for token_id, character in enumerate(alphabet)}
+    vocabulary["Ġhello"] = 256
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|é|>"])
+    return Tokenizer(backend, named_tokens={})
+
+
+def make_sentencepiece_tokenizer(strip: bool) -> Tokenizer:
+    vocabulary = {"<unk>": 0} | {f"<0x{value:02X}>": value + 1 for value in range(256)}
+    for text in ("▁", "▁Hello", "a", "▁▁", "é", "<0xZZ>"):
+        vocabulary[text] = len(vocabulary)
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    return Tokenizer(backend, named_tokens={})
+
+
+def _gpt2_alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@given(st.lists(st.integers(0, 255)))
+def test_every_sequence_of_bytes_streams_to_its_decoded_text(ids: list[int]) -> None:
+    detokenizer = Detokenizer(ANY_BYTES)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join([*pieces, detokenizer.flush()]) == bytes(ids).decode("utf-8", "replace")
+
+
+@given(st.text())
+def test_text_cut_into_bytes_comes_back_whole_and_never_shows_half_a_character(text: str) -> None:
+    detokenizer = Detokenizer(ANY_BYTES)
+    pieces = [detokenizer.push(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 1 for piece in pieces)
+
+
+def test_an_unfinished_character_leaves_a_replacement_character() -> None:
+    detokenizer = Detokenizer(ANY_BYTES)
+    assert [detokenizer.push(byte) for byte in "é".encode()[:1]] == [""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_a_token_costs_the_same_however_long_the_text() -> None:
+    """Each token reads only its own bytes, and the state does not grow."""
+
+    class Counted(tuple[bytes, ...]):
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            type(self).num_read += 1
+            return super().__getitem__(index)
+
+    detokenizer, sizes = Detokenizer(Counted(ANY_BYTES)), []
+    Counted.num_read = 0  # the type checker has read one
+    for _ in range(2):
+        for _ in range(5000):
+            detokenizer.push(97)
+        sizes.append(sum(map(sys.getsizeof, (*vars(detokenizer).values(), *detokenizer._decoder.getstate()))))
+    assert Counted.num_read == 10_000
+    assert sizes[0] == sizes[1]
+
+
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
+    for token_id in (-1, 256):
+        with pytest.raises(InvalidRequestError, match=r"\[0, 256\)"):
+            Detokenizer(ANY_BYTES).push(token_id)
+        with pytest.raises(InvalidRequestError, match=r"\[0, "):
+            make_byte_level_tokenizer().decode([1, token_id * 2, 1])
+
+
+def test_byte_level_tokens_are_bytes_and_special_tokens_their_text() -> None:
+    tokenizer = make_byte_level_tokenizer()
+    assert sorted(tokenizer.token_bytes[:256]) == list(ANY_BYTES)
+    assert tokenizer.token_bytes[256:] == (b" hello", "<|é|>".encode())
+
+
+def test_special_tokens_are_skipped_unless_wanted() -> None:
+    tokenizer = make_byte_level_tokenizer()
+    assert (tokenizer.decode([256, 257]), tokenizer.decode([256, 257], skip_special_tokens=False)) == (
+        " hello",
+        " hello<|é|>",
+    )
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_sentencepiece_marks_are_spaces_and_byte_tokens_bytes(strip: bool) -> None:
+    tokenizer = make_sentencepiece_tokenizer(strip)
+    vocabulary = tokenizer.backend.get_vocab()
+    ids = [vocabulary[text] for text in ("▁Hello", "<0xC3>", "<0xA9>", "<0x0A>", "▁▁", "a", "<0xZZ>")]
+    assert tokenizer.decode(ids) == (" Hello" if not strip else "Hello") + "é\n  a<0xZZ>"
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
+
+
+def test_only_the_first_space_of_a_text_is_stripped() -> None:
+    tokenizer = make_sentencepiece_tokenizer(strip=True)
+    vocabulary = tokenizer.backend.get_vocab()
+    for texts in (["▁▁", "a"], ["▁", "▁", "a"], ["a", "▁"], ["▁"]):
+        ids = [vocabulary[text] for text in texts]
+        assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
+
+
+@pytest.mark.parametrize("strip", [None, False, True])
+def test_streaming_equals_decoding_for_random_ids(strip: bool | None) -> None:
+    tokenizer = make_byte_level_tokenizer() if strip is None else make_sentencepiece_tokenizer(strip)
+    generator = random.Random(0)
+    for _ in range(1000):
+        ids = generator.choices(range(tokenizer.vocab_size), k=generator.randrange(20))
+        for skip in (False, True):
+            detokenizer = tokenizer.make_detokenizer(skip)
+            pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
+            kept = [i for i in ids if not (skip and i in tokenizer.special_token_ids)]
+            text = b"".join(tokenizer.token_bytes[i] for i in kept).decode("utf-8", "replace")
+            expected = text[1:] if strip and text[:1] == " " else text
+            assert "".join(pieces) == tokenizer.decode(ids, skip) == expected
+
+
+@pytest.mark.parametrize("cleans_up", [True, False])
+def test_wordpiece_puts_spaces_between_words_as_its_decoder_says(cleans_up: bool) -> None:
+    texts = [
+        "a",
+        "%%b",
+        ".",
+        "?",
+        "!",
+        ",",
+        "'",
+        "n't",
+        "'m",
+        "'s",
+        "'ve",
+        "'re",
+        "x . y",
+        " ' ",
+        "do",
+        "%%",
+        " do not",
+    ]
+    backend = Backend(models.WordPiece({text: token_id for token_id, text in enumerate(texts)}, unk_token="a"))
+    backend.decoder = decoders.WordPiece("%%", cleans_up)
+    tokenizer = Tokenizer(backend, named_tokens={})
+    generator = random.Random(0)
+    for ids in ([0, *range(len(texts))], *(generator.choices(range(len(texts)), k=4) for _ in range(300))):
+        detokenizer = tokenizer.make_detokenizer()
+        assert "".join(map(detokenizer.push, ids)) == tokenizer.decode(ids) == backend.decode(ids)
+
+
+PIECES = [*(f"<0x{value:02X}>" for value in range(128)), "▁", "▁▁", "\n", "'", "s", "Hello", "▁Hello", "##a", "##"]
+PIECES += ["a", "aa", " ", "  ", "' s", " .", "n't", "é", "a▁b", "\0infer\0", "<0xZZ>"]
+STRINGS = st.sampled_from(["▁", " ", "a", "aa", "aab", "\n ", "' ", "ab", "▁▁", "Hello "])
+STEPS = st.one_of(
+    st.builds(decoders.Fuse),
+    st.builds(decoders.ByteFallback),
+    st.builds(decoders.ByteLevel),
+    st.builds(decoders.Metaspace, st.just("▁"), st.sampled_from(["always", "never", "first"])),
+    st.builds(decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.integers(0, 3), st.sampled_from([0, 0, 0, 1])),
+    st.builds(decoders.Replace, STRINGS, st.sampled_from(["", " ", "a", "▁", "xx"])),
+    st.builds(decoders.Replace, st.builds(Regex, st.sampled_from(["▁+", " +", "a|s"])), st.sampled_from(["", " "])),
+    st.builds(decoders.WordPiece, st.just("##"), st.booleans()),
+)
+
+
+@given(st.lists(STEPS, max_size=5), st.lists(st.lists(st.sampled_from(PIECES), max_size=7), min_size=5, max_size=5))
+def test_any_steps_of_a_decoder_give_the_librarys_text_or_are_refused_at_load(
+    steps: list[decoders.Decoder], texts: list[list[str]]
+) -> None:
+    vocabulary = {text: token_id for token_id, text in enumerate(PIECES)}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="a", byte_fallback=True))
+    backend.decoder = decoders.Sequence(steps)
+    try:
+        tokenizer = Tokenizer(backend, named_tokens={})
+    except UnsupportedModelError:
+        return
+    for text in texts:
+        ids = [vocabulary[piece] for piece in text]
+        detokenizer = tokenizer.make_detokenizer()
+        streamed = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+        assert streamed == tokenizer.decode(ids) == backend.decode(ids)
+        for cut in range(len(ids)):
+            detokenizer = tokenizer.make_detokenizer(prompt_ids=ids[:cut])
+            answer = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.flush()
+            if not any(isinstance(rule, Replacement) for rule in tokenizer._rules.of_text):
+                assert answer.encode() == b"".join(tokenizer.token_bytes[each] for each in ids[cut:])
+
+
+@pytest.mark.parametrize("middle", [[], [decoders.Fuse()]])
+def test_the_usual_decoders_are_not_refused(middle: list[decoders.Decoder]) -> None:
+    lucie = [decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse(), decoders.Replace("\n ", "\n")]
+    llama = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *middle, decoders.Strip(" ", 1, 0)]
+    for steps in (lucie, llama, [decoders.ByteLevel()], [decoders.WordPiece("##", True)], [decoders.Metaspace()]):
+        state = decoders.Sequence(steps).__getstate__().decode()
+        assert read_decoding_rules(state).rewrites_text == (steps is lucie)
+
+
+def test_an_unknown_decoder_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match="'CTC'"):
+        read_decoding_rules('{"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": true}')
+
+
+def test_a_tokenizer_without_decoder_writes_its_tokens() -> None:
+    assert make_token_bytes(["a", "é"], read_decoding_rules(None), ()) == (b"a", "é".encode())

@@ -1,0 +1,548 @@
+"""Formats of tool calls and reasoning: the grammar allows the calls that the parser reads, for any cut of the text."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from byte_tokenizer import write_byte_tokenizer
+from constraint_walks import random_schema, walk
+from extent import usual_or_all
+from infer.engine.prepare.answer import AnswerGrammars
+from infer.engine.requests.conversation import Conversation, TemplateProbes
+from infer.engine.requests.request_options import RequestOptions
+from infer.errors import InvalidRequestError
+from infer.outputs import ReasoningDelta, ToolCall, assembled
+from infer.text.grammar.budget import Budget, BudgetConstraint
+from infer.text.grammar.constraint import Constraint
+from infer.text.grammar.grammar import Grammar
+from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.tokenizer import Tokenizer
+from infer.text.toolcalls.answer_format import AnswerFormat, Calls, written_arguments
+from infer.text.toolcalls.formats import (
+    FORMATS,
+    REASONING_FORMATS,
+    ToolCallFormat,
+    in_vocabulary,
+    literals_of,
+    marks_of,
+)
+from infer.text.toolcalls.parser import AnswerParser, make_parser
+from infer.text.toolcalls.tools import Kind, Tool, read_tool_choice, read_tools
+
+CONTROLS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]", "<escape>")
+THINK, THINK_CONTROL, *_ = REASONING_FORMATS
+NAME = "get_weather"
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "hourly": {"type": "boolean"},
+    "at": {"type": ["number", "null"]},
+    "tags": {"type": "array", "items": {"enum": ["a", True, None]}},
+}
+TOOLS = read_tools([
+    {"name": NAME, "parameters": {"type": "object", "properties": PROPERTIES, "required": ["city"]}},
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": None}},
+])  # fmt: skip
+ARGUMENTS: dict[str, Any] = {
+    "city": 'Ä}"{\\</tool_call>\n</parameter> [f(x="1")]',
+    "days": -3,
+    "hourly": True,
+    "at": None,
+    "tags": ["a", True, None],
+}
+Found = tuple[str, str | None, tuple[ToolCall, ...]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, controls=CONTROLS)
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Compiler:
+    return make_compiler(tokenizer)
+
+
+def answer_format(
+    tokenizer: Tokenizer,
+    form: ToolCallFormat,
+    tools: tuple[Tool, ...] = TOOLS,
+    kind: Kind = "auto",
+    reasoning: Any = None,
+    **options: Any,
+) -> AnswerFormat:
+    literals = [*literals_of(form), *(literals_of(reasoning) if reasoning else [])]
+    ids = tokenizer.special_ids_in(literals)
+    marks = marks_of(ids)
+    return AnswerFormat(
+        Calls(in_vocabulary(form, marks), tools, kind),
+        in_vocabulary(reasoning, marks) if reasoning else None,
+        marks={ids[text]: mark for text, mark in marks.items()},
+        **options,
+    )
+
+
+def constraint_of(compiler: Compiler, form: AnswerFormat, answer: Grammar | None = None) -> Constraint:
+    source = AnswerGrammars(compiler).prepare(form, answer).source
+    assert source is not None
+    return compiler.compile_answer(source)
+
+
+def call_of(form: ToolCallFormat) -> str:
+    return form.written([(NAME, written_arguments(form, TOOLS[0], ARGUMENTS))])
+
+
+def calls_of(form: ToolCallFormat) -> str:
+    calls = [(NAME, written_arguments(form, TOOLS[0], ARGUMENTS)), ("now", written_arguments(form, TOOLS[1], {}))]
+    return form.written(calls[: 1 + form.is_parallel])
+
+
+def marked(form: AnswerFormat, tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    detokenizer = tokenizer.make_detokenizer()
+    for token_id in ids:
+        yield form.marks.get(token_id) or detokenizer.push(token_id)
+
+
+def parsed(form: AnswerFormat, texts: Iterable[str]) -> Found:
+    parser = make_parser(form, str)
+    found = [*map(parser.push, texts), parser.flush()]
+    reasoning, calls = assembled(delta for each in found for delta in each.deltas)
+    return "".join(each.text for each in found), reasoning, calls
+
+
+def parsed_anyhow(form: AnswerFormat, texts: Iterable[str], every: int = 1) -> Found:
+    """Read an answer piece by piece, whole, and cut at each or some places. All give the same result."""
+    pieces = list(texts)
+    found, whole = parsed(form, pieces), "".join(pieces)
+    for cut in range(0, len(whole), every):
+        assert parsed(form, [whole[:cut], whole[cut:]]) == found
+    return found
+
+
+def conversation(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **options: Any) -> Conversation:
+    return Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(**options), variables or {})
+
+
+def form_of(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **options: Any) -> AnswerFormat:
+    """Return the format of an answer to a question under the tokenizer's template."""
+    asked = conversation(tokenizer, variables, **options)
+    found = asked.answer_format(asked.encode([{"role": "user", "content": "Weather?"}]))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["auto", "required"])
+@pytest.mark.parametrize("reasoning", [None, THINK, THINK_CONTROL], ids=["", "text", "control"])
+def test_calls_of_a_format_are_allowed_and_read_for_any_cut(
+    name: str, kind: Kind, reasoning: Any, tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    form = answer_format(tokenizer, FORMATS[name], kind=kind, reasoning=reasoning)
+    thought = 'What <tool_call> [TOOL, {"name": "x"}?' if reasoning else ""
+    before = f"{reasoning.opening}\n{thought}\n{reasoning.closing}\n\n" if reasoning else ""
+    says = "I will look. " if kind == "auto" and FORMATS[name].trigger else ""
+    ids = tokenizer.encode(before + says + calls_of(FORMATS[name]), add_special_tokens=False)
+    constraint = constraint_of(compiler, form)
+    assert constraint.accept(ids) == len(ids)
+    assert constraint.done or constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 1
+    pieces = list(marked(form, tokenizer, ids))
+    text, found_thought, calls = found = parsed(form, pieces)
+    assert (text, found_thought) == (says.rstrip(), thought or None)
+    assert [(call.name, call.parsed()) for call in calls] == [(NAME, ARGUMENTS), ("now", {})][: len(calls)]
+    assert len(calls) == 1 + FORMATS[name].is_parallel
+    whole = "".join(pieces)
+    assert parsed(form, [whole]) == found
+    rng = random.Random(f"{name} {kind} {reasoning}")
+    every = usual_or_all(3, 1)
+    assert all(
+        parsed(form, [whole[:cut], whole[cut:]]) == found for cut in range(rng.randrange(every), len(whole), every)
+    )
+    for _ in range(10):
+        cuts = sorted(rng.choices(range(len(whole)), k=rng.randint(1, 20)))
+        assert parsed(form, [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]) == found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_that_is_cut_shows_a_beginning_of_its_call(name: str, tokenizer: Tokenizer) -> None:
+    form = answer_format(tokenizer, FORMATS[name])
+    whole = "".join(marked(form, tokenizer, tokenizer.encode(call_of(FORMATS[name]), add_special_tokens=False)))
+    *_, (expected,) = parsed(form, [whole])
+    for length in range(len(whole)):
+        text, _, calls = parsed(form, [whole[:length]])
+        assert not calls or (not text and expected.arguments.startswith(calls[0].arguments))
+        assert calls or not text.strip() or any(each.startswith(text) for each in form.calls.beginnings)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if not form.trigger])
+def test_an_answer_that_ends_while_it_may_still_begin_a_call_is_text(name: str, tokenizer: Tokenizer) -> None:
+    form = answer_format(tokenizer, FORMATS[name])
+    assert form.calls is not None
+    assert form.calls.beginnings
+    for beginning in form.calls.beginnings:
+        for length in range(1, len(beginning)):
+            assert parsed(form, [beginning[:length]])[0] == beginning[:length]
+
+
+@settings(max_examples=usual_or_all(60, 2_000), deadline=None)
+@given(st.lists(st.sampled_from([*'<>/tol_ca{}[]"nme:=( \nf', "<tool_call>", '{"name": "', "</think>", "<think>"])))
+def test_text_without_a_call_is_shown_to_the_letter(parts: list[str]) -> None:
+    text = "".join(parts).replace("<tool_call>", "<tool_cal>")
+    form = AnswerFormat(Calls(FORMATS["hermes"], TOOLS))
+    assert parsed(form, text) == (text, None, ())
+    assert parsed(form, parts) == parsed(form, ["".join(parts)])
+    for each in (AnswerFormat(Calls(FORMATS["hermes"], TOOLS), THINK), AnswerFormat(None, THINK, is_open=True)):
+        assert parsed(each, "".join(parts)) == parsed(each, ["".join(parts)])
+
+
+# Faults of other servers: vllm#19056, #21544, #10395, #10398, #32152, #28806, #34101.
+HERMES = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{}", '{"a": {}}', '{"a": "}"}', '{"a": "</tool_call>"}', '{"a": [1, {"b": 2}]}']
+)
+def test_many_tokens_at_once_lose_no_brace_repeat_no_argument_and_leak_no_tag(arguments: str) -> None:
+    form = AnswerFormat(Calls(FORMATS["hermes"], read_tools([{"name": "f"}])))
+    whole = f"Hm.\n{HERMES % arguments}\n{HERMES % arguments}"
+    for size in range(1, len(whole) + 1):
+        text, _, calls = parsed(form, [whole[at : at + size] for at in range(0, len(whole), size)])
+        assert (text, [call.arguments for call in calls]) == ("Hm.", [arguments, arguments])
+        assert [call.id for call in calls] == ["0", "1"]
+
+
+def test_a_forced_call_may_follow_reasoning_and_no_text_stands_before_it(
+    tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    form = answer_format(tokenizer, FORMATS["hermes"], kind="required", reasoning=THINK)
+    for text, is_allowed in [("<think>Hm</think>\n\n<tool_call>", True), ("<tool_call>", True), ("Sure", False)]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (constraint_of(compiler, form).accept(ids) == len(ids)) == is_allowed
+    form = answer_format(tokenizer, FORMATS["hermes"], kind="required", reasoning=THINK, is_open=True)
+    ids = tokenizer.encode("Hm</think>\n\n<tool_call>", add_special_tokens=False)
+    assert constraint_of(compiler, form).accept(ids) == len(ids)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_call_is_written_where_none_is_allowed(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+    for reasoning, before in ((None, ""), (THINK, "<think>a</think>\n\n")):
+        form = answer_format(tokenizer, FORMATS[name], kind="none", reasoning=reasoning)
+        text = f"{before}Hi <to [ {{"
+        constraint = constraint_of(compiler, form)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert constraint.accept(ids) == len(ids)
+        ids = tokenizer.encode(before + calls_of(FORMATS[name]), add_special_tokens=False)
+        assert constraint_of(compiler, form).accept(ids) < len(ids)
+
+
+def test_control_text_that_is_spelt_is_no_control_token(tokenizer: Tokenizer, compiler: Compiler) -> None:
+    form = answer_format(tokenizer, FORMATS["mistral"])
+    text = '[TOOL_CALLS][{"name": "x'
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    assert constraint_of(compiler, form).accept(ids) == len(ids)
+    assert parsed(form, marked(form, tokenizer, ids)) == (text, None, ())
+
+
+def test_no_request_names_a_control_token(tokenizer: Tokenizer, compiler: Compiler) -> None:
+    control_id = tokenizer.encode("[TOOL_CALLS]", add_special_tokens=False)[0]
+    for text in (f"start: <[{control_id}]>", "start: <[TOOL_CALLS]>", "start: @answer"):
+        with pytest.raises(InvalidRequestError):
+            compiler.compile(Grammar("grammar", text))
+    form = AnswerFormat(None, THINK, is_open=True)
+    with pytest.raises(InvalidRequestError):
+        constraint_of(compiler, form, Grammar("grammar", f"start: <[{control_id}]>"))
+    assert (
+        constraint_of(compiler, AnswerFormat(None, THINK, is_open=True), Grammar("regex", "a+")).accept([control_id])
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "null"}}}'), '{"a": null}'),
+        (Grammar("regex", "a/b+"), "a/bb"),
+        (Grammar("grammar", 'start: "x" y\ny: "yy"'), "xyy"),
+        (Grammar("choice", '["yes", "no"]'), "no"),
+    ],
+)
+def test_constraints_of_the_text_apply_after_the_reasoning(
+    answer: Grammar, text: str, tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    for is_open in (True, False):
+        form = AnswerFormat(None, THINK, is_open=is_open)
+        before = "" if is_open else "<think>"
+        ids = tokenizer.encode(f"{before} Hm {text} </think>\n\n{text}", add_special_tokens=False)
+        constraint = constraint_of(compiler, form, answer)
+        assert constraint.accept(ids) == len(ids)
+        assert constraint.accept([ord("?")]) == 0
+    assert constraint_of(compiler, form, answer).accept(list(text.encode())) == len(text)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_budget_closes_the_reasoning_after_exactly_so_many_tokens(
+    num_tokens: int, is_open: bool, tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    form = AnswerFormat(None, THINK, is_open=is_open, budget=num_tokens)
+    closing = list(b"</think>")
+    budget = Budget(num_tokens, b"<think>", b"</think>", tuple(closing), lambda i: bytes([i]), is_open)
+    constraint = BudgetConstraint(constraint_of(compiler, form), budget)
+    opening = [] if is_open else list(b"<think>")
+    assert constraint.accept([*opening, *b"x" * 20]) == len(opening) + num_tokens
+    assert constraint.forced() == closing
+    assert constraint.accept([ord("x")]) == 0
+    assert constraint.accept([*closing, *b"\n\nHello </think> <think>"]) == len(closing) + 24
+    assert constraint.forced() == []
+    constraint.rollback(24 + 3)
+    assert constraint.forced() == closing[-3:]
+    constraint.rollback(len(closing) - 3 + num_tokens)
+    assert constraint.accept([*b"y" * 20]) == num_tokens
+
+
+def with_short_texts(schema: Any) -> Any:
+    """Return a schema of short texts: a random walk never writes the many characters that end one without quotes."""
+    if isinstance(schema, list):
+        return [with_short_texts(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    most = {"maxLength": 3} if schema.get("type") == "string" and "enum" not in schema else {}
+    return {key: each if key in ("enum", "const") else with_short_texts(each) for key, each in schema.items()} | most
+
+
+def random_tool(rng: random.Random, number: int) -> Tool:
+    names = rng.sample(["id", "name", "tags", "size_2", "ü", "_x"], rng.randint(0, 4))
+    properties = {name: with_short_texts(random_schema(rng, 2, wide=False)) for name in names}
+    required = [name for name in names if rng.random() < 0.5]
+    return Tool(f"tool-{number}", "", {"type": "object", "properties": properties, "required": required})
+
+
+@pytest.mark.parametrize("seed", range(usual_or_all(30, 600)))
+def test_random_walks_through_random_tools_give_valid_calls(
+    seed: int, tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    rng = random.Random(seed)
+    tools = tuple(random_tool(rng, number) for number in range(rng.randint(1, 4)))
+    form = FORMATS[list(FORMATS)[seed % len(FORMATS)]]
+    found = answer_format(tokenizer, form, tools, "required")
+    constraint = constraint_of(compiler, found)
+    whole = walk(constraint, tokenizer, tokenizer.vocab_size, rng, 4_000).decode()
+    for text, mark in marks_of(tokenizer.special_ids_in(literals_of(form))).items():
+        whole = whole.replace(text, mark)
+    content, _, calls = parsed(found, [whole])
+    assert not content
+    assert calls
+    by_name = {tool.name: tool for tool in tools}
+    for call in calls:
+        schema = {**by_name[call.name].parameters, "additionalProperties": False}
+        Draft202012Validator(schema).validate(call.parsed())
+
+
+def test_a_choice_of_tools_is_checked() -> None:
+    assert read_tool_choice("now", TOOLS).names == ("now",)
+    function = {"type": "function", "function": {"name": "now"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function]}}
+    assert read_tool_choice(allowed, TOOLS).names == ("now",)
+    for wrong, rule in [("later", "is not a tool"), ({"type": "x"}, "tool_choice must be"), (3, "tool_choice must be")]:
+        with pytest.raises(InvalidRequestError, match=rule):
+            read_tool_choice(wrong, TOOLS)
+    with pytest.raises(InvalidRequestError, match="needs tools"):
+        read_tool_choice("required", ())
+
+
+@pytest.mark.parametrize(
+    ("tools", "rule"),
+    [
+        ("f", "must be a list"),
+        ([3], r"tools\[0\] must be a function or its schema"),
+        ([{"name": "a b"}], "letters, digits"),
+        ([{"name": "a"}, {"name": "a", "parameters": {"properties": {"b": {}}}}], "must differ"),
+        ([{"name": "a", "strict": True, "parameters": {"type": "string"}}], "type object"),
+        ([{"name": "a", "strict": True, "parameters": True}], "must be a schema"),
+        ([{"type": "web_search"}], "must be 'function'"),
+        ([{"name": "a", "description": 3}], "description"),
+        ([{"name": str(number)} for number in range(129)], "128"),
+    ],
+)
+def test_values_that_are_not_tools_are_refused_in_one_line(tools: Any, rule: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rule) as error:
+        read_tools(tools)
+    assert "\n" not in str(error.value)
+
+
+def test_a_refusal_of_a_format_names_the_tool(tokenizer: Tokenizer, compiler: Compiler) -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("pythonic", {"properties": {"a b": {}}}, "cannot name 'a b'"),
+        ("qwen3-coder", {"anyOf": [{}]}, "anyOf cannot be enforced"),
+        ("qwen3-coder", {"properties": {"a": {"type": "string", "not": {}}}}, "not of the text a cannot be enforced"),
+        ("qwen3-coder", {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "look-around"),
+        ("hermes", {"properties": {"a": {"type": "strange"}}}, "json_schema"),
+        ("functiongemma", {"properties": {"a": {"not": {}}}}, "not of a cannot be enforced"),
+        ("functiongemma", {"properties": {"a": {"anyOf": [{}], "minLength": 2}}}, "minLength of a cannot be enforced"),
+        ("functiongemma", {"properties": {"a": {"minLength": 2}}}, "a needs a type"),
+        ("functiongemma", {"properties": {"a": {"type": "array", "items": False}}}, "no value fulfils a"),
+        ("functiongemma", {"properties": {"a": {"anyOf": 3}}}, "json_schema at /properties/a"),
+        ("functiongemma", {"properties": {"a": {"type": "object", "required": ["b"]}}}, "b of a is required"),
+        ("functiongemma", {"properties": {"a": {"type": "object", "properties": {"b:c": {}}}}}, "cannot name 'b:c'"),
+        ("functiongemma", {"properties": {"a": {"type": "array", "prefixItems": [{}]}}}, "prefixItems of a need"),
+    ]
+    for name, parameters, rule in cases:
+        tools = read_tools([{"name": "f", "parameters": parameters, "strict": True}])
+        with pytest.raises(InvalidRequestError, match=rf"tools\[0\] \(f\): .*{rule}"):
+            constraint_of(compiler, answer_format(tokenizer, FORMATS[name], tools))
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.syntax == "xml"])
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"pattern": "^[a-z]{2}/\\d+$"}, ["ab/12"], ["ab", "xab/12", "ab/1\n"]),
+        ({"pattern": "b+"}, ["b", "abc\n"], ["", "ac"]),
+        ({"minLength": 30}, ["x" * 30], ["x", "x{end}" + "x" * 30]),
+        ({"pattern": "b$", "maxLength": 3}, ["ab"], ["b{end}b", "aaab"]),
+    ],
+)
+def test_a_text_without_quotes_is_held_by_its_pattern_and_its_lengths(
+    name: str, schema: dict[str, Any], allowed: list[str], refused: list[str], tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    tools = read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string", **schema}}}}])
+    form = answer_format(tokenizer, FORMATS[name], tools, "required")
+    for text, is_allowed in [(each, True) for each in allowed] + [(each, False) for each in refused]:
+        value = text.replace("{end}", FORMATS[name].after_value)
+        written = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value}))])
+        ids = tokenizer.encode(written, add_special_tokens=False)
+        assert (constraint_of(compiler, form).accept(ids) == len(ids)) == is_allowed, value
+
+
+@pytest.mark.parametrize("name", ["functiongemma", "gemma-4"])
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({}, ["a", "", -1.5, None, [], [1, "b", {"c": {}}], {"d": "e", "f": [True]}], []),
+        ({"type": "object"}, [{}, {"a": 1}], ["a", 1]),
+        ({"type": "object", "additionalProperties": {"type": "boolean"}}, [{}, {"a": True}], [{"a": 1}]),
+        ({"type": "object", "properties": {"a b": {"type": "string"}}}, [{}, {"a b": "c"}], [{"d": 1}]),
+        (
+            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+            [["a"], ["a", "{,:}"]],
+            [[], ["a"] * 3],
+        ),
+        ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2, 3]], [["a"]]),
+        ({"type": "string", "pattern": "^a+$", "minLength": 2}, ["aa"], ["a", "ab", ""]),
+        ({"type": "string", "maxLength": 2}, ["", "ab"], ["abc"]),
+        ({"type": ["string", "null"]}, ["null", None], [1]),
+        ({"type": "integer", "minimum": 3}, [3], [2]),
+    ],
+)
+def test_gemma_s_values_are_held_to_their_schema(
+    name: str, schema: dict[str, Any], allowed: list[Any], refused: list[Any], tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    tools = read_tools([{"name": "f", "parameters": {"properties": {"a": schema}, "required": ["a"]}}])
+    form = answer_format(tokenizer, FORMATS[name], tools, "required")
+    for value, is_allowed in [(each, True) for each in allowed] + [(each, False) for each in refused]:
+        whole = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value}))])
+        ids = tokenizer.encode(whole, add_special_tokens=False)
+        assert (constraint_of(compiler, form).accept(ids) == len(ids)) == is_allowed, value
+        if is_allowed:
+            (call,) = parsed(form, marked(form, tokenizer, ids))[2]
+            assert call.parsed() == {"a": value}
+
+
+@pytest.mark.parametrize("name", ["pythonic", "lfm2"])
+def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+    inner = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    outer = {"type": "object", "properties": {"color": {"enum": ["red", None]}, "inner": inner}, "required": ["color"]}
+    tools = read_tools([{"name": "f", "parameters": {"properties": {"a": outer, "b": outer}, "required": ["a"]}}])
+    form = answer_format(tokenizer, FORMATS[name], tools, "required")
+    for value, is_allowed in (
+        ({"color": "red", "inner": {"on": True}}, True),
+        ({"color": None, "inner": {"color": "red"}}, False),
+    ):
+        text = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value, "b": value}))])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (constraint_of(compiler, form).accept(ids) == len(ids)) == is_allowed
+
+
+@pytest.mark.parametrize("name", ["pythonic", "lfm2"])
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("city='Paris'", {"city": "Paris"}),
+        ("city=''", {"city": ""}),
+        ("""city='say "hi" (a), b=[1]'""", {"city": 'say "hi" (a), b=[1]'}),
+        (r"city='it\'s \"so\"\n\\', days=2", {"city": 'it\'s "so"\n\\', "days": 2}),
+        ("city=\"it's\", tags=['a', True, None]", {"city": "it's", "tags": ["a", True, None]}),
+        ("city='Ä', tags=[\"a\", 'a']", {"city": "Ä", "tags": ["a", "a"]}),
+    ],
+)
+def test_texts_may_have_single_quotes_in_python(
+    name: str, written: str, arguments: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    form = answer_format(tokenizer, FORMATS[name], kind="required")
+    ids = tokenizer.encode(FORMATS[name].written([(NAME, written)]), add_special_tokens=False)
+    constraint = constraint_of(compiler, form)
+    assert constraint.accept(ids) == len(ids)
+    *_, calls = parsed_anyhow(form, marked(form, tokenizer, ids))
+    assert [(call.name, call.parsed()) for call in calls] == [(NAME, arguments)]
+
+
+@pytest.mark.parametrize("text", [r"'a\x'", "'a\nb'", r"'\u0041'"])
+def test_a_text_in_single_quotes_is_one_that_json_can_hold(text: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+    form = answer_format(tokenizer, FORMATS["pythonic"], kind="required")
+    ids = tokenizer.encode(f"[get_weather(city={text})]", add_special_tokens=False)
+    assert constraint_of(compiler, form).accept(ids) < len(ids)
+
+
+CODER = FORMATS["qwen3-coder"]
+UNCLOSED = f"Is <tool_call>\n<function=get_weathers>\n right, or <function={NAME}>\n? {CODER.start}now?\n"
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", ""])
+@pytest.mark.parametrize("kind", ["auto", "required"])
+@pytest.mark.parametrize("reasoning", [THINK, THINK_CONTROL], ids=["text", "control"])
+def test_a_call_ends_reasoning_that_is_not_closed(
+    is_open: bool, kind: Kind, reasoning: Any, tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    """See vllm#39056."""
+    form = answer_format(tokenizer, CODER, kind=kind, reasoning=reasoning, is_open=is_open)
+    before = "" if is_open else reasoning.opening
+    ids = tokenizer.encode(f"{before}\n{UNCLOSED}\n\n{calls_of(CODER)}", add_special_tokens=False)
+    constraint = constraint_of(compiler, form)
+    assert constraint.accept(ids) == len(ids)
+    assert constraint.done or constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 1
+    text, thought, calls = parsed_anyhow(form, "".join(marked(form, tokenizer, ids)), usual_or_all(3, 1))
+    assert (text, thought) == ("", UNCLOSED.strip())
+    assert [(call.name, call.parsed()) for call in calls] == [(NAME, ARGUMENTS), ("now", {})]
+    cut = tokenizer.encode(f"{before}Hm. {call_of(CODER)[:-30]}", add_special_tokens=False)
+    constraint = constraint_of(compiler, form)
+    assert constraint.accept(cut) == len(cut)
+    assert constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 0  # the call must be completed
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3-coder", {"kind": "none"}), ("qwen3-coder", {"budget": 500}), ("hermes", {})],
+    ids=["no call", "a budget", "another format"],
+)
+def test_a_call_in_reasoning_is_reasoning_where_it_may_not_end_it(
+    name: str, options: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    form = answer_format(tokenizer, FORMATS[name], reasoning=THINK, is_open=True, **options)
+    thought = f"I could write {call_of(FORMATS[name])} here."
+    ids = tokenizer.encode(f"{thought}</think>\nNo.", add_special_tokens=False)
+    assert constraint_of(compiler, form).accept(ids) == len(ids)
+    assert parsed(form, marked(form, tokenizer, ids)) == ("No.", thought, ())
+
+
+def test_reasoning_that_is_left_in_the_text_is_all_of_it() -> None:
+    whole = "\n<think>\n Hm \n</think>\n\nHi "
+    assert parsed(AnswerFormat(None, THINK, is_apart=False), whole) == (whole, None, ())
+    assert parsed(AnswerFormat(None, THINK), whole) == ("Hi ", "Hm", ())
+    parser = AnswerParser(AnswerFormat(None, THINK), str)
+    assert parser.push("<think>a").deltas == (ReasoningDelta("a"),)

@@ -1,0 +1,318 @@
+"""Tools of real clients: one call of a named tool, schemas that no grammar can enforce, cut calls sent back."""
+
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from test_session import make_model
+
+from extent import usual_or_all
+from infer import LLM, InvalidRequestError
+from infer.errors import MessageWarning, SchemaWarning
+from infer.text.toolcalls.formats import FORMATS
+from infer.text.toolcalls.past_calls import past_arguments
+from infer.text.toolcalls.schema_cuts import cut
+
+ASKED = [{"role": "user", "content": "weather?"}]
+SAMPLED: dict[str, Any] = {"max_new_tokens": 200, "temperature": 1.5}
+SHOWS_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+)
+NAMES_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+TEXT = {"type": "string"}
+BAD: dict[str, tuple[Any, str, str]] = {
+    "look-around": ({"properties": {"a": {**TEXT, "pattern": "(?=x)y"}}}, "/properties/a/pattern ", "look-around"),
+    "word boundary": ({"properties": {"a": {**TEXT, "pattern": r"\bx"}}}, "/properties/a/pattern ", "boundaries"),
+    "uniqueItems": (
+        {"properties": {"a": {"type": "array", "items": TEXT, "uniqueItems": True}}},
+        "/properties/a/uniqueItems ",
+        "uniqueItems",
+    ),
+    "reference": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "/properties/a/$ref ", "leads to no schema"),
+    "type": ({"properties": {"a": {"type": "strange"}}}, "/properties/a/type ", "must be one of"),
+    "length": ({"properties": {"a": {**TEXT, "minLength": "3"}}}, "/properties/a/minLength ", "integer"),
+    "no schema": ({"properties": {"a": 3}}, "/properties/a ", "a schema must be an object"),
+    "properties": ({"properties": [1]}, "/properties ", "must be an object"),
+    "required": ({"properties": {"a": TEXT}, "required": "a"}, "/required ", "must be a list"),
+    "root type": ({"type": "string"}, "/type ", "arguments must be an object"),
+    "true": (True, "left out", "must be a schema"),
+    "list": ([1], "left out", "must be a schema"),
+    "contains": ({"properties": {"a": {"type": "array", "contains": TEXT}}}, "/properties/a/contains ", "contains"),
+    "nothing": ({"properties": {"a": {"type": "integer", "minimum": 4, "maximum": 2}}, "required": ["a"]}, "/a/", "4"),
+    "many values": ({"properties": {"a": {"enum": [*range(20_000)]}}}, "/properties/a/enum ", "10000 values"),
+    "a pattern in not": ({"properties": {"a": {**TEXT, "not": {"pattern": "(?!x)"}}}}, "/properties/a/not ", "look"),
+    "depth": (json.loads('{"properties": {"a": ' + '{"items": ' * 70 + "{}" + "}" * 72), "/properties/a ", "deep"),
+    "size": ({"properties": {"a": {**TEXT, "pattern": "(?=x)" + "x" * (1 << 20)}}}, "whole schema", "bytes"),
+    "bad $id": ({"$id": "http://[", "properties": {"a": {"$ref": "http://[/b"}}}, "/properties/a/$ref ", "stay in"),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(make_model(tmp_path_factory.mktemp("model"), context=4_000)) as llm:
+        yield llm
+
+
+def tool(parameters: Any, name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters, **fields}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_named_tool_is_called_once(llm: LLM, name: str) -> None:
+    tools = [tool({"properties": {"on": {"type": "boolean"}}, "required": ["on"]}), tool({}, "g")]
+    choice = {"type": "function", "function": {"name": "f"}}
+    for seed in range(4):
+        asked: dict[str, Any] = {"tools": tools, "tool_choice": choice, "tool_format": name, "seed": seed, **SAMPLED}
+        result = llm.chat(ASKED, **asked)
+        assert [call.name for call in result.tool_calls] == ["f"]
+        assert set(result.tool_calls[0].parsed()) == {"on"}
+        assert result.finish_reason == "stop"
+        assert llm.chat(ASKED, parallel_tool_calls=False, **asked).token_ids == result.token_ids
+
+
+def test_several_calls_of_a_named_tool_are_made_when_they_are_asked_for(llm: LLM) -> None:
+    asked: dict[str, Any] = {"tools": [tool({})], "tool_format": "hermes", **SAMPLED}
+    named = [llm.chat(ASKED, tool_choice="f", parallel_tool_calls=True, seed=seed, **asked) for seed in range(4)]
+    assert max(len(result.tool_calls) for result in named) > 1
+    required = [llm.chat(ASKED, tool_choice="required", seed=seed, **asked) for seed in range(4)]
+    assert [result.token_ids for result in required] == [result.token_ids for result in named]
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3-coder", "pythonic", "gemma-4"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_part_of_a_schema_that_cannot_be_built_is_dropped_with_a_warning(llm: LLM, name: str, form: str) -> None:
+    parameters, place, reason = BAD[name]
+    asked: dict[str, Any] = {"tool_choice": "f", "tool_format": form, "chat_template": NAMES_TOOLS, "seed": 1}
+    llm._opened.requests._warned.clear()
+    with pytest.warns(SchemaWarning, match="tool 'f'"):
+        result = llm.chat(ASKED, tools=[tool(parameters)], **asked, **SAMPLED)
+    assert [call.name for call in result.tool_calls] == ["f"]
+    assert any(place in said and reason in said and "tool 'f'" in said for said in result.warnings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the warning appears once
+        assert llm.chat(ASKED, tools=[tool(parameters)], **asked, **SAMPLED).warnings == result.warnings
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name not in ("depth", "size")])
+def test_a_strict_tool_is_refused_for_the_same_part(llm: LLM, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"tools\[0\]"):
+        llm.chat(ASKED, tools=[tool(BAD[name][0], strict=True)], tool_format="hermes", chat_template=NAMES_TOOLS)
+
+
+def test_the_other_parts_of_the_schema_and_other_tools_are_enforced(llm: LLM) -> None:
+    digit = {"enum": [1, 2]}
+    held = {"properties": {"a": {**TEXT, "pattern": "(?=x)y", "maxLength": 3}, "b": digit}, "required": ["a", "b"]}
+    other = {"properties": {"c": digit}, "required": ["c"]}
+    seen = set[str]()
+    for form in ("hermes", "qwen3-coder", "pythonic", "gemma-4"):
+        for seed in range(6):
+            tools = [tool(held), tool(other, "g")]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = llm.chat(
+                    ASKED, tools=tools, tool_choice="required", tool_format=form, seed=seed,
+                    parallel_tool_calls=False, **SAMPLED,
+                )  # fmt: skip
+            (call,) = result.tool_calls
+            seen.add(call.name)
+            loose = {**held, "properties": {"a": {**TEXT, "maxLength": 3}, "b": digit}}
+            Draft202012Validator(loose if call.name == "f" else other).validate(call.parsed())
+    assert seen == {"f", "g"}
+
+
+def test_a_tool_that_is_never_called_refuses_nothing(llm: LLM) -> None:
+    for choice, num_said in (("auto", 1), ("none", 0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = llm.chat(
+                ASKED, tools=[tool(BAD["uniqueItems"][0])], tool_choice=choice, max_new_tokens=4,
+                allowed_token_ids=[*range(97, 123)], tool_format="hermes",
+            )  # fmt: skip
+        assert (result.tool_calls, len(result.warnings)) == ((), num_said)
+
+
+def test_the_template_is_shown_the_schema_as_it_was_given(llm: LLM) -> None:
+    llm._opened.requests._warned.clear()
+    session = llm.session(tools=[tool(BAD["look-around"][0])], chat_template=SHOWS_TOOLS)
+    with session:
+        with pytest.warns(SchemaWarning, match="look-around"):
+            session.send("weather?", max_new_tokens=1, tool_format="hermes")
+        shown = llm.tokenizer.decode(session.token_ids, skip_special_tokens=False)
+    assert '"pattern": "(?=x)y"' in shown.encode().decode("unicode_escape")
+
+
+def test_a_session_keeps_that_a_tool_is_strict(llm: LLM) -> None:
+    session = llm.session(tools=[tool(BAD["look-around"][0], strict=True)])
+    with session, pytest.raises(InvalidRequestError, match="look-around"):
+        session.send("weather?", max_new_tokens=1)
+
+
+def test_a_schema_that_takes_too_long_costs_a_bounded_number_of_trials(llm: LLM) -> None:
+    slow = {"type": "integer", "allOf": [{"multipleOf": number} for number in (99991, 99989, 99971)]}
+    tools = [tool({"properties": {"a": slow, "b": {"type": "boolean"}}, "required": ["b"]}), *[
+        tool({"properties": {f"a{index}": slow}}, f"g{index}") for index in range(20)]]  # fmt: skip
+    with pytest.warns(SchemaWarning):
+        result = llm.chat(ASKED, tools=tools, tool_choice="required", tool_format="hermes",
+                          parallel_tool_calls=False, chat_template=NAMES_TOOLS, seed=1, **SAMPLED)  # fmt: skip
+    assert result.tool_calls
+    assert {said.split("'")[1] for said in result.warnings} == {"f", *(f"g{index}" for index in range(20))}
+    assert sum("other tools used up the time" in said for said in result.warnings) > 15
+
+
+def test_equal_tools_of_one_name_count_once_and_others_are_refused(llm: LLM) -> None:
+    first, second = tool({"properties": {"a": TEXT}}), tool({"properties": {"a": {"type": "boolean"}}})
+    asked: dict[str, Any] = {"tool_choice": "f", "tool_format": "hermes", "seed": 1, **SAMPLED}
+    once = llm.chat(ASKED, tools=[first], **asked)
+    twice = llm.chat(ASKED, tools=[first, {**first}], **asked)
+    assert (twice.prompt_tokens, twice.token_ids) == (once.prompt_tokens, once.token_ids)
+    with pytest.raises(InvalidRequestError, match="'f' twice with different parameters"):
+        llm.chat(ASKED, tools=[first, second], **asked)
+
+
+def test_a_schema_of_the_answer_stays_strict(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="uniqueItems"):
+        llm.chat(ASKED, json_schema={"type": "array", "items": TEXT, "uniqueItems": True})
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ('{"a": [1]}', {"a": [1]}), ("", {}), (" \n", {}), (None, {}), ("{}", {}),
+        *((text, {"INVALID_JSON": text}) for text in ('{"a": "Pa', "null", "[1]", '"a"', "{'a': 1}", '{"a": NaN}',
+                                                      "[" * 100_000, '{"a": ' * 80 + "1" + "}" * 80,
+                                                      '{"a": "\\ud800"}', "1" * 5_000)),
+    ],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+def test_past_arguments_are_an_object(text: str | None, values: dict[str, Any]) -> None:
+    found, warning = past_arguments(text)
+    assert found == values
+    assert (warning is None) == ("INVALID_JSON" not in values)
+
+
+def past(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "content": "on"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:
+    asked: dict[str, Any] = {
+        "tools": [tool({"properties": {"a": TEXT}})],
+        "tool_format": form,
+        "seed": 1,
+        "max_new_tokens": 1,
+    }
+    llm._opened.requests._warned.clear()
+    with pytest.warns(MessageWarning, match=r"messages\[1\].tool_calls\[0\].*INVALID_JSON"):
+        result = llm.chat(past('{"a": "Pa'), **asked)
+    assert len(result.warnings) == 1
+    expected = llm.chat(past({"INVALID_JSON": '{"a": "Pa'}), **asked)
+    assert (result.prompt_tokens, result.token_ids) == (expected.prompt_tokens, expected.token_ids)
+    for empty in ("", " ", None, "{}"):
+        found = llm.chat(past(empty), **asked)
+        assert (found.prompt_tokens, found.warnings) == (llm.chat(past({}), **asked).prompt_tokens, ())
+
+
+def test_the_documentation_names_every_tool_format() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "tools.md").read_text()
+    assert [name for name in FORMATS if f"`{name}`" not in text] == []
+
+
+def random_schema(rng: random.Random, depth: int) -> Any:
+    """Return a schema of small values with keywords that forbid more if another keyword is removed."""
+    if depth == 0:
+        return rng.choice([True, {"type": "integer"}, {"const": 1}, {"type": "string"}, {"enum": [1, "a"]}])
+
+    def inner() -> Any:
+        return random_schema(rng, depth - 1)
+
+    words: dict[str, Any] = {
+        "not": inner(), "if": inner(), "then": inner(), "else": inner(), "oneOf": [inner(), inner()],
+        "anyOf": [inner(), inner()], "allOf": [inner()], "properties": {"a": inner(), "not": inner()},
+        "patternProperties": {"^b": inner()}, "additionalProperties": rng.choice([False, inner()]),
+        "unevaluatedProperties": False, "items": inner(), "prefixItems": [inner()], "unevaluatedItems": False,
+        "contains": inner(), "minContains": 0, "maxContains": 1, "$ref": "#/$defs/d", "required": ["a"],
+    }  # fmt: skip
+    return {word: words[word] for word in rng.sample(sorted(words), rng.randint(1, 4))}
+
+
+def places_in(value: Any, pointer: str) -> list[str]:
+    """Return the pointers of all keywords and schemas, and of the names and indices between them."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, each in inner for place in (f"{pointer}/{key}", *places_in(each, f"{pointer}/{key}"))]
+
+
+VALUES: list[Any] = [1, "a", None, [], [1], ["a", 1], [1, 1], {}, {"a": 1}, {"a": "a"}, {"b": 1}, {"not": 1, "b": "a"},
+                     {"c": None}, {"a": {"a": 1}}, {"a": [1]}, {"a": 1, "c": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(usual_or_all(150, 3_000)))
+def test_random_cuts_never_forbid_more(seed: int) -> None:
+    rng = random.Random(seed)
+    definition = {word: value for word, value in random_schema(rng, 1).items() if word != "$ref"}
+    given = {"$defs": {"d": definition}, "properties": {"a": random_schema(rng, 2)}}
+    before = [Draft202012Validator(given).is_valid({"a": value}) for value in VALUES]
+    for place in places_in(given, "")[1:]:  # all except the definitions
+        schema = json.loads(json.dumps(given))
+        cut(schema, [place])
+        check = Draft202012Validator(schema)
+        for value, was_allowed in zip(VALUES, before, strict=True):
+            assert check.is_valid({"a": value}) or not was_allowed, (given, place, schema, value)
+
+
+def test_a_batch_takes_such_tools_and_such_calls(llm: LLM) -> None:
+    asked: dict[str, Any] = {"tools": [tool(BAD["uniqueItems"][0])], "tool_choice": "f", "tool_format": "hermes"}
+    asked |= {"seed": 1, **SAMPLED}
+    llm._opened.requests.warns = False
+    first, second = llm.generate_all([ASKED, past('{"a": ')], [asked, asked])
+    llm._opened.requests.warns = True
+    assert (len(first.tool_calls), len(second.tool_calls)) == (1, 1)
+    assert ["uniqueItems" in said for said in first.warnings] == [True]
+    assert ["INVALID_JSON" in said for said in second.warnings] == [False, True]
+    assert json.loads(json.dumps(second.to_json()))["warnings"] == list(second.warnings)
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer", "left"),
+    [
+        ({"not": {"pattern": "x"}}, "/not/pattern", {"additionalProperties": True}),
+        (
+            {"properties": {"a": {"oneOf": [{"pattern": "x"}, {"type": "null"}]}}},
+            "/properties/a/oneOf/0/pattern",
+            {"properties": {"a": {"anyOf": [{}, {"type": "null"}]}}},
+        ),
+        (
+            {"properties": {"a": {"properties": 3, "additionalProperties": False}}},
+            "/properties/a/properties",
+            {"properties": {"a": {}}},
+        ),
+        (
+            {"properties": {"a": {"$ref": "#/b", "unevaluatedProperties": False}}},
+            "/properties/a/$ref",
+            {"properties": {"a": {}}},
+        ),
+        (
+            {"$defs": {"b": {"pattern": "x"}}, "properties": {"a": {"not": {"$ref": "#/$defs/b"}}}},
+            "/$defs/b/pattern",
+            {"$defs": {"b": {}}, "properties": {"a": {}}},
+        ),
+        ({"properties": {"not": {"pattern": "x"}}}, "/properties/not/pattern", {"properties": {"not": {}}}),
+        ({"patternProperties": {"(?=a)": {}}, "additionalProperties": False}, "/patternProperties/(?=a)",
+         {"patternProperties": {}, "additionalProperties": True}),
+    ],
+)  # fmt: skip
+def test_a_cut_never_forbids_more(schema: dict[str, Any], pointer: str, left: dict[str, Any]) -> None:
+    cut(schema, [pointer])
+    assert schema == left

@@ -74,7 +74,7 @@ def test_no_forged_image_is_loaded(name: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("cache")
     base.chmod(0o700)
-    code = "from infer.compute.backends.cpu.compile import kernel_cache; print(kernel_cache.cache_folder())"
+    code = "from infer.compute.backends.cpu.host import kernel_cache; print(kernel_cache.cache_folder())"
     return Path(run(code, base).strip())
 
 

@@ -36,7 +36,7 @@ sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
 import fake_cli
 from infer.files.hub.find import INSTALLED_MODELS
 from infer.cli import subcommands
-from infer.system import available_memory
+from infer.system.memory import available_memory
 installed = sys.argv.pop(1).split(",")
 for name in [name for name in INSTALLED_MODELS if name not in installed]:
     package = INSTALLED_MODELS[name]

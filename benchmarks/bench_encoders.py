@@ -36,7 +36,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 LLAMA_SIDES = {"llama.cpp f32": "", "llama.cpp q8": "Q8_0"}
 WORKER = str(Path(__file__).with_name("peer_worker.py"))
-TESTS = Path(__file__).parents[1] / "tests"
+TESTS = Path(__file__).parents[1] / "tests" / "helpers"
 BACKEND = ops.backend_of(torch.device("cpu"))
 
 

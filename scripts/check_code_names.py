@@ -5,7 +5,7 @@
 
 A name is one of these:
 
-- a path, also without backticks if it begins with a folder of the repository: `tests/tiny.py`, `requests/stream`;
+- a path, also without backticks if it begins with a folder of the repository: `tests/conftest.py`, `requests/stream`;
 - a dotted name whose first part is a class, a module or a package of ours: `Loop.submit`, `ops.device`;
 - a single word, which any identifier or string of the code may have: `norm_project`, `PagedCache`.
 

@@ -1,7 +1,7 @@
 """Compare digests of the CPU kernels on other CPUs, emulated by qemu-user, with those of this machine.
 
     python scripts/check_emulated.py                              some cases on haswell, nehalem, neoverse-n1 and max
-    python scripts/check_emulated.py --cpus max --cases attend    cases whose names begin so (tests/kernel_digests.py)
+    python scripts/check_emulated.py --cpus max --cases attend    cases of `kernel_digests` whose names begin so
     python scripts/check_emulated.py --cases "answer llama: greedy"    an answer of a whole model: minutes
     python scripts/check_emulated.py --all                        every case: hours
     python scripts/check_emulated.py --prepare                    only make AArch64's folder
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DIGESTS = ROOT / "tests" / "kernel_digests.py"
+DIGESTS = ROOT / "tests" / "helpers" / "kernel_digests.py"
 CASES = ["Q4_0 exact", "Q8_0 exact", "Q8_0 embed"]  # about ten seconds each, because LLVM is emulated as well
 FEWER_CASES = {
     "max": ["Q4_0 exact"],  # it differs from neoverse-n1 only in its products: i8mm

@@ -1,4 +1,4 @@
-"""Compute the answers of tests/answer_cases.py and store them in tests/data/answers.json.
+"""Compute the answers of tests/helpers/answer_cases.py and store them in tests/data/answers.json.
 
     python scripts/store_answers.py                         add the rows of new requests
     python scripts/store_answers.py --change 'llama: chat'  also replace these rows, or remove them without a request
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from answer_cases import CASES
 from answer_runs import Row, answers_in, differences, read_stored, write_stored

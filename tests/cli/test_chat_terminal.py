@@ -20,7 +20,7 @@ import pytest
 
 from watched import python_command
 
-PROGRAM = str(Path(__file__).parents[1] / "fake_cli.py")
+PROGRAM = str(Path(__file__).parents[1] / "helpers" / "fake_cli.py")
 # The child makes the terminal its own, so that Ctrl-C reaches it as from a keyboard.
 OWN_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"

@@ -32,7 +32,7 @@ from infer.system.cores.cores import num_processors
 from infer.system.status_line import write_notice
 from watched import python_command
 
-FAKE = [sys.executable, str(Path(__file__).parents[1] / "fake_cli.py")]
+FAKE = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "fake_cli.py")]
 HEAVY = {
     *("torch", "numba", "numpy", "transformers", "tokenizers", "jinja2", "msgspec", "prompt_toolkit", "rich"),
     *("asyncio", "infer.cli.chat.chat_loop", "infer.cli.chat.chat_prompt"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_session import make_model
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +18,7 @@ from infer import LLM, ModelError
 from infer.cli import main
 from infer.cli.bench.text_quality import measure_divergence, measure_perplexity
 from quantised_folders import save, set_config
+from test_session import make_model
 
 CONTEXT = 32
 TEXT = "".join(chr(32 + (7 * index * index + index) % 90) for index in range(40 * CONTEXT)) + "the rest"

@@ -7,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_session import make_model
 
 from gguf_files import random_tensors, write_model
 from infer.cli import main
@@ -15,6 +14,7 @@ from infer.files import open_checkpoint
 from infer.files.gguf.gguf import read_gguf
 from infer.files.gguf.importance_matrix import ImportanceMatrix, InputSquares
 from infer.files.tensors.lazy_weights import LazyWeights, as_float32
+from test_session import make_model
 
 Capture = pytest.CaptureFixture[str]
 

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-from test_session import TEXT_IDS
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import main, subcommands
@@ -14,6 +13,7 @@ from infer.serving.protocols.asked import ask_chat, ask_completion
 from infer.serving.protocols.bodies import ChatBody, CompletionBody
 from infer.serving.protocols.read_body import read_body
 from served import Served
+from test_session import TEXT_IDS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello — 🙂"}]

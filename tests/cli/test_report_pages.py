@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_doctor import NUM_LAYERS, write_file
-from test_session import make_model
 
 from infer.cli import main
+from test_doctor import NUM_LAYERS, write_file
 from test_quality_commands import CONTEXT, TEXT
+from test_session import make_model
 
 SPIKE = "blk.3.ffn_down.weight"
 Capture = pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ from infer.cli import main
 from infer.cli.terminal.terminal import Spinner
 from shapes import SOURCE
 
-FAKE = [sys.executable, str(Path(__file__).parents[1] / "fake_cli.py")]
+FAKE = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "fake_cli.py")]
 COMMANDS = (["generate", "-q", "--prompt", "a"], ["--help"], ["models"], ["chat"], ["sample-trace", "a"])
 # When Python searches for this module, the process gets a signal, as if Ctrl-C was pressed at that moment.
 INTERRUPTED = """

@@ -8,7 +8,6 @@ from typing import Any
 import click
 import pytest
 import torch
-from test_session import NUM_TOKENS
 
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
@@ -22,6 +21,7 @@ from infer.compute.sampling.sampler import stages
 from infer.compute.sampling.trace import sample_trace
 from infer.outputs import SampleTrace
 from infer.sampling_params import PARAMETERS
+from test_session import NUM_TOKENS
 
 Capture = pytest.CaptureFixture[str]
 CONTEXT = [3, 5, 5, 8, 13]

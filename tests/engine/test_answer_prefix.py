@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_session import GREEDY, SAMPLED
 
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from infer.outputs import GenerationResult, SampleTrace
+from test_session import GREEDY, SAMPLED
 
 PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "min_new_tokens": 9, "stop": "zq"}
 CASES = [

@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from test_session import make_model
 from torch import Tensor
 
 from embedding_model import write_modules
@@ -23,6 +22,7 @@ from infer.engine.texts.vector_options import TextIds, VectorOptions
 from infer.errors import ClosedError
 from infer.outputs import Pooling
 from served import serving
+from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from test_session import CONTEXT
 
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.system.processes import child_process
 from looping import in_threads
+from test_session import CONTEXT
 from watched import python_command
 
 NUM_REQUESTS = usual_or_all(200, 2000)

@@ -31,7 +31,7 @@ IN_CHATS = {name: each for name, each in DECLARED.items() if each.bodies}
 
 @pytest.mark.parametrize("path", list(written()), ids=lambda path: path.name)
 def test_texts_written_from_the_declarations_are_up_to_date(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == written()[path], "run tests/parameter_tables.py"
+    assert path.read_text(encoding="utf-8") == written()[path], "run tests/helpers/parameter_tables.py"
 
 
 def test_keywords_are_the_declared_parameters_and_options() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_session import CONTEXT
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_tokenizer
 from infer.compute.sampling.keywords import params_of, split_keywords
@@ -19,6 +18,7 @@ from infer.engine.requests.prompt_encoding import fitted
 from infer.errors import ContextLengthError
 from infer.sampling_params import UnknownParameterError
 from programs import Programs
+from test_session import CONTEXT
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "hello"}]

@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import PropertyMock
 
 import pytest
-from test_session import make_model
 
 from infer import LLM
 from infer.compute.kvcache.cache_settings import CacheSettings
@@ -30,6 +29,7 @@ from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
 from looping import loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+from test_session import make_model
 
 LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE
 from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
@@ -19,6 +18,7 @@ from infer.compute.ops import backend_of
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import PROCESS_BYTES, VOCABULARY_BYTES, LoadSettings, estimate
+from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE
 from tiny import Tiny, make_tiny
 
 CONTEXT, STATES_MB = 1024, 9  # the states of one row

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_session import make_model
 
 from infer import LLM
 from infer.compute.operands.limits import HOST_STEP
@@ -17,6 +16,7 @@ from infer.engine.step.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
 from infer.engine.step.slots import Slots
 from infer.engine.step.step_plans import StepPlanner
 from infer.sampling_params import SamplingParams
+from test_session import make_model
 
 MOST_ROWS = 8
 

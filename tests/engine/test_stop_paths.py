@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stop_strings import naive
 
 from infer.sampling_params import SamplingParams
 from path_cases import (
@@ -19,6 +18,7 @@ from path_cases import (
     make_sequence,
     run_alone,
 )
+from test_stop_strings import naive
 
 NUM_TOKENS = 24
 # Letters, tokens of several letters, and the bytes of é, so that tokens can be parts of characters.

@@ -171,7 +171,7 @@ def test_a_good_model_is_read(tmp_path: Path) -> None:
 
 
 def in_a_child(folder: Path, *modes: str) -> dict[str, dict[str, Any]]:
-    child = Path(__file__).parents[1] / "hostile_child.py"
+    child = Path(__file__).parents[1] / "helpers" / "hostile_child.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = script_command(child, folder, *modes)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

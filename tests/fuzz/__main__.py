@@ -67,7 +67,7 @@ def alone(name: str, seconds: str) -> int:
 
 def main(name: str, what: str) -> int:
     tests = ROOT / "tests"
-    sys.path[1:1] = map(str, (tests, ROOT / "src", *(path for path in tests.iterdir() if path.is_dir())))
+    sys.path[1:1] = map(str, (ROOT / "src", *sorted(path for path in tests.rglob("[!_]*") if path.is_dir())))
     if name == "all":
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return max(pool.map(lambda each: alone(each, what), NAMES))

@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from test_templates import TEMPLATES
-
 import hostile_files
 from hostile_files import CONFIG, LLAMA3, read_everything, read_network, use, write_folder, write_gguf
 from infer.errors import InferError
@@ -23,6 +21,7 @@ from infer.text.tokenizer import Tokenizer
 from test_chat import CHATML
 from test_gguf_faults import FAULTS as GGUF_FAULTS
 from test_safetensors import FAULTS as SAFETENSORS_FAULTS
+from test_templates import TEMPLATES
 
 MAX_MESSAGE = 2000
 PLACE = Path(mkdtemp(prefix="fuzz-"))

@@ -17,7 +17,7 @@ from extent import IS_WHOLE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-PROGRAM = Path(__file__).parents[1] / "gpu_attention_code.py"
+PROGRAM = Path(__file__).parents[1] / "helpers" / "gpu_attention_code.py"
 Kernels = dict[str, dict[str, Any]]
 MAX_SHARED_BYTES = 101_376  # for one program on sm_89 and sm_120
 # Most instructions of a warp per turn of 64 slots, by the size of heads. With float32 most of them are FFMA.

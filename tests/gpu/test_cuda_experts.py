@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_kernels import assert_near
-from test_expert_kernels import HIDDEN, NORM, ROUTERS, WEIGHTED, make_experts, make_x, prepared, with_norms
 from torch import Tensor
 
 from infer.compute.backends import reference
 from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.weights import ExpertWeights, Norm
+from test_cpu_kernels import assert_near
+from test_expert_kernels import HIDDEN, NORM, ROUTERS, WEIGHTED, make_experts, make_x, prepared, with_norms
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

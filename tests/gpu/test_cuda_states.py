@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_delta_net import NETS, definition, make_cache, make_projected, make_weights, run
-from test_recurrent_rows import NET, NET_WEIGHTS, PAGE, TAPS, Rows, go_on_at_random, make
 from torch import Tensor
 
 from extent import IS_WHOLE
@@ -16,6 +14,8 @@ from infer.compute.operands.mixers import GatedDeltaNet
 from infer.compute.operands.recurrent_cache import ConvCache
 from infer.compute.operands.step import Chunk, Step
 from infer.compute.operands.weights import ConvWeights
+from test_delta_net import NETS, definition, make_cache, make_projected, make_weights, run
+from test_recurrent_rows import NET, NET_WEIGHTS, PAGE, TAPS, Rows, go_on_at_random, make
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -8,7 +8,6 @@ from typing import get_args
 
 import pytest
 import torch
-from test_packing import make_weight
 from torch import Tensor
 
 from extent import IS_WHOLE
@@ -17,6 +16,7 @@ from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.weights import Norm, Projection, StoredWeight, UnreadWeight
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
+from test_packing import make_weight
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -18,7 +18,7 @@ from test_gpu_sampler import run_compiled
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     what = ["all"] if IS_WHOLE else []
-    program = Path(__file__).parents[1] / "gpu_expert_code.py"
+    program = Path(__file__).parents[1] / "helpers" / "gpu_expert_code.py"
     found: dict[str, dict[str, Any]] = json.loads(
         run_compiled(program, *what, cache=tmp_path_factory.mktemp("triton")).stdout
     )

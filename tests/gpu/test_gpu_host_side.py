@@ -22,10 +22,9 @@ from tiny import Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from test_session import make_model
-
 from infer.compute.backends.cuda.graphs import CudaGraphs
 from test_families import make_reserved
+from test_session import make_model
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 SECOND = torch.device("cuda:1")

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_packing import make_weight
 
 from infer import load_model
 from infer.cli import main
@@ -15,6 +14,7 @@ from infer.compute.operands.weights import Projection
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.errors import InvalidRequestError
 from infer.models.families import make_architecture
+from test_packing import make_weight
 
 HOPPER, PASCAL = ("NVIDIA H200", 9, 0), ("NVIDIA GeForce GTX 1080", 6, 1)
 

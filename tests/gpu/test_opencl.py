@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from test_cpu_kernels import make_weight
-from test_session import make_model
 from torch import Tensor
 
 import opencl_platform
@@ -34,7 +32,9 @@ from infer.compute.sampling.masks import pack_masks
 from infer.errors import InvalidRequestError
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch
+from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
+from test_session import make_model
 from tiny import ONE_EACH_DENSE, Tiny, make_tiny
 from unseen_values import Span, check_unseen
 

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_session import make_model
 from torch import Tensor
 
 import opencl_platform
@@ -14,6 +13,7 @@ from infer import LLM, SamplingParams
 from infer.compute import ops
 from infer.errors import InvalidRequestError, ModelError
 from looping import until_freed
+from test_session import make_model
 
 pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()

@@ -79,7 +79,7 @@ def test_the_kernels_tests_are_skipped_as_missing_hardware_if_no_runtime_works(t
     """Simulate a runtime that does not know the CPU. The same command passes in CI, which refuses other skips."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
-        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests' / 'helpers')!r})\n"
         "import opencl_platform\n"
         f"opencl_platform.chosen = lambda: (None, 'no OpenCL runtime: ' + {UNKNOWN_CPU!r})\n"
     )

@@ -12,7 +12,7 @@ pytest.importorskip("pyopencl")
 
 def checked(*planted: str) -> str:
     """Return the report of Oclgrind."""
-    command = script_command(Path(__file__).parents[1] / "opencl_checked.py", *planted)
+    command = script_command(Path(__file__).parents[1] / "helpers" / "opencl_checked.py", *planted)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout + result.stderr

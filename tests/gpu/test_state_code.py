@@ -19,7 +19,7 @@ MOST_REGISTERS = {"mix_runs": 255, "multiply_keys": 168}  # others: 64
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    program = Path(__file__).parents[1] / "gpu_state_code.py"
+    program = Path(__file__).parents[1] / "helpers" / "gpu_state_code.py"
     what = ["all"] if IS_WHOLE else []
     ended = run_compiled(program, *what, cache=tmp_path_factory.mktemp("triton"))
     found: dict[str, dict[str, Any]] = json.loads(ended.stdout)

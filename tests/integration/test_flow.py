@@ -1,9 +1,7 @@
 """No request passes more files and functions than its limit in tests/data/house.toml."""
 
 import sys
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from count_house import LIMITS, ROOT
 from house.flow import count_flow
 from house.limits import problems, read_limits

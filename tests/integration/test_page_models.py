@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_front_bodies import OneReplica
-from test_session import make_model
-from test_shelf import FakeReplicas
 
 from browser import Page, browsing
 from idle import until
@@ -20,6 +17,9 @@ from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from served import SECONDS, serving
+from test_front_bodies import OneReplica
+from test_session import make_model
+from test_shelf import FakeReplicas
 
 NAME = "org/quants:Q4_K_M"
 

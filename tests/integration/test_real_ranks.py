@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_tensor_parallel import ranks_of, runner_of
 from torch import Tensor
 
 from extent import IS_WHOLE
 from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.rank_settings import Transport
+from test_tensor_parallel import ranks_of, runner_of
 
 PROMPT, NUM_NEW = list(range(100, 120)), 12
 CASES: tuple[tuple[int, Transport], ...] = (2, "memory"), (4, "gloo")

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_session import make_model
 
 from idle import until_idle
 from infer import LLM
 from served import serving
+from test_session import make_model
 
 pytest.importorskip("schemathesis")
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings about schemas that assert nothing

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import make_model
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.runner.caches import make_cache
 from infer.models.memory.memory_estimate import cache_bytes
 from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
+from test_session import make_model
 
 MB = 2**20
 MEMINFO = f"MemTotal: {64 * 1024} kB\nMemFree: 100 kB\nMemAvailable: {32 * 1024} kB\n"

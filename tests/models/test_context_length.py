@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_session import make_model
 
 from infer import LLM
 from infer.compute.backends import base
@@ -15,6 +14,7 @@ from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.context_length import context_length, fitting_length, fitting_step
 from infer.models.memory.memory_estimate import LoadSettings, estimate
+from test_session import make_model
 
 SETTINGS, LOAD = CacheSettings(), LoadSettings()
 

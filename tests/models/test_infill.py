@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import make_model
 from transformers import LlamaConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM
 from served import serving
+from test_session import make_model
 from tiny import Tiny, make_tiny
 
 BYTES_AND_ENDS = 258

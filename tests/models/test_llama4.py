@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recurrent_rows import CAPACITY, SETTINGS, go_on_at_random
-from test_shared_keys import ModelRows
 
 from byte_tokenizer import write_byte_tokenizer
 from converted import convert
@@ -22,6 +20,8 @@ from infer.files.gguf.gguf import read_gguf
 from infer.models.families import make_architecture
 from infer.models.transformer import Transformer
 from test_families import load
+from test_recurrent_rows import CAPACITY, SETTINGS, go_on_at_random
+from test_shared_keys import ModelRows
 from tiny import LLAMA4, Tiny, make_tiny
 
 CHUNKS = next(tiny for tiny in LLAMA4 if tiny.name == "llama4_chunks")

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_cpu_kernels import CPU, make_weight
-from test_recurrent_rows import CAPACITY, go_on_at_random
-from test_shared_keys import ModelRows
 from torch import Tensor
 
 from infer.compute.backends import reference
@@ -22,7 +19,10 @@ from infer.errors import UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import LoadSettings, loaded_types, weight_bytes
+from test_cpu_kernels import CPU, make_weight
 from test_families import load
+from test_recurrent_rows import CAPACITY, go_on_at_random
+from test_shared_keys import ModelRows
 from tiny import GEMMA4, Tiny, make_tiny
 
 BY_NAME = {tiny.name: tiny for tiny in GEMMA4}

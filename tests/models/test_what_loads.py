@@ -14,7 +14,7 @@ from what_loads import PAGE, page_with_table
 
 
 def test_the_table_of_models_is_that_of_the_tests() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page_with_table(), "run tests/what_loads.py, tests on the path"
+    assert PAGE.read_text(encoding="utf-8") == page_with_table(), "run tests/helpers/what_loads.py, tests on the path"
 
 
 def test_every_family_is_compared_with_transformers() -> None:

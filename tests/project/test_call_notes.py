@@ -1,16 +1,13 @@
 """The profiler of `count_house.py --flow` notes what each counted request calls in each process."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from house import flow
 from house.flow import Notes, files_of, functions_of
-
 from watched import python_command
 
 MODULES = {

@@ -2,12 +2,10 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import check_commits
 
 WHY = "Readers of the log did not see what had become faster."

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import check_english
 from check_english import docstring_faults, main, page_faults
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import check_code_names
 from check_code_names import faults_of_module, faults_of_page, main
 from code_names import CodeNames, read_names

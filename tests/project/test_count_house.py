@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import count_house
 from house.limits import Limit, problems, read_limits, with_set, with_tightened
 from house.sizes import count, naming_families, room_of, totals

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import list_modules
 from list_modules import MissingLineError, first_line, layers_of, main, page_of
 

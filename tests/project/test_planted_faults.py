@@ -1,14 +1,10 @@
 """The faults of scripts/plant_faults.py can still be planted. With INFER_TESTS=all, their tests fail for each."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from extent import IS_WHOLE
-from shapes import SOURCE
-
-sys.path.append(str(SOURCE.parents[1] / "scripts"))
 from plant_faults import Fault, main, plant, problem_of, read_faults
 
 FAULTS = read_faults()

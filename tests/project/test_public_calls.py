@@ -1,4 +1,4 @@
-"""tests/public_calls.py uses every public name, and asserts the type of every result: mypy reads that file."""
+"""tests/helpers/public_calls.py uses every public name, and asserts the type of every result: mypy reads that file."""
 
 import ast
 import json
@@ -12,7 +12,7 @@ import pytest
 import infer
 
 ROOT = Path(__file__).parents[2]
-CALLS = ROOT / "tests" / "public_calls.py"
+CALLS = ROOT / "tests" / "helpers" / "public_calls.py"
 ROWS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "surface.json").read_text(encoding="utf-8"))["python"]
 MEMBER = re.compile(r"(\w+)\.(\w+)")
 WITHOUT_RESULT = ("→ None", "async → None")

@@ -1,11 +1,7 @@
 """No number of the project's size is beyond its limit in tests/data/house.toml. `make lint` checks the same."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from count_house import LIMITS, ROOT, report
 from house.limits import read_limits
 from house.sizes import ROOMS, Counts, count, totals

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 import answer_runs
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 import store_answers
 
 STORED = {"first": {"ids": [[1, 2]]}, "second": {"bits": "ab"}}

@@ -7,11 +7,11 @@ import sys
 import warnings
 from typing import Any
 
-import list_surface
 import pytest
-from list_surface import CHANGELOG, COMMAND, FILE, Rows, as_text, differences, unannounced, updated
 
 import infer
+import list_surface
+from list_surface import CHANGELOG, COMMAND, FILE, Rows, as_text, differences, unannounced, updated
 
 STORED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 

@@ -9,7 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_session import make_model
 
 from converted import convert
 from converted_encoders import write_gguf
@@ -20,6 +19,7 @@ from infer.compute.backends.base import Backend
 from infer.compute.operands.limits import HOST_STEP
 from infer.files import open_checkpoint
 from infer.files.gguf.importance_matrix import ImportanceMatrix, InputSquares, open_importance_matrix
+from test_session import make_model
 from tiny import TINY, make_tiny
 
 CHUNKS = torch.randint(3, 96, (3, 24), generator=torch.manual_seed(1)).tolist()

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from llvmlite import ir
-from test_packing import make_weight
 
 from infer.compute import ops
 from infer.compute.backends.cpu import operations, simd
@@ -24,6 +23,7 @@ from infer.compute.backends.cpu.simd import I64
 from infer.compute.backends.cpu.weights import packed_weight, prepare_weights
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
 from infer.compute.operands.weights import Projection
+from test_packing import make_weight
 
 RECORDS, COLUMNS = 8, 2
 

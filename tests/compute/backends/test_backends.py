@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_session import make_model
 
 from fake_backend import NUM_CALLS, FakeBackend
 from infer import LLM, SamplingParams
 from infer.compute import ops
 from infer.compute.ops import device
 from infer.compute.ops.device import backend_of
+from test_session import make_model
 
 CPU = torch.device("cpu")
 

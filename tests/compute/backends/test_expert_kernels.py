@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_kernels import CPU, TYPES, assert_near, make_weight
 from torch import Tensor
 
 from infer.compute import ops
@@ -16,6 +15,7 @@ from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert, StoredWeight
 from infer.errors import InvalidRequestError
+from test_cpu_kernels import CPU, TYPES, assert_near, make_weight
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 256, 256, 9, 3
 NORM = Norm(torch.linspace(0.5, 1.5, HIDDEN), 1e-6)

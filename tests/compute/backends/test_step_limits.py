@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_session import make_model
 
 from infer.cli import main
 from infer.compute import ops
@@ -17,6 +16,7 @@ from infer.engine.step.scheduler import Demand, Scheduler
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import LoadSettings, cache_bytes, estimate
+from test_session import make_model
 
 CPU = torch.device("cpu")
 

@@ -72,7 +72,7 @@ class Counter:
 COLD = "infer: compiling CPU kernels, once per machine and model type\n"
 SCRIPT = f"""
 import os, sys, threading, time
-sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
+sys.path[:] = {sys.path!r}
 from test_threads import Counter
 from infer.compute.backends.cpu.threads.pool import ThreadPool, set_num_threads, thread_pool
 set_num_threads(3)

@@ -1,10 +1,10 @@
 """The keys of stored pages: a key finds the page of its own tokens, even after writes, cuts and forks."""
 
 import pytest
-from test_page_pool import CAPACITY, PAGE, WHOLE, grow, make
 
 from infer.compute.kvcache.page_rows import RowState, page_keys
 from infer.compute.kvcache.pages import PagePool, PageTable
+from test_page_pool import CAPACITY, PAGE, WHOLE, grow, make
 
 FIRST, OTHER = [1] * PAGE, [2] * PAGE
 

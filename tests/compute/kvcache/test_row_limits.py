@@ -1,12 +1,12 @@
 """Rows of a cache at their last slot, at the first slot of a compressed row, after a reset and after a load."""
 
 import pytest
-from test_page_pool import CAPACITY, PAGE, SNAPKV, STEP, WHOLE, WINDOWED, grow, make
 from torch import Tensor
 
 from infer.compute.kvcache.pages import PagePool
 from infer.compute.operands.step import Step
 from infer.errors import InvalidRequestError
+from test_page_pool import CAPACITY, PAGE, SNAPKV, STEP, WHOLE, WINDOWED, grow, make
 
 FIRST, OTHER = [1] * PAGE, [2] * PAGE
 

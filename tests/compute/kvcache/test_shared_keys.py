@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recurrent_rows import CAPACITY, NUM_ROWS, SETTINGS, Rows, go_on_at_random
 from torch import Tensor
 
 from infer.compute.kvcache.paged import PagedCache
@@ -18,6 +17,7 @@ from infer.errors import ModelError
 from infer.models.families import make_architecture
 from infer.models.transformer import Transformer
 from test_families import load
+from test_recurrent_rows import CAPACITY, NUM_ROWS, SETTINGS, Rows, go_on_at_random
 from tiny import GEMMA4, Tiny, make_tiny
 
 TINY_SHARED = next(tiny for tiny in GEMMA4 if tiny.name == "gemma4_shared")

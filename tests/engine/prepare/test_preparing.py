@@ -8,7 +8,6 @@ from typing import Any
 
 import llguidance
 import pytest
-from test_session import make_model
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, InvalidRequestError
@@ -23,6 +22,7 @@ from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.formats import FORMATS
 from infer.text.toolcalls.tool_schemas import ToolSchemas
 from infer.text.toolcalls.tools import read_tools
+from test_session import make_model
 
 TEXT = {"type": "string"}
 SYNTAXES = ["hermes", "qwen3-coder", "pythonic", "gemma-4"]  # one format of each syntax

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.chat.chat_commands import run_command
@@ -20,6 +19,7 @@ from infer.engine.requests.stream import Stream
 from infer.engine.session import session_file
 from infer.engine.session.session import Session
 from programs import Programs
+from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
 
 WILD = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)  # gives bytes that are not text, and end tokens
 ANY_PARAMS = st.sampled_from([GREEDY, SAMPLED, WILD])

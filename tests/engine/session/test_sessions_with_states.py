@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE, check_fresh
 from transformers import Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM
+from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE, check_fresh
 from tiny import Tiny, make_tiny
 
 _SIZES: dict[str, Any] = {"vocab_size": NUM_TOKENS + 4, "hidden_size": 64, "intermediate_size": 96}

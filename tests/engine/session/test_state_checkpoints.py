@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import GREEDY_VALUES, TEMPLATE, make_model
-from test_sessions_with_states import CONFIGS
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, GenerationResult, SamplingParams
@@ -13,6 +11,8 @@ from infer.engine.requests.conversation import Conversation
 from infer.engine.requests.request_maker import Ask
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.step.place import common_length
+from test_session import GREEDY_VALUES, TEMPLATE, make_model
+from test_sessions_with_states import CONFIGS
 from tiny import Tiny, make_tiny
 from tool_templates import QWEN35
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_tensor_parallel import check_same, ranks_of, runner_of, steps
 from torch import distributed
 
 from extent import IS_WHOLE
@@ -22,6 +21,7 @@ from infer.engine.tensor_parallel.torch_group import TorchGroup
 from infer.errors import InferError, InvalidRequestError
 from infer.models.families import make_architecture
 from infer.models.sharding import check_even_heads
+from test_tensor_parallel import check_same, ranks_of, runner_of, steps
 from tiny import TINY, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -32,7 +32,7 @@ from test_chat_terminal import CTRL_C, CTRL_D, plain, terminal
 # `infer` with a fake model, on a machine with 8 GB. The first argument names the installed models.
 PROGRAM = f"""
 import sys
-sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
+sys.path[:] = {sys.path!r}
 import fake_cli
 from infer.files.hub.find import INSTALLED_MODELS
 from infer.cli import subcommands

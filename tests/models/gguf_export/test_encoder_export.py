@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_plan import cut_words, write
 
 from encoder_models import BY_NAME, make_encoder
 from encoder_tokenizers import SENTENCES, make_bert_folder, make_xlmr_folder
@@ -17,6 +16,7 @@ from infer.errors import UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.models.gguf_export.plan import export_plan, network_plan
 from reranker_model import make_logit_score, make_reranker_model
+from test_plan import cut_words, write
 
 LABELS = {0: "bad", 1: "good", 2: "so-so"}
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import make_model
 
 from infer import LLM
 from infer.cli import main
 from infer.serving.batch_file.row import ENDPOINTS, read_row
+from test_session import make_model
 
 GOOD = '{"id": "good%d", "prompt": "hello", "max_new_tokens": 2}'
 DEEP = '{"a":' * 900 + "1" + "}" * 900

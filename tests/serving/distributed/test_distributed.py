@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import pytest
-from test_session import make_model
 
 from infer import LLM, InvalidRequestError
 from infer.cli import main
@@ -18,6 +17,7 @@ from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 from infer.system.cores.core_share import take_cores
 from served import serving
+from test_session import make_model
 
 LONG = "once " * 200
 

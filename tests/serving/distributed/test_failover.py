@@ -13,7 +13,6 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
-from test_session import make_model
 
 from infer import LLM
 from infer.compute import ops
@@ -31,6 +30,7 @@ from infer.serving.server.resumption import FAILED
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 from infer.serving.server.sse import failure_events
+from test_session import make_model
 
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
 STREAM, JSON = ([(b"content-type", kind)] for kind in (b"text/event-stream; charset=utf-8", b"application/json"))

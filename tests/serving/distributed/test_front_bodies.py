@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from test_session import make_model
 
 from infer import LLM
 from infer.serving.distributed.exchange import Exchange
@@ -14,6 +13,7 @@ from infer.serving.distributed.front import Front
 from infer.serving.distributed.router import RoutedPrompt
 from raw_http import Answer, Connection, post
 from served import Served, serving
+from test_session import make_model
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -5,9 +5,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from test_front_bodies import OneReplica
-from test_session import make_model
-from test_shelf import FakeReplicas
 
 from embedding_model import make_embedding_model
 from infer import LLM
@@ -19,6 +16,9 @@ from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from reranker_model import make_logit_score
 from served import Served, serving
+from test_front_bodies import OneReplica
+from test_session import make_model
+from test_shelf import FakeReplicas
 
 PLENTY = 1 << 40
 MAKERS = {"ranks": make_logit_score, "chat": make_model, "vectors": make_embedding_model}

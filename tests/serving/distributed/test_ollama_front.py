@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from test_front_bodies import OneReplica
-from test_session import make_model
-from test_shelf import FakeReplicas
 
 from infer import LLM
 from infer.serving.distributed.exchange import Exchange
@@ -22,6 +19,9 @@ from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from served import SECONDS, Served, serving
+from test_front_bodies import OneReplica
+from test_session import make_model
+from test_shelf import FakeReplicas
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0, "num_predict": 8}

@@ -22,8 +22,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
-from test_server_process import CHILD, SECONDS
-from test_session import make_model
 
 from infer.outputs import Piece
 from infer.serving.distributed.asked_body import AskedBody, with_seed
@@ -42,6 +40,8 @@ from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 from infer.serving.server.sse import failure_events
 from shapes import SOURCE
+from test_server_process import CHILD, SECONDS
+from test_session import make_model
 from watched import python_command
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))

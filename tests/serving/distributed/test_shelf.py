@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
-from test_session import make_model
 
 from infer import LLM
 from infer.cli import main
@@ -29,6 +28,7 @@ from infer.serving.distributed.unloading import Resident, models_to_unload
 from infer.serving.distributed.wishes import Wishes
 from infer.serving.server.http_errors import ApiError
 from shapes import SOURCE
+from test_session import make_model
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
 from front_kills import kill_fronts

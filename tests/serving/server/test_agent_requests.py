@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import make_model
 
 from idle import until_idle
 from infer import LLM
@@ -17,6 +16,7 @@ from infer.serving.protocols.anthropic.message_history import complete_messages
 from infer.serving.protocols.anthropic.message_request import messages_of
 from infer.serving.protocols.read_body import read_body
 from served import Served, serving
+from test_session import make_model
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "agent-requests.json").read_text())
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"

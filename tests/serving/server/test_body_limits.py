@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 from msgspec import inspect
-from test_front_bodies import OneReplica
-from test_session import make_model
 
 from infer import LLM
 from infer.request_limits import MAX_DEPTH, MAX_DIGITS, MAX_KEYS, MAX_VALUES
@@ -17,6 +15,8 @@ from infer.serving.distributed.shelf_front import ModelBody
 from infer.serving.server.app import ROUTES
 from infer.system.files.json_limits import JsonLimitError, check_limits
 from served import Served, serving
+from test_front_bodies import OneReplica
+from test_session import make_model
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}

@@ -1,12 +1,12 @@
 """The sequences of a request that the door counts: the cost of each, its end, and their limit."""
 
 import pytest
-from test_door import forecast_of, known_costs
 
 from infer.serving.protocols.refusals import BodyError
 from infer.serving.server.door import Arrival, Door
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.wait_forecast import Forecast, RemainingWork
+from test_door import forecast_of, known_costs
 
 TWO_PROMPTS = Arrival("a", num_prompts=2, num_choices=3, num_prompt_tokens=200, num_answer_tokens=10)
 

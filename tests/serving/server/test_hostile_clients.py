@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from test_session import make_model
 
 from extent import usual_or_all
 from idle import until, until_idle
@@ -17,6 +16,7 @@ from infer import LLM
 from openai_shapes import check
 from raw_http import Answer, Connection, post
 from served import Served, serving
+from test_session import make_model
 
 COMPLETIONS = "/v1/completions"
 ASKED: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import make_model
 from transformers import LlamaConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM
 from infer.text.tokenizer.infill import InfillMarks
 from served import Served, serving
+from test_session import make_model
 from tiny import Tiny, make_tiny
 
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import make_model
-from test_tool_calls import THINKING
 
 from fake_hub import FakeHub
 from fake_hub import serving as serving_hub
@@ -20,6 +18,8 @@ from infer.cli.subcommands import infer
 from infer.serving.protocols.ollama.ollama_request import seconds_of
 from infer.serving.protocols.refusals import BodyError
 from served import Served, serving
+from test_session import make_model
+from test_tool_calls import THINKING
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "num_predict": 12}

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_session import TEXT_IDS, make_model
 
 from infer import LLM, SamplingParams
 from infer.engine.step.text_output import TextOutput
@@ -20,6 +19,7 @@ from infer.serving.protocols.refusals import BodyError
 from openai_shapes import DATA, check, events, named_events, validator
 from raw_http import Connection
 from served import SECONDS, Served
+from test_session import TEXT_IDS, make_model
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
 PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]

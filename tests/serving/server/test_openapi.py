@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from test_session import make_model
 
 from infer import LLM
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.openapi import document
 from served import Served, serving
+from test_session import make_model
 
 DOCUMENT = document(ROUTES)
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_session import make_model
 
 from extent import usual_or_all
 from infer import LLM
@@ -15,6 +14,7 @@ from infer.request_limits import MAX_PRIORITY
 from infer.serving.server.resumption import NOTE, SentPart, pack, read_note
 from served import Served, serving
 from shapes import SOURCE
+from test_session import make_model
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
 from failover_cases import TEMPLATE, cases, merged

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from test_session import make_model
 
 from encoder_models import BY_NAME, make_encoder, write_modules
 from encoder_tokenizers import make_bert_folder
@@ -18,6 +17,7 @@ from fake_hub import COMMIT
 from idle import until
 from reranker_model import make_logit_score
 from test_decoders_without_mask import make_folder as make_gemma
+from test_session import make_model
 from watched import python_command
 
 SECONDS = 100.0

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_session import TEXT_IDS, make_model
-from test_tool_calls import THINKING
 
 from infer import LLM, SamplingParams
 from infer.cli.chat.chat_session import ChatSession
 from openai_shapes import check, events, named_events
 from served import Served, serving
+from test_session import TEXT_IDS, make_model
+from test_tool_calls import THINKING
 from tool_templates import TEMPLATES
 
 ASKED = [{"role": "user", "content": "weather?"}]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_session import make_model
 
 from byte_tokenizer import VOCAB_SIZE
 from infer import LLM, InvalidRequestError
@@ -23,6 +22,7 @@ from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.trial import trial_lane, try_grammar
 from looping import beside, in_threads
 from served import Served, serving
+from test_session import make_model
 
 ECHO = """
 import json, os, sys, time

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, folder, gguf_metadata, load, load_gguf, smollm2_gguf
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -19,6 +18,7 @@ from extent import usual_or_all
 from infer.errors import InvalidRequestError
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
+from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, folder, gguf_metadata, load, load_gguf, smollm2_gguf
 
 NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(1000, 20_000)))
 EVERY = usual_or_all(3, 1)  # every third word of a vocabulary, or every word

@@ -9,7 +9,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from test_tokenizer import byte_level_metadata, random_strings
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 from transformers import AutoTokenizer
@@ -17,6 +16,7 @@ from transformers import AutoTokenizer
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from infer.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
 from infer.text.tokenizer import Tokenizer
+from test_tokenizer import byte_level_metadata, random_strings
 
 CONTROL_TEXTS = ["[CLS]", "[SEP] a [MASK]", "<s>", "x</s>y", "<mask>", "<pad><unk>"]
 HARD = [

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_encoder_tokenizers import CONTROL_TEXTS, TEXTS, folder_of, load
-from test_tokenizer import byte_level_metadata, texts_of
 
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder
 from infer.errors import ModelFormatError
 from infer.models.catalog.explanation import _without_words
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
+from test_encoder_tokenizers import CONTROL_TEXTS, TEXTS, folder_of, load
+from test_tokenizer import byte_level_metadata, texts_of
 
 
 @pytest.mark.parametrize("is_written", [True, False])

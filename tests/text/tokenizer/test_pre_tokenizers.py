@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import regex
-from test_tokenizer import byte_level_metadata, random_strings
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from extent import usual_or_all
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from test_tokenizer import byte_level_metadata, random_strings
 
 CUTTING = [name for name, rules in PRE_TOKENIZERS.items() if not rules.marks_spaces]
 NUM_STRINGS = 300

@@ -1,10 +1,10 @@
 """Answers may end anywhere: text is shown once, and spaces around reasoning and before calls are not shown."""
 
 import pytest
-from test_tool_formats import TOOLS, parsed
 
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.formats import FORMATS, REASONING_FORMATS
+from test_tool_formats import TOOLS, parsed
 
 THINK = REASONING_FORMATS[0]
 APART, WITHIN = AnswerFormat(None, THINK), AnswerFormat(None, THINK, is_apart=False)

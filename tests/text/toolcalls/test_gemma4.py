@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tokenizer import as_gguf, folder
-from test_tool_formats import Found, constraint_of, conversation, form_of, marked, parsed, parsed_anyhow
 from transformers import Gemma4TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
@@ -21,6 +19,8 @@ from infer.text.grammar.grammar_compiler import make_compiler
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from infer.text.toolcalls.answer_format import AnswerFormat
+from test_tokenizer import as_gguf, folder
+from test_tool_formats import Found, constraint_of, conversation, form_of, marked, parsed, parsed_anyhow
 from tiny import Tiny, make_tiny
 from tool_templates import GEMMA4_FIRST, TEMPLATES
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tool_formats import Found, constraint_of, conversation, form_of, marked, parsed, parsed_anyhow
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer.errors import InvalidRequestError
@@ -15,6 +14,7 @@ from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.messages import _with_single_calls
 from infer.text.toolcalls.template_formats import reasoning_of
+from test_tool_formats import Found, constraint_of, conversation, form_of, marked, parsed, parsed_anyhow
 from tool_templates import TEMPLATES
 
 ENDS = ("<|return|>", "<|call|>")

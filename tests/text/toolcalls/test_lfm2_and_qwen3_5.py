@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tool_formats import conversation, form_of, parsed
 
 from byte_tokenizer import write_byte_tokenizer
 from infer.text.tokenizer import Tokenizer
+from test_tool_formats import conversation, form_of, parsed
 from tool_templates import LFM2_LISTS, QWEN35
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>")

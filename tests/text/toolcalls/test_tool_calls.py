@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 from jsonschema import Draft202012Validator
-from test_session import TEXT_IDS, make_model
 
 from infer import LLM, AsyncLLM, InvalidRequestError, RequestOptions
 from infer.engine.requests.request_maker import Ask
@@ -18,6 +17,7 @@ from infer.engine.step.sequence import Sequence
 from infer.outputs import GenerationResult, Piece, ToolCallDelta, assembled
 from infer.text.toolcalls.formats import FORMATS
 from infer.text.toolcalls.tools import read_tools
+from test_session import TEXT_IDS, make_model
 
 ASKED = [{"role": "user", "content": "weather?"}]
 THINKING = (

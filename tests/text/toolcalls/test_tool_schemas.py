@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from test_session import make_model
 
 from extent import usual_or_all
 from infer import LLM, InvalidRequestError
@@ -17,6 +16,7 @@ from infer.errors import MessageWarning, SchemaWarning
 from infer.text.toolcalls.formats import FORMATS
 from infer.text.toolcalls.past_calls import past_arguments
 from infer.text.toolcalls.schema_cuts import cut
+from test_session import make_model
 
 ASKED = [{"role": "user", "content": "weather?"}]
 SAMPLED: dict[str, Any] = {"max_new_tokens": 200, "temperature": 1.5}

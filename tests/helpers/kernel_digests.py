@@ -1,9 +1,9 @@
 """Digests of the CPU kernels' results: the same lines on every machine and instruction set that has FMA.
 
-    python tests/kernel_digests.py                       every case
-    python tests/kernel_digests.py Q4_K attend           the cases whose names begin so
-    python tests/kernel_digests.py "answer llama: "      the same for answers of whole models (answer_cases.py)
-    INFER_ISA=avx2 python tests/kernel_digests.py        by another instruction set
+    python tests/helpers/kernel_digests.py                       every case
+    python tests/helpers/kernel_digests.py Q4_K attend           the cases whose names begin so
+    python tests/helpers/kernel_digests.py "answer llama: "      the same for answers of whole models (answer_cases.py)
+    INFER_ISA=avx2 python tests/helpers/kernel_digests.py        by another instruction set
 
 Inputs are whole numbers divided by powers of two, so that they do not depend on a library of mathematics.
 """

@@ -20,7 +20,7 @@ from answer_models import MODELS
 from infer import LLM, GenerationResult
 
 Row = dict[str, Any]
-_STORED = Path(__file__).parent / "data" / "answers.json"
+_STORED = Path(__file__).parents[1] / "data" / "answers.json"
 
 
 def read_stored() -> dict[str, Row]:

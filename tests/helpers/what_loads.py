@@ -16,8 +16,8 @@ from infer.models.families import make_architecture
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- what loads: written by tests/what_loads.py -->\n", "<!-- end of what loads -->\n"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- what loads: written by tests/helpers/what_loads.py -->\n", "<!-- end of what loads -->\n"
 
 
 def _of_attention(has: Callable[[Attention], bool]) -> Callable[[Layer], bool]:

@@ -16,7 +16,7 @@ import jaxtyping
 from beartype import BeartypeConf, FrozenDict, beartype
 from jaxtyping import AbstractArray, TypeCheckError, install_import_hook, jaxtyped
 
-SOURCE = Path(__file__).parents[1] / "src" / "infer"
+SOURCE = Path(__file__).parents[2] / "src" / "infer"
 
 # Methods are decorated one by one, so beartype cannot know the class that Self stands for.
 # Calls check some choices themselves, and tests read the error. Beartype would raise its own error before.

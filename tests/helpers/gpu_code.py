@@ -16,7 +16,7 @@ from pathlib import Path
 from gpu_compiler import compiled, sampler_code, weights_code
 from gpu_step_kernels import step_code
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu_sums import DTYPES, TILES, tile_products
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-DATA = Path(__file__).parent / "data" / "openai-schemas.json"
+DATA = Path(__file__).parents[1] / "data" / "openai-schemas.json"
 
 
 @cache

@@ -15,7 +15,7 @@ from infer.text.grammar.grammar_compiler import make_compiler
 from infer.text.tokenizer import Tokenizer
 
 Hostile = tuple[str, str, Any]
-STORED = Path(__file__).parent / "data" / "hostile-grammars.json"
+STORED = Path(__file__).parents[1] / "data" / "hostile-grammars.json"
 
 
 def _nested_object(depth: int) -> str:

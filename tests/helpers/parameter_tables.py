@@ -27,7 +27,7 @@ from infer.engine.requests.request_options import OPTIONS, RequestOptions
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
 from infer.serving.protocols.foreign import FOREIGN
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "infer"
 DOCS = ROOT / "docs" / "reference"
 FLAGS: dict[str, tuple[type, ...]] = {
@@ -68,7 +68,7 @@ def written() -> dict[Path, str]:
 
 def _with_parts(text: str, parts: list[tuple[str, str]]) -> str:
     for name, table in parts:
-        begin, end = f"<!-- {name}: written by tests/parameter_tables.py -->\n", f"<!-- end of {name} -->\n"
+        begin, end = f"<!-- {name}: written by tests/helpers/parameter_tables.py -->\n", f"<!-- end of {name} -->\n"
         before, _, rest = text.partition(begin)
         text = before + begin + table + end + rest.partition(end)[2]
     return text

@@ -8,7 +8,7 @@ formats of Llama 3.1, LFM2, FunctionGemma, gpt-oss, Firefunction and Command R+.
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "data" / "tool-templates"
+FOLDER = Path(__file__).parents[1] / "data" / "tool-templates"
 FORMATS = (
     *("hermes", "qwen3-coder", "mistral", "mistral-v3", "mistral-v11", "mistral-call-id", "glm-4.5", "minimax-m2"),
     *("seed-oss", "llama", "granite", "phi-4-mini", "lfm2", "deepseek-v3.1", "functools", "functiongemma", "gemma-4"),

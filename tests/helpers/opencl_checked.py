@@ -1,7 +1,7 @@
 """Runs every OpenCL kernel once in Oclgrind, which reports accesses out of bounds and races. It is a separate program.
 
-python tests/opencl_checked.py            nothing is reported
-python tests/opencl_checked.py bounds     a kernel that writes past its buffer is added; `race` adds a race
+python tests/helpers/opencl_checked.py            nothing is reported
+python tests/helpers/opencl_checked.py bounds     a kernel that writes past its buffer is added; `race` adds a race
 """
 
 # ruff: noqa: E402  # the platform is chosen before pyopencl is imported
@@ -14,14 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "tests/compute/backends"))
+sys.path.append(str(Path(__file__).parents[2] / "tests/compute/backends"))
 os.environ |= {"OCLGRIND_DATA_RACES": "1", "OCLGRIND_MAX_ERRORS": "10", "PYOPENCL_NO_CACHE": "1"}
 
 import opencl_platform
 
 opencl_platform.use_oclgrind()
-
-from test_cpu_kernels import make_weight
 
 from infer.compute import ops
 from infer.compute.backends.opencl import backend as opencl_backend
@@ -36,6 +34,7 @@ from infer.compute.sampling.masks import pack_masks
 from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
 from steps import join
+from test_cpu_kernels import make_weight
 
 CPU = torch.device("cpu")
 PLANTED = {

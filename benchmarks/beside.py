@@ -142,7 +142,7 @@ def table_line(figures: Figures, row: str) -> str:
 
 def compare_bits(sides: Mapping[str, Side]) -> str:
     """Return a line that says if both sides give the same greedy tokens and the same log-probabilities."""
-    (old, old_logprobs), (new, new_logprobs) = (side.worker.ask("bits") for side in sides.values())
+    (old, old_logprobs), (new, new_logprobs) = (side.worker.ask("greedy_answer") for side in sides.values())
     if old != new:
         same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
         return f"bits: the greedy tokens differ after {same} of {len(old)}"

@@ -31,7 +31,7 @@ HOST_STEPS, HOST_RUNS, MOST_SEQUENCES = 200, 5, 60
 PAGES = HOST_STEPS // 64 + 2  # of a sequence
 
 
-class Side:
+class Models:
     """The models of one source tree. The small model is loaded when it is first needed."""
 
     def load(self, model: str, small_model: str, threads: int) -> str:
@@ -42,7 +42,7 @@ class Side:
         )
         return str(infer.__file__)
 
-    def bits(self) -> list[Any]:
+    def greedy_answer(self) -> list[Any]:
         """Return the greedy tokens of a text, and for each token the log-probabilities of the five likeliest ones."""
         answer = self._ways.llm.generate(TEXT, temperature=0, max_new_tokens=TEXT_TOKENS, ignore_eos=True, logprobs=5)
         return [answer.token_ids, [token.top for token in answer.logprobs or []]]
@@ -91,6 +91,6 @@ def single_steps() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    side = Side()
+    side = Models()
     with suppress(KeyboardInterrupt):
-        answer_lines(load=side.load, bits=side.bits, measure=side.measure)
+        answer_lines(load=side.load, greedy_answer=side.greedy_answer, measure=side.measure)

@@ -3,7 +3,7 @@
 Run it with the sources of the commit, from the root of the project:
 
     git worktree add ../old COMMIT
-    PYTHONPATH=../old/src:tests .venv/bin/python scripts/make_old_artifacts.py tests/data/old
+    PYTHONPATH=../old/src:tests/helpers .venv/bin/python scripts/make_old_artifacts.py tests/data/old
 
 `tests/project/test_old_artifacts.py` reads the files with the sources of today.
 """
@@ -24,7 +24,6 @@ from safetensors.torch import save_file
 from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.cli import main
-from infer.compute.kvcache import prefix_store
 
 HIDDEN, HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 32, 2, 16, 48, 2
 MODIFIED_NS = 1_700_000_000 * 10**9  # time of the weights' file, which names the prefixes too
@@ -102,7 +101,8 @@ def make_session(llm: LLM, path: Path) -> dict[str, Any]:
 
 def make_prefixes(model: Path, folder: Path) -> list[int]:
     """Fill a folder with the pages of a prompt. Return the ids of its answer."""
-    prefix_store.base_folder = lambda: folder
+    stores = [module for name, module in sys.modules.items() if name.endswith(".kvcache.prefix_store")]
+    stores[0].base_folder = lambda: folder  # its package has another name in other commits
     found = []
     for _ in range(2):  # the second process would find the pages
         with LLM(model, prefix_disk="1GB") as llm:

@@ -1,10 +1,11 @@
-"""Move the packages of `infer` and their tests into eight rooms: files, imports, and the names that others give.
+"""Move the packages of `infer` and their tests into eight rooms: files, imports, and the names in texts.
 
-    python scripts/move_rooms.py            # in a clean work tree of the commit before the move
+    python scripts/move_rooms.py            # in a clean work tree from before the move
     python scripts/move_rooms.py --table    # print old and new names as docs/dev/moved.md
 
-Run on that commit's parent, it makes the commit "Move the packages into eight rooms" again, so that the commit can be
-read as this script. It stays for one release, for branches that began before the move.
+It made the commit "Move the packages into eight rooms", but for what its message calls work by hand. To bring an older
+branch here, run it on the branch's tip and on the commit where it began, and apply the difference of the two. It stays
+for one release.
 """
 
 import ast
@@ -234,6 +235,8 @@ def shifted(text: str, old: str, new: str) -> str:
 
 
 def move() -> None:
+    if (ROOT / "src" / "infer" / "compute").exists():
+        sys.exit("the packages of this tree stand in rooms already: run this in a tree from before the move")
     names = Names()
     for path in tracked("."):
         file = ROOT / path
@@ -262,10 +265,9 @@ def move() -> None:
 def table() -> str:
     """Return the page of old and new names."""
     lines = ["# Where modules went", ""]
-    lines += [
-        "Reports and entries of the log from before 0.2 name old folders of `src/infer` and of `tests`. Modules kept"
-    ]
-    lines += ["their names. A module that the second table names went there; all others stayed in their package.", ""]
+    lines += ["Earlier entries of the log, reports and branches name old folders of `src/infer` and `tests`. Modules"]
+    lines += ["kept their names. A module that the second table names went there; all others stayed in their package."]
+    lines += ["Tests follow the first table only. `scripts/move_rooms.py` did it.", ""]
     lines += ["| old package | new place |", "|---|---|"]
     lines += [f"| `{old}/` | `{new}/` |" for old, new in sorted(FOLDERS.items())]
     lines += ["", "| old package | modules that left it | new place |", "|---|---|---|"]

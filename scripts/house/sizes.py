@@ -80,7 +80,7 @@ def numbers_of(source: Source) -> dict[str, int]:
         "functions above 50 lines": sum(length > 50 for length in lengths),
         "classes": len(source.class_names),
         'classes named "Answer" or "Ask"': sum(bool(re.search("Answer|Ask", name)) for name in source.class_names),
-        "classes named by a synonym of these": sum(bool(SYNONYMS.search(name)) for name in source.class_names),
+        "classes named by a synonym of Answer or Ask": sum(bool(SYNONYMS.search(name)) for name in source.class_names),
         "tuples of more than three in signatures": source.num_long_tuples,
         'comments "type: ignore" in src/infer': source.num_comments("type: ignore"),
         'variables named "found"': source.num_variables("found"),

@@ -51,6 +51,8 @@ MESSAGES = ({"role": "system", "content": "Be short."}, {"role": "user", "conten
 
 @dataclass(frozen=True)
 class Case:
+    """A request. `asked` is a prompt, or what the call takes in its place: texts, messages, turns."""
+
     name: str
     model: str
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +125,7 @@ _CALLS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("vectors", {"call": "embed", "asked": (TEXT, "fox", LONG)}),
 )
 _KV_TYPES = ("f32", "f16", "bf16", "q8", "q4")
-_QUICK: dict[str, Any] = {"precision": "fast"}
+_FAST: dict[str, Any] = {"precision": "fast"}
 
 CASES: tuple[Case, ...] = (
     *_on("llama", ("greedy", SCORED), *_SAMPLERS, *_CONSTRAINTS, *_CALLS),
@@ -149,21 +151,21 @@ CASES: tuple[Case, ...] = (
         settings={"reuse_prefixes": True},
     ),
     *_on("llama", ("weights in q8", SCORED), settings={"weights": "q8"}),
-    *_on("llama", ("weights in q8, fast", SCORED), settings={"weights": "q8"} | _QUICK),
+    *_on("llama", ("weights in q8, fast", SCORED), settings={"weights": "q8"} | _FAST),
     *_on("llama", ("weights in q4", SCORED), settings={"weights": "q4"}),
-    *_on("llama", ("weights in q4, fast", SCORED), settings={"weights": "q4"} | _QUICK),
+    *_on("llama", ("weights in q4, fast", SCORED), settings={"weights": "q4"} | _FAST),
     *_on("llama", ("weights in bf16", SCORED), settings={"weights": "bf16"}),
     *_on("llama in bf16", ("greedy", SCORED), ("batch of 8", _SAMPLED_BATCH)),
     *_on("llama in f16", ("greedy", SCORED), ("batch of 8", _SAMPLED_BATCH)),
     *_on("gguf", ("exact", SCORED), ("exact batch of 8", _SAMPLED_BATCH), ("exact prompt", _CHUNKS)),
-    *_on("gguf", ("fast", SCORED), ("fast batch of 8", _SAMPLED_BATCH), ("fast prompt", _CHUNKS), settings=_QUICK),
+    *_on("gguf", ("fast", SCORED), ("fast batch of 8", _SAMPLED_BATCH), ("fast prompt", _CHUNKS), settings=_FAST),
     *_on("gemma2", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS), ("drafts", _DRAFTS)),
     *_on("gemma2", ("cache in q8", SCORED), settings={"kv_type": "q8"}),
     *_on("gemma2", ("cache in q4", SCORED), settings={"kv_type": "q4"}),
     *_on("gemma4", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
     *_on("qwen2_moe", ("greedy", SCORED), ("batch of 8", _SAMPLED_BATCH), ("long prompt in chunks", _CHUNKS)),
     *_on("qwen2_moe", ("weights in q4", SCORED), settings={"weights": "q4"}),
-    *_on("qwen2_moe", ("weights in q4, fast", SCORED), settings={"weights": "q4"} | _QUICK),
+    *_on("qwen2_moe", ("weights in q4, fast", SCORED), settings={"weights": "q4"} | _FAST),
     *_on("gpt_oss", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
     *_on("gpt_oss", ("cache in q8", SCORED), settings={"kv_type": "q8"}),
     *_on("llama4", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
@@ -176,7 +178,7 @@ CASES: tuple[Case, ...] = (
         ("session", GREEDY | {"call": "session", "asked": TURNS}),
     ),
     *_on("qwen3_5", ("cache in q4", SCORED), settings={"kv_type": "q4"}),
-    *_on("qwen3_5", ("weights in q8, fast", SCORED), settings={"weights": "q8"} | _QUICK),
+    *_on("qwen3_5", ("weights in q8, fast", SCORED), settings={"weights": "q8"} | _FAST),
     *_on("olmo_hybrid", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
     *_on(
         "lfm2",

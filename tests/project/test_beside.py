@@ -50,7 +50,7 @@ class Answering:
         self.worker, self._bits = self, [token_ids, logprobs]
 
     def ask(self, do: str) -> list[Any]:
-        assert do == "bits"
+        assert do == "greedy_answer"
         return self._bits
 
 

@@ -1,1 +1,1 @@
-"""The requests that are being answered: the engine and its steps, sequences, slots, masks and streams."""
+"""The engine of a loaded model and what feeds it: requests, sessions, whole texts, steps, drafts and ranks."""

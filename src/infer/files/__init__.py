@@ -1,4 +1,4 @@
-"""Files → hyperparameters and named weights. Packages above this one do not depend on a model's file format.
+"""Files → hyperparameters and named weights, found, downloaded, read and written.
 
 Opening a model reads only headers, and the shapes and column orders that quantised matrices store as tensors. It loads
 no torch. `lazy_weights.LazyWeights` makes weights from `Checkpoint.tensors`, in the types in which they are stored.

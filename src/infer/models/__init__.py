@@ -1,1 +1,1 @@
-"""A network from its files: its family's architecture, its weights in layers, and one forward pass."""
+"""A network from its files, its memory, its export as GGUF, and the catalog of models."""

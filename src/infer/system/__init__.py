@@ -1,1 +1,1 @@
-"""Services of the operating system: files, memory, processors, locks, other processes and the terminal."""
+"""Services of the operating system, and what any room may need: files, memory, cores, processes, log lines."""

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 
-from infer import LLM, InvalidRequestError
+from infer import LLM, BatchEngine, InvalidRequestError
 from infer.cli import main
-from infer.serving.distributed import BatchEngine
 from infer.serving.distributed.asked_body import prompt_of_body
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState

@@ -1,1 +1,1 @@
-"""Measure a model here: rates and memory (`speed`), and the time of each part of a step (`profile`)."""
+"""Measurements of a model here: speed, parts of a step, quality of text, importance matrices."""

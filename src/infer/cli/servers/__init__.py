@@ -1,1 +1,1 @@
-"""Commands that start servers, and ask and stop them."""
+"""Commands that start, ask and stop servers."""

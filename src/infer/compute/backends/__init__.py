@@ -1,1 +1,1 @@
-"""Implementations of `ops`: `reference` (plain torch, the definition), `cpu` (Numba), `cuda` (Triton)."""
+"""Implementations of `ops`: `reference` (plain torch, the definition), `cpu` (Numba), `cuda` (Triton), `opencl`."""

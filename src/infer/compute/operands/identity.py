@@ -3,7 +3,7 @@
 Saved sessions, prefixes on disk and `system_fingerprint` digest this text. So a class or an attribute may be renamed,
 moved or reordered, and a new attribute with its default changes no text. Only another value does.
 
-To rename an attribute, give its name here the new attribute. A new attribute gets a name in `later`.
+If an attribute is renamed, its old name here gets the new attribute. A new attribute gets a name in `later`.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def _same(names: str) -> dict[str, str]:
     return {name: name for name in names.split()}
 
 
-_PLAIN = (NoneType, bool, int, float, str)  # their texts are part of Python
+_PLAIN = (NoneType, bool, int, float, str)  # their `repr` never changes
 NAMES: dict[type, Names] = {
     Architecture: Names(
         "Architecture",

@@ -22,6 +22,7 @@ PACKAGES = (
     "infer.engine.runner",
     "infer.engine.tensor_parallel",
 )
+WITHOUT_VALUES = ("infer.models.catalog", "infer.models.gguf_export")  # they only read models and write files
 _SUFFIXES = (".py", ".cl")
 _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
 
@@ -60,12 +61,16 @@ def sources() -> dict[str, Path]:
             f"{package}/{path.relative_to(folder).as_posix()}": path
             for folder in folders
             for path in Path(folder).rglob("*")
-            if path.suffix in _SUFFIXES
+            if path.suffix in _SUFFIXES and not _is_without_values(package, path.relative_to(folder))
         }
         if not paths:
             raise ModuleNotFoundError(f"{package} has no sources, so prefixes on disk cannot name it", name=package)
         found.update(sorted(paths.items()))
     return found
+
+
+def _is_without_values(package: str, path: Path) -> bool:
+    return ".".join([package, *path.parts[:1]]) in WITHOUT_VALUES
 
 
 def _version(name: str) -> str:

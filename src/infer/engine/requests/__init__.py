@@ -1,1 +1,1 @@
-"""The way of a request: from a caller's arguments to the loop's thread, and its answer back."""
+"""From a caller's arguments to the loop's thread and back, and the host: the loaded model that all callers share."""

@@ -1,6 +1,6 @@
 """Config → `Architecture`: the only place that distinguishes model families.
 
-A config is a mapping with the names of Hugging Face's `config.json`; `checkpoint` gives GGUF metadata the same names. A
+A config is a mapping with the names of Hugging Face's `config.json`; `files` gives GGUF metadata the same names. A
 `Family` describes the values that its published configs leave out, and the optional settings that its code reads.
 `table` has one row per family, and `refused` names unsupported families. A setting that `transformers` ignores is
 ignored here, unless other engines read it: then it is refused.

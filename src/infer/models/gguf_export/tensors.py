@@ -1,4 +1,4 @@
-"""A folder's tensors under the names and in the forms of GGUF: the inverse of `checkpoint`'s changes to a file.
+"""A folder's tensors under the names and in the forms of GGUF: the inverse of `files`' changes to a file.
 
 Rows of q and k whose elements rotate together become neighbours, experts are stacked, and projections are fused, as
 each architecture of llama.cpp requires. `delta_nets` does the same for recurrent layers.

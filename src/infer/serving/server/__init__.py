@@ -1,1 +1,4 @@
-"""`infer serve`: an HTTP server over `AsyncLLM` that speaks OpenAI's API. Only `cli` and `distributed` import it."""
+"""`infer serve`: an HTTP server over `AsyncLLM` that speaks OpenAI's API.
+
+Only `cli.servers` and `serving.distributed` import it.
+"""

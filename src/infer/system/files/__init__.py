@@ -1,1 +1,1 @@
-"""Files of others and of our own: read within limits, written as a whole, trusted or not."""
+"""Files and JSON from others and of our own: limits, checks, whole writes, trust."""

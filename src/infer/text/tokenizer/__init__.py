@@ -1,4 +1,4 @@
-"""Text ↔ token ids: the tokenizer, the streaming detokenizer, chat templates and stop strings."""
+"""Text ↔ token ids: tokenizers, the streaming detokenizer and stop strings."""
 
 from infer.text.tokenizer.detokenizer import Detokenizer
 from infer.text.tokenizer.stop_strings import StopResult, StopStrings

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: how its bodies become requests."""
+"""OpenAI's Responses API: how older turns and bodies become requests."""

@@ -10,8 +10,8 @@ A name is one of these:
 - a single word, which any identifier or string of the code may have: `norm_project`, `PagedCache`.
 
 Dotted names of other programs pass, because their first part is not ours. So do the keys and names of files that a
-string of the code has, as `config.json`, and the attributes of a variable of the module. The log of docs/dev is not
-checked: it is history, and names code that is gone.
+string of the code has, as `config.json`, and the attributes of a variable of the module. The log of docs/dev and
+the page of moved modules are not checked: they are history, and name code that is gone.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from code_names import FOLDERS, PYTHON_FOLDERS, CodeNames, docstrings, read_name
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/dev/*.md", "docs/explanation/*.md")
-HISTORY = "docs/dev/log.md"
+HISTORY = ("docs/dev/log.md", "docs/dev/moved.md")
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"(`+)((?:(?!\n\s*\n)[^`])+)\1")
 _REPOSITORY_PATH = re.compile(
@@ -58,6 +58,8 @@ def faults_of_span(span: str, names: CodeNames, variables: set[str]) -> Iterator
         folder = span.split("/")[0]
         if not names.has_path(span) and (names.is_folder(folder) or folder not in names.words):
             yield span, "no path ends so"
+        elif folder in names.former:
+            yield span, f"the package {folder} has moved: docs/dev/moved.md"
     elif _FILE.fullmatch(span):
         if not names.has_path(span) and span not in names.dotted:
             yield span, "no file has this name"
@@ -76,6 +78,8 @@ def dotted_fault(name: str, names: CodeNames, variables: set[str]) -> str | None
         return None if names.has_member(first, second) else f"{first} has no {second}"
     if name in names.dotted:
         return None
+    if first in names.former:
+        return f"the package {first} has moved: docs/dev/moved.md"
     if not any(True for _ in names.modules_ending_with([first])):
         return None if first in names.words else f"no code has {first}"
     if any(_module_has(parts, split, names) for split in range(len(parts), 0, -1)):
@@ -161,7 +165,12 @@ def _comments(text: str) -> list[tuple[int, str]]:
 
 def files(root: Path) -> Iterator[Path]:
     """Yield the files that are checked."""
-    yield from (page for pattern in PAGES for page in sorted(root.glob(pattern)) if page != root / HISTORY)
+    yield from (
+        page
+        for pattern in PAGES
+        for page in sorted(root.glob(pattern))
+        if page.relative_to(root).as_posix() not in HISTORY
+    )
     for folder in PYTHON_FOLDERS:
         yield from sorted((root / folder).rglob("*.py"))
 

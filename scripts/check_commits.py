@@ -75,7 +75,7 @@ def read_commits(root: Path, commits: str) -> Iterator[Commit]:
 
 def title_faults(title: str) -> Iterator[str]:
     """Yield a rule for each way in which a title breaks it."""
-    words = title.split()
+    words = [word for word in title.split() if any(map(str.isalpha, word))]
     if len(words) < TITLE_WORDS:
         yield f"a title needs at least {TITLE_WORDS} words"
     if words and words[0].lower() in NO_VERB:
@@ -89,7 +89,8 @@ def title_faults(title: str) -> Iterator[str]:
 def num_reasons(commit: Commit) -> int:
     """Return the number of words of a body, without the lines of its trailers."""
     trailers = set(commit.trailers.splitlines())
-    return sum(len(line.split()) for line in commit.body.splitlines() if line not in trailers)
+    lines = (line for line in commit.body.splitlines() if line not in trailers)
+    return sum(any(map(str.isalpha, word)) for line in lines for word in line.split())
 
 
 def faults_of(root: Path, commit: Commit) -> Iterator[str]:

@@ -29,6 +29,7 @@ class CodeNames:
     variables: set[str] = field(default_factory=set)
     words: set[str] = field(default_factory=lambda: {*keyword.kwlist, *dir(builtins)})
     dotted: set[str] = field(default_factory=set)
+    former: set[str] = field(default_factory=set)  # packages of docs/dev/moved.md whose names no folder has now
 
     def modules_ending_with(self, parts: Sequence[str]) -> Iterator[str]:
         """Yield the modules whose last names are `parts`: `requests.loop` is found as `infer.engine.requests.loop`."""
@@ -69,6 +70,10 @@ def read_names(root: Path) -> CodeNames:
             _add_module(names, path.relative_to(root), ast.parse(path.read_text(encoding="utf-8")))
         elif path.suffix in _OTHER_CODE and path.is_file() and "data" not in path.parts:
             names.words.update(_WORD.findall(path.read_text(encoding="utf-8")))
+    moved = root / "docs" / "dev" / "moved.md"
+    if moved.exists():
+        former = re.findall(r"^\| `(\w+)/`", moved.read_text(encoding="utf-8"), re.MULTILINE)
+        names.former = {name for name in former if not names.is_folder(name)}
     return names
 
 

@@ -65,6 +65,8 @@ def _lines_of(folder: Path, package: Path, layers: list[str]) -> Iterator[str]:
         return min(places, default=len(layers)), path.name
 
     parts = folder.relative_to(package).parts
+    if lost := [path for path in folder.glob("*/*.py") if not (path.parent / "__init__.py").exists()]:
+        raise MissingLineError(f"{lost[0]}: its folder has no __init__.py")
     yield f"{'#' * min(len(parts) + 1, 6)} `{'/'.join(parts)}/`\n" if parts else "## `infer`\n"
     yield first_line(folder / "__init__.py") + "\n"
     modules = sorted((path for path in folder.glob("*.py") if path.name != "__init__.py"), key=order)

@@ -17,7 +17,7 @@ from typing import Any
 
 from surface.commands import alias_rows, chat_rows, command_rows
 from surface.python_names import python_rows
-from surface.routes import chunk_rows, foreign_rows, metric_rows, route_rows
+from surface.routes import chunk_rows, engine_event_rows, foreign_rows, metric_rows, route_rows
 from surface.scanned import (
     error_rows,
     event_rows,
@@ -25,6 +25,8 @@ from surface.scanned import (
     extra_rows,
     model_rows,
     module_trees,
+    package_rows,
+    text_rows,
     variable_rows,
 )
 
@@ -47,6 +49,7 @@ def found_surface() -> dict[str, Rows]:
         "routes": route_rows(),
         "chunks of streams": chunk_rows(),
         "events of streams": event_rows(trees),
+        "events of the engine": engine_event_rows(),
         "fields of other servers": foreign_rows(),
         "metrics": metric_rows(),
         "environment variables": variable_rows(trees),
@@ -54,6 +57,8 @@ def found_surface() -> dict[str, Rows]:
         "error codes": error_rows(trees),
         "extras": extra_rows(),
         "models": model_rows(),
+        "package": package_rows(),
+        "headers and logs": text_rows(),
     }
     return {section: _unique(section, rows) for section, rows in sections.items()}
 

@@ -73,10 +73,12 @@ class Source:
         return [*stored, *arguments].count(name)
 
     def num_comments(self, words: str) -> int:
-        """Return the number of comments that contain the words, which follow "# "."""
-        if f"# {words}" not in self.text:
+        """Return the number of comments that begin with the words, in any case, or follow another "#" or a colon so."""
+        pattern = re.compile(rf"[#:]\s*{words}", re.IGNORECASE)
+        if not pattern.search(self.text):
             return 0
-        return sum(f"# {words}" in token.string for token in self._tokens() if token.type == tokenize.COMMENT)
+        comments = (token.string for token in self._tokens() if token.type == tokenize.COMMENT)
+        return sum(pattern.search(comment) is not None for comment in comments)
 
     def names_and_texts(self) -> Iterator[str]:
         """Yield each identifier, its words joined by "_", and each string, except docstrings."""

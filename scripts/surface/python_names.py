@@ -4,14 +4,17 @@ A type is written without the module that defines it, so a row stays the same if
 `Literal` is a row too, so a value that is removed is seen as one.
 """
 
+import ast
 import dataclasses
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_overloads, is_typeddict
 
 import infer
+from infer import errors
 
 Row = tuple[str, str]
 _PROTOCOLS = ("call", "enter", "exit", "aenter", "aexit", "iter", "next", "aiter", "anext", "len", "getitem")
@@ -29,6 +32,9 @@ def python_rows() -> Iterator[Row]:
     for name, value in (values | _parts_of(values)).items():
         yield from _rows_of_class(name, value) if isinstance(value, type) else _rows_of_function(name, value)
     yield "__version__", type(infer.__version__).__name__
+    for name, value in vars(errors).items():  # the pages name errors and warnings that `infer` does not export
+        if isinstance(value, type) and value.__module__ == errors.__name__ and name not in values and name[0] != "_":
+            yield from _rows_of_class(name, value)
     for former, name in infer._FORMER_NAMES.items():
         yield former, f"a former name of {name}"
 
@@ -62,6 +68,17 @@ def _rows_of_class(name: str, cls: type) -> Iterator[Row]:
     for member, value in _members(cls).items():
         if member not in known:
             yield from _rows_of_member(f"{name}.{member}", value)
+    if not fields and inspect.isfunction(vars(cls).get("__init__")):
+        yield from ((f"{name}.{attribute}", "attribute") for attribute in _attributes_set_by(cls.__init__))  # type: ignore[misc]
+
+
+def _attributes_set_by(function: Callable[..., Any]) -> set[str]:
+    """Return the public attributes of `self` that a function sets."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    attributes = (
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    )
+    return {each.attr for each in attributes if ast.unparse(each.value) == "self" and not each.attr.startswith("_")}
 
 
 def _members(cls: type) -> dict[str, Any]:

@@ -6,6 +6,7 @@ field may have is a row too, if the field has few.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 import msgspec
 from msgspec import Struct
 
+from infer.engine.step.snapshot import EngineSnapshot, PoolState, SequenceState
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.protocols.foreign import FOREIGN, Foreign
@@ -25,6 +27,13 @@ from infer.serving.server.routes.openapi import document
 Row = tuple[str, str]
 _ONE_OF = ("anyOf", "oneOf", "allOf")
 _FAMILIES_OF_THE_SYSTEM = "process_"  # those that prometheus_client finds only on Linux
+
+
+def engine_event_rows() -> Iterator[Row]:
+    """Yield the fields of the events of `/v1/engine/events`."""
+    parts = {"": EngineSnapshot, "sequences[].": SequenceState, "pools[].": PoolState}
+    for place, kind in parts.items():
+        yield from ((f"{place}{field.name}", "a field") for field in fields(kind))
 
 
 def all_routes() -> list[ApiRoute]:

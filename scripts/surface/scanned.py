@@ -117,6 +117,29 @@ def extra_rows() -> Iterator[Row]:
         yield command, "a command"
 
 
+def package_rows() -> Iterator[Row]:
+    """Yield what an installation gives and needs, and the paths that configs of other programs name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    yield "requires-python", project["requires-python"]
+    for requirement in project["dependencies"]:
+        yield f"needs {re.split(r'[^-.0-9A-Za-z_]', requirement)[0]}", "a dependency"
+    yield from ((f"command {name}", target) for name, target in project["scripts"].items())
+    yield from ((name, "in the package") for name in ("py.typed", "__main__.py") if (SOURCE / name).exists())
+    applications = re.findall(r"import_path: (\S+)", (ROOT / "deploy" / "ray.yaml").read_text(encoding="utf-8"))
+    yield from ((path, "an application of Ray") for path in applications)
+
+
+def text_rows() -> Iterator[Row]:
+    """Yield the headers of requests and answers, the names of loggers, and the fields of log lines."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield from ((name, "a header") for name in re.findall(r'"(x-[a-z-]+[a-z])"', text))
+        for name in re.findall(r'"(infer\.[a-z_]+)"', text):
+            place = SOURCE / name.removeprefix("infer.")
+            if not place.with_suffix(".py").exists() and not place.is_dir():
+                yield name, "a logger, or a field of a log line"
+
+
 def model_rows() -> Iterator[Row]:
     """Yield the rows of the tables in the page of models, and the block types of GGUF files."""
     page = (DOCS / "models.md").read_text(encoding="utf-8")

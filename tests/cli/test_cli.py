@@ -370,7 +370,7 @@ def test_the_model_is_loaded_as_the_options_say(
     command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    for module in ("subcommands", "chat_loop"):
+    for module in ("subcommands", "chat.chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt = ["-p", "a"] if command == "generate" else []
     is_chat = command == "chat"

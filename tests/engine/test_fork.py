@@ -24,7 +24,7 @@ from infer.errors import ClosedError
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.weights import packed_weight
 from infer.text.grammar.trial import trial_lane
-from infer.text.tokenizer import template_process
+from infer.text.templates import template_process
 
 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of a fork, as it is meant here
 folder, seconds = sys.argv[1], 60

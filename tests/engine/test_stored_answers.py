@@ -37,7 +37,7 @@ def test_an_answer_has_its_stored_bits(case: Case, answers: Answers) -> None:
 
 def test_every_stored_answer_has_its_request() -> None:
     assert list(STORED) == [case.name for case in CASES]
-    assert len(CASES) >= 60
+    assert len(CASES) >= 98
 
 
 @pytest.mark.parametrize(

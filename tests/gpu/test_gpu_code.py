@@ -41,7 +41,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """PTX of the sampler's kernels, and what is asked of the others, by kernel, type and architecture. AMD's have
     compiled, too."""
     what = ["all"] if IS_WHOLE else []
-    done = run_compiled(HERE.parent / "gpu_code.py", *what, cache=tmp_path_factory.mktemp("triton"))
+    done = run_compiled(HERE.parent / "helpers" / "gpu_code.py", *what, cache=tmp_path_factory.mktemp("triton"))
     code: dict[str, dict[str, Any]] = json.loads(done.stdout)
     return code
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal, assert_type
 
+import tokenizers
 from torch import Tensor
 
 from infer import (
@@ -47,6 +48,7 @@ from infer import (
     sample_trace,
 )
 from infer.compute.operands.architecture import Architecture
+from infer.compute.sampling.defaults import SamplingDefaults
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_batch import Ended
 from infer.engine.requests.stream import OpenAnswer
@@ -122,7 +124,10 @@ def use_llm(llm: LLM, params: SamplingParams, options: RequestOptions, messages:
     llm.close()
 
 
-def look_at_llm(llm: LLM) -> None:
+def look_at_llm(llm: LLM, later: AsyncLLM, stream: Stream) -> None:
+    assert_type(llm.sampling_defaults, SamplingDefaults)
+    assert_type(later.llm, LLM)
+    assert_type(stream.answer, OpenAnswer)
     assert_type(llm.model, Transformer)
     assert_type(llm.tokenizer, Tokenizer)
     assert_type(llm.architecture, Architecture)
@@ -221,6 +226,13 @@ def use_tokenizer(tokenizer: Tokenizer, messages: Messages) -> None:
 
 
 def look_at_tokenizer(tokenizer: Tokenizer) -> None:
+    assert_type(tokenizer.bos_token_id, int | None)
+    assert_type(tokenizer.eos_token_ids, frozenset[int])
+    assert_type(tokenizer.special_token_ids, frozenset[int])
+    assert_type(tokenizer.ending_ids, list[int])
+    assert_type(tokenizer.adds_bos, bool)
+    assert_type(tokenizer.allow_special, bool)
+    assert_type(tokenizer.backend, tokenizers.Tokenizer)
     assert_type(tokenizer.eos_token_id, int | None)
     assert_type(tokenizer.token_bytes, tuple[bytes, ...])
     assert_type(tokenizer.rewrites_text, bool)

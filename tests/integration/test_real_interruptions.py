@@ -6,7 +6,8 @@ from programs import Programs
 
 SCRIPT = """
 import random, signal, sys
-from infer import LLM, SamplingParams, ops
+from infer import LLM, SamplingParams
+from infer.compute import ops
 
 class StopError(Exception): pass
 

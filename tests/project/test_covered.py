@@ -14,11 +14,16 @@ from functools import cache
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import infer
 from infer.compute.backends.cpu.host import kernel_cache
 from infer.engine.prefixes import prefix_fingerprint
+from infer.engine.runner.runner import Runner
+from path_cases import World
 from shapes import SOURCE, checked_modules
 from test_house import (
     ROOT,
@@ -31,12 +36,12 @@ from test_house import (
 )
 
 NUM_MODULES = 719
-NUM_CHECKED = 544
+NUM_CHECKED = 572
 NUM_PREFIX_SOURCES = 315
 NUM_KERNEL_SOURCES = 106
-NUM_PROJECT_FILES = 1400
-NUM_TEST_FILES = 387
-NUM_NAMED_ONCE = 455
+NUM_PROJECT_FILES = 1490
+NUM_TEST_FILES = 407
+NUM_NAMED_ONCE = 466
 NUM_THAT_KNOW_KERNELS = 130
 NUM_KERNEL_MAKERS = 63
 NUM_NAMES_IN_STRINGS = 75  # without the logger `infer.server`, which is no module
@@ -62,6 +67,11 @@ NOT_IN_KERNELS = (
     "infer.compute.operands.feed_forwards",
     "infer.system.status_line",
     "infer.system.cores.torch_threads",
+)
+# Texts about code that never was or that is gone.
+WITHOUT_IMPORTS = (
+    *("CHANGELOG.md", "docs/dev/log.md", "scripts/move_rooms.py"),
+    *("tests/project/test_call_notes.py", "tests/project/test_planted_faults.py"),
 )
 KERNELS = "infer.compute.backends.cpu"
 
@@ -152,6 +162,33 @@ def test_prefixes_of_changed_code_have_another_name(name: str, tmp_path: Path, m
     assert len(set(found)) == 3
 
 
+def test_prefixes_of_other_libraries_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [prefix_fingerprint._code.__wrapped__()]
+    for library in ("torch", "numpy", "numba", "llvmlite", "triton"):
+        versions = {library: "0.0.1"}
+        monkeypatch.setattr(prefix_fingerprint, "version", lambda name, own=versions: own.get(name, "1"))
+        found.append(prefix_fingerprint._code.__wrapped__())
+    assert len(set(found)) == 6
+
+
+def test_prefixes_of_other_machines_and_layouts_have_another_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of another instruction set may have other bits, and pages of another size have other tokens."""
+    runner = Runner(world.model, 256, num_slots=1, pool_pages=4, settings=world.settings)
+    found = [prefix_fingerprint.prefix_fingerprint({}, runner)]
+    others: list[tuple[Any, str, Any]] = [
+        (type(runner.model.backend), "instruction_set", "another"),
+        (torch.backends.cpu, "get_cpu_capability", "another"),
+        (type(runner.cache.memory), "page_bytes", 1),
+    ]
+    for target, name, value in others:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, lambda *given, own=value: own)
+            found.append(prefix_fingerprint.prefix_fingerprint({}, runner))
+    assert len(set(found)) == 4
+
+
 def test_compiled_kernels_name_all_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernel_cache.sources()
     assert len(found) >= NUM_KERNEL_SOURCES
@@ -193,6 +230,24 @@ def test_every_module_in_a_string_exists() -> None:
     found = [name for name in names if not is_in(name, *NO_MODULES)]
     assert len(found) >= NUM_NAMES_IN_STRINGS
     assert [name for name in found if not exists(name)] == []
+
+
+def test_every_import_in_a_text_leads_to_code() -> None:
+    """Programs that tests start, and examples of pages, import by names that stand in strings."""
+    statement = re.compile(r"^ *from (infer[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+    found = []
+    for path in project_files():
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix in (".py", ".md") and name not in WITHOUT_IMPORTS:
+            for module, names in statement.findall(path.read_text(encoding="utf-8")):
+                found += [(name, module, each.split(" as ")[0].strip()) for each in names.split(",")]
+    assert len(found) > 2000
+    assert [each for each in found if not is_importable(*each[1:])] == []
+
+
+def is_importable(module: str, name: str) -> bool:
+    public = {*infer.__all__, "__version__"}
+    return f"{module}.{name}" in trees() or (name in public if module == "infer" else exists(f"{module}.{name}"))
 
 
 def test_shapes_are_checked_in_as_many_modules() -> None:

@@ -39,8 +39,14 @@ def test_the_changelog_names_every_removed_row() -> None:
 def test_every_kind_of_public_thing_has_rows(found: dict[str, Rows]) -> None:
     some = {
         "python": [
+            *("Tokenizer.bos_token_id", "LLM.sampling_defaults", "TruncationWarning"),
             *("LLM", "LLM(kv_type) 'q8'", "LLM.generate, overload 2(prompt)", "LLM.__enter__", "SamplingParams.top_p"),
-            *("apply_top_k(k)", "TokenLogprob.rank", "RequestKeywords['temperature']", "ModelError.exit_status"),
+            *(
+                "apply_top_k(k)",
+                "TokenLogprob.rank",
+                "RequestKeywords['temperature']",
+                "ModelError.exit_status",
+            ),
         ],
         "commands": [
             "infer serve --max-seq-len",
@@ -67,6 +73,9 @@ def test_every_kind_of_public_thing_has_rows(found: dict[str, Rows]) -> None:
         "error codes": ["context_length_exceeded", "engine_failed", "model_in_use", "invalid_type"],
         "extras": ["infer-engine[serve]", "infer"],
         "models": ["llama", "modernbert", "Q4_K"],
+        "package": ["requires-python", "needs torch", "py.typed", "infer.serving.distributed.ray_serve:app"],
+        "events of the engine": ["num_preemptions", "sequences[].num_tokens", "pools[].num_free"],
+        "headers and logs": ["x-infer-warnings", "infer.queue_seconds", "infer.server"],
     }
     assert found.keys() == some.keys()
     assert [name for section, names in some.items() for name in names if name not in found[section]] == []

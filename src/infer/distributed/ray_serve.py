@@ -8,6 +8,6 @@ __all__ = ["app"]
 
 warnings.warn(
     "infer.distributed.ray_serve:app is now infer.serving.distributed.ray_serve:app: change `import_path`",
-    DeprecationWarning,
+    FutureWarning,  # which is shown: Ray imports this, not the user's own code
     stacklevel=2,
 )

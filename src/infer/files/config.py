@@ -1,7 +1,7 @@
 """Hyperparameters under the names of Hugging Face's config.json, from GGUF's metadata or from config.json itself.
 
 GGUF's values are returned in the flat dialect (`rope_theta`, `rope_scaling`, `rope_local_base_freq`). config.json is
-returned unchanged, or its text part if the model is multimodal. `model.families` interprets the values.
+returned unchanged, or its text part if the model is multimodal. `models.families` interprets the values.
 """
 
 from collections.abc import Mapping

@@ -33,7 +33,7 @@ needs_images = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux 
 
 FORWARD = """
 import sys, torch
-from infer import ops
+from infer.compute import ops
 from infer.compute.operands.weights import Norm, Projection, StoredWeight
 weight = StoredWeight("F32", (16, 8), torch.eye(16, 8))
 projection = ops.prepare(Projection((weight,)), torch.device("cpu"))

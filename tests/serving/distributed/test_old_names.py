@@ -23,6 +23,6 @@ def test_the_import_path_of_older_configs_leads_to_the_application(monkeypatch: 
     stub.app = object()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, place, stub)
     monkeypatch.delitem(sys.modules, "infer.distributed.ray_serve", raising=False)
-    with pytest.warns(DeprecationWarning, match=rf"ray_serve:app is now {place}:app: change `import_path`"):
+    with pytest.warns(FutureWarning, match=rf"ray_serve:app is now {place}:app: change `import_path`"):
         assert importlib.import_module("infer.distributed.ray_serve").app is stub.app
     monkeypatch.delitem(sys.modules, "infer.distributed.ray_serve")

@@ -39,6 +39,8 @@ GGUF_NAMES = ["gemma-embedding", "llama-embed", "mistral3"]  # all others are na
 NO_FAMILIES = re.compile("llama[._ ]?cpp|ollama", re.IGNORECASE)
 SYNONYMS = re.compile("Reply|Replies|Query|Queries|Question|Inquiry|Respond")  # `Response…` is the name of OpenAI's API
 
+FILTER = re.compile(r"\bmin_p\b")  # one filter stands for all: a new one needs a place in each of its files
+
 Counts = dict[str, dict[str, int]]  # number → file → contribution
 
 
@@ -91,6 +93,7 @@ def numbers_of(source: Source) -> dict[str, int]:
         "tuples of more than three in signatures": source.num_long_tuples,
         'comments "type: ignore" in src/infer': source.num_comments("type: ignore"),
         'variables named "found"': source.num_variables("found"),
+        "places for a sampler filter": int(bool(FILTER.search(source.text))),
     }
 
 
@@ -130,7 +133,9 @@ def families(sources: list[Source]) -> set[str]:
 def _add_other_files(counts: Counts, root: Path) -> None:
     for path in _files(root / "src" / "infer"):
         if path.suffix not in (".py", ".typed"):
-            _add(counts, path.relative_to(root).as_posix(), {f"lines of {path.suffix} files": _text_lines(path)})
+            name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+            _add(counts, name, {f"lines of {path.suffix} files": num_text_lines(text)})
+            _add(counts, name, {"places for a sampler filter": int(bool(FILTER.search(text)))})
     data = [path for path in _files(root / "tests" / "data") if path.suffix in (".json", ".jsonl", ".toml")]
     counts["lines of new test data"] = {
         path.relative_to(root).as_posix(): _text_lines(path)

@@ -136,7 +136,7 @@ def text_rows() -> Iterator[Row]:
         yield from ((name, "a header") for name in re.findall(r'"(x-[a-z-]+[a-z])"', text))
         for name in re.findall(r'"(infer\.[a-z_]+)"', text):
             place = SOURCE / name.removeprefix("infer.")
-            if not place.with_suffix(".py").exists() and not place.is_dir():
+            if not place.with_suffix(".py").exists() and not (place / "__init__.py").exists():
                 yield name, "a logger, or a field of a log line"
 
 

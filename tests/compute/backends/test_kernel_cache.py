@@ -26,7 +26,7 @@ from programs import Programs
 from watched import python_command
 
 FOLDER = Path(__file__).parent
-PATHS = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
+PATHS = os.pathsep.join(filter(None, sys.path))
 SUM = np.dtype([("values", np.int64), ("count", np.int64), ("total", np.int64)])
 is_image_machine = sys.platform == "linux" and os.uname().machine == "x86_64"
 needs_images = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on x86-64 only")

@@ -163,10 +163,9 @@ def test_prefixes_of_changed_code_have_another_name(name: str, tmp_path: Path, m
 
 
 def test_prefixes_of_other_libraries_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [prefix_fingerprint._code.__wrapped__()]
-    for library in ("torch", "numpy", "numba", "llvmlite", "triton"):
-        versions = {library: "0.0.1"}
-        monkeypatch.setattr(prefix_fingerprint, "version", lambda name, own=versions: own.get(name, "1"))
+    found = []
+    for library in ("none", "torch", "numpy", "numba", "llvmlite", "triton"):
+        monkeypatch.setattr(prefix_fingerprint, "version", lambda name, own=library: "2" if name == own else "1")
         found.append(prefix_fingerprint._code.__wrapped__())
     assert len(set(found)) == 6
 

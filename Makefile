@@ -29,19 +29,23 @@ serve: $(VENV)/.demo ## set up, then serve SmolLM2 at http://127.0.0.1:8000
 	$(BIN)/infer serve smollm2
 
 .PHONY: test
-test: lint tests ## set up, then every check and every test
+test: $(VENV)/.models ## every check, and a test for each promise: some minutes
+	@TIMEFORMAT='make test: %R s, and %U s + %S s of CPU time (user and system)'; time $(MAKE) --no-print-directory lint promises
+
+.PHONY: promises
+promises: assets ## a test for each promise, without the checks
+	INFER_TESTS=promises $(PYTEST) tests
+
+.PHONY: test-all
+test-all: lint tests more ## every check and every test, also in emulators and containers; INFER_TESTS=all adds whole matrices
 
 .PHONY: tests
 tests: assets ## every test, without the checks
 	$(PYTEST) tests
 
-.PHONY: unit
-unit: $(VENV)/.dev ## the tests that need no weights, some minutes
-	$(PYTEST) tests --ignore tests/integration -m "not slow"
-
-.PHONY: quick
-quick: $(VENV)/.dev ## the tests of files that load no torch and start no process, a minute
-	$(PYTEST) -m "not slow" $$($(BIN)/python scripts/quick_tests.py)
+.PHONY: rest
+rest: assets ## the tests that `make test` leaves out
+	INFER_TESTS=rest $(PYTEST) tests
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader

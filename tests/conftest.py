@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import extent
 import shapes
 
 if TYPE_CHECKING:  # files without models must not load torch
@@ -42,8 +43,21 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
         settings.load_profile("no deadline")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with slow tests first, because the other workers would wait for a long one at the end."""
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Do not import a file of which no test is run in this extent."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if is_test and extent.is_left_out(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run files with slow tests first, because the other workers would wait for a long one at the end.
+
+    `make test` leaves slow tests out.
+    """
+    if extent.IS_SHORT or extent.IS_REST:
+        short, rest = extent.split(items)
+        items[:], left_out = (short, rest) if extent.IS_SHORT else (rest, short)
+        config.hook.pytest_deselected(items=left_out)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
 

@@ -1,4 +1,4 @@
-"""Real weights and files: where they are, or a skip that says how to get them. Every test in this folder is slow."""
+"""Real weights and files: where they are, or a skip that says how to get them."""
 
 import os
 from importlib.util import find_spec
@@ -10,7 +10,6 @@ from extent import IS_WHOLE
 from infer.errors import InvalidRequestError
 from infer.files import resolve
 
-FOLDER = Path(__file__).parent
 # Clients of others, which take seconds to import, and fuzzing. INFER_TESTS=all runs them.
 _SLOW_TO_IMPORT = [
     "test_agents.py",
@@ -23,12 +22,6 @@ _SLOW_TO_IMPORT.append("test_tool_clients.py")
 collect_ignore = [] if IS_WHOLE else _SLOW_TO_IMPORT
 if find_spec("ray") is None:  # 660 MB, which `make ray` installs
     collect_ignore.append("test_ray.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(FOLDER):
-            item.add_marker(pytest.mark.slow)
 
 
 def installed_model(name: str) -> Path:

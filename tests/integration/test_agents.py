@@ -22,6 +22,8 @@ from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.server_state import ServerState
 from served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 16384
 SECONDS = 500
 PROMPT = "Say hello."

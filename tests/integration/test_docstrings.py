@@ -14,6 +14,8 @@ import torch
 import infer
 from infer import LLM
 
+pytestmark = pytest.mark.slow
+
 # The server calls these methods. Programs have better ones.
 FOR_THE_SERVER = {
     *("AsyncLLM.compute_vectors", "AsyncLLM.compute_labels", "AsyncLLM.score_pairs", "AsyncLLM.trace_answer"),

@@ -10,6 +10,8 @@ import pytest
 from infer import LLM, SamplingParams
 from watched import script_command
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 30
 MAX_LINES_OF_SEARCH = 48  # it embeds, ranks and answers

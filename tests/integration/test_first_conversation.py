@@ -13,6 +13,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from check_first_answers import ask
 from first_questions import QUESTIONS, has_word, repeats_itself
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("text", "words", "expected"),

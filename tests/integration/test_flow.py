@@ -2,9 +2,13 @@
 
 import sys
 
+import pytest
+
 from count_house import LIMITS, ROOT
 from house.flow import count_flow
 from house.limits import problems, read_limits
+
+pytestmark = pytest.mark.slow
 
 HAS_ALL_FUNCTIONS = sys.version_info < (3, 12)  # later Pythons inline comprehensions, so requests call fewer functions
 

@@ -10,6 +10,8 @@ from infer import LLM
 from openai_shapes import check
 from served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 CONTEXT, CONTINUATIONS = "The capital of France is", (" Paris.", " a city in the south of Italy.")
 
 

@@ -3,12 +3,16 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from extent import IS_WHOLE
 from watched import python_command
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from check_neighbours import MISDEEDS, Heard, measure, table
 from server_process import running
+
+pytestmark = pytest.mark.slow
 
 LEAST_RATIO = 0.25  # of the rate without neighbours: other tests run at the same time
 MOST_GAPS = 40.0  # times the largest gap without neighbours

@@ -11,6 +11,8 @@ from idle import until_idle
 from infer import LLM
 from served import SECONDS, serving
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "openai_client.mjs"
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

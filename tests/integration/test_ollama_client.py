@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from infer import LLM
 from served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 ollama = pytest.importorskip("ollama")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

@@ -11,6 +11,8 @@ from idle import until_idle
 from infer import LLM
 from served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 openai = pytest.importorskip("openai")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

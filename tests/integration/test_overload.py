@@ -8,6 +8,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from check_overload import Client, figures, is_good
 
+pytestmark = pytest.mark.slow
+
 GOOD = Client(0.0, [], 0.0, 10.0, 11.0)
 LATER = Client(0.0, [59.0, 20.0], 80.0, 105.0, 106.0)
 BOUNDS = {"served": 0.97, "kept": 0.96, "refusals": 2.0, "waited": 60.0, "errors": 0.0, "refusals_after": 0.0}

@@ -16,6 +16,8 @@ from browser import Browser, Page, browsing
 from infer import LLM
 from served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is the capital of France?"
 STORY = "Tell me a long story about a fox."
 XSS = "<img src=x onerror=alert(1)><script>alert(2)</script>[a](javascript:alert(3)) `</code><b>`"

@@ -21,6 +21,8 @@ from test_front_bodies import OneReplica
 from test_session import make_model
 from test_shelf import FakeReplicas
 
+pytestmark = pytest.mark.slow
+
 NAME = "org/quants:Q4_K_M"
 
 

@@ -18,6 +18,8 @@ from infer.cli.options.command_options import BatchOptions, LoadOptions
 from infer.cli.options.model_loading import load_model
 from infer.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TUTORIALS = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 COMMANDS = [ROOT / "docs" / "command-line.md", ROOT / "docs" / "how-to" / "model-files.md"]

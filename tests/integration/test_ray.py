@@ -24,6 +24,8 @@ from watched import python_command, script_command
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from ray_cluster import PATIENCE, RayCluster, environment_of, running_cluster, wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROMPT, LENGTH = "Once upon a time", 150
 ENGINE, BATCH_ENGINE = "ray::ServeReplica:infer:Engine", "ray::MapWorker(MapBatches(BatchEngine)"

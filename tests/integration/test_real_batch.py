@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("INFER_KILLS", "2"))  # a hundred take a quarter of an hour
 NUM_ROWS = 24
 

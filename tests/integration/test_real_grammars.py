@@ -16,6 +16,8 @@ from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 49_152 + 40
 
 

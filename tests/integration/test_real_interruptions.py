@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from programs import Programs
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import random, signal, sys

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.rank_settings import Transport
 from test_tensor_parallel import ranks_of, runner_of
+
+pytestmark = pytest.mark.slow
 
 PROMPT, NUM_NEW = list(range(100, 120)), 12
 CASES: tuple[tuple[int, Transport], ...] = (2, "memory"), (4, "gloo")

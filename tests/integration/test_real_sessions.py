@@ -6,6 +6,8 @@ import pytest
 
 from infer import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = ("What is the capital of France?", "And of Italy?", "Write a line about both, with an emoji.")
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_new_tokens=40)

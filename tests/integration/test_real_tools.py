@@ -14,6 +14,8 @@ from infer.text.grammar.grammar_compiler import make_compiler
 from infer.text.toolcalls.parser import AnswerParser
 from watched import script_command
 
+pytestmark = pytest.mark.slow
+
 CHECK = Path(__file__).parents[2] / "benchmarks" / "check_tool_calls.py"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"name": "get_weather", "description": "Of a city.", "parameters": SCHEMA}]

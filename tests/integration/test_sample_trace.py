@@ -8,6 +8,8 @@ import pytest
 from infer.cli import main, subcommands
 from infer.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {
     "defaults": ["--seed", "3"],
     "everything": [

@@ -23,6 +23,8 @@ from sampling_statistics import (
     total_variation_bound,
 )
 
+pytestmark = pytest.mark.slow
+
 FALSE_ALARM = 1e-6
 NUM_SEEDS, NUM_POSITIONS = 4000, 50  # 200,000 draws
 implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)

@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfi
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: demo
 demo: $(VENV)/.demo ## set up, then SmolLM2 answers a question
@@ -37,15 +37,31 @@ promises: assets ## a test for each promise, without the checks
 	INFER_TESTS=promises $(PYTEST) tests
 
 .PHONY: test-all
-test-all: lint tests more ## every check and every test, also in emulators and containers; INFER_TESTS=all adds whole matrices
+test-all: lint tests more ## every check and every test; with INFER_TESTS=all whole matrices and other programs' clients too
 
 .PHONY: tests
 tests: assets ## every test, without the checks
 	$(PYTEST) tests
 
+.PHONY: near
+near: $(VENV)/.dev ## the tests beside files that are not committed; SINCE=main: beside what differs from a commit
+	@tests=$$($(BIN)/python scripts/near_tests.py $(SINCE)); if [ -n "$$tests" ]; then $(PYTEST) $$tests; else echo "no tests are beside what changed"; fi
+
 .PHONY: rest
 rest: assets ## the tests that `make test` leaves out
 	INFER_TESTS=rest $(PYTEST) tests
+
+# Each check has a core. What they need comes first: two at once would install into one environment.
+.PHONY: more
+more: $(VENV)/.docs $(VENV)/.fuzz $(VENV)/.triton $(VENV)/.ray ## wheel, docs, fuzz, triton, ray, intel and emulate
+	@checks="ray wheel docs fuzz triton"; \
+	if $(MAKE) $(VENV)/.intel; then checks="intel $$checks"; else echo "Intel's OpenCL runtime cannot be installed"; fi; \
+	if command -v qemu-aarch64 >/dev/null; then checks="emulate $$checks"; else echo "no kernel is emulated: qemu-user is not installed"; fi; \
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target FUZZ_SECONDS=12 $$checks
+
+.PHONY: wheel
+wheel: $(VENV)/.dev ## a wheel has every file, and serves
+	$(BIN)/python scripts/check_wheel.py
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader
@@ -56,8 +72,9 @@ ray: $(VENV)/.ray ## install Ray (660 MB), then a model served and a file answer
 	$(BIN)/python -m pytest tests/integration/test_ray.py
 
 .PHONY: intel
-intel: $(VENV)/.intel ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB): the same bits
-	INFER_OPENCL=intel $(BIN)/python -m pytest tests/gpu/test_opencl.py tests/gpu/test_opencl_copied.py
+intel: $(VENV)/.intel ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB), if it is for this CPU: the same bits
+	@if INFER_OPENCL=intel $(BIN)/python tests/helpers/opencl_platform.py; then \
+		INFER_OPENCL=intel $(BIN)/python -m pytest tests/gpu/test_opencl.py tests/gpu/test_opencl_copied.py; fi
 
 .PHONY: triton
 triton: $(VENV)/.triton ## CUDA's kernels up to the launch under Triton 3.6.0 too, the version of torch 2.11 (installs 190 MB)

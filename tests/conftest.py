@@ -13,6 +13,7 @@ import pytest
 
 import extent
 import shapes
+from assets import CARRIER
 
 if TYPE_CHECKING:  # files without models must not load torch
     from fake_cli import FakeModel
@@ -21,7 +22,8 @@ if TYPE_CHECKING:  # files without models must not load torch
     from programs import Programs
     from served import Served
 
-HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
+HARDWARE = "hardware: "
+ALLOWED_IN_CI = (HARDWARE, CARRIER)  # beginnings of the reasons of skips
 
 shapes.install()
 FOLDERS = sorted(path for path in Path(__file__).parent.rglob("[!_]*") if path.is_dir())
@@ -107,7 +109,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
-        _fail_unless_hardware(report, report.longrepr[2])
+        _fail_unless_allowed(report, report.longrepr[2])
     return report
 
 
@@ -118,13 +120,13 @@ def pytest_make_collect_report(
     """Apply the rule for skips to modules."""
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
-        _fail_unless_hardware(report, report.longrepr[2])
+        _fail_unless_allowed(report, report.longrepr[2])
     return report
 
 
-def _fail_unless_hardware(report: pytest.TestReport | pytest.CollectReport, skipped: str) -> None:
+def _fail_unless_allowed(report: pytest.TestReport | pytest.CollectReport, skipped: str) -> None:
     reason = skipped.removeprefix("Skipped: ")
-    if not reason.startswith(HARDWARE):
+    if not reason.startswith(ALLOWED_IN_CI):
         report.outcome = "failed"
         report.longrepr = f"{report.nodeid} was skipped, which CI does not allow: {reason}"
 

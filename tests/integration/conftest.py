@@ -1,11 +1,12 @@
 """Real weights and files: where they are, or a skip that says how to get them."""
 
-import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from assets import asset
 from extent import IS_WHOLE
 from infer.errors import InvalidRequestError
 from infer.files import resolve
@@ -31,14 +32,6 @@ def installed_model(name: str) -> Path:
         pytest.skip(str(error))
 
 
-def asset(relative: str) -> Path:
-    """Return a file or folder that `make assets` fetches; large models only with CI=true or INFER_TESTS=all."""
-    folder = Path(os.environ.get("INFER_TEST_ASSETS") or Path.home() / ".cache" / "infer-tests") / relative
-    if not folder.exists():
-        pytest.skip(f"{folder} is missing: INFER_TESTS=all make assets")
-    return folder
-
-
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     return installed_model("smollm2")
@@ -50,18 +43,9 @@ def gemma3_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def qwen_coder_path() -> Path:
-    return asset("models/qwen2.5-coder-0.5b.gguf")
-
-
-@pytest.fixture(scope="session")
-def minilm_path() -> Path:
-    return asset("models/minilm")
-
-
-@pytest.fixture(scope="session")
-def embeddinggemma_path() -> Path:
-    return asset("models/embeddinggemma")
+def published_model() -> Callable[[str], Path]:
+    """Return a function that takes a name of `MODELS` in fetch_published_models.py, and returns the model's path."""
+    return lambda name: asset(f"models/{name}")
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,7 @@ from infer.engine.step.fair_queueing import (
     AnswerLengths,
     Blocked,
     KeptSlots,
-    Running,
     Tenants,
-    Waiting,
     may_pass,
 )
 from infer.engine.step.scheduler import Demand, Scheduler
@@ -93,20 +91,6 @@ def test_a_sequence_passes_others_until_they_were_passed_by_their_own_work() -> 
     assert not may_pass(100, 100, [blocked, blocked._replace(passed=901)])
     assert not may_pass(100, 100, [blocked._replace(num_tokens=399), blocked])
     assert may_pass(401, 2000, [])
-
-
-def test_slots_change_hands_when_three_times_the_tokens_that_were_wasted_have_been_given() -> None:
-    """The time for which the engine has run before does not matter."""
-    tenants = Tenants()
-    for tenant in ("a", "a", "b"):
-        tenants.come(tenant)
-    running = [Running(number, 9, False, "a", 0, 0.5) for number in (1, 2)]
-    waiting = Waiting(3, "b", 0.0, 10)
-    assert tenants.giver(waiting, 0.5, running, 0) == running[1]
-    for start in (0, 10_000, 1_000_000):
-        tenants.gave(Running(2, 9, False, "a", num_tokens=50), start)
-        assert tenants.giver(waiting, 0.5, running, start + 149) is None
-        assert tenants.giver(waiting, 0.5, running, start + 150) == running[1]
 
 
 # Steps

@@ -88,7 +88,7 @@ def steps_of_a_batch(world: World, count: int, monkeypatch: pytest.MonkeyPatch) 
         is_filled.set()
 
     monkeypatch.setattr(engine.runner, "multi_step", counted)
-    loop.call(once(is_filled.wait, 60))
+    loop.call(once(is_filled.wait))
     for ended in answer_all(loop, sequences(), NUM_SLOTS):
         assert Outcome.of(ended.result) == by_definition(world, LONG)
     return steps

@@ -18,8 +18,6 @@ def test_a_list_of_texts_is_answered_with_a_list(llm: LLM) -> None:
     expected = [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
     assert [result.token_ids for result in llm.generate(PROMPTS, GREEDY)] == expected
     assert [result.token_ids for result in llm.generate(tuple(PROMPTS), [GREEDY] * 5, speculation="ngram")] == expected
-    with pytest.raises(InvalidRequestError, match="on_token and on_prefill are for one prompt, got a list"):
-        llm.generate(PROMPTS, GREEDY, on_token=lambda token_id, text: None)  # type: ignore[call-overload]
 
 
 def test_all_prompts_of_a_list_are_checked_before_one_is_answered(llm: LLM) -> None:
@@ -74,21 +72,14 @@ def test_pieces_carry_what_was_asked_for_and_the_last_one_why_it_ended(llm: LLM,
     assert stopped[-1].finish_reason == "stop"
 
 
-OPTIONS: dict[str, Any] = {
-    "speculation": "ngram",
-    "num_draft_tokens": 3,
-    "prefill_chunk": 7,
-    "overflow": "truncate_left",
-}
+OPTIONS: dict[str, Any] = {"speculation": "ngram", "num_draft_tokens": 3, "prefill_chunk": 7}
+OPTIONS["overflow"] = "truncate_left"
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def test_every_call_takes_the_same_options(llm: LLM) -> None:
-    def session() -> Session:
-        return llm.session()
-
     def begun() -> Session:
-        made = session()
+        made = llm.session()
         made.append("hello")
         return made
 
@@ -99,9 +90,9 @@ def test_every_call_takes_the_same_options(llm: LLM) -> None:
         "generate_iter": lambda **k: next(iter(llm.generate_iter(["hello"], **k))).result,
         "chat": lambda **k: llm.chat(MESSAGES, **k),
         "stream_chat": lambda **k: llm.stream_chat(MESSAGES, **k).result,
-        "send": lambda **k: session().send("hello", **k),
-        "session.stream": lambda **k: session().stream("hello", **k).result,
-        "answer": lambda **k: session().answer(MESSAGES, **k),
+        "send": lambda **k: llm.session().send("hello", **k),
+        "session.stream": lambda **k: llm.session().stream("hello", **k).result,
+        "answer": lambda **k: llm.session().answer(MESSAGES, **k),
         "session.generate": lambda **k: begun().generate(**k),
     }
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +168,15 @@ def test_an_exception_of_a_callback_frees_everything(llm: LLM) -> None:
     def fail(*values: object) -> None:
         raise KeyError("mine")
 
-    with pytest.raises(KeyError):
-        llm.generate("hello", LONG, on_token=fail)
-    with pytest.raises(KeyError):
-        llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=fail)
-    assert is_idle(llm)
-
-
-def test_with_closes_a_stream(llm: LLM) -> None:
-    with llm.stream("hello", LONG) as stream:
-        assert repr(stream) == "Stream(open, 0 tokens)"
-        next(stream)
-    assert list(stream) == []
-    assert repr(stream) == "Stream(abort, 1 tokens)"
+    for call in (
+        lambda: llm.generate("hello", LONG, on_token=fail),
+        lambda: llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=fail),
+        lambda: llm.generate_all(["abc", "ab"], LONG, on_result=fail),
+        lambda: llm.generate_all(["abc", "ab"], LONG, on_progress=fail),
+    ):
+        with pytest.raises(KeyError, match="mine"):
+            call()
+        assert is_idle(llm)
 
 
 def test_a_program_that_ends_with_open_streams_ends_quietly(programs: Programs, folder: Path) -> None:
@@ -203,13 +200,16 @@ def test_a_burst_of_answers_leaves_nothing(llm: LLM) -> None:
     streams = [llm.stream("hello", LONG) for _ in range(6)]
     sessions = [llm.session() for _ in range(6)]
     for stream in streams:
+        assert repr(stream) == "Stream(open, 0 tokens)"
         next(stream)
     for session in sessions:
         session.append("hello")
     lengths = llm._opened.runner.lengths
     assert sum(length > 0 for length in lengths) >= 12
     for stream in streams:
-        stream.close()
+        with stream:
+            pass  # its end closes the stream
+        assert (list(stream), repr(stream)) == ([], "Stream(abort, 1 tokens)")
     sessions[0].close()
     del stream, session, streams, sessions
     assert llm.generate("hello", SHORT).token_ids
@@ -273,35 +273,16 @@ def test_a_closed_model_refuses_every_call_in_one_line(folder: Path) -> None:
     assert repr(llm).endswith(", closed)")
     assert repr(session).endswith(", closed)")
     assert session.messages[: len(said)] == said
-    of_model: list[Callable[[], object]] = [
-        lambda: llm.generate("a"),
-        lambda: llm.stream("a"),
-        lambda: llm.generate_all(["a"]),
-        lambda: llm.chat([{"role": "user", "content": "a"}]),
-        lambda: llm.session(),
-        lambda: llm.load_session("a"),
-        lambda: llm.prompt_logprobs("a"),
-        lambda: llm.sample_trace("a"),
-        lambda: llm.logits([1]),
-        lambda: llm.__enter__(),
-        lambda: llm.model,
-        lambda: llm.tokenizer,
-        lambda: llm.max_seq_len,
-        lambda: llm.can_chat,
-    ]
-    of_session: list[Callable[[], object]] = [
-        lambda: session.send("a"),
-        lambda: session.stream("a"),
-        lambda: session.answer(said),
-        lambda: session.generate(),
-        lambda: session.append("a"),
-        lambda: session.rewind(0),
-        lambda: session.fork(),
-        lambda: session.save("a"),
-        lambda: session.load("a"),
-    ]
-    for call, what in [*((call, "model") for call in of_model), *((call, "session") for call in of_session)]:
-        with pytest.raises(ClosedError, match=f"^the {what} is closed: ") as caught:
+    of_model = {"generate": "a", "stream": "a", "generate_all": ["a"], "chat": said, "load_session": "a"}
+    of_model |= {"prompt_logprobs": "a", "sample_trace": "a", "logits": [1], "embed": ["a"]}
+    of_session = {"send": "a", "stream": "a", "answer": said, "append": "a", "rewind": 0, "save": "a", "load": "a"}
+    calls: list[tuple[Callable[[], object], str]] = []
+    for thing, kind, arguments in ((llm, "model", of_model), (session, "session", of_session)):
+        calls += [(partial(getattr(thing, name), argument), kind) for name, argument in arguments.items()]
+    calls += [(each, "model") for each in (llm.session, llm.__enter__)]
+    calls += [(partial(getattr, llm, name), "model") for name in ("model", "tokenizer", "max_seq_len", "can_chat")]
+    for call, kind in [*calls, (session.generate, "session"), (session.fork, "session")]:
+        with pytest.raises(ClosedError, match=f"^the {kind} is closed: ") as caught:
             call()
         assert isinstance(caught.value, InferError)
         assert "\n" not in str(caught.value)

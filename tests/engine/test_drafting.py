@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,15 +9,9 @@ from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Guess, Priors
 from infer.sampling_params import SamplingParams
-from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence, make_world
+from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    folder: Path = tmp_path_factory.mktemp("llama")
-    return make_world("llama", folder)
 
 
 class BatchDrafter:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embedding_model import write_modules
-from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from infer import LLM, AsyncLLM, SamplingParams
 from infer.compute import ops
 from infer.compute.operands.step import Step
 from infer.engine.requests.loop_messages import Work, once
@@ -18,8 +19,7 @@ from infer.engine.runner.caches import make_cache
 from infer.engine.runner.hidden_states import STEP_TOKENS, HiddenStates
 from infer.engine.texts import text_states
 from infer.engine.texts.embedding import embed, texts_to_embed
-from infer.engine.texts.vector_options import TextIds, VectorOptions
-from infer.errors import ClosedError
+from infer.engine.texts.vector_options import VectorOptions
 from infer.outputs import Pooling
 from served import serving
 from test_session import make_model
@@ -59,21 +59,17 @@ def test_a_model_made_for_embeddings_pools_in_its_own_way_and_is_served(tmp_path
 
 
 @pytest.mark.parametrize("pooling", get_args(Pooling))
-def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any) -> None:
+def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     together = llm.embed(TEXTS, pooling)
+    assert llm.embed([]).shape == (0, together.shape[1])
     assert together.dtype == torch.float32
     assert torch.equal(together, torch.cat([llm.embed([text], pooling) for text in TEXTS]))
     assert torch.equal(together.flip(0), llm.embed(TEXTS[::-1], pooling))
     ids = [llm.tokenizer.encode(text) for text in TEXTS]
     assert torch.equal(together, llm.embed(ids, pooling))
-
-
-@pytest.mark.parametrize("pooling", get_args(Pooling))
-def test_steps_leave_the_bits_as_they_are(llm: LLM, monkeypatch: pytest.MonkeyPatch, pooling: Any) -> None:
-    expected = llm.embed(TEXTS, pooling)
     for step_tokens in (1, 7, 100):
         monkeypatch.setattr(text_states, "step_tokens", lambda host, count=step_tokens: count)
-        assert torch.equal(llm.embed(TEXTS, pooling), expected)
+        assert torch.equal(llm.embed(TEXTS, pooling), together)
 
 
 def test_a_model_without_captures_gives_the_same_bits(folder: Path, llm: LLM) -> None:
@@ -95,23 +91,20 @@ def test_memory_is_given_back(llm: LLM) -> None:
     assert set(cache.lengths) == {0}
 
 
-@pytest.mark.parametrize(
-    ("texts", "pooling", "message"),
-    [
-        ("hello", "mean", "prompts must be a list"),
-        (["a"], "sum", "pooling must be 'mean' or 'last' or 'cls' or .*, got 'sum'"),
-        (["a", ""], "mean", "text 1: the prompt is empty"),
-        ([[1, 10_000]], "mean", "text 0: the prompt: token ids must be from 0"),
-        (["a" * 2000], "last", "text 0: the text has 2000 tokens and the context holds 400: shorten it"),
-    ],
-)
-def test_a_value_that_is_not_a_text_is_refused(llm: LLM, texts: Any, pooling: Any, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        llm.embed(texts, pooling)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "embedder": lambda llm: llm.embed(TEXTS, prompt_name="query", dimensions=8),
+    "labeller": lambda llm: llm.classify(TEXTS),
+    "judge": lambda llm: llm.rerank("a", TEXTS, 2, "find"),
+}
 
 
-def test_no_texts_are_no_vectors(llm: LLM) -> None:
-    assert llm.embed([]).shape == (0, llm.architecture.hidden_size)
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_task_gets_what_a_call_returns(kind: str, request: pytest.FixtureRequest) -> None:
+    async def ask() -> Any:
+        return await CALLS[kind](AsyncLLM(llm))
+
+    llm = request.getfixturevalue(kind)
+    assert [str(each) for each in asyncio.run(ask())] == [str(each) for each in CALLS[kind](llm)]
 
 
 def test_answers_and_embeddings_of_tasks_run_concurrently(llm: LLM) -> None:
@@ -171,16 +164,6 @@ def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -
         for abandoned, num_steps, texts in ((many, 4, one), (one, 25, many)):
             host.loop.call(begun(abandoned, num_steps)).get()
             assert torch.equal(llm.embed(texts, "last"), expected[len(texts)])
-
-
-def test_a_closed_model_gives_no_vectors(folder: Path) -> None:
-    llm = LLM(folder)
-    host = llm._opened
-    llm.close()
-    with pytest.raises(ClosedError):
-        llm.embed(["a"])
-    with pytest.raises(ClosedError):
-        host.loop.call(embed(host, TextIds([[1]], 8), VectorOptions()))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])  # with the last state, calls share the beginning of their texts

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from programs import Programs
-from watched import LIMIT_SECONDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 
@@ -27,7 +26,7 @@ from infer.text.grammar.trial import trial_lane
 from infer.text.templates import template_process
 
 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of a fork, as it is meant here
-folder, seconds = sys.argv[1], 60
+folder = sys.argv[1]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
 PENALISED = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, seed=1, max_new_tokens=30, ignore_eos=True)
@@ -45,13 +44,16 @@ def is_refused(call):
     else:
         raise AssertionError("it was not refused")
 
+def check():
+    assert answers(llm) == EXPECTED
+
 def in_child(function):
     # Runs it there; the parent gets its process.
     child = os.fork()
     if child:
         return child
     try:
-        signal.alarm(seconds)
+        signal.alarm(600)
         function()
     except BaseException:
         import traceback
@@ -61,33 +63,19 @@ def in_child(function):
 
 def join(child):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-"""
-LOADED = """
+
 llm = LLM(folder, threads=2)
 EXPECTED = answers(llm)
-
-def check():
-    assert answers(llm) == EXPECTED
 """
 
 
 @pytest.fixture
 def run(programs: Programs, folder: Path) -> Callable[[str], None]:
     def run(code: str) -> None:
-        done = programs.run(PRELUDE + LOADED + code, folder)
+        done = programs.run(PRELUDE + code, folder)
         assert done.returncode == 0, done.stderr
 
     return run
-
-
-def run_by_itself(*command: object) -> None:
-    """Run Python without the thread that reports hangs, because a child that ends normally would wait for it."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    started = [sys.executable, *map(str, command)]
-    done = subprocess.run(
-        started, capture_output=True, text=True, timeout=LIMIT_SECONDS + 30, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_every_call_of_a_child_is_refused_in_one_line(run: Callable[[str], None], tmp_path: Path) -> None:
@@ -131,7 +119,7 @@ def answer(prompt):
 
 join(in_child(ask_all))
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    assert all("load it again here" in each for each in pool.map_async(answer, PROMPTS).get(seconds))
+    assert all("load it again here" in each for each in pool.map_async(answer, PROMPTS).get())
 assert [piece.token_id for piece in stream] == whole.token_ids[1:]
 assert len(list(talk)) == 299
 assert session.send("go on", GREEDY).token_ids
@@ -140,6 +128,7 @@ check()
     )
 
 
+@pytest.mark.slow
 def test_a_fork_while_other_threads_answer_harms_no_answer(run: Callable[[str], None]) -> None:
     run(
         """
@@ -156,7 +145,7 @@ def answer():
 threads = [threading.Thread(target=answer) for _ in range(2)]
 for thread in threads:
     thread.start()
-for _ in range(16):
+for _ in range(6):
     join(in_child(lambda: is_refused(lambda: llm.generate("a"))))
 ended.set()
 for thread in threads:
@@ -166,44 +155,32 @@ assert not wrong, wrong
     )
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_as_programs_do_ends_at_once(folder: Path) -> None:
-    """Its parent's objects are still open in it, and functions of `atexit` and finalizers run."""
+    """Its parent's objects are still open in it, and functions of `atexit` and finalizers run.
+
+    The program runs without the thread that reports hangs, because a child that ends normally would wait for it.
+    """
     code = """
 session, stream = llm.session(), llm.stream("hello", LONG)
 talk = session.stream("hello", LONG)
 next(stream), next(talk)
 child = os.fork()
 if child == 0:
-    signal.alarm(seconds)
+    signal.alarm(600)
     sys.exit(7)
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 assert status == 7, status
 check()
 stream.close(), talk.close()
 """
-    run_by_itself("-c", PRELUDE + LOADED + code, folder)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", PRELUDE + code, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
-def test_forked_processes_that_load_a_model_each_answer_alike(folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "pool.py"
-    loaded = LOADED.replace("\n", "\n    ")
-    script.write_text(f"""{PRELUDE}
-def begin():
-    global llm
-    signal.alarm(seconds)
-    llm = LLM(folder, threads=1)
-
-def answer(prompt):
-    return llm.generate(prompt, PENALISED).token_ids
-
-if __name__ == "__main__":{loaded}
-    with multiprocessing.get_context("fork").Pool(2, begin) as pool:
-        assert pool.map_async(answer, PROMPTS).get(seconds) == EXPECTED[PENALISED]
-    check()
-""")
-    run_by_itself(script, folder)
-
-
+@pytest.mark.slow
 def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(run: Callable[[str], None]) -> None:
     """So does a grandchild, which was forked while its parent answered."""
     run(
@@ -229,6 +206,7 @@ check()
     )
 
 
+@pytest.mark.slow
 def test_an_unused_model_may_be_loaded_after_a_fork_beside_openmp(run: Callable[[str], None]) -> None:
     """OpenMP's threads exist only in the parent, and torch in the child does not wait for them."""
     run(
@@ -280,23 +258,5 @@ for lock, most in [*((lock, 0.1) for lock in short), *((lock, None) for lock in 
     ended.set()
     thread.join()
 use_all(llm)
-""",
-    )
-
-
-def test_parent_and_children_never_share_the_process_of_their_templates(run: Callable[[str], None]) -> None:
-    run(
-        """
-def render(name):
-    for index in range(20):
-        assert template_process.render("{{ x }}", {"x": f"{name} {index}"}) == f"{name} {index}"
-
-render("before")
-before = template_process._lane()._children[-1]._process.pid
-children = [in_child(lambda name=name: render(name)) for name in ("first", "second")]
-render("parent")
-for child in children:
-    join(child)
-assert template_process._lane()._children[-1]._process.pid == before
 """,
     )

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.usefixtures("llm"),  # it compiles the kernels first, so that no message about that is on stderr
 ]
 
-NUM_SIGNALS = usual_or_all(50, 500)
+NUM_SIGNALS = usual_or_all(24, 500)
 PRELUDE = """
 import os, random, signal, sys, threading, time
 from infer import LLM, SamplingParams
@@ -59,6 +59,7 @@ def run(programs: Programs, folder: Path) -> Callable[..., None]:
     return run
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_at_any_moment_of_an_answer_the_next_one_is_right(run: Callable[..., None]) -> None:
     run(
         """
@@ -158,6 +159,7 @@ for number in (1, 2, 5):
     )
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_while_the_first_one_waits_for_the_step(run: Callable[..., None]) -> None:
     run(
         """

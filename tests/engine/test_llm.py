@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from byte_tokenizer import VOCAB_SIZE
+from embedding_model import make_qwen3
 from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tokenizer
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.mixers import Attention
 from infer.errors import ContextLengthError
 from infer.files.generation_config import sampling_defaults
 from recompute import generate_recomputed
-from tiny import Tiny, make_tiny
 
 CONTEXT = 200
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
@@ -28,19 +27,7 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, repetition_penalt
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=256,
-    )
-    make_tiny(Tiny("bytes", config), folder)
-    write_byte_tokenizer(folder)
+    make_qwen3(folder, max_position_embeddings=CONTEXT)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": 256}))
     return folder
 
@@ -58,11 +45,10 @@ def test_capture_and_cache_change_no_token(llm: LLM, folder: Path, params: Sampl
     assert generate_recomputed(llm, llm.tokenizer.encode("once upon"), params).token_ids == expected
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_no_token(folder: Path, threads: int) -> None:
+def test_the_number_of_threads_changes_no_token(folder: Path) -> None:
     before = torch.get_num_threads()
     try:
-        texts = {LLM(folder, threads=count).generate("once", GREEDY).text for count in (1, threads)}
+        texts = {LLM(folder, threads=count).generate("once", GREEDY).text for count in (1, 2, 3)}
     finally:
         torch.set_num_threads(before)
     assert len(texts) == 1
@@ -78,16 +64,6 @@ def test_logits_are_those_that_generate_sees(llm: LLM) -> None:
 def test_a_prompt_longer_than_the_context_names_both_lengths(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match=r"200 tokens.*holds 200"):
         llm.generate([1] * CONTEXT)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [("", "empty"), ([1, 258], "from 0 to 257, got 258"), ([-1], "got -1"), ("\ud800", "surrogate")],
-)
-def test_a_bad_prompt_is_one_clear_line(llm: LLM, prompt: str | list[int], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        llm.generate(prompt, GREEDY)
-    assert "\n" not in str(caught.value)
 
 
 def test_chat_without_a_template_says_what_to_do(llm: LLM) -> None:
@@ -110,8 +86,7 @@ def test_a_chat_template_of_ones_own_and_control_text_in_a_message(folder: Path)
 
 
 def test_a_broken_template_gives_a_warning_at_load_and_plain_text_works(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
+    copy = shutil.copytree(folder, tmp_path / "model")
     (copy / "chat_template.jinja").write_text("{% endfor %}")
     with pytest.warns(
         UserWarning, match=r"\Aconversations will not work with this model: the chat template, line 1[^\n]*\Z"
@@ -160,24 +135,6 @@ def test_masks_filled_beside_the_step_and_before_it_give_the_same_tokens(
     assert all(result.stats.masks_filled >= result.stats.single_steps for result in found)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"dtype": "int8"}, "dtype must be"),
-        ({"device": "tpu"}, "device must be"),
-        ({"max_seq_len": 100_000}, "max_seq_len must be"),
-        ({"threads": 0}, "threads must be"),
-        ({"precision": "best"}, "precision must be"),
-        ({"weights": "q2"}, "weights must be"),
-        ({"weights": "q8", "dtype": "float32"}, "contradict"),
-    ],
-)
-def test_a_bad_setting_is_one_clear_line(folder: Path, values: dict[str, object], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        LLM(folder, **values)  # type: ignore[arg-type]
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("weights", ["bf16", "q8", "q4"])
 def test_weights_quantised_at_load_stay_close(llm: LLM, folder: Path, weights: str) -> None:
     token_ids = list(b"the quick brown fox jumps over the lazy dog")
@@ -187,24 +144,25 @@ def test_weights_quantised_at_load_stay_close(llm: LLM, folder: Path, weights: s
     assert 1e-6 < error < spread
 
 
+def changed(folder: Path, copy: Path, **settings: Any) -> Path:
+    """Copy a model, and change its config."""
+    path = shutil.copytree(folder, copy, dirs_exist_ok=True) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return copy
+
+
 def test_tensors_that_do_not_fit_the_config_are_all_named(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96, "num_hidden_layers": 3}))
+    changed(folder, tmp_path, intermediate_size=64, num_hidden_layers=3)
     with pytest.raises(ModelError) as caught:
         LLM(tmp_path)
     message = str(caught.value)
     assert "model.layers.2.self_attn.q_proj.weight" in message
-    assert "model.layers.0.mlp.gate_proj.weight has shape (128, 64), the config requires (96, 64)" in message
+    assert "model.layers.0.mlp.gate_proj.weight has shape (96, 64), the config requires (64, 64)" in message
     assert "\n" not in message
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    changed(folder, tmp_path, model_type="mamba")
     with pytest.raises(ModelError, match=r"'mamba' is not supported.*gemma3_text.*llama.*qwen3"):
         LLM(tmp_path)
 

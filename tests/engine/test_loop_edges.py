@@ -1,9 +1,9 @@
 """The loop at its edges: the end of the context, small vocabularies, rows that fail, cancelling and closing."""
 
 import math
+import shutil
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence as Answering
-from infer.errors import ConstraintError
-from infer.text.grammar.constraint import Constraint
 from looping import open_stream
 from path_cases import (
     CONTEXT,
@@ -36,36 +34,18 @@ from path_cases import (
     by_definition,
     make_runner,
     make_sequence,
-    make_world,
-    run_all,
     run_alone,
     run_batch,
 )
 
 LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
-WAYS = [
-    Way("none", chain=64),
-    Way("none", chain=1, capture=False),
-    Way("right"),
-    Way("half", 7, 1),
-    Way("ends"),
-    Way("random"),
-]
+WAYS = [Way("none", chain=64), Way("none", chain=1, capture=False), Way("right"), Way("half", 7, 1)]
+WAYS += [Way("ends"), Way("random")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("llama")
-
-
-@pytest.fixture(scope="module")
-def world(folder: Path) -> World:
-    return make_world("llama", folder)
-
-
-@pytest.fixture
-def llm(world: World, folder: Path) -> LLM:
-    return LLM(folder)
+def llm(world: World) -> LLM:
+    return LLM(world.folder)
 
 
 def prompt_of(length: int) -> tuple[int, ...]:
@@ -104,6 +84,7 @@ def at_the_end(world: World) -> list[Outcome]:
     return all_by_definition(world, AT_THE_END)
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_ends_at_the_end(world: World, at_the_end: list[Outcome], way: Way) -> None:
     for case, expected in zip(AT_THE_END, at_the_end, strict=True):
@@ -114,11 +95,8 @@ def test_every_way_ends_at_the_end(world: World, at_the_end: list[Outcome], way:
 
 def test_the_edges_are_reached(at_the_end: list[Outcome]) -> None:
     by_name = {case.name: outcome for case, outcome in zip(AT_THE_END, at_the_end, strict=True)}
-    assert [len(by_name[name].token_ids) for name in ("one token is left", "three are left", "one is asked")] == [
-        1,
-        3,
-        1,
-    ]
+    names = "one token is left", "three are left", "one is asked"
+    assert [len(by_name[name].token_ids) for name in names] == [1, 3, 1]
     assert by_name["forced to the end"].stop_reason == "context"
     assert by_name["forced to the limit"].grammar_complete is False
     assert by_name["a grammar shorter than the least"].grammar_complete
@@ -158,13 +136,11 @@ def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> 
 
 @pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{5,9}"}], ids=["free", "grammar"])
 def test_added_tokens_beyond_the_embedding_are_plain_text_and_never_sampled(
-    world: World, folder: Path, tmp_path: Path, grammar: dict[str, Any]
+    world: World, tmp_path: Path, grammar: dict[str, Any]
 ) -> None:
     """Gemma's tokenizer has such a token for images. The text model has no row for it."""
     cut = VOCAB_SIZE - 1
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(shutil.copytree(world.folder, tmp_path, dirs_exist_ok=True) / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:cut].clone()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -197,17 +173,16 @@ POISON = 200
 
 
 @pytest.fixture(scope="module")
-def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory, world: World) -> World:
+def poisoned(tmp_path_factory: pytest.TempPathFactory, world: World) -> World:
     """Return the same model, but with NaN as the logits after one token."""
-    copy = tmp_path_factory.mktemp("poisoned")
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(world.folder, tmp_path_factory.mktemp("poisoned"), dirs_exist_ok=True)
     tensors = load_file(copy / "model.safetensors")
     tensors["model.embed_tokens.weight"][POISON] = torch.nan
     save_file(tensors, copy / "model.safetensors")
     return replace(world, model=load_model(copy)[0])
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_only_the_row_whose_logits_are_nan_fails(world: World, poisoned: World, way: Way) -> None:
     params = SamplingParams(temperature=0.8, max_new_tokens=24, logit_bias={POISON: -math.inf}, ignore_eos=True)
@@ -229,68 +204,10 @@ def test_only_the_row_whose_logits_are_nan_fails(world: World, poisoned: World, 
     assert by_definition(world, plain).token_ids == second.token_ids
 
 
-@pytest.mark.parametrize("fault", ["fill", "accept", "rollback"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_grammar_that_cannot_continue_fails_only_its_row(world: World, way: Way, fault: str) -> None:
-    free = [Case(str(i), prompt_of(3 + i), replace(LONG, max_new_tokens=24)) for i in range(2)]
-    bound = Case("regex", prompt_of(7), SamplingParams(regex="[ab]{20}", temperature=0.9, seed=1))
-    cases = [free[0], bound, bound, free[1]]
-    expected = all_by_definition(world, cases)
-    waiting = [
-        make_sequence(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)
-    ]
-    grammar = waiting[1].grammar
-    assert grammar is not None
-    grammar.constraint = Brittle(grammar.constraint, num_tokens=5, fault=fault)
-    results = run_all(world, waiting, way, 3)
-    failed = results.pop(1)
-    assert (failed.finish_reason, failed.stop_reason, failed.error) == ("error", "grammar", "too complex")
-    said = expected.pop(1).token_ids[:5]
-    assert failed.token_ids == (said[: len(failed.token_ids)] if fault == "rollback" else said)  # with drafts
-    assert failed.grammar_complete is False
-    assert [Outcome.of(result) for result in results] == expected
-
-
-class Brittle(Constraint):
-    """A constraint that raises after some tokens: at the next mask, at the next token, or at all further masks."""
-
-    def __init__(self, constraint: Constraint, num_tokens: int, *, fault: str) -> None:
-        self._constraint, self._left, self._fault = constraint, num_tokens, fault
-
-    def _check(self, *faults: str) -> None:
-        if self._left <= 0 and self._fault in faults:
-            raise ConstraintError("too complex")
-
-    def fill(self, mask: Any) -> None:
-        self._check("fill", "rollback")
-        self._constraint.fill(mask)
-
-    def accept(self, token_ids: Sequence[int]) -> int:
-        self._check("accept")
-        count = self._constraint.accept(token_ids)
-        self._left -= count
-        return count
-
-    def rollback(self, num_tokens: int) -> None:
-        self._check("rollback")
-        self._constraint.rollback(num_tokens)
-        self._left += num_tokens
-
-    @property
-    def num_accepted(self) -> int:
-        return self._constraint.num_accepted
-
-    def forced(self) -> list[int]:
-        return []
-
-    @property
-    def done(self) -> bool:
-        return self._constraint.done
-
-
 # Cancelling and closing
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{40}"}], ids=["free", "grammar"])
 def test_a_cancel_from_another_thread_ends_a_row_within_a_token(
@@ -334,24 +251,7 @@ def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World, mo
     assert running.num_computed <= 21
 
 
-def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
-    before = llm.generate("abc ab", LONG).token_ids
-    llm.generate("abc ab", replace(LONG, regex="[ab ]{40}"))  # another thread fills its masks
-    num_threads = threading.active_count()
-    for speculation in (None, "ngram"):
-        for grammar in ({}, {"regex": "[ab ]{40}"}):
-            stream = llm.stream("abc ab", replace(LONG, **grammar), speculation=speculation)
-            for _ in range(11):
-                next(stream)
-            stream.close()
-            assert list(stream) == []
-            assert (stream.result.finish_reason, stream.result.stop_reason) == ("abort", "cancelled")
-            assert stream.result.token_ids == before[:11] or grammar
-            assert not llm._opened.engine.sequences, "its slot is there for the next"
-            assert threading.active_count() == num_threads
-            assert llm.generate("abc ab", LONG).token_ids == before
-
-
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_times_and_counts_are_those_of_the_answer(world: World, way: Way) -> None:
     schema = {"type": "object", "properties": {"bar": {"enum": ["abc", "ab c"]}}, "required": ["bar"]}
@@ -363,10 +263,7 @@ def test_times_and_counts_are_those_of_the_answer(world: World, way: Way) -> Non
             sampled = len(result.token_ids) - result.stats.tokens_forced
             timing, stats = result.timing, result.stats
             assert len(timing.decode_times_s) == len(timing.sampling_times_s) == sampled - 1
-            assert stats.drafts_accepted - timing.decode_times_s.count(0.0) in (
-                0,
-                1,
-            )  # the last may end it
+            assert stats.drafts_accepted - timing.decode_times_s.count(0.0) in (0, 1)  # the last may end it
             assert min(timing.sampling_times_s, default=1.0) > 0
             assert len(timing.arrival_times_s) == len(result.token_ids)
             assert timing.arrival_times_s == sorted(timing.arrival_times_s)

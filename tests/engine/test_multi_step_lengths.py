@@ -48,20 +48,6 @@ def test_a_requested_multi_step_runs(world: World, monkeypatch: pytest.MonkeyPat
     assert run(world, CASE, Way(), chain=20).stats.multi_steps == 7
 
 
-def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def seconds() -> float:
-        nonlocal now
-        now += 0.02
-        return now
-
-    monkeypatch.setattr("infer.engine.engine.time.perf_counter", seconds)
-    result = run(world, CASE, Way())  # steps and multi-steps of 20 ms: 2.5 ms per token at first, then less
-    assert Outcome.of(result) == by_definition(world, CASE)
-    assert result.stats.multi_steps <= 5
-
-
 def test_the_cost_of_a_draft_is_learnt_from_similar_steps(world: World) -> None:
     """Forced tokens have no logits, and steps of sequences with other samplers take other times."""
     place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way("adaptive"))

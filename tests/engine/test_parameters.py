@@ -152,8 +152,9 @@ def test_the_page_gets_a_slider_inside_the_limits_of_each_number() -> None:
 
 def test_declarations_load_neither_torch_nor_msgspec_and_help_neither_protocols() -> None:
     program = (
-        "import sys, infer.parameters, infer.sampling_params, infer.engine.requests.request_options\n"
-        "print(*({'torch', 'msgspec', 'numpy'} & set(sys.modules)))\n"
+        "import sys, infer.parameters, infer.sampling_params, infer.outputs, infer.engine.requests.request_options\n"
+        "import infer.engine.speculation.policy\n"
+        "print(*({'torch', 'msgspec', 'numpy', 'numba'} & set(sys.modules)))\n"
         "from infer.cli import main\n"
         "main(['generate', '--help'])\n"
         "print(*({'torch', 'msgspec', 'infer.serving.protocols'} & set(sys.modules)))"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_tokenizer
 from infer.compute.sampling.keywords import params_of, split_keywords
@@ -65,15 +66,10 @@ def test_params_and_keywords_together_are_refused(llm: LLM) -> None:
         llm.generate("ab", GREEDY, temperature=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("temprature", "temperature"),
-        ("max_token", "max_new_tokens"),
-        ("on_tokens", "on_token"),
-        ("overflw", "overflow"),
-    ],
-)
+MEANT = {"temprature": "temperature", "max_token": "max_new_tokens", "on_tokens": "on_token", "overflw": "overflow"}
+
+
+@pytest.mark.parametrize(("name", "meant"), MEANT.items())
 def test_an_unknown_keyword_says_what_was_meant(llm: LLM, name: str, meant: str) -> None:
     calls = [llm.generate, llm.stream, lambda prompt, **given: llm.session().send(prompt, **given)]
     for call in [*calls, lambda prompt, **given: llm.chat(QUESTION, **given)]:
@@ -219,15 +215,9 @@ def test_no_encoding_is_shorter_than_its_bound(folder: Path) -> None:
 
 
 def test_a_model_is_shown_in_a_line(llm: LLM, folder: Path) -> None:
-    size = f"{sum(weight.numel() for weight in _weights(folder)) / 1e6:.1f}M"
+    size = f"{sum(weight.numel() for weight in load_file(folder / 'model.safetensors').values()) / 1e6:.1f}M"
     assert repr(llm) == f"LLM({folder.name}, llama {size}, F32, context {CONTEXT})"
     assert repr(llm.tokenizer) == "Tokenizer(260 tokens, adds no BOS, chat template)"
-
-
-def _weights(folder: Path) -> list[torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return list(load_file(folder / "model.safetensors").values())
 
 
 def test_a_dtype_is_the_same_by_name_and_by_object(folder: Path, tmp_path: Path) -> None:
@@ -248,17 +238,14 @@ def test_threads_are_as_they_were_where_the_model_does_not_load(folder: Path, tm
         assert (torch.get_num_threads(), ops.backend_of(torch.device("cpu")).num_threads()) == before
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
 def test_either_grammar_backend_holds_answers_and_sessions(folder: Path, backend: str) -> None:
     llm = LLM(folder, capture=False, grammar_backend=backend)  # type: ignore[arg-type]
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    schema = {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
     for seed in range(3):
-        values: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 60, "json_schema": schema}
+        values: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 60}
+        values["json_schema"] = {"type": "object", **schema}
         for result in (llm.generate("ab", **values), llm.session().send("ab", **values)):
             assert isinstance(json.loads(result.text)["a"], bool)
     assert llm.generate("ab", choice=["yes", "no"], max_tokens=9).text in ("yes", "no")
@@ -286,6 +273,17 @@ REFUSED = {
     "LLM(folder, device=5.5)": "device must be",
     "LLM(folder, grammar_backend='outlines')": "grammar_backend must be one of llguidance, xgrammar",
     "LLM(folder, on_progress=5)": "on_progress must be a function",
+    "LLM(folder, dtype='int8')": "dtype must be",
+    "LLM(folder, device='tpu')": "device must be",
+    "LLM(folder, max_seq_len=100_000)": "max_seq_len must be",
+    "LLM(folder, threads=0)": "threads must be",
+    "LLM(folder, precision='best')": "precision must be",
+    "LLM(folder, weights='q2')": "weights must be",
+    "LLM(folder, weights='q8', dtype='float32')": "contradict",
+    "llm.generate('')": "empty",
+    "llm.generate([1, 264])": "from 0 to 259, got 264",
+    "llm.generate([-1])": "got -1",
+    "llm.generate(chr(0xD800))": "surrogate",
     "llm.generate(b'hello')": "got bytes: decode them first",
     "llm.generate(bytearray(b'hello'))": "got bytes",
     "llm.generate(memoryview(b'hello'))": "got bytes",

@@ -26,7 +26,7 @@ MACHINES = {
     "16 cores": Machine(64, 3000, (2e-3, 1e-4, 8e-5, 1.5e-4)),
     "a GPU": Machine(256, 20_000, (4e-3, 1e-5, 5e-6, 2e-6), step_tokens=8192),
 }
-TRACES = usual_or_all(60, 10_000)  # in each of ten parts
+TRACES = usual_or_all(100, 10_000)
 
 
 def random_life(seed: int) -> Simulation:
@@ -59,17 +59,16 @@ def random_life(seed: int) -> Simulation:
     return Simulation(machine, requests, weights, 1 if is_crowded else EXPECTED_ANSWER)
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_all_are_answered_within_the_wait_that_was_computed(part: int) -> None:
+def test_all_are_answered_within_the_wait_that_was_computed() -> None:
     num_bounded = num_preempted = 0
-    for seed in range(part * TRACES, (part + 1) * TRACES):
+    for seed in range(TRACES):
         life = random_life(seed)
         life.run()
         assert life.free == life.machine.num_pages, seed
         assert not life.tenants._num_active, seed
-        num_preemptions = sum(request.num_preemptions for request in life.requests)
-        num_preempted += num_preemptions > 0
-        is_bounded = num_preemptions == 0 and all(
+        is_preempted = any(request.num_preemptions for request in life.requests)
+        num_preempted += is_preempted
+        is_bounded = not is_preempted and all(
             request.priority == 0 and request.max_new <= life.expected_answer for request in life.requests
         )
         for request in life.requests:
@@ -95,7 +94,7 @@ def test_a_request_that_is_passed_by_priorities_waits_no_longer_than_their_head_
     assert max(each.arrives_at for each in passed) <= 0.01 + 2 * HEAD_START + 0.1
 
 
-@pytest.mark.parametrize("name", MACHINES if IS_WHOLE else ["2 cores", "16 cores"])
+@pytest.mark.parametrize("name", MACHINES if IS_WHOLE else ["2 cores"])
 def test_a_tenant_that_sends_ten_times_as_much_gets_no_more(name: str) -> None:
     """While both wait, the same work is computed for each, by Jain's index (arXiv:cs/9809099)."""
     draw, machine = random.Random(1), MACHINES[name]
@@ -129,6 +128,7 @@ def test_a_weight_is_a_share() -> None:
     assert 70 <= among_first <= 80
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("noise", [0.0, 0.15])
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, noise: float) -> None:
@@ -164,11 +164,15 @@ def test_prompts_share_a_step_by_remaining_tokens_and_the_oldest_gets_a_quarter(
     assert found == [128, 84, 300]
 
 
-def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None:
-    scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
+def learn(scheduler: Scheduler, machine: Machine, base: float = 0.0) -> None:
     for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
         work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
-        scheduler.costs.learn(work, machine.seconds(work))
+        scheduler.costs.learn(work, base + machine.seconds(work))
+
+
+def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None:
+    scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
+    learn(scheduler, machine)
     streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
     plan = scheduler.plan([*streams, Demand(8000, number=9)], 512)
     assert 0.5 * STREAM_SECONDS < machine.seconds(plan.work) < 1.2 * STREAM_SECONDS
@@ -181,9 +185,7 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
     assert machine.seconds(longer.work) > 1.6 * machine.seconds(plan.work)
     scheduler.gap_seconds /= 2
     slow = Scheduler(HOST_STEP)
-    for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
-        work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
-        slow.costs.learn(work, 0.05 + machine.seconds(work))
+    learn(slow, machine, 0.05)
     assert slow.plan([*streams, Demand(8000, number=9)], 512).num_tokens[3] == LEAST_PROMPT_TOKENS
 
 
@@ -192,9 +194,7 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
 def test_a_step_reads_the_predicted_number_of_prompt_tokens(base: float, is_streamed: bool, num_decoding: int) -> None:
     scheduler, machine = Scheduler(HOST_STEP, prompt_seconds=0.1), MACHINES["2 cores"]
     assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == FIRST_PROMPT_TOKENS
-    for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
-        work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
-        scheduler.costs.learn(work, base + machine.seconds(work))
+    learn(scheduler, machine, base)
     answers = [Demand(1, num_computed=100, number=number, is_streamed=is_streamed) for number in range(num_decoding)]
     plan = scheduler.plan([*answers, Demand(8000, number=99)], 512)
     told = scheduler.prompt_tokens_beside(num_decoding, 100 * num_decoding, is_streamed=is_streamed)
@@ -203,9 +203,7 @@ def test_a_step_reads_the_predicted_number_of_prompt_tokens(base: float, is_stre
 
 def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> None:
     scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
-    for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
-        work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
-        scheduler.costs.learn(work, machine.seconds(work))
+    learn(scheduler, machine)
     streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
     plan = scheduler.plan([*streams, Demand(1000, num_computed=7000, number=8), Demand(32, number=9)], 512)
     assert plan.num_tokens[4] == 32
@@ -252,10 +250,7 @@ def test_the_victim_of_preemption() -> None:
     came_back = Running(3, FEWEST_KEPT - 1, True)
     assert victim([Running(1, 0, False), Running(2, 99, False), came_back]) == Running(2, 99, False)
     assert victim([Running(1, 99, False), came_back]) == came_back  # never the oldest one
-
-
-def test_one_that_came_back_and_has_given_as_few_tokens_as_are_kept_gives_way_again() -> None:
-    came_back = Running(3, FEWEST_KEPT, True)
+    came_back = came_back._replace(num_given=FEWEST_KEPT)
     assert victim([Running(1, 0, False), Running(2, 99, False), came_back]) == came_back
 
 

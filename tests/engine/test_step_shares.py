@@ -25,20 +25,6 @@ def owed_after(shares: StepShares, parts: list[StepPart], num_steps: int, second
     return shares._owed["quiet"]
 
 
-@pytest.mark.parametrize("num_loud", [4, 9, 15, 40])
-def test_all_steps_that_a_tenant_is_owed_may_run_without_a_return(shares: StepShares, num_loud: int) -> None:
-    """The number is that of steps chosen one by one: each step earns a part of its cost."""
-    others = [LOUD] * num_loud
-    for _ in range(6):
-        while len(shares.choose([QUIET, *others])) == 2:
-            shares.computed([QUIET, *others], 1, cost(1 + num_loud))
-        (promised, num_alone) = shares.most_steps, 0
-        while shares.choose([QUIET, *others]) == {"quiet"}:
-            shares.computed([QUIET], 1, cost(1))
-            num_alone += 1
-        assert promised == num_alone
-
-
 def test_a_step_that_a_grammar_s_masks_slow_down_is_paid_by_its_tenant(shares: StepShares) -> None:
     """A thread that fills masks takes memory bandwidth and a core from the step, not only the time of the wait."""
     waiting = LOUD._replace(delay=10e-3)

@@ -70,19 +70,3 @@ def test_the_text_ends_where_a_search_of_the_decoded_text_says(
     assert place.length == len(then.prompt) - 2
     gone_on = run_alone(world, then, way, (), place)
     assert gone_on.token_ids == run_alone(world, then, Way()).token_ids
-
-
-def test_several_stops_in_one_verified_step_end_at_the_first(world: World) -> None:
-    params = SamplingParams(temperature=1.0, seed=3, allowed_token_ids=[*b"ab "], max_new_tokens=NUM_TOKENS, logprobs=0)
-    prompt = tuple(b"ab")
-    whole = run_alone(world, Case("whole", prompt, params), Way())
-    text = whole.text
-    later, earlier = text[4:7], text[1:3]
-    case = Case("stopped", prompt, replace(params, stop=[later, earlier]))
-    result = run_alone(world, case, Way("right"), whole.token_ids)
-    end = text.index(earlier) + len(earlier)
-    assert result.stop_reason == earlier
-    assert (result.token_ids, result.text) == (whole.token_ids[:end], text[: end - len(earlier)])
-    assert whole.logprobs is not None
-    assert result.logprobs == whole.logprobs[:end]
-    assert result.stats.drafts_proposed == 8

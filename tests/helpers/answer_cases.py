@@ -127,78 +127,50 @@ _CALLS: Sequence[tuple[str, Mapping[str, Any]]] = (
 _KV_TYPES = ("f32", "f16", "bf16", "q8", "q4")
 _FAST: dict[str, Any] = {"precision": "fast"}
 
+_SESSION = GREEDY | {"call": "session", "asked": TURNS}
+_SHARED: dict[str, Any] = {"batch_size": 1, "call": "generate_all", "asked": (LONG, f"{LONG} fox")}
+_LONG_SCORED, _LONG_GREEDY = SCORED | {"asked": LONG}, GREEDY | {"asked": LONG}
+_GREEDY, _IN_CHUNKS = ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)
+_OF_8, _WITH_DRAFTS = ("batch of 8", _SAMPLED_BATCH), ("drafts", _DRAFTS)
+_VECTORS: dict[str, Any] = {"call": "embed", "asked": (TEXT, "fox")}
+_RANKED: dict[str, Any] = {"call": "rerank", "asked": DOCUMENTS}
+
 CASES: tuple[Case, ...] = (
-    *_on("llama", ("greedy", SCORED), *_SAMPLERS, *_CONSTRAINTS, *_CALLS),
-    *(
-        case
-        for kv_type in _KV_TYPES
-        for case in _on("llama", (f"cache in {kv_type}", SCORED | {"asked": LONG}), settings={"kv_type": kv_type})
-    ),
+    *_on("llama", _GREEDY, *_SAMPLERS, *_CONSTRAINTS, *_CALLS),
+    *(_on("llama", (f"cache in {each}", _LONG_SCORED), settings={"kv_type": each})[0] for each in _KV_TYPES),
     *_on("llama", ("op by op", SCORED), settings={"capture": False}),
-    *_on(
-        "llama",
-        ("sliding eviction", GREEDY | {"asked": LONG}),
-        settings={"eviction_policy": "sliding", "eviction_window": 64},
-    ),
-    *_on(
-        "llama",
-        ("snapkv eviction", GREEDY | {"asked": LONG}),
-        settings={"eviction_policy": "snapkv", "eviction_window": 96},
-    ),
-    *_on(
-        "llama",
-        ("shared prefixes", GREEDY | {"batch_size": 1, "call": "generate_all", "asked": (LONG, f"{LONG} fox")}),
-        settings={"reuse_prefixes": True},
-    ),
+    *_on("llama", ("sliding eviction", _LONG_GREEDY), settings={"eviction_policy": "sliding", "eviction_window": 64}),
+    *_on("llama", ("snapkv eviction", _LONG_GREEDY), settings={"eviction_policy": "snapkv", "eviction_window": 96}),
+    *_on("llama", ("shared prefixes", GREEDY | _SHARED), settings={"reuse_prefixes": True}),
     *_on("llama", ("weights in q8", SCORED), settings={"weights": "q8"}),
     *_on("llama", ("weights in q8, fast", SCORED), settings={"weights": "q8"} | _FAST),
     *_on("llama", ("weights in q4", SCORED), settings={"weights": "q4"}),
     *_on("llama", ("weights in q4, fast", SCORED), settings={"weights": "q4"} | _FAST),
     *_on("llama", ("weights in bf16", SCORED), settings={"weights": "bf16"}),
-    *_on("llama in bf16", ("greedy", SCORED), ("batch of 8", _SAMPLED_BATCH)),
-    *_on("llama in f16", ("greedy", SCORED), ("batch of 8", _SAMPLED_BATCH)),
+    *_on("llama in bf16", _GREEDY, _OF_8),
+    *_on("llama in f16", _GREEDY, _OF_8),
     *_on("gguf", ("exact", SCORED), ("exact batch of 8", _SAMPLED_BATCH), ("exact prompt", _CHUNKS)),
     *_on("gguf", ("fast", SCORED), ("fast batch of 8", _SAMPLED_BATCH), ("fast prompt", _CHUNKS), settings=_FAST),
-    *_on("gemma2", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS), ("drafts", _DRAFTS)),
+    *_on("gemma2", _GREEDY, _IN_CHUNKS, _WITH_DRAFTS),
     *_on("gemma2", ("cache in q8", SCORED), settings={"kv_type": "q8"}),
     *_on("gemma2", ("cache in q4", SCORED), settings={"kv_type": "q4"}),
-    *_on("gemma4", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
-    *_on("qwen2_moe", ("greedy", SCORED), ("batch of 8", _SAMPLED_BATCH), ("long prompt in chunks", _CHUNKS)),
+    *_on("gemma4", _GREEDY, _IN_CHUNKS),
+    *_on("qwen2_moe", _GREEDY, _OF_8, _IN_CHUNKS),
     *_on("qwen2_moe", ("weights in q4", SCORED), settings={"weights": "q4"}),
     *_on("qwen2_moe", ("weights in q4, fast", SCORED), settings={"weights": "q4"} | _FAST),
-    *_on("gpt_oss", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
+    *_on("gpt_oss", _GREEDY, _IN_CHUNKS),
     *_on("gpt_oss", ("cache in q8", SCORED), settings={"kv_type": "q8"}),
-    *_on("llama4", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
-    *_on(
-        "qwen3_5",
-        ("greedy", SCORED),
-        ("batch of 8", _SAMPLED_BATCH),
-        ("long prompt in chunks", _CHUNKS),
-        ("drafts", _DRAFTS),
-        ("session", GREEDY | {"call": "session", "asked": TURNS}),
-    ),
+    *_on("llama4", _GREEDY, _IN_CHUNKS),
+    *_on("qwen3_5", _GREEDY, _OF_8, _IN_CHUNKS, _WITH_DRAFTS, ("session", _SESSION)),
     *_on("qwen3_5", ("cache in q4", SCORED), settings={"kv_type": "q4"}),
     *_on("qwen3_5", ("weights in q8, fast", SCORED), settings={"weights": "q8"} | _FAST),
-    *_on("olmo_hybrid", ("greedy", SCORED), ("long prompt in chunks", _CHUNKS)),
-    *_on(
-        "lfm2",
-        ("greedy", SCORED),
-        ("batch of 8", _SAMPLED_BATCH),
-        ("long prompt in chunks", _CHUNKS),
-        ("drafts", _DRAFTS),
-    ),
-    *_on("qwen3", ("greedy", SCORED)),
-    *_on("qwen3", ("rerank", {"call": "rerank", "asked": DOCUMENTS}), settings={"reranker": "qwen3"}),
-    *_on(
-        "embedder",
-        ("last state", {"call": "embed", "asked": (TEXT, "fox")}),
-        ("mean, 16 dimensions", {"call": "embed", "asked": (TEXT, "fox"), "pooling": "mean", "dimensions": 16}),
-        ("cosines", {"call": "rerank", "asked": DOCUMENTS}),
-    ),
+    *_on("olmo_hybrid", _GREEDY, _IN_CHUNKS),
+    *_on("lfm2", _GREEDY, _OF_8, _IN_CHUNKS, _WITH_DRAFTS),
+    *_on("qwen3", _GREEDY),
+    *_on("qwen3", ("rerank", _RANKED), settings={"reranker": "qwen3"}),
+    *_on("embedder", ("last state", _VECTORS)),
+    *_on("embedder", ("mean, 16 dimensions", _VECTORS | {"pooling": "mean", "dimensions": 16}), ("cosines", _RANKED)),
     *_on("classifier", ("labels", {"call": "classify", "asked": DOCUMENTS})),
-    *_on(
-        "bert",
-        ("mean", {"call": "embed", "asked": (TEXT, "fox", LONG), "pooling": "mean"}),
-        ("first state", {"call": "embed", "asked": (TEXT, "fox"), "pooling": "cls", "normalize": False}),
-    ),
+    *_on("bert", ("mean", {"call": "embed", "asked": (TEXT, "fox", LONG), "pooling": "mean"})),
+    *_on("bert", ("first state", _VECTORS | {"pooling": "cls", "normalize": False})),
 )

@@ -6,7 +6,7 @@ and samples with `sampling.definition`. All other ways are compared with it.
 
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -64,16 +64,8 @@ CONTEXT = 160
 WINDOW = 8
 NUM_BESIDE = 8  # sequences that the definition computes in one step, one per row
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": EMBEDDING,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-}
+_SIZES: dict[str, Any] = {"vocab_size": EMBEDDING, "hidden_size": 64, "intermediate_size": 96, "bos_token_id": None}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "eos_token_id": EOS}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(num_hidden_layers=2, **_SIZES),
     "wide": LlamaConfig(num_hidden_layers=2, head_dim=32, **_SIZES),
@@ -106,6 +98,7 @@ class World:
     model: Transformer
     tokenizer: Tokenizer
     compiler: Compiler
+    folder: Path
     settings: CacheSettings | None = None
     found: "dict[str, Outcome]" = field(default_factory=dict, init=False, compare=False)
 
@@ -120,7 +113,7 @@ def make_world(name: str, folder: Path) -> World:
     make_folder(name, folder)
     model, _ = load_model(folder)
     tokenizer = load_tokenizer(folder)
-    return World(model, tokenizer, make_compiler(tokenizer))
+    return World(model, tokenizer, make_compiler(tokenizer), folder)
 
 
 @dataclass(frozen=True)
@@ -144,49 +137,26 @@ class Outcome:
 
     @classmethod
     def of(cls, result: GenerationResult) -> "Outcome":
-        return cls(
-            result.token_ids,
-            result.text,
-            result.finish_reason,
-            result.stop_reason,
-            result.grammar_complete,
-            result.error,
-            result.logprobs,
-        )
+        return cls(**{each.name: getattr(result, each.name) for each in fields(cls)})
 
 
 _LETTERS = [*b"abc ", *range(256, EOS)]  # so few that a text soon repeats itself
+
+_REPETITION: dict[str, Any] = {"repetition_penalty": 1.3, "repetition_window": 12}
+_BIAS: dict[str, Any] = {"logit_bias": {EOS: 4.0, ord("a"): 4.0, ord("b"): 3.5, ord("q"): 2.5, 7: -np.inf}}
+_PROCESSED: dict[str, Any] = {"logprobs": 1, "logprobs_mode": "processed"}
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "greedy, penalised": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
     "seeded": {"temperature": 0.8, "seed": 1},
-    "filtered": {
-        "temperature": 0.8,
-        "top_k": 20,
-        "top_p": 0.9,
-        "repetition_penalty": 1.3,
-        "repetition_window": 12,
-        "seed": 2,
-    },
+    "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 2} | _REPETITION,
     "counted": {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": 0.4, "min_p": 0.02, "seed": 3},
-    "ending": {
-        "temperature": 0.9,
-        "logit_bias": {EOS: 4.0, ord("a"): 4.0, ord("b"): 3.5, ord("q"): 2.5, 7: -np.inf},
-        "min_new_tokens": 6,
-        "stop_token_ids": [ord("q")],
-        "seed": 4,
-    },
+    "ending": {"temperature": 0.9, "min_new_tokens": 6, "stop_token_ids": [ord("q")], "seed": 4} | _BIAS,
     "stopped": {"temperature": 1.0, "allowed_token_ids": [*_LETTERS, EOS], "stop": ["cab ", "bb", " ab"], "seed": 5},
     "few letters": {"temperature": 0.4, "allowed_token_ids": _LETTERS, "repetition_penalty": 1.1, "seed": 6},
     "scored": {"temperature": 0.6, "allowed_token_ids": [*_LETTERS, EOS], "stop": ["ca"], "logprobs": 2, "seed": 7},
-    "scored, penalised": {
-        "temperature": 0,
-        "presence_penalty": 0.3,
-        "logprobs": 1,
-        "logprobs_mode": "processed",
-        "min_new_tokens": 3,
-    },
+    "scored, penalised": {"temperature": 0, "presence_penalty": 0.3, "min_new_tokens": 3} | _PROCESSED,
 }
 _SCHEMA = {
     "type": "object",

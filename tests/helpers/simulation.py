@@ -179,11 +179,8 @@ class Simulation:
         request.bound = MAX_SECONDS + most_seconds(self.scheduler.costs, work, self.machine.num_slots, longest)
 
     def room_of(self, request: Request) -> int:
-        room = request.max_new - request.num_given
-        return min(
-            room,
-            ceil(self.lengths.expected(request.tenant, request.num_given)) if self.learns else self.expected_answer,
-        )
+        learnt = ceil(self.lengths.expected(request.tenant, request.num_given))
+        return min(request.max_new - request.num_given, learnt if self.learns else self.expected_answer)
 
     def waiting_of(self, request: Request) -> Waiting:
         rank, work = rank_of(request.arrives_at, request.priority), work_of(request.num_prompt, self.room_of(request))

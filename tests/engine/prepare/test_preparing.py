@@ -99,6 +99,7 @@ def counted_calls(compiler: Compiler, form: AnswerFormat) -> int:
     return num_calls
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("name", SYNTAXES)
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_the_steps_of_the_server_s_process_do_not_grow_with_a_schema(
@@ -110,6 +111,7 @@ def test_the_steps_of_the_server_s_process_do_not_grow_with_a_schema(
     assert counted_calls(compiler, format_of(large, name=name)) < 2 * usual + 500
 
 
+@pytest.mark.slow
 def test_tools_that_take_too_long_together_lose_their_schemas(compiler: Compiler) -> None:
     slow = much_that_is_shared(2_000)
     found = AnswerGrammars(compiler).prepare(format_of(slow, {"properties": {"a": TEXT}}, name="qwen3-coder"), None)

@@ -3,7 +3,6 @@
 In tests, new pages are filled with NaN (`INFER_POISON`), so an answer from unwritten values has no tokens.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import Phi3Config
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from extent import usual_or_all
 from infer import LLM, SamplingParams
 from infer.compute.kvcache.paged import SPARE_TOKENS
 from infer.engine.session.session import Session
@@ -38,6 +38,8 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "snapkv": ("llama", SNAPKV),
     "snapkv and windows": ("windows", SNAPKV),
     "two sets of rope factors": ("longrope", {}),
+    "convolutions": ("convolutions", {"reuse_prefixes": True}),
+    "states": ("states", {"reuse_prefixes": True}),
 }
 PLAIN: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
 KINDS = [
@@ -45,21 +47,6 @@ KINDS = [
     SamplingParams(temperature=1, seed=7, **PLAIN),
     SamplingParams(temperature=1, seed=7, repetition_penalty=1.3, **PLAIN),
 ]
-
-
-@dataclass(frozen=True)
-class Case:
-    """The calls on a session before it is saved, on others meanwhile, and on the loaded session afterwards."""
-
-    length: int
-    answered: bool
-    taken_back: int
-    between: int  # tokens of another request
-    rewound: int
-    appended: int
-    forks: bool
-    saved_again: bool
-    kind: SamplingParams
 
 
 @cache
@@ -95,62 +82,60 @@ def outcome(result: GenerationResult) -> tuple[Any, ...]:
     return result.token_ids, [entry.logprob for entry in result.logprobs]
 
 
-def go_on(session: Session, case: Case) -> list[tuple[Any, ...]]:
-    session.rewind(min(case.rewound, len(session.token_ids) - 1))
-    session.append(make_ids(case.appended, seed=5))
-    return [outcome(session.generate(case.kind)) for _ in range(2)]
+NUMBERS = {
+    "append": st.sampled_from([1, 9, 30]),
+    "generate": st.integers(0, 2),
+    "rewind": st.one_of(st.sampled_from([1, SPARE_TOKENS, SPARE_TOKENS + 1]), st.integers(0, 40)),
+    "fork": st.just(0),
+    "save and load": st.just(0),
+    "answer another": st.sampled_from([30, 100]),
+}
+CALLS = st.lists(st.one_of(*(st.tuples(st.just(name), number) for name, number in NUMBERS.items())), max_size=9)
 
 
-def check(llm: LLM, case: Case, path: Path) -> None:
-    session = llm.session()
-    session.append(make_ids(case.length))
-    if case.answered:
-        session.generate(case.kind)
-    session.rewind(min(case.taken_back, len(session.token_ids) - 1))
-    before = session.token_ids
-    session.save(path)
-    if case.between:
-        llm.generate(make_ids(case.between, seed=3), case.kind)
-    loaded = llm.load_session(path)
-    if case.saved_again:
-        loaded.save(path)
-        llm.generate(make_ids(40, seed=4), case.kind)
-        loaded = llm.load_session(path)
-    llm._opened.runner.cache.check_integrity()
-    if case.forks:
-        loaded = loaded.fork()
-    found, expected = go_on(loaded, case), go_on(session, case)
-    assert found == expected
-    kept = before[: len(before) - min(case.rewound, len(before) - 1)]
-    fresh = outcome(llm.generate([*kept, *make_ids(case.appended, seed=5)], case.kind))
-    assert fresh[0] == found[0][0]
-    assert fresh[1] == pytest.approx(found[0][1], abs=0)
+def check(llm: LLM, length: int, calls: list[tuple[str, int]], path: Path) -> None:
+    """Make calls on a session, and compare each answer with that of a prompt of its ids. Left sessions go on last."""
+    session, ids, left = llm.session(), make_ids(length), list[tuple[Session, list[int]]]()
+    session.append(ids)
+
+    def answer(session: Session, ids: list[int], kind: SamplingParams) -> None:
+        result = session.generate(kind)
+        assert outcome(result) == outcome(llm.generate(ids, kind))
+        ids += result.token_ids
+
+    for name, number in calls:
+        count = min(number, len(ids) - 1)
+        if name == "append" and len(ids) + number < 120:
+            session.append(make_ids(number, seed=len(ids)))
+            ids += make_ids(number, seed=len(ids))
+        elif name == "generate" and len(ids) < 120:
+            answer(session, ids, KINDS[number])
+        elif name == "rewind":
+            session.rewind(count)
+            del ids[len(ids) - count :]
+        elif name == "answer another":
+            llm.generate(make_ids(number, seed=3), KINDS[0])
+        elif name in ("fork", "save and load"):
+            left.append((session, list(ids)))
+            session.save(path)
+            session = session.fork() if name == "fork" else llm.load_session(path)
+        assert session.token_ids == ids
+        llm._opened.runner.cache.check_integrity()
+    for each, its_ids in [*left, (session, ids)]:
+        answer(each, its_ids, KINDS[1])
 
 
-COUNTS = st.integers(0, 20)
-CASES = st.builds(
-    Case,
-    length=st.integers(1, 110),
-    answered=st.booleans(),
-    taken_back=COUNTS,
-    between=st.sampled_from([0, 30, 100]),
-    rewound=st.one_of(st.sampled_from([0, 0, 1, SPARE_TOKENS, SPARE_TOKENS + 1]), COUNTS),
-    appended=st.sampled_from([0, 0, 1, 9]),
-    forks=st.booleans(),
-    saved_again=st.booleans(),
-    kind=st.sampled_from(KINDS),
-)
-
-
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize("name", CACHES)
 def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Path, tmp_path: Path) -> None:
+    """So does a session after any other calls: an answer depends only on the ids."""
     llm = make_llm(name, base)
 
-    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
-    @example(case=Case(65, False, 1, 0, 0, 0, False, False, KINDS[0]))  # its rope factors are those for 65 tokens
-    @given(case=CASES)
-    def always(case: Case) -> None:
-        check(llm, case, tmp_path / "session")
+    @settings(max_examples=usual_or_all(6, 100), deadline=None, suppress_health_check=list(HealthCheck))
+    @example(length=65, calls=[("rewind", 1), ("save and load", 0), ("generate", 0)])  # the rope factors of 65 tokens
+    @given(length=st.integers(1, 110), calls=CALLS)
+    def always(length: int, calls: list[tuple[str, int]]) -> None:
+        check(llm, length, calls, tmp_path / "session")
 
     always()
 

@@ -13,7 +13,7 @@ from infer import LLM, SamplingParams
 from infer.engine.session import session_file
 
 ANSWER = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 class SlowFile(io.BufferedWriter):
@@ -74,7 +74,7 @@ def test_another_is_answered_while_a_session_is_saved(llm: LLM, tmp_path: Path, 
     other = threading.Thread(target=lambda: results.append(llm.generate("go on", ANSWER).token_ids))
     with while_saving(session, path, slow_files):
         other.start()
-        other.join(5)
+        other.join(SECONDS)
         was_answered = bool(results)
     other.join()
     assert was_answered
@@ -93,7 +93,7 @@ def test_a_session_whose_slot_is_taken_away_is_saved_without_a_cache(
     with while_saving(session, path, slow_files):
         trimming = threading.Thread(target=llm.trim)
         trimming.start()
-        trimming.join(5)
+        trimming.join(SECONDS)
     trimming.join()
     loaded = llm.load_session(path)
     assert (loaded.token_ids, loaded.num_cached_tokens) == (session.token_ids, 0)

@@ -17,6 +17,7 @@ from infer.compute.operands.step import Chunk
 from infer.engine.requests.stream import Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.session.token_spelling import keep_spelling
+from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ContextLengthError
 from infer.outputs import GenerationResult
 from tiny import Tiny, make_tiny
@@ -38,16 +39,10 @@ TEMPLATE = (
 def make_model(folder: Path, *, num_layers: int = 2, context: int = CONTEXT, **tokenizer: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
-        vocab_size=NUM_TOKENS + 4,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        bos_token_id=None,
+        vocab_size=NUM_TOKENS + 4, hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=context, bos_token_id=None,
         eos_token_id=NUM_TOKENS - 2,
-    )
+    )  # fmt: skip
     make_tiny(Tiny("bytes", config), folder)
     write_byte_tokenizer(folder, merges=[("a", "b"), ("e", " ")], chat_template=TEMPLATE, **tokenizer)
     return folder
@@ -60,22 +55,23 @@ def check_fresh(llm: LLM, prompt: list[int], params: SamplingParams, result: Gen
     assert result.prompt_tokens == len(prompt)
 
 
+def check_turn(llm: LLM, session: Session, text: str, params: SamplingParams = GREEDY, **options: Any) -> Any:
+    """Send a turn, and check its answer by that of a newly loaded model to all tokens of the session."""
+    result = session.send(text, params, **options)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], params, result)
+    return result
+
+
 @BOTH
 def test_turns_answer_as_one_long_prompt_and_run_only_new_tokens(llm: LLM, params: SamplingParams) -> None:
     session = llm.session(system="be brief")
+    chat = llm.chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}], params)
     for text in ("hello", "and now", "one more"):
         cached = session.num_cached_tokens
-        result = session.send(text, params)
-        check_fresh(llm, session.token_ids[: -len(result.token_ids)], params, result)
-        assert result.reused_tokens == cached
-        assert result.dropped_tokens == 0
+        result = check_turn(llm, session, text, params)
+        assert text != "hello" or result.token_ids == chat.token_ids
+        assert (result.reused_tokens, result.dropped_tokens) == (cached, 0)
     assert [message["role"] for message in session.messages] == ["system", *["user", "assistant"] * 3]
-
-
-def test_the_first_turn_is_a_chat(llm: LLM) -> None:
-    session = llm.session(system="be brief")
-    expected = llm.chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}], GREEDY)
-    assert session.send("hello", GREEDY).token_ids == expected.token_ids
 
 
 @BOTH
@@ -105,8 +101,7 @@ def test_with_a_template_that_drops_thoughts_the_shared_part_is_kept(llm: LLM) -
     session = llm.session(prefix="thought|")
     session.send("hello", GREEDY)
     cached = session.num_cached_tokens
-    result = session.send("next", GREEDY)
-    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+    result = check_turn(llm, session, "next")
     num_question = len(llm.tokenizer.encode_chat([{"role": "user", "content": "hello"}]))
     assert result.reused_tokens == num_question
     assert result.dropped_tokens == cached - num_question > 0
@@ -180,8 +175,7 @@ def test_a_stopped_answer_is_kept_and_the_session_continues(llm: LLM, num_tokens
         assert (session.token_ids, session.messages) == before
     else:
         assert session.messages[-1] == {"role": "assistant", "content": result.text}
-    again = session.send("go on", GREEDY)
-    check_fresh(llm, session.token_ids[: -len(again.token_ids)], GREEDY, again)
+    check_turn(llm, session, "go on")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -195,8 +189,7 @@ def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, er
         with pytest.raises(error):
             call()
     session.rewind(len(session.token_ids))
-    result = session.send("go on", GREEDY)
-    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+    check_turn(llm, session, "go on")
 
 
 def test_a_fault_while_ids_are_appended_leaves_a_session_that_goes_on(
@@ -236,8 +229,7 @@ def test_a_stream_that_is_left_early_frees_the_session(llm: LLM, num_read: int, 
         stream.close()
     del stream
     assert len(session.messages) == (2 if num_read else 0)
-    result = session.send("go on", GREEDY)
-    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+    check_turn(llm, session, "go on")
 
 
 def test_the_second_thread_that_enters_a_session_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,25 +258,33 @@ def test_the_second_thread_that_enters_a_session_is_refused(llm: LLM, monkeypatc
     assert stream.run().token_ids == llm.chat([{"role": "user", "content": "hello"}], GREEDY).token_ids
 
 
-def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(llm: LLM) -> None:
-    session = llm.session()
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(
+    llm: LLM, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, accept = llm.session(), Answering.accept
     session.send("hello", GREEDY)
     before = session.token_ids, session.messages
-    nothing = SamplingParams(temperature=0, allowed_token_ids=[65], logit_bias={65: -float("inf")})
-    for call in (lambda: session.send("fail", nothing), lambda: session.generate(nothing)):
-        failed, again = call(), call()
-        assert failed.finish_reason == again.finish_reason == "error"
-        assert failed.reused_tokens == again.reused_tokens, "what failed is not there to be reused"
-        assert (session.token_ids, session.messages) == before
-    result = session.send("go on", GREEDY)
-    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+    def fail(running: Answering, *token: Any) -> Any:
+        if len(running.pieces) == num_tokens:
+            raise ZeroDivisionError
+        return accept(running, *token)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answering, "accept", fail)
+        for call in (lambda: session.send("fail", GREEDY), lambda: session.generate(GREEDY)):
+            failed, again = call(), call()
+            assert failed.finish_reason == again.finish_reason == "error"
+            assert failed.reused_tokens == again.reused_tokens, "what failed is not there to be reused"
+            assert (session.token_ids, session.messages) == before
+    check_turn(llm, session, "go on")
 
 
 def test_a_grammar_and_drafts_hold_in_a_session(llm: LLM) -> None:
     session = llm.session()
     for params in (SamplingParams(temperature=0, regex="yes(, yes){3}!?"), SAMPLED, GREEDY):
-        result = session.send("say ab ab ab ab", params, speculation="ngram")
-        check_fresh(llm, session.token_ids[: -len(result.token_ids)], params, result)
+        check_turn(llm, session, "say ab ab ab ab", params, speculation="ngram")
 
 
 def test_later_changes_of_messages_do_not_affect_the_session(llm: LLM) -> None:
@@ -340,8 +340,7 @@ def test_a_fork_goes_its_own_way(llm: LLM, params: SamplingParams) -> None:
     other = session.fork()
     assert (other.token_ids, other.messages) == (session.token_ids, session.messages)
     for each, text in ((session, "left"), (other, "right"), (session, "left again"), (other, "right again")):
-        result = each.send(text, params)
-        check_fresh(llm, each.token_ids[: -len(result.token_ids)], params, result)
+        result = check_turn(llm, each, text, params)
         assert result.reused_tokens > 0
         assert result.dropped_tokens == 0
     assert session.messages != other.messages

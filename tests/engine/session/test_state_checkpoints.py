@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, GenerationResult, SamplingParams
@@ -11,11 +12,20 @@ from infer.engine.requests.conversation import Conversation
 from infer.engine.requests.request_maker import Ask
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.step.place import common_length
-from test_session import GREEDY_VALUES, TEMPLATE, make_model
-from test_sessions_with_states import CONFIGS
+from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, TEMPLATE, check_turn, make_model
 from tiny import Tiny, make_tiny
 from tool_templates import QWEN35
 
+_SIZES: dict[str, Any] = {"vocab_size": NUM_TOKENS + 4, "hidden_size": 64, "intermediate_size": 96}
+_SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None}
+_SIZES |= {"max_position_embeddings": 1600, "eos_token_id": NUM_TOKENS - 2}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "convolutions": Lfm2Config(full_attn_idxs=[1, 3], **_SIZES),
+    "states": Qwen3_5TextConfig(
+        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, **_SIZES,
+    ),
+}  # fmt: skip
 PAGE = 64
 PARAMS = SamplingParams(**GREEDY_VALUES | {"logprobs": 2})
 SYSTEM = {"role": "system", "content": "Rules of the house, which every question is asked under. " * 5}
@@ -50,6 +60,16 @@ def check_cold(cold: LLM, prompt: Any, result: GenerationResult) -> None:
 
 def check_reused(result: GenerationResult, num_shared: int) -> None:
     assert num_shared - PAGE < result.reused_tokens <= num_shared
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_turn_reads_only_new_tokens(both: Both, params: Any) -> None:
+    llm, session = both[0], both[0].session(system="be brief")
+    for text in (QUESTIONS[0], "and now", "one more " * 9):
+        cached = session.num_cached_tokens
+        result = check_turn(llm, session, text, params)
+        assert result.reused_tokens >= cached
+        assert result.dropped_tokens == 0
 
 
 def test_another_conversation_reads_at_most_a_page_of_the_system_message(both: Both) -> None:

@@ -77,10 +77,12 @@ def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, co
     return asked
 
 
-def test_drafts_that_are_always_right_have_the_largest_size() -> None:
-    asked = run(DraftPolicy(8, PRIORS), StepTimes(), 60, 1.0, 0.05)
+def test_drafts_that_are_always_right_have_the_largest_size_also_in_the_next_request() -> None:
+    times = StepTimes()
+    asked = run(DraftPolicy(8, PRIORS), times, 60, 1.0, 0.05)
     assert asked[-1] == 8
     assert sum(number == 8 for number in asked) > 40
+    assert run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
 
 
 def test_drafts_that_are_never_right_are_not_made() -> None:
@@ -90,11 +92,6 @@ def test_drafts_that_are_never_right_are_not_made() -> None:
 def test_dear_tokens_are_drafted_less_than_cheap_ones() -> None:
     cheap, dear = (sum(run(DraftPolicy(8, PRIORS), StepTimes(), 300, 0.7, cost)[100:]) for cost in (0.02, 0.4))
     assert cheap > 2 * dear
-
-
-def test_few_tokens_are_drafted_if_each_costs_a_step() -> None:
-    asked = run(DraftPolicy(8, PRIORS), StepTimes(), 400, 0.9, 1.0)[50:]
-    assert sum(number > 0 for number in asked) < 20
 
 
 def test_drafting_comes_back_when_guesses_become_right() -> None:
@@ -109,12 +106,6 @@ def test_times_that_are_over_are_measured_anew() -> None:
     asked = run(policy, times, 2000, 1.0, 0.05)
     assert asked[0] == 0
     assert sum(asked[-100:]) > 700
-
-
-def test_measurements_of_one_request_serve_the_next() -> None:
-    times = StepTimes()
-    run(DraftPolicy(8, PRIORS), times, 100, 1.0, 0.05)
-    assert run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
 
 
 # Time of a step by its tokens, relative to one token: measured with SmolLM2 on two cores with AMX, and wanted.
@@ -243,34 +234,6 @@ def test_a_busy_moment_slows_all_steps_and_changes_no_choice() -> None:
     assert abs(sum(busy) - sum(quiet)) < 0.1 * sum(quiet)
 
 
-def test_steps_that_are_sometimes_delayed_cost_only_themselves() -> None:
-    rng = random.Random(3)
-    quiet = speedups(Machine(COSTS["now"], noise=0.05))
-    held = speedups(Machine(COSTS["now"], 0.05, lambda *_: rng.uniform(2, 5) if rng.random() < 0.03 else 1.0))
-    for name in quiet:
-        assert held[name] > 0.85 * quiet[name], name
-
-
-def words(rng: random.Random, count: int, num_words: int) -> list[int]:
-    """Return words with the frequencies of a language: the n-th word 1/n as often. Pairs repeat in new places."""
-    return rng.choices(range(num_words), [1 / (1 + rank) for rank in range(num_words)], k=count)
-
-
-@pytest.mark.parametrize("num_words", [30, 300, 3000])
-def test_guesses_that_go_wrong_cost_less_than_a_fiftieth(num_words: int) -> None:
-    rng, machine, times = random.Random(num_words), Machine(COSTS["now"]), StepTimes()
-    answers = [(words(rng, 200, num_words), words(rng, 300, num_words)) for _ in range(8)]
-    assert min(plain(said) / drafted(prompt, said, machine, times) for prompt, said in answers) > 0.98
-
-
-def test_a_copy_is_three_times_as_fast_and_an_edited_one_twice() -> None:
-    prompt = words(random.Random(1), 300, 3000)
-    edited = [token_id if index % 24 else 5000 for index, token_id in enumerate(prompt)]
-    for said, least in ((prompt, 3), (edited, 2.5)):
-        times = StepTimes()
-        assert [plain(said) / drafted(prompt, said, Machine(COSTS["wanted"]), times) for _ in range(2)][1] > least
-
-
 def test_one_delayed_step_changes_little() -> None:
     policy, times = DraftPolicy(4, PRIORS), StepTimes()
     run(policy, times, 100, 0.9, 0.1)
@@ -278,14 +241,6 @@ def test_one_delayed_step_changes_little() -> None:
     times.learn(1, 1000.0)
     assert times.seconds(1) < 1.3
     assert policy.num_draft_tokens(times, MAX_NGRAM) >= wanted - 1
-
-
-def test_a_first_step_that_took_long_is_soon_forgotten() -> None:
-    times = StepTimes()
-    times.learn(1, 100.0)
-    for _ in range(10):
-        times.learn(1, 1.0)
-    assert times.seconds(1) < 2
 
 
 @settings(max_examples=60, deadline=None)

@@ -130,6 +130,7 @@ def fail_once(
     return raised
 
 
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_that_raises_once_ends_no_answer_and_changes_none(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch

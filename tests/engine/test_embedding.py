@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from embedding_model import write_modules
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.compute import ops
 from infer.compute.operands.step import Step
@@ -21,7 +20,6 @@ from infer.engine.texts import text_states
 from infer.engine.texts.embedding import embed, texts_to_embed
 from infer.engine.texts.vector_options import VectorOptions
 from infer.outputs import Pooling
-from served import serving
 from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
@@ -46,16 +44,6 @@ def test_the_mean_and_the_last_are_those_of_the_hidden_states(llm: LLM, normaliz
         expected = torch.nn.functional.normalize(expected) if normalize else expected
         assert torch.allclose(torch.stack([mean, last]).double(), expected, atol=1e-6)
         assert torch.equal(last, expected[1].float())
-
-
-def test_a_model_made_for_embeddings_pools_in_its_own_way_and_is_served(tmp_path: Path) -> None:
-    folder = make_model(tmp_path)
-    write_modules(folder, ["Transformer", "Pooling", "Normalize"])
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
-    with LLM(folder) as llm, serving(llm) as served:
-        assert torch.equal(llm.embed(["hello"]), llm.embed(["hello"], "last"))
-        (found,) = served.client.post("/v1/embeddings", json={"input": "hello"}).json()["data"]
-        assert torch.equal(torch.tensor([found["embedding"]]), llm.embed(["hello"], "last"))
 
 
 @pytest.mark.parametrize("pooling", get_args(Pooling))

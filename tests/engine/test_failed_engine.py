@@ -80,12 +80,14 @@ def failing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
     return Failing(llm, session)
 
 
+@pytest.mark.slow(cases=4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failed_engine_is_reported_to_each_reader(way: str, failing: Failing) -> None:
     with pytest.raises(EngineFailedError, match="the engine has failed: RuntimeError: planted"):
         WAYS[way](*failing)
 
 
+@pytest.mark.slow(cases=4)
 @pytest.mark.parametrize("way", TASKS)
 def test_a_failed_engine_is_reported_to_each_task(way: str, failing: Failing) -> None:
     async def read() -> None:

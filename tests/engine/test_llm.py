@@ -152,7 +152,8 @@ def changed(folder: Path, copy: Path, **settings: Any) -> Path:
 
 
 def test_tensors_that_do_not_fit_the_config_are_all_named(folder: Path, tmp_path: Path) -> None:
-    changed(folder, tmp_path, intermediate_size=64, num_hidden_layers=3)
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    changed(folder, tmp_path, intermediate_size=64, **layers)
     with pytest.raises(ModelError) as caught:
         LLM(tmp_path)
     message = str(caught.value)

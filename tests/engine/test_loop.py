@@ -215,6 +215,7 @@ def test_a_cancelled_sequence_ends_with_the_step_under_way(place: Place) -> None
     assert place.runner.cache.free_pages == place.runner.cache.pool_pages
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("was_called", [False, True])
 def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
     world: World, place: Place, was_called: bool, monkeypatch: pytest.MonkeyPatch
@@ -342,6 +343,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     assert not place.engine.sequences
 
 
+@pytest.mark.slow
 def test_steps_that_fail_now_and_then_change_no_answer(
     world: World, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

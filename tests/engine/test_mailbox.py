@@ -44,6 +44,7 @@ def pieces_of(count: int) -> list[Piece]:
 # Pauses
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("case", [LONG, DRAWN], ids=["greedy", "sampled"])
 def test_an_unread_answer_pauses_and_another_takes_its_slot(
     world: World, engine: Engine, loop: Loop, case: Case

@@ -199,7 +199,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert type(params.top_k) is int
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(PARAMETER_NAMES), st.one_of(st.floats(), st.integers(), st.text(), st.none())))
 def test_any_values_give_params_or_one_clear_line(values: dict[str, Any]) -> None:
     message = ""
@@ -237,7 +237,7 @@ def test_the_rate_leaves_out_the_first_two_steps_where_there_are_more() -> None:
     assert drafted.decode_tokens_per_second == pytest.approx(2 / 1.0), "drafts count with the step that verified them"
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
 def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> None:
     import numpy as np

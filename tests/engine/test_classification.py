@@ -83,6 +83,7 @@ def test_the_kind_of_problem_chooses_the_function(
     assert torch.allclose(found, function(logits_of(model, tmp_path, TEXTS)), atol=1e-4)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("num_labels", [1, 2, 4])
 def test_labels_without_names_have_those_of_transformers(tmp_path: Path, num_labels: int) -> None:
     make_classifier(tmp_path, labels=None, num_labels=num_labels, pad_token_id=EOS)
@@ -158,6 +159,7 @@ def test_a_model_without_labels_says_what_it_lacks(embedder: LLM) -> None:
         embedder.classify(["a"])
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

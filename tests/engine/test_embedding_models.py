@@ -63,6 +63,7 @@ def through(folder: Path, places: Sequence[int], states: Tensor) -> Tensor:
     return states
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize(("size", "is_normalized"), [(40, True), (96, False), (64, True), (64, False)])
 def test_dense_layers_follow_the_pooling_in_their_order(tmp_path: Path, is_normalized: bool, size: int) -> None:
     """The smallest model has no dense layers, and vectors of its hidden size."""
@@ -83,6 +84,7 @@ def test_dense_layers_follow_the_pooling_in_their_order(tmp_path: Path, is_norma
         assert torch.equal(torch.tensor([answer["data"][0]["embedding"]]), found[:1])
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("mode", ["cls", "mean", "weightedmean"])
 def test_tokens_of_a_prompt_are_not_pooled_if_the_files_say_so(tmp_path: Path, mode: str) -> None:
     pooling = {"pooling_mode": mode, "include_prompt": False}
@@ -124,6 +126,7 @@ def test_dimensions_cut_a_vector_and_normalise_it_again(llm: LLM) -> None:
         assert torch.equal(llm.embed(TEXTS, dimensions=size, normalize=False), whole[:, :size])
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": False}, {"add_bos_token": False, "add_eos_token": True}])
 def test_the_end_of_a_text_is_that_of_the_file_unless_a_flag_says_otherwise(
     tmp_path: Path, flags: dict[str, bool]
@@ -181,6 +184,7 @@ def test_broken_prompts_of_a_gguf_file_name_the_key(names: Any, texts: Any, defa
         prompts_from_gguf(Path("model.gguf"), metadata)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -21,7 +21,7 @@ from infer.models.catalog.explanation import explain
 from served import serving
 
 LABELS = ("bad", "so-so", "good")
-NAMES = ("bert", "distilbert", "electra", "roberta", "xlm-roberta", "nomic", "modernbert", "modernbert-biased")
+NAMES = ("bert", "electra", "distilbert", "roberta", "xlm-roberta", "nomic", "modernbert", "modernbert-biased")
 WITH_TYPES = ("bert", "electra", "nomic")
 QUERY, DOCUMENTS = SENTENCES[0], [*SENTENCES[1:6], "", SENTENCES[1]]
 TEXTS = [*SENTENCES[:4], "", " ".join(SENTENCES * 3)]
@@ -185,6 +185,7 @@ def test_a_gguf_file_of_bert_lacks_a_layer_of_the_head(tmp_path: Path) -> None:
         LLM(path)
 
 
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize(
     ("name", "lost", "changes", "problem"),
     [
@@ -212,6 +213,7 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(
     ("tensor", "problem"),
     [

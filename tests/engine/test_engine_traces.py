@@ -224,6 +224,7 @@ def test_every_answer_is_that_of_the_sequence_alone(
     assert num_failed
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted, preempt = list[Sequence](), Slots.preempt
 

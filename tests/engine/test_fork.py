@@ -229,6 +229,7 @@ with torch.inference_mode():
     )
 
 
+@pytest.mark.slow
 def test_a_lock_that_another_thread_holds_at_the_fork_is_free_in_the_child(run: Callable[[str], None]) -> None:
     """A lock is held for a moment, so that a fork may wait for it, or for long, by a thread that asks a process."""
     run(

@@ -123,6 +123,7 @@ assert not wrong and found == [expected[LONG]] * 9
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_generate_all_ends_all_its_answers(run: Callable[..., None]) -> None:
     run(
         """

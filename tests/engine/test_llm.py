@@ -37,6 +37,7 @@ def llm(folder: Path) -> LLM:
     return LLM(folder)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_capture_and_cache_change_no_token(llm: LLM, folder: Path, params: SamplingParams) -> None:
     expected = llm.generate("once upon", params).token_ids
@@ -135,6 +136,7 @@ def test_masks_filled_beside_the_step_and_before_it_give_the_same_tokens(
     assert all(result.stats.masks_filled >= result.stats.single_steps for result in found)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("weights", ["bf16", "q8", "q4"])
 def test_weights_quantised_at_load_stay_close(llm: LLM, folder: Path, weights: str) -> None:
     token_ids = list(b"the quick brown fox jumps over the lazy dog")

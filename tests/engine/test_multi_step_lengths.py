@@ -35,6 +35,7 @@ def test_a_chain_lasts_a_tenth_of_a_second(
         assert (result.stats.multi_steps, result.stats.single_steps) == (1 + -(-rest // longest), 1)
 
 
+@pytest.mark.slow
 def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.engine.step.scheduler.MAX_SECONDS", 1e9)
     stopped = replace(CASE, params=replace(CASE.params, stop=["never said"]))

@@ -89,6 +89,7 @@ def test_another_salt_model_or_precision_finds_nothing(folder: Path, tmp_path: P
         assert llm.generate(PROMPT, GREEDY).disk_tokens == 192
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_damaged_file_costs_a_reading_and_a_line_but_no_token(
     index: int, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

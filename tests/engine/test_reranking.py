@@ -37,6 +37,7 @@ def scores_of(found: list[RankedDocument]) -> list[float]:
     return [each.score for each in sorted(found, key=lambda each: each.index)]
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("instruction", [None, "Find facts about animals"])
 def test_scores_are_the_probabilities_of_the_model_card(tmp_path: Path, is_tied: bool, instruction: str | None) -> None:
@@ -95,6 +96,7 @@ def test_a_copy_under_another_name_is_a_reranker_if_asked(tmp_path: Path, judge:
         assert other.rerank(QUERY, DOCUMENTS) == judge.rerank(QUERY, DOCUMENTS)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("false_id", [NO, None])
 @pytest.mark.parametrize("prompts", [{}, {"prompts": {"web": "find"}, "default_prompt_name": "web"}])
 def test_sentence_transformers_files_name_the_tokens_and_the_template(

@@ -321,6 +321,7 @@ def test_every_step_is_for_all_where_that_gives_each_tenant_its_share() -> None:
         assert shared.now == pytest.approx(alone.now)
 
 
+@pytest.mark.slow
 def test_consecutive_questions_take_a_slot_from_long_answers_once() -> None:
     machine = Machine(8, 10_000, (2e-3, 1e-3, 4.5e-4, 9e-4))
     loud = [Request(0.0, 10, 3000, 3000, tenant="loud", is_streamed=False) for _ in range(20)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent import usual_or_all
+from extent import IS_SHORT, usual_or_all
 from infer.sampling_params import SamplingParams
 from path_cases import (
     DRAFTS,
@@ -46,7 +46,7 @@ def expected_of(world: World, token_ids: list[int], stop: list[str], include: bo
     return Outcome(token_ids, text, "length", "max_new_tokens", None, None, None)
 
 
-@settings(max_examples=usual_or_all(30, 300), deadline=None)
+@settings(max_examples=15 if IS_SHORT else usual_or_all(30, 300), deadline=None)
 @given(st.integers(0, 40), st.sampled_from([0.6, 1.0, 2.0]), stops, st.booleans(), ways)
 def test_the_text_ends_where_a_search_of_the_decoded_text_says(
     world: World, seed: int, temperature: float, stop: list[str], include: bool, way: Way

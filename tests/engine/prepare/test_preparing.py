@@ -198,6 +198,7 @@ def test_templates_are_cached_up_to_a_number_of_characters() -> None:
     assert len(renderer._compiled) == 2
 
 
+@pytest.mark.slow
 def test_a_tokenizer_forgets_the_templates_that_were_not_used_for_longest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

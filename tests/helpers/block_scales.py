@@ -1,13 +1,36 @@
-"""Store scales in blocks of random bytes, wherever a type has them."""
+"""Store scales in blocks of random bytes, wherever a type has them, and make weights of such blocks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from infer.compute.operands.weights import StoredWeight
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 Bytes = NDArray[np.uint8]
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def stored_weight(
+    rng: np.random.Generator,
+    type_: str,
+    rows: int,
+    columns: int,
+    draw_values: Callable[[tuple[int, ...]], NDArray[Any]],
+    draw_scales: Callable[[tuple[int, ...]], NDArray[Any]],
+) -> StoredWeight:
+    """Return a weight of random bits. A float type has the drawn values, and other types have the drawn scales."""
+    if type_ in FLOATS:
+        values = torch.from_numpy(draw_values((rows, columns)).astype(np.float32))
+        return StoredWeight(type_, (rows, columns), values.to(FLOATS[type_]))
+    kind = BLOCK_TYPES[type_]
+    blocks = rng.integers(0, 256, (rows, columns // kind.block_size, kind.block_bytes), dtype=np.uint8)
+    put_bytes(blocks, type_, rng)
+    put_halves(blocks, type_, lambda: draw_scales((*blocks.shape[:2], 1)).astype(np.float16))
+    return StoredWeight(type_, (rows, columns), torch.from_numpy(with_tails(blocks, type_, rng)))
 
 
 def put_halves(blocks: Bytes, type_: str, draw: Callable[[], NDArray[np.float16]]) -> None:

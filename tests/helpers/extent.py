@@ -12,9 +12,12 @@ mark closest to a test counts, so a mark of a function overrides the file's.
 import os
 import re
 from collections import defaultdict
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 IS_WHOLE = os.environ.get("INFER_TESTS") == "all"
 IS_SHORT = os.environ.get("INFER_TESTS") == "promises"
@@ -23,6 +26,16 @@ IS_REST = os.environ.get("INFER_TESTS") == "rest"
 
 def usual_or_all(usual: int, whole: int) -> int:
     return whole if IS_WHOLE else usual
+
+
+def slow_except(quick: Container[Any], values: Iterable[Any]) -> list[ParameterSet]:
+    """Return the values as parameters of a test. `make test` runs it with the quick ones only."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else [value]), marks=[] if value in quick else pytest.mark.slow
+        )
+        for value in values
+    ]
 
 
 def is_left_out(file: Path) -> bool:

@@ -19,23 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from answer_cases import CASES, Case
 from answer_runs import answers_in
-from block_scales import put_bytes, put_halves, with_tails
-from infer import SamplingParams
+from block_scales import FLOATS, stored_weight
 from infer.compute import ops
-from infer.compute.kvcache.page_sizes import page_bytes
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.feed_forwards import Router
-from infer.compute.operands.mixers import GatedDeltaNet
-from infer.compute.operands.recurrent_cache import ConvCache
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import (
-    ConvWeights,
-    DeltaNetWeights,
     ExpertNorms,
     ExpertWeights,
     FilePlace,
@@ -49,16 +43,11 @@ from infer.compute.operands.weights import (
     UnreadWeight,
 )
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
-from infer.compute.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
-from infer.compute.quantization.kv_layout import LayerCache, Pages
-from infer.compute.sampling.columns import SamplingColumns
+from layer_caches import make_layer
 from steps import join
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 51, 512
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PAGE_TOKENS = 64
-DRAWN = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=7)
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> Tensor:
@@ -71,13 +60,10 @@ def make_weight(rng: np.random.Generator, type_: str) -> StoredWeight:
 
 
 def sized(rng: np.random.Generator, type_: str, rows: int, columns: int) -> StoredWeight:
-    if type_ in FLOATS:
-        return StoredWeight(type_, (rows, columns), numbers(rng, rows, columns).to(FLOATS[type_]))
-    block = BLOCK_TYPES[type_]
-    blocks = rng.integers(0, 256, (rows, columns // block.block_size, block.block_bytes), dtype=np.uint8)
-    put_bytes(blocks, type_, rng)
-    put_halves(blocks, type_, lambda: (rng.integers(-64, 64, (*blocks.shape[:2], 1)) / 4096).astype(np.float16))
-    return StoredWeight(type_, (rows, columns), torch.from_numpy(with_tails(blocks, type_, rng)))
+    def draw_scales(shape: tuple[int, ...]) -> NDArray[np.float64]:
+        return rng.integers(-64, 64, shape) / 4096
+
+    return stored_weight(rng, type_, rows, columns, lambda shape: numbers(rng, *shape).numpy(), draw_scales)
 
 
 def digest(results: Iterable[Tensor]) -> str:
@@ -113,14 +99,8 @@ def attention(kv_type: str, *, has_gates: bool = False, window: int = 100) -> It
     rope = RopeTable(numbers(rng, 1, 512, 32) / 4, numbers(rng, 1, 512, 32) / 4)
     gates = 10 * 64  # their first column
     heads = Heads(6, 2, 64, 0.125, rope, Norm(numbers(rng, 64), 1e-5), None, gate_start=gates if has_gates else None)
-    pages = 8
-    none = torch.zeros(2, dtype=torch.int64)
-    table, windows = torch.arange(2 * pages).view(2, pages), torch.tensor([0, window])
-    layout = Pages(PAGE_TOKENS, table, none, none.clone(), windows, none.clone())
-    shape = 2, 2 * pages, PAGE_TOKENS // BLOCK_POSITIONS
-    sizes = key_block_bytes(kv_type, 64), value_block_bytes(kv_type, 64)
-    keys, values = (torch.zeros((*shape, size), dtype=torch.uint8) for size in sizes)
-    layer = LayerCache(kv_type, keys, values, layout)
+    layer = make_layer(heads, 2, 512, kv_type)
+    layer.pages.windows[1] = window
     for chunks in ([(0, 0, 70)], [(1, 0, 300)], [(0, 70, 1)], [(0, 71, 3), (1, 300, 1)], [(1, 301, 40), (0, 74, 17)]):
         step = join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
         qkv = numbers(rng, len(step.tokens), gates + (6 * 64 if has_gates else 0))
@@ -214,42 +194,6 @@ def per_layer_inputs(type_: str) -> Iterator[Tensor]:
             yield ops.gate_inputs(x, gate, "gelu_tanh", inputs, dim).floats
 
 
-def short_convolution() -> Iterator[Tensor]:
-    """Yield the results of a prompt, a token and drafts of a row over two pages."""
-    rng, features, pages = np.random.default_rng(10), 64, 2
-    weights = ConvWeights(numbers(rng, 3, features), numbers(rng, features))
-    none = torch.zeros(1, dtype=torch.int64)
-    layout = Pages(PAGE_TOKENS, torch.arange(pages).view(1, pages), none, none, none, none)
-    layer = ConvCache(torch.zeros(pages, PAGE_TOKENS, features), layout)
-    for start, count in ((0, 70), (70, 1), (71, 5)):
-        step = Step.of([0] * count, start)
-        projected = Activations(numbers(rng, count, 3 * features))
-        yield ops.short_conv(projected, weights, layer, step).floats
-
-
-def delta_net() -> Iterator[Tensor]:
-    """Yield the results of a prompt, tokens and drafts of two rows over four pages."""
-    rng, net = np.random.default_rng(7), GatedDeltaNet(2, 4, 32, 48, 4)
-    heads, pages = net.num_value_heads, 4
-    dt_bias, decay = numbers(rng, heads), -numbers(rng, heads).abs()
-    weights = DeltaNetWeights(net, numbers(rng, 4, net.num_channels) / 4, dt_bias, decay, Norm(numbers(rng, 48), 1e-6))
-    none = torch.zeros(2, dtype=torch.int64)
-    memory = torch.zeros(2 * pages, page_bytes(net, "f32", PAGE_TOKENS), dtype=torch.uint8)
-    layout = Pages(PAGE_TOKENS, torch.arange(2 * pages).view(2, pages), none, none, none, none)
-    layer, width = DeltaNetCache.of_memory(memory, net, layout), net.num_channels + net.value_features + 2 * heads
-    for chunks in ([(0, 0, 70)], [(1, 0, 150)], [(0, 70, 1)], [(0, 71, 3), (1, 150, 1)], [(1, 151, 50), (0, 74, 17)]):
-        step = join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
-        yield ops.gated_delta_net(Activations(numbers(rng, len(step.tokens), width)), weights, layer, step).floats
-
-
-def tokens() -> Iterator[Tensor]:
-    logits = numbers(np.random.default_rng(5), 4, 5000) * 4
-    params = [replace(DRAWN, seed=seed) for seed in range(3)]
-    columns = SamplingColumns.of([*params, replace(DRAWN, top_k=None, top_p=1.0, min_p=0.0)], 5000)
-    for position in range(8):
-        yield ops.sample(logits, columns, None, torch.full((4,), position)).token_ids
-
-
 def answer(case: Case) -> Iterator[Tensor]:
     """Yield the bytes of an answer's row, of which `data/answers.json` stores the same on every CPU."""
     with tempfile.TemporaryDirectory() as folder, answers_in(Path(folder)) as answers:
@@ -276,9 +220,6 @@ def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
     yield "experts with norms", experts_with_norms()
     for type_ in ("BF16", "Q4_0", "Q6_K"):
         yield f"per-layer inputs {type_}", per_layer_inputs(type_)
-    yield "short convolution", short_convolution()
-    yield "gated delta net", delta_net()
-    yield "sample", tokens()
     for case in CASES:
         if case.model != "gguf":  # AArch64's folder has no `gguf` package
             yield f"answer {case.name}", answer(case)

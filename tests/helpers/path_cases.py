@@ -103,6 +103,11 @@ class World:
     found: "dict[str, Outcome]" = field(default_factory=dict, init=False, compare=False)
 
 
+def varied_ids(count: int) -> list[int]:
+    """Return a prompt in which few tokens are equal to their neighbours."""
+    return [(7 * index + index * index // 9) % EOS for index in range(count)]
+
+
 def make_folder(name: str, folder: Path) -> Path:
     make_tiny(Tiny(name, CONFIGS[name]), folder)
     write_byte_tokenizer(folder, merges=MERGES)

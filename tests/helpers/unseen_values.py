@@ -1,20 +1,16 @@
 """A claim about every backend: a key or value beyond its type's range changes no token that does not see it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads, RopeTable
-from infer.compute.quantization.kv_layout import LayerCache
-from layer_caches import make_layer
+from layer_caches import Attend, attend_in_steps, make_layer
 
-Attend = Callable[[Activations, Heads, LayerCache, Step], Any]
 KEY, VALUE = 4, 6  # of the first head of keys, and of values, in heads of q, k and v
 Faults = Sequence[tuple[int, float]]
 FAULTS: Faults = (
@@ -63,10 +59,6 @@ def check_unseen(
 
 
 def _attended(attend: Attend, heads: Heads, kv_type: str, span: Span, qkv: Tensor, sizes: Sequence[int]) -> Tensor:
-    layer, found, start = make_layer(heads, 1, span.length, kv_type, window=span.window), [], 0
+    layer = make_layer(heads, 1, span.length, kv_type, window=span.window)
     layer = replace(layer, pages=replace(layer.pages, sinks=torch.tensor([span.sinks])))
-    for size in sizes:
-        x = Activations(qkv[start : start + size].flatten(1).contiguous())
-        found.append(attend(x, heads, layer, Step.of([1] * size, start, row=0)).floats.clone())
-        start += size
-    return torch.cat(found).view(len(qkv), 4, heads.head_dim)
+    return attend_in_steps(heads, layer, qkv, sizes, attend=attend).view(len(qkv), 4, heads.head_dim)

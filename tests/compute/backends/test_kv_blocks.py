@@ -1,7 +1,6 @@
 """The storage of keys and values: each kv type's definition, and the kernels that write and read its blocks."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.compute import ops
+from extent import slow_except
 from infer.compute.backends import reference
 from infer.compute.backends.cpu import operations as cpu
-from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
-from infer.compute.operands.weights import Heads, RopeTable
+from infer.compute.operands.weights import Heads
 from infer.compute.quantization.kv_formats import (
     BLOCK_POSITIONS,
     KV_TYPES,
@@ -36,19 +34,14 @@ from infer.compute.quantization.kv_layout import (
     value_parts,
 )
 from infer.errors import InvalidRequestError
-from layer_caches import make_layer
+from layer_caches import attend_in_steps, make_heads, make_layer, threads
 from steps import join
 
 CPU = torch.device("cpu")
 CAPACITY = 640
 SHAPES = [(3, 3, 32), (9, 3, 64), (7, 1, 96), (8, 2, 128), (4, 1, 256)]  # groups of 1, 3, 7, 4
-ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, 16)
-ROPE = RopeTable(ANGLES.cos()[None], ANGLES.sin()[None])
+EACH_TYPE = pytest.mark.parametrize("kv_type", slow_except(("f32", "f16"), KV_TYPES))
 INFINITY_AND_NAN = {"q8": 0x7E, "q4": 0x7E, "f16": 0x7E, "bf16": 0x7F, "f32": 0x7F}  # a byte; all of them: not finite
-
-
-def make_heads(num_heads: int, kv_heads: int, dim: int) -> Heads:
-    return Heads(num_heads, kv_heads, dim, dim**-0.5, ROPE, None, None)
 
 
 def make_qkv(heads: Heads, count: int, seed: int = 0) -> Tensor:
@@ -61,12 +54,7 @@ def attend_in(
 ) -> Tensor:
     """Return the outputs of all tokens, computed in steps of `sizes` tokens."""
     layer = make_layer(heads, 2, CAPACITY, kv_type, window=window, fill=fill)
-    qkv, start, found = make_qkv(heads, sum(sizes)), 0, []
-    for size in sizes:
-        step = Step.of([1] * size, start, row=row)
-        found.append(cpu.attend(Activations(qkv[start : start + size]), heads, layer, step).floats.clone())
-        start += size
-    return torch.cat(found)
+    return attend_in_steps(heads, layer, make_qkv(heads, sum(sizes)), sizes, row=row)
 
 
 @given(st.integers(0, 2**32), st.floats(-3, 3), st.floats(-10, 10))
@@ -123,7 +111,7 @@ def test_the_parts_of_a_block_share_out_its_bytes(kv_type: str, parts_of) -> Non
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kv_type", KV_TYPES)
+@EACH_TYPE
 def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: str, shape: tuple[int, int, int]) -> None:
     heads, window = make_heads(*shape), 100 if shape[0] == 8 else None
     mine, defined = (make_layer(heads, 2, CAPACITY, kv_type, window=window) for _ in range(2))
@@ -141,6 +129,7 @@ def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: st
     assert torch.equal(mine.values, defined.values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1] * 330, [2] * 165, [5] * 66, [16] * 20 + [10], [300, 30]])
 @pytest.mark.parametrize("kv_type", QUANTIZED)
 def test_chunks_of_any_size_give_the_same_bits(kv_type: str, sizes: list[int]) -> None:
@@ -149,21 +138,14 @@ def test_chunks_of_any_size_give_the_same_bits(kv_type: str, sizes: list[int]) -
         assert torch.equal(found, whole)
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = ops.backend_of(CPU).num_threads()
-    yield
-    set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", QUANTIZED)
 def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
     heads = make_heads(7, 1, 64)
     expected = attend_in([290, 1, 3], heads, kv_type)
     for num_threads in (1, 2, 3):
-        set_num_threads(num_threads)
-        assert torch.equal(attend_in([290, 1, 3], heads, kv_type), expected)
+        with threads(num_threads):
+            assert torch.equal(attend_in([290, 1, 3], heads, kv_type), expected)
     layer, qkv = make_layer(heads, 3, CAPACITY, kv_type), make_qkv(heads, 294)
     for start, count in ((0, 290), (290, 1), (291, 3)):
         step = join([Step.of([1] * count, start, row=row) for row in (0, 2, 1)])
@@ -171,7 +153,7 @@ def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
         assert torch.equal(both.view(3, count, -1), expected[start : start + count].expand(3, -1, -1))
 
 
-@pytest.mark.parametrize("kv_type", KV_TYPES)
+@EACH_TYPE
 def test_values_after_the_last_position_have_no_effect(kv_type: str) -> None:
     heads = make_heads(9, 3, 64)
     sizes = [20, 1, 1, 9]
@@ -180,7 +162,7 @@ def test_values_after_the_last_position_have_no_effect(kv_type: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kv_type", KV_TYPES)
+@EACH_TYPE
 def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     heads = make_heads(6, 2, 64)
     layers = [Attention(num_heads=6, num_kv_heads=2, head_dim=64, rope=None, scale=0.125)] * 2
@@ -197,11 +179,9 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     )
     other.import_row(0, tensors, 37)
     other.copy_row(1, 0)
-    for row in range(2):
-        other.reserve(row, 4)
-    step = Step.of([1] * 4, 37)
     expected = cache.attend(1, Activations(qkv[37:41]), heads, Step.of([1] * 4, 37, row=1)).floats.clone()
     for row in range(2):
+        other.reserve(row, 4)
         step = Step.of([1] * 4, 37, row=row)
         assert torch.equal(other.attend(1, Activations(qkv[37:41]), heads, step).floats, expected)
     wrong = {name: tensor if name == "states" else tensor[:, 1:] for name, tensor in tensors.items()}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from extent import slow_except
 from infer import LLM
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.runner.runner import Runner
@@ -13,17 +14,16 @@ from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
     CONTEXT,
-    EOS,
     Outcome,
     Place,
     Way,
     World,
     all_by_definition,
-    make_folder,
     make_runner,
     make_world,
     run_alone,
     run_batch,
+    varied_ids,
 )
 
 STEP = 16  # tokens in one step, so few that windows are much shorter than the text and pages are used again
@@ -40,7 +40,7 @@ WAYS = [Way("half", 7), Way("random", 16, 1), Way("right", 1, 4), Way("none", 16
 SOME = CASES[::6]
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=slow_except(["sliding"], WORLDS))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     name, settings = WORLDS[request.param]
     return replace(make_world(name, tmp_path_factory.mktemp(name)), settings=settings)
@@ -73,47 +73,38 @@ def test_rows_that_evict_side_by_side_give_the_same_answers(
     assert [Outcome.of(result) for result in results] == [expected[case.name] for case in SOME]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder("llama", tmp_path_factory.mktemp("model"))
-
-
-def make_ids(count: int) -> list[int]:
-    return [(7 * index + index // 9) % EOS for index in range(count)]
-
-
 PLAIN = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 
 
-def test_a_window_as_long_as_the_text_changes_nothing(folder: Path) -> None:
-    full, sliding = LLM(folder), LLM(folder, eviction_policy="sliding", eviction_window=CONTEXT)
-    prompt = make_ids(CONTEXT - 12)
+def test_a_window_as_long_as_the_text_changes_nothing(llama: Path) -> None:
+    full, sliding = LLM(llama), LLM(llama, eviction_policy="sliding", eviction_window=CONTEXT)
+    prompt = varied_ids(CONTEXT - 12)
     assert sliding.logits(prompt).equal(full.logits(prompt))
     assert sliding.generate(prompt, PLAIN).token_ids == full.generate(prompt, PLAIN).token_ids
-    shorter = LLM(folder, eviction_policy="sliding", eviction_window=CONTEXT // 2)
+    shorter = LLM(llama, eviction_policy="sliding", eviction_window=CONTEXT // 2)
     assert not shorter.logits(prompt).equal(full.logits(prompt))
 
 
-def test_a_text_with_a_sliding_window_continues_beyond_the_context(folder: Path) -> None:
+def test_a_text_with_a_sliding_window_continues_beyond_the_context(llama: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"own 160, got 1500: only eviction_policy sliding allows more"):
-        LLM(folder, max_seq_len=1500)
-    llm = LLM(folder, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
-    result = llm.generate(make_ids(100), replace(PLAIN, max_new_tokens=None))
+        LLM(llama, max_seq_len=1500)
+    llm = LLM(llama, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
+    result = llm.generate(varied_ids(100), replace(PLAIN, max_new_tokens=None))
     assert len(result.token_ids) == 1400
     assert (result.finish_reason, result.stop_reason) == ("length", "context")
-    again = llm.generate(make_ids(100) + result.token_ids[:900], replace(PLAIN, max_new_tokens=50))
+    again = llm.generate(varied_ids(100) + result.token_ids[:900], replace(PLAIN, max_new_tokens=50))
     assert again.token_ids == result.token_ids[900:950]
 
 
-def test_a_full_context_ends_an_answer_where_nothing_is_forgotten(folder: Path) -> None:
-    result = LLM(folder).generate(make_ids(100), replace(PLAIN, max_new_tokens=None))
+def test_a_full_context_ends_an_answer_where_nothing_is_forgotten(llama: Path) -> None:
+    result = LLM(llama).generate(varied_ids(100), replace(PLAIN, max_new_tokens=None))
     assert (len(result.token_ids), result.finish_reason, result.stop_reason) == (CONTEXT - 100, "length", "context")
 
 
-def test_a_session_that_goes_back_beyond_its_cache_answers_as_a_new_model(folder: Path, tmp_path: Path) -> None:
-    llm = LLM(folder, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
+def test_a_session_that_goes_back_beyond_its_cache_answers_as_a_new_model(llama: Path, tmp_path: Path) -> None:
+    llm = LLM(llama, max_seq_len=1500, eviction_policy="sliding", eviction_window=40)
     session = llm.session()
-    session.append(make_ids(1200))
+    session.append(varied_ids(1200))
     session.generate(PLAIN)
     for count in (3, 30, 500, 2, 600):
         session.rewind(count)

@@ -21,8 +21,8 @@ from infer.compute.operands.weights import Heads, RopeTable
 from infer.compute.quantization.kv_layout import LayerCache
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
-from layer_caches import make_layer
-from path_cases import CONTEXT, make_folder
+from layer_caches import attend_in_steps, make_layer
+from path_cases import CONTEXT, varied_ids
 from steps import join
 
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -38,11 +38,7 @@ WAYS = [
     [*[1] * 105, 4, 4, 100, *[2] * 10, 167],
     [97, 8, 260, *[1] * 35],
 ]
-KEPT = [(4, 20), (20, 41), (0, 30)]
-
-
-def make_qkv() -> Tensor:
-    return torch.randn(LENGTH, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
+QKV = torch.randn(LENGTH, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
 
 
 def layer_of(kv_type: str, sinks: int, window: int, *, rows: int = 1, furthest: int | None = FURTHEST) -> LayerCache:
@@ -52,18 +48,12 @@ def layer_of(kv_type: str, sinks: int, window: int, *, rows: int = 1, furthest: 
 
 
 def attend_all(layer: LayerCache, sizes: Sequence[int]) -> Tensor:
-    out, start, qkv = [], 0, make_qkv()
-    for size in sizes:
-        out.append(
-            ops.attend(Activations(qkv[start : start + size].clone()), HEADS, layer, Step.of([1] * size, start)).floats
-        )
-        start += size
-    return torch.cat(out)
+    return attend_in_steps(HEADS, layer, QKV, sizes)
 
 
 def by_distance(sinks: int, window: int) -> Tensor:
     """Return q · k by distance, in float64. Pairs of elements are complex numbers that rotate by the distance."""
-    q, k, v = make_qkv().double().view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
+    q, k, v = QKV.double().view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
     k, v = (x.repeat_interleave(NUM_HEADS // KV_HEADS, dim=1) for x in (k, v))
     there, own = torch.arange(LENGTH), torch.arange(LENGTH)[:, None]
     distance = torch.where(there < sinks, own.clamp(max=FURTHEST), own) - there
@@ -77,7 +67,8 @@ def by_distance(sinks: int, window: int) -> Tensor:
     return torch.einsum("hts,shd->thd", weights, v).flatten(1)
 
 
-@pytest.mark.parametrize(("sinks", "window"), KEPT)
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize(("sinks", "window"), [(4, 20), (20, 41), (0, 30)])
 def test_sinks_are_seen_from_no_further_than_the_end_of_the_context(sinks: int, window: int) -> None:
     wanted = by_distance(sinks, window)
     found = [attend_all(layer_of("f32", sinks, window), way) for way in WAYS]
@@ -95,6 +86,7 @@ def test_within_the_context_no_bit_changes_and_beyond_it_the_sinks_do() -> None:
     assert ((near - far)[FURTHEST + 1 :].abs().amax(-1) > 1e-4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", ["f16", "q8", "q4"])
 def test_stored_keys_are_seen_so_too(kv_type: str) -> None:
     found = [attend_all(layer_of(kv_type, 20, 41), way) for way in WAYS]
@@ -106,15 +98,14 @@ def test_stored_keys_are_seen_so_too(kv_type: str) -> None:
 
 def test_rows_on_both_sides_of_the_end_do_not_meet() -> None:
     """In one step, a row begins, a row crosses the end, and a row is far beyond it."""
-    starts, counts, layer, qkv = (0, 98, 300), (3, 2, 3), layer_of("f32", 4, 20, rows=3), make_qkv()
+    starts, counts, layer = (0, 98, 300), (3, 2, 3), layer_of("f32", 4, 20, rows=3)
     alone = attend_all(layer_of("f32", 4, 20), WAYS[0])
-    for row, start in enumerate(starts):
-        if start:
-            ops.attend(Activations(qkv[:start].clone()), HEADS, layer, Step.of([1] * start, row=row))
+    for row in (1, 2):
+        attend_in_steps(HEADS, layer, QKV, [starts[row]], row=row)
     for repeats in (1, 4):  # a few tokens, and many
         spans = [slice(start, start + count * repeats) for start, count in zip(starts, counts, strict=True)]
         parts = [Step.of([1] * (span.stop - span.start), span.start, row=row) for row, span in enumerate(spans)]
-        found = ops.attend(Activations(torch.cat([qkv[span] for span in spans])), HEADS, layer, join(parts)).floats
+        found = ops.attend(Activations(torch.cat([QKV[span] for span in spans])), HEADS, layer, join(parts)).floats
         assert torch.equal(found, torch.cat([alone[span] for span in spans]))
 
 
@@ -133,25 +124,20 @@ def test_only_layers_that_a_policy_changes_have_an_end_and_only_where_rows_go_be
     assert [group.furthest for group in make_groups(layers, CacheSettings(), 200, 16, context=200)] == [None, None]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder("llama", tmp_path_factory.mktemp("model"))
-
-
-def test_answers_beyond_the_context_do_not_depend_on_the_steps(folder: Path) -> None:
+def test_answers_beyond_the_context_do_not_depend_on_the_steps(llama: Path) -> None:
     """Any step size gives the same. Within the context the bits are those of a model that ends there."""
-    llm = LLM(folder, max_seq_len=600, eviction_policy="sliding", eviction_window=40)
-    token_ids = [(7 * index + index // 9) % 250 for index in range(500)]
+    llm = LLM(llama, max_seq_len=600, eviction_policy="sliding", eviction_window=40)
+    token_ids = varied_ids(500)
     found = llm.logits(token_ids)
-    inside = LLM(folder, eviction_policy="sliding", eviction_window=40)
+    inside = LLM(llama, eviction_policy="sliding", eviction_window=40)
     assert torch.equal(found[:CONTEXT], inside.logits(token_ids[:CONTEXT]))
     answer = llm.generate(token_ids[:300], SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)).token_ids
     wanted = llm.logits([*token_ids[:300], *answer])[299:-1, : llm.tokenizer.vocab_size].argmax(-1)
     assert answer == wanted.tolist()
 
 
-def test_a_window_that_meets_the_sinks_within_the_context_is_refused(folder: Path) -> None:
+def test_a_window_that_meets_the_sinks_within_the_context_is_refused(llama: Path) -> None:
     with pytest.raises(InvalidRequestError, match="eviction_window must be at most 128 if max_seq_len=600"):
-        LLM(folder, max_seq_len=600, eviction_policy="sliding", eviction_window=129)
-    LLM(folder, max_seq_len=600, eviction_policy="sliding", eviction_window=128)
-    LLM(folder, max_seq_len=CONTEXT, eviction_policy="sliding", eviction_window=CONTEXT)
+        LLM(llama, max_seq_len=600, eviction_policy="sliding", eviction_window=129)
+    LLM(llama, max_seq_len=600, eviction_policy="sliding", eviction_window=128)
+    LLM(llama, max_seq_len=CONTEXT, eviction_policy="sliding", eviction_window=CONTEXT)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from extent import slow_except
 from infer import LLM
 from infer.compute.kvcache.cache_settings import OBSERVED_TOKENS, CacheSettings
 from infer.compute.kvcache.snapkv import choose_slots
@@ -15,7 +16,7 @@ from infer.compute.quantization.kv_layout import decode_keys, decode_values, key
 from infer.engine.runner.runner import Runner
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
-from path_cases import CONTEXT, EOS, make_folder
+from path_cases import CONTEXT, make_folder, varied_ids
 
 WINDOW, PREFIX = 48, 3
 SNAPKV = CacheSettings(page_tokens=16, eviction_policy="snapkv", eviction_window=WINDOW, protected_prefix=PREFIX)
@@ -23,7 +24,7 @@ PLAIN = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 RANDOM = SamplingParams(temperature=0.9, top_k=40, repetition_penalty=1.1, seed=3, max_new_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["llama", "windows"])
+@pytest.fixture(scope="module", params=slow_except(["llama"], ["llama", "windows"]))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -40,10 +41,6 @@ def make_llm(folder: Path, **settings: object) -> LLM:
     return LLM(folder, **given)  # type: ignore[arg-type]
 
 
-def make_ids(count: int) -> list[int]:
-    return [(7 * index + index * index // 9) % EOS for index in range(count)]
-
-
 def test_the_slots_with_the_most_attention_are_kept_with_their_neighbours() -> None:
     weights = torch.zeros(2, 2, OBSERVED_TOKENS, 200)
     weights[0, 1, 5, 90] = 1.0
@@ -56,7 +53,7 @@ def test_the_slots_with_the_most_attention_are_kept_with_their_neighbours() -> N
 
 @torch.inference_mode()
 def test_the_next_token_sees_exactly_the_kept_tokens_to_the_bit(llm: LLM) -> None:
-    prompt = make_ids(120)
+    prompt = varied_ids(120)
     whole, kept = Runner(llm.model, CONTEXT), Runner(llm.model, CONTEXT, settings=SNAPKV)
     for context in (whole, kept):
         context.extend(0, prompt)
@@ -89,16 +86,17 @@ def stored(context: Runner, layer: int, num_slots: int) -> tuple[Tensor, Tensor]
     return decode_keys((keys[0][:, *where],), "f16"), decode_values((values[0][:, *where],), "f16")
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("params", [PLAIN, RANDOM], ids=["greedy", "random"])
 def test_every_path_gives_the_same_answer(folder: Path, llm: LLM, params: SamplingParams) -> None:
-    prompt = make_ids(110)
+    prompt = varied_ids(110)
     expected = llm.generate(prompt, params).token_ids
     for chunk in (1, 7, 64):
         assert llm.generate(prompt, params, prefill_chunk=chunk).token_ids == expected, chunk
     assert llm.generate(prompt, params, speculation="ngram").token_ids == expected
     assert llm.generate(prompt, replace(params, logprobs=2)).token_ids == expected
     assert make_llm(folder, capture=False).generate(prompt, params).token_ids == expected
-    others = [make_ids(20), prompt, make_ids(90)]
+    others = [varied_ids(20), prompt, varied_ids(90)]
     together = llm.generate_all(others, params, batch_size=3)
     assert [each.token_ids for each in together] == [llm.generate(each, params).token_ids for each in others]
     assert make_llm(folder, eviction_policy="none").generate(prompt, params).token_ids != expected
@@ -106,21 +104,21 @@ def test_every_path_gives_the_same_answer(folder: Path, llm: LLM, params: Sampli
 
 def test_forced_tokens_are_what_they_are_without_a_jump(llm: LLM) -> None:
     params = replace(RANDOM, regex="abcdefghijklmnopqrst[a-z]{15}", ignore_eos=False)
-    prompt = make_ids(100)
+    prompt = varied_ids(100)
     forced = llm.generate(prompt, params)
     assert forced.token_ids == llm.generate(prompt, replace(params, logprobs=0)).token_ids
     assert forced.stats.tokens_forced > 0
 
 
 def test_a_window_as_long_as_the_text_changes_nothing(folder: Path) -> None:
-    prompt = make_ids(100)
+    prompt = varied_ids(100)
     full = make_llm(folder, eviction_policy="none").generate(prompt, PLAIN)
     assert make_llm(folder, eviction_window=CONTEXT).generate(prompt, PLAIN).token_ids == full.token_ids
 
 
 def test_a_short_prompt_slides_once_it_has_grown(folder: Path, llm: LLM) -> None:
     """If the prompt was kept whole, the rest of the text has a window, as with `sliding`."""
-    prompt = make_ids(40)
+    prompt = varied_ids(40)
     params = replace(PLAIN, max_new_tokens=90)
     sliding = make_llm(folder, eviction_policy="sliding").generate(prompt, params)
     assert llm.generate(prompt, params).token_ids == sliding.token_ids
@@ -128,10 +126,10 @@ def test_a_short_prompt_slides_once_it_has_grown(folder: Path, llm: LLM) -> None
 
 def test_a_session_answers_as_a_new_model(llm: LLM, tmp_path: Path) -> None:
     session = llm.session()
-    session.append(make_ids(70))
+    session.append(varied_ids(70))
     for count in (0, 5, 30):
         session.rewind(count)
-        session.append(make_ids(12))
+        session.append(varied_ids(12))
         before = session.token_ids
         other = session.fork()
         session.save(tmp_path / "saved")
@@ -148,4 +146,4 @@ def test_impossible_settings_are_refused(folder: Path, llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="only eviction_policy sliding allows more"):
         make_llm(folder, max_seq_len=1000)
     with pytest.raises(InvalidRequestError, match="snapkv keeps only a part"):
-        llm.sample_trace(make_ids(4), PLAIN)
+        llm.sample_trace(varied_ids(4), PLAIN)

@@ -1,15 +1,11 @@
-"""Pages are taken, shared, freed and found again, and the pool is consistent after every operation."""
+"""Pages are taken, shared, freed and found again. `test_page_pool` has random traces over them."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infer.compute.kvcache.pages import PageTable
 from infer.errors import InferError
 
 PAGE = 16
-NUM_ROWS, CAPACITY = 3, 160
 
 
 def test_a_fresh_table_is_a_dense_cache() -> None:
@@ -57,71 +53,3 @@ def test_a_freed_page_is_found_until_it_is_needed() -> None:
     assert table.reserve(0, 16, 64, 0) == []  # the last free page is remembered for b
     assert table.pool.find(b"b") is None
     assert table.pool.find(b"a") == 0
-
-
-class Tables(RuleBasedStateMachine):
-    """Compare tables with lists of page contents. A row has the content that was written to it, shared or not."""
-
-    rows = st.integers(0, NUM_ROWS - 1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = PageTable(NUM_ROWS, CAPACITY, PAGE, CAPACITY // PAGE)
-        self.content: dict[int, object] = {}  # the content of each page
-        self.expected: list[list[object]] = [[] for _ in range(NUM_ROWS)]  # the contents of each row's pages
-        self.lengths = [0] * NUM_ROWS
-        self.num_written = 0
-
-    @rule(row=rows, count=st.integers(1, 40))
-    def write(self, row: int, count: int) -> None:
-        start, end = self.lengths[row], min(CAPACITY, self.lengths[row] + count)
-        for source, target in self.table.reserve(row, start, end, 0):
-            self.content[target] = self.content[source]
-        for index in range(start // PAGE, -(-end // PAGE)):
-            self.num_written += 1
-            page = self.table.page_by_index(row)[index]
-            self.content[page] = self.num_written
-            self.expected[row][index:] = [self.num_written]
-        self.lengths[row] = end
-
-    @rule(row=rows, length=st.integers(0, CAPACITY))
-    def truncate(self, row: int, length: int) -> None:
-        self.lengths[row] = min(length, self.lengths[row])
-        self.table.truncate(row, self.lengths[row])
-        del self.expected[row][-(-self.lengths[row] // PAGE) :]
-
-    @rule(row=rows, source=rows)
-    def fork(self, row: int, source: int) -> None:
-        if row != source:
-            self.table.share(row, source, self.lengths[source])
-            self.lengths[row], self.expected[row] = self.lengths[source], list(self.expected[source])
-
-    @rule(row=rows)
-    def remember(self, row: int) -> None:
-        for index in range(self.lengths[row] // PAGE):
-            self.table.remember(row, index, repr(self.expected[row][index]).encode())
-
-    @precondition(lambda self: 0 in self.lengths)
-    @rule(source=rows)
-    def adopt(self, source: int) -> None:
-        row = self.lengths.index(0)
-        keys = {index: repr(each).encode() for index, each in enumerate(self.expected[source])}
-        found = {}
-        for index, key in keys.items():
-            if self.table.pool.find(key) is None:
-                break
-            found[index] = key
-        self.table.truncate(row, 0)
-        self.table.adopt(row, found)
-        self.lengths[row], self.expected[row] = len(found) * PAGE, self.expected[source][: len(found)]
-
-    @invariant()
-    def rows_hold_what_was_written(self) -> None:
-        self.table.check_integrity()
-        for row, expected in enumerate(self.expected):
-            assert [self.content[self.table.page_by_index(row)[index]] for index in range(len(expected))] == expected
-            assert self.table.holds(row, 0, self.lengths[row])
-
-
-TestTables = Tables.TestCase
-TestTables.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -7,20 +7,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from extent import IS_WHOLE, slow_except
 from infer.compute import ops
 from infer.compute.backends import reference
 from infer.compute.backends.cpu import operations as cpu
 from infer.compute.backends.cpu.recording import record
-from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert, StoredWeight
 from infer.errors import InvalidRequestError
+from layer_caches import threads
 from test_cpu_kernels import CPU, TYPES, assert_near, make_weight
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 256, 256, 9, 3
 NORM = Norm(torch.linspace(0.5, 1.5, HIDDEN), 1e-6)
 ROUTER = Router(EXPERTS, CHOSEN, "softmax", is_normalized=True)
 WEIGHTED = replace(ROUTER, scores="sigmoid_of_chosen", is_normalized=False, weighs_inputs=True)
+SOME_TYPES = ["BF16", "F32", "F8_E4M3", "IQ1_M", "IQ3_XXS", "MXFP4", "Q4_K", "Q8_0"]  # products in each form
 ROUTERS = [
     ROUTER,
     replace(ROUTER, is_normalized=False, scale=2.5),
@@ -105,7 +107,7 @@ def with_norms(experts: ExpertWeights) -> ExpertWeights:
     return replace(experts, norms=norms, expert_scales=scales, shared=shared)
 
 
-@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("type_", slow_except(["F32"], TYPES if IS_WHOLE else SOME_TYPES))
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_experts_of_each_type_agree_with_reference(type_: str, num_tokens: int) -> None:
     actual, expected = both(make_experts(type_), num_tokens)
@@ -119,7 +121,9 @@ def test_routers_agree_with_reference(router: Router, shared: int) -> None:
     assert_near(*both(make_experts("F32", router=router, shared=shared), 21), 2e-5)
 
 
-@pytest.mark.parametrize(("gate", "up"), [("Q8_0", "Q8_0"), ("BF16", "BF16"), ("Q4_K", "Q6_K")])
+@pytest.mark.parametrize(
+    ("gate", "up"), slow_except([("F32", "F32")], [("F32", "F32"), ("Q8_0", "Q8_0"), ("Q4_K", "BF16")])
+)
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_weighted_inputs_agree_with_reference(gate: str, up: str, num_tokens: int) -> None:
     weighted = make_experts(gate, up=up, router=WEIGHTED)
@@ -146,24 +150,27 @@ def test_a_norm_of_the_sum_and_a_scale_agree_with_reference(shared: int, post_no
     assert_near(*both(make_experts("F32", shared=shared), 21, post_norm, scale), 2e-5)
 
 
-@pytest.mark.parametrize("type_", ["F32", "Q8_0"])
+@pytest.mark.parametrize("type_", slow_except(["F32"], ["F32", "Q8_0"]))
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_experts_with_norms_of_their_own_agree_with_reference(type_: str, num_tokens: int) -> None:
     assert_near(*both(with_norms(make_experts(type_, shared=96)), num_tokens, NORM, 0.7), 2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gate", "up", "down"), [("Q4_K", "Q6_K", "F16"), ("F16", "F16", "Q8_0"), ("Q4_0", "F32", "Q5_K")]
+    ("gate", "up", "down", "has_bias"),
+    [("Q4_K", "Q8_0", "BF16", False), ("BF16", "BF16", "Q8_0", True), ("Q8_0", "F32", "Q4_K", True)],
 )
-@pytest.mark.parametrize("has_bias", [False, True])
 def test_matrices_of_different_types_and_biases_agree_with_reference(
     gate: str, up: str, down: str, has_bias: bool
 ) -> None:
     assert_near(*both(make_experts(gate, up=up, down=down, has_bias=has_bias), 19), 2e-3)
 
 
-@pytest.mark.parametrize("type_", ["F32", "BF16", "Q4_K", "Q8_0", "MXFP4"])
-@pytest.mark.parametrize("precision", ["exact", "fast"])
+@pytest.mark.parametrize(
+    ("type_", "precision"),
+    slow_except([("F32", "exact")], [("F32", "exact"), ("BF16", "exact"), ("Q4_K", "exact"), ("Q8_0", "fast")]),
+)
 def test_a_token_has_the_same_bits_in_every_batch_chunk_and_number_of_threads(
     type_: str, precision: ops.Precision
 ) -> None:
@@ -178,8 +185,8 @@ def test_a_token_has_the_same_bits_in_every_batch_chunk_and_number_of_threads(
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
         assert torch.equal(cpu.add_experts(x[order].clone(), NORM, experts, post_norm), together[order])
         for num_threads in (1, 3):
-            set_num_threads(num_threads)
-            assert torch.equal(cpu.add_experts(x.clone(), NORM, experts, post_norm), together)
+            with threads(num_threads):
+                assert torch.equal(cpu.add_experts(x.clone(), NORM, experts, post_norm), together)
 
 
 def test_equal_scores_choose_the_lower_numbers() -> None:
@@ -208,7 +215,7 @@ def test_an_expert_that_no_token_chooses_is_not_read() -> None:
 
 
 def test_a_token_of_nan_does_not_affect_others() -> None:
-    experts, x = prepared(make_experts("Q8_0", shared=64)), make_x(20)
+    experts, x = prepared(make_experts("F32", shared=64)), make_x(20)
     expected = cpu.add_experts(x.clone(), NORM, experts, None)
     x[7, 3] = torch.nan
     found = cpu.add_experts(x.clone(), NORM, experts, None)
@@ -218,17 +225,17 @@ def test_a_token_of_nan_does_not_affect_others() -> None:
 
 
 def test_a_recorded_layer_reads_each_expert_once_for_all_its_tokens() -> None:
-    experts = prepared(make_experts("Q4_0", shared=64))
+    experts = prepared(make_experts("F32", shared=64))
     with record(64, 1) as recording:
         x = recording.tensor("x", 64, HIDDEN)
         cpu.add_experts(x, NORM, experts, None)
     labels = [command.label for command in recording.commands]
-    assert [label for label in labels if "experts" in label] == ["L0.gate.experts Q4_0", "L0.down.experts Q4_0"]
+    assert [label for label in labels if "experts" in label] == ["L0.gate.experts F32", "L0.down.experts F32"]
 
 
 def test_experts_of_several_types_in_one_layer_are_refused_in_a_line() -> None:
-    experts = make_experts("Q4_0")
-    parts = (*experts.gate.parts[:-1], make_weight("Q8_0", INNER, HIDDEN))
+    experts = make_experts("Q8_0")
+    parts = (*experts.gate.parts[:-1], make_weight("F32", INNER, HIDDEN))
     mixed = prepared(replace(experts, gate=replace(experts.gate, parts=parts)))
     with pytest.raises(InvalidRequestError, match=r"L0\.gate: the experts of a layer must be of one type"):
         cpu.add_experts(make_x(2), NORM, mixed, None)

@@ -1,6 +1,7 @@
 """Two sets of rope factors: a sequence has the set for its length, however it got its tokens."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.step import Chunk, Step
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.drafter import Guess
 from infer.errors import InvalidRequestError
 from infer.models.transformer import Transformer
-from path_cases import Always
+from path_cases import Always, Oracle
 from tiny import LONGROPE, Tiny, make_tiny
 
 BEYOND = 64
@@ -54,29 +54,6 @@ def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]
     return token_ids[len(prompt) :]
 
 
-class Knowing:
-    """A drafter whose drafts are right."""
-
-    def __init__(self, answer: Sequence[int], token_ids: list[int]) -> None:
-        self._answer, self._ids = answer, token_ids
-        self._num_prompt = self._num_known = len(token_ids)
-
-    @property
-    def num_new(self) -> int:
-        return len(self._ids) - self._num_known
-
-    def match(self) -> int:
-        return 1
-
-    def propose(self, count: int) -> Sequence[int]:
-        num_said = len(self._ids) - self._num_prompt
-        return self._answer[num_said : num_said + count]
-
-    def follow(self) -> Guess:
-        self._num_known += 1
-        return Guess(1, True)
-
-
 @pytest.mark.parametrize("length", [1, 40, BEYOND, BEYOND + 1, 100])
 def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], length: int) -> None:
     oracle, llm = pair
@@ -84,6 +61,7 @@ def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], 
     assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4
 
 
+@pytest.mark.slow(cases=4)
 @pytest.mark.parametrize("length", [30, BEYOND - 10, BEYOND - 1, BEYOND, BEYOND + 1, 90])
 @pytest.mark.parametrize("speculation", [None, "ngram"])
 def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
@@ -93,7 +71,7 @@ def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
     prompt = random_ids(length)
     expected = expected_greedy(oracle, prompt, 24)
     monkeypatch.setattr("infer.engine.step.drafting.DraftPolicy", lambda most, priors: Always())
-    monkeypatch.setattr("infer.engine.speculation.ngram.NgramDraft", lambda token_ids: Knowing(expected, token_ids))
+    monkeypatch.setattr("infer.engine.speculation.ngram.NgramDraft", partial(Oracle, "right", expected))
     result = llm.generate(prompt, GREEDY, speculation=speculation)
     assert result.token_ids == expected
     assert (result.stats.drafts_accepted > 0) == (speculation is not None)

@@ -156,29 +156,6 @@ def test_real_vocabularies_get_the_tokens_of_the_reference(choose: Choose, vocab
     assert choose_from(choose, rows) == expected
 
 
-@implementations
-def test_a_stream_of_tokens_equals_the_reference(choose: Choose) -> None:
-    """Twenty steps of three rows, each of which appends a token."""
-    values: list[dict[str, Any]] = [
-        EVERYTHING,
-        {"temperature": 0.0, "repetition_penalty": 1.5, "repetition_window": 4},
-        {"frequency_penalty": 1.5},
-    ]
-    rows = [row(plain_logits(60, seed=5), **each) for each in values]
-    batch = make_batch(rows)
-    assert batch.history is not None
-    history, slots = History(3, 64, 60), torch.arange(3)
-    for slot, each in enumerate(rows):
-        history.begin(slot, each.context, each.num_prompt_tokens)
-    for step in range(20):
-        logits = torch.stack([make_logits("ties", 60, 100 * step + i) for i in range(3)])
-        tokens = choose(logits, batch.columns, history, batch.positions + step, None)
-        rows = [replace(each, logits=logits[i]) for i, each in enumerate(rows)]
-        assert tokens.tolist() == [reference_token(each) for each in rows]
-        rows = [replace(each, context=(*each.context, int(tokens[i]))) for i, each in enumerate(rows)]
-        history.append(slots, tokens)
-
-
 # Parameters that are off
 
 
@@ -432,17 +409,6 @@ def test_log_probabilities_are_within_a_millionth_at_the_largest_vocabulary() ->
 def test_without_a_request_there_are_no_log_probabilities() -> None:
     sampled = sampler.sample(*make_batch([row(plain_logits())]).arguments())
     assert (sampled.logprobs, sampled.ranks, sampled.top_ids, sampled.top_logprobs) == (None, None, None, None)
-
-
-def test_raw_log_probabilities_are_taken_before_mask_bias_penalty_and_temperature() -> None:
-    logits = torch.tensor([1.0, 2.0, 0.0])
-    knobs: dict[str, Any] = {"temperature": 2.0, "logit_bias": {0: 3.0}, "allowed_token_ids": [0], "logprobs": 3}
-    rows = [row(logits, logprobs_mode=mode, **knobs) for mode in MODES[:2]]
-    sampled = sampler.sample(*make_batch([replace(each, context=(), num_prompt_tokens=0) for each in rows]).arguments())
-    assert sampled.logprobs is not None
-    assert float(sampled.logprobs[0]) == pytest.approx(float(logits.log_softmax(0)[0]), abs=1e-6)
-    assert float(sampled.logprobs[1]) == 0
-    assert [i for i, _ in sampled.logprob_of(0, 3).top] == [1, 0, 2]
 
 
 # Grammar masks and shapes

@@ -12,6 +12,7 @@ import pytest
 import torch
 from llvmlite import ir
 
+from extent import slow_except
 from infer.compute import ops
 from infer.compute.backends.cpu import operations, simd
 from infer.compute.backends.cpu.host import host_features
@@ -26,6 +27,7 @@ from infer.compute.operands.weights import Projection
 from test_packing import make_weight
 
 RECORDS, COLUMNS = 8, 2
+ARM_TYPES = ["Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q5_1", "Q6_K", "Q1_0", "IQ1_M", "IQ2_XS", "IQ3_XXS"]
 
 
 def spelled_out(name: str) -> str:
@@ -163,18 +165,27 @@ def assert_a_tile_has_the_bits_of_the_portable_one(type_: str, planes: int, set_
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("set_name", ["neon", "i8mm"])
-@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize(
-    "type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q5_1", "Q6_K", "Q1_0", "IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_XXS"]
+    ("type_", "planes", "set_name"),
+    [(type_, planes, ("neon", "i8mm")[(at + planes) % 2]) for at, type_ in enumerate(ARM_TYPES) for planes in (1, 2)],
 )
 def test_a_tile_for_arm_gives_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
     assert_a_tile_has_the_bits_of_the_portable_one(type_, planes, set_name)
 
 
-@pytest.mark.parametrize(("set_name", "permutes"), [("avx512vnni", True), ("avx512vnni", False), ("avx2", False)])
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("type_", ["IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_XXS"])
+@pytest.mark.parametrize(
+    ("type_", "planes", "set_name", "permutes"),
+    slow_except(
+        [("IQ1_S", 1, "avx2", False), ("IQ2_XS", 1, "avx512vnni", True), ("IQ1_M", 2, "avx512vnni", False)],
+        [
+            (type_, planes, set_name, permutes)
+            for type_ in ("IQ1_S", "IQ1_M", "IQ2_XS", "IQ3_XXS")
+            for planes in (1, 2)
+            for set_name, permutes in (("avx512vnni", True), ("avx512vnni", False), ("avx2", False))
+        ],
+    ),
+)
 def test_a_tile_for_x86_gives_the_bits_of_the_portable_one(
     type_: str, planes: int, set_name: str, permutes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +195,8 @@ def test_a_tile_for_x86_gives_the_bits_of_the_portable_one(
     assert_a_tile_has_the_bits_of_the_portable_one(type_, planes, set_name)
 
 
-@pytest.mark.parametrize("type_", ["Q8_0", "Q3_K", "Q6_K", "Q1_0", "IQ1_M", "IQ3_XXS"])
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", ["Q3_K", "Q1_0", "IQ3_XXS"])
 def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = make_weight(type_, 37, 512, 0, (0.5, 1.0))
     memories, rows = [], []

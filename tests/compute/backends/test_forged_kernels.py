@@ -91,6 +91,7 @@ def put(path: Path, content: bytes) -> None:
     path.chmod(0o600)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("name", ["empty", "random", "no code", "a place far off", "an object file that is none"])
 def test_a_process_ignores_forged_files(folder: Path, name: str) -> None:
     for file in ("threads.worker_loop.publish", "target-features"):
@@ -98,6 +99,7 @@ def test_a_process_ignores_forged_files(folder: Path, name: str) -> None:
     assert run(LOAD, folder.parents[1]) == "None\nknown\n"
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 def test_a_process_ignores_entries_that_are_not_files(folder: Path, make: Callable[[Path], None]) -> None:
     path = folder / "threads.worker_loop.publish"

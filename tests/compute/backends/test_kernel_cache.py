@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,14 @@ def test_damaged_and_emptied_caches_are_filled_again(tmp_path: Path) -> None:
     warm = run(SUMS, INFER_CACHE=str(tmp_path))
     folder.chmod(0o700)
     assert (warm.returncode, warm.stdout, warm.stderr) == (0, first.stdout, "")
+
+
+def test_processes_that_start_together_with_a_cold_cache_both_work(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(lambda _: run(SUMS, INFER_CACHE=str(tmp_path)), range(2)))
+    assert [(done.returncode, done.stdout) for done in both] == [(0, "45 20 18\n")] * 2
+    warm = run(SUMS, INFER_CACHE=str(tmp_path))
+    assert (warm.returncode, warm.stdout, warm.stderr) == (0, "45 20 18\n", ""), "the kernels are found"
 
 
 @needs_images
@@ -225,6 +234,7 @@ def test_a_full_disk_gives_one_line(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 def test_a_fork_waits_until_no_thread_compiles() -> None:
     done = run("""

@@ -76,6 +76,7 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Kernel], set[Kernel]]:
     return announced, asked
 
 
+@pytest.mark.slow(cases=6)
 @pytest.mark.parametrize(("tiny", "setting"), CASES)
 def test_a_load_announces_exactly_the_kernels_of_its_steps(
     dry: tuple[list[Kernel], set[Kernel]], tiny: Tiny, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def finished(kernels: list[Kernel]) -> dict[str, Any]:
         compilation.close()
 
 
+@pytest.mark.slow
 def test_processes_compile_the_same_kernels_as_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     for label, answer in finished([ADD, RELU]).items():
@@ -116,6 +118,7 @@ def test_processes_compile_the_same_kernels_as_a_thread(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []  # the caller keeps the kernels
 
 
+@pytest.mark.slow
 def test_kernels_that_other_processes_cannot_compile_are_compiled_on_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finished([replace(ADD, maker=".matmul.matmul:make_nothing"), RELU])["nothing_add"] is None
     monkeypatch.setattr(sys, "executable", "/no/python")
@@ -146,6 +149,7 @@ def test_the_first_line_has_the_number_the_purpose_and_the_time(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_wait_for_its_parents_compilation() -> None:
     code = f"""
 import os
@@ -166,6 +170,7 @@ compilation.close()
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize(
     ("missing", "trouble", "said"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from extent import IS_WHOLE
+from extent import IS_WHOLE, slow_except
 from infer import LLM
 from infer.compute.backends.cpu.backend import CpuBackend
 from infer.sampling_params import SamplingParams
@@ -49,12 +49,24 @@ def worlds() -> dict[str, World]:
     return {}
 
 
-@pytest.fixture(scope="module", params=["llama", "windows", "chunks", "shared keys", "convolutions", "states"])
+WORLDS = ["llama", "windows", "chunks", "shared keys", "convolutions", "states"]
+
+
+@pytest.fixture(scope="module", params=slow_except(["llama"], WORLDS))
 def world(request: pytest.FixtureRequest, worlds: dict[str, World], tmp_path_factory: pytest.TempPathFactory) -> World:
     name = request.param
     if name not in worlds:
         worlds[name] = make_world(name, tmp_path_factory.mktemp(name))
     return worlds[name]
+
+
+def in_turns(ways: Sequence[Way], step: int, num_quick: int) -> pytest.MarkDecorator:
+    """Parametrise a test with every way in every `step`-th world, in turns. `make test` runs some ways of one world."""
+    each = 1 if IS_WHOLE else step
+    pairs = [(name, way) for at, name in enumerate(WORLDS) for way in ways[at % each :: each]]
+    of_one = [pair for pair in pairs if pair[0] == "llama"]
+    quick = of_one[:: -(-len(of_one) // num_quick)]
+    return pytest.mark.parametrize(("world", "way"), slow_except(quick, pairs), indirect=["world"], ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +98,14 @@ def test_the_cases_end_in_every_way_and_fill_the_window(expected: dict[str, Outc
     assert sum(outcome.logprobs is not None for outcome in outcomes) == 8
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@in_turns(WAYS, 2, 5)
 def test_an_answer_does_not_depend_on_the_way(world: World, expected: dict[str, Outcome], way: Way) -> None:
     start = WAYS.index(way)
     check(alone(world, CASES[start % 10 :: 10], way, expected), expected, way)
     check(together(world, CASES[start % 4 :: 4], way, expected), expected, way)
 
 
-@pytest.mark.parametrize("way", SLOWER, ids=str)
+@in_turns(SLOWER, 3, 3)
 def test_an_answer_does_not_depend_on_capture_or_cache(world: World, expected: dict[str, Outcome], way: Way) -> None:
     start = SLOWER.index(way)
     check(alone(world, CASES[start::20], way, expected), expected, way)
@@ -123,7 +135,7 @@ def gone_on(world: World, turns: Sequence[tuple[Case, Case, Outcome]], way: Way)
         yield Outcome.of(run_alone(world, second, way, outcome.token_ids, place)), outcome
 
 
-@pytest.mark.parametrize("way", [Way("none", chain=64), Way("right"), Way("half", 7), Way("ends")], ids=str)
+@in_turns([Way("none", chain=64), Way("right"), Way("half", 7), Way("ends")], 1, 2)
 def test_tokens_after_a_stop_leave_no_trace_in_the_context(
     world: World, turns: list[tuple[Case, Case, Outcome]], way: Way
 ) -> None:
@@ -134,7 +146,7 @@ def test_tokens_after_a_stop_leave_no_trace_in_the_context(
 # Steps that are larger than the recording
 
 
-@pytest.mark.parametrize("way", [Way("half"), Way("right", 7), Way("none", 64)], ids=str)
+@in_turns([Way("half"), Way("right", 7), Way("none", 64)], 3, 1)
 def test_steps_larger_than_the_recording_run_in_pieces_with_the_same_answer(
     world: World, expected: dict[str, Outcome], way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +155,7 @@ def test_steps_larger_than_the_recording_run_in_pieces_with_the_same_answer(
     check(together(world, CASES[::4], way, expected), expected, way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["windows"], indirect=True)
 @pytest.mark.parametrize(("weights", "precision"), [("q8", "exact"), ("q4", "fast"), ("bf16", "exact")])
 def test_quantised_weights_give_the_same_answer_with_drafts_and_neighbours(

@@ -9,8 +9,9 @@ from threading import Barrier
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from extent import IS_WHOLE
+from extent import IS_WHOLE, slow_except
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.group import Group
@@ -40,9 +41,9 @@ class ThreadGroup(Group):
     def gather(self, own: Tensor, widths: Sequence[int]) -> Tensor:
         assert own.shape[1] == widths[self.rank]
         self._parts[self.rank] = own
-        self._barrier.wait(60)
+        self._barrier.wait(600)
         whole = torch.cat([part for part in self._parts if part is not None], dim=1)
-        self._barrier.wait(60)
+        self._barrier.wait(600)
         return whole
 
 
@@ -81,23 +82,21 @@ def logits_of(model: Transformer, settings: CacheSettings | None = None) -> Tens
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module", params=TINY if IS_WHOLE else ONE_EACH, ids=lambda tiny: tiny.name)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp(request.param.name)
-    make_tiny(request.param, made)
-    return made
+def check_ranks(folder: Path, sizes: Sequence[int], weights: str = "auto", kv_type: str = "auto") -> None:
+    """Check that these numbers of ranks have the logits of one."""
+    settings = CacheSettings(kv_type=kv_type)
+    expected = logits_of(load(folder, weights=weights), settings)
+    for size in sizes:
+        for logits in in_ranks(size, lambda group: logits_of(load(folder, group, weights), settings)):
+            assert torch.equal(logits, expected)
 
 
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> Tensor:
-    return logits_of(load(folder))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4] if IS_WHOLE else [3, 4])
-def test_ranks_give_the_bits_of_one(folder: Path, expected: Tensor, size: int) -> None:
+@pytest.mark.slow(cases=3)
+@pytest.mark.parametrize("tiny", TINY if IS_WHOLE else ONE_EACH, ids=lambda tiny: tiny.name)
+def test_ranks_give_the_bits_of_one(tiny: Tiny, tmp_path: Path) -> None:
     """Two ranks of each family are tried as processes (`test_tensor_parallel`)."""
-    for logits in in_ranks(size, lambda group: logits_of(load(folder, group))):
-        assert torch.equal(logits, expected)
+    make_tiny(tiny, tmp_path)
+    check_ranks(tmp_path, [2, 3, 4] if IS_WHOLE else [3 + ONE_EACH.index(tiny) % 2])
 
 
 def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
@@ -114,6 +113,7 @@ def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
     assert max(rows) - min(rows) <= 16
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("tiny", TINY if IS_WHOLE else GATHERING, ids=lambda tiny: tiny.name)
 def test_the_definition_of_ops_gathers_alike(tiny: Tiny, tmp_path: Path) -> None:
     """Bits may differ, because the order of torch's sums depends on the number of rows."""
@@ -128,38 +128,21 @@ def test_the_definition_of_ops_gathers_alike(tiny: Tiny, tmp_path: Path) -> None
         torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "q8", "q4"])
-@pytest.mark.parametrize("weights", ["auto", "bf16", "q8", "q4"])
-def test_of_every_type(tmp_path: Path, weights: str, kv_type: str) -> None:
-    from transformers import LlamaConfig
-
-    sizes = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
-    make_tiny(Tiny("llama", LlamaConfig(**sizes, **heads)), tmp_path)
-    settings = CacheSettings(kv_type=kv_type)
-    expected = logits_of(load(tmp_path, weights=weights), settings)
-    for logits in in_ranks(2, lambda group: logits_of(load(tmp_path, group, weights), settings)):
-        assert torch.equal(logits, expected)
+_SIZES = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 1}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
+TYPED = Tiny("typed", LlamaConfig(**_SIZES, **_HEADS))
+TYPES = [("auto", "auto"), ("auto", "bf16"), ("bf16", "q8"), ("q8", "f16"), ("q4", "q4"), ("auto", "q8"), ("q8", "q4")]
+QUICK = [(tiny, "auto", "auto") for tiny in (TYPED, GATED[0], LAGUNA[0], MINISTRAL3[0])]
+OTHERS = [(tiny, *types) for tiny in (TYPED, GATED[0]) for types in TYPES[1:]]
 
 
-@pytest.mark.parametrize(("weights", "kv_type"), [("auto", "f32"), ("bf16", "q8"), ("q8", "f16"), ("q4", "q4")])
-@pytest.mark.parametrize("size", [2, 3])
-def test_output_gates_of_every_type(tmp_path: Path, weights: str, kv_type: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("tiny", "weights", "kv_type"), slow_except(QUICK, QUICK + OTHERS), ids=lambda value: getattr(value, "name", value)
+)
+def test_ranks_have_the_bits_of_one_with_every_type(tiny: Tiny, weights: str, kv_type: str, tmp_path: Path) -> None:
     """Two ranks have whole heads of keys; three ranks compute equal numbers of rows, and gather them."""
-    make_tiny(GATED[0], tmp_path)
-    settings = CacheSettings(kv_type=kv_type)
-    expected = logits_of(load(tmp_path, weights=weights), settings)
-    for logits in in_ranks(size, lambda group: logits_of(load(tmp_path, group, weights), settings)):
-        assert torch.equal(logits, expected)
-
-
-@pytest.mark.parametrize("tiny", [LAGUNA[0], MINISTRAL3[0]], ids=["one gate per head", "scaled queries"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_have_their_gates_and_scales(tmp_path: Path, tiny: Tiny, size: int) -> None:
     make_tiny(tiny, tmp_path)
-    expected = logits_of(load(tmp_path), CacheSettings())
-    for logits in in_ranks(size, lambda group: logits_of(load(tmp_path, group), CacheSettings())):
-        assert torch.equal(logits, expected)
+    check_ranks(tmp_path, [2, 3], weights, kv_type)
 
 
 def layer(num_heads: int, num_kv_heads: int) -> Attention:

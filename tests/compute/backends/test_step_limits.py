@@ -70,6 +70,7 @@ def test_a_window_stores_one_step_of_the_device() -> None:
     assert counts == [(1024 + 512) // 64 + 1, (1024 + 8192) // 64 + 1]
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,11 +212,13 @@ assert counter.is_right()
 """)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("pause", [0.0, 0.1])
 def test_the_interpreter_ends_cleanly_whether_workers_spin_or_sleep(run_script: Run, pause: float) -> None:
     assert run_script(f"counter.run(thread_pool(), 3); time.sleep({pause}); print(counter.is_right())") == "True\n"
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_cleanly_while_another_thread_runs(run_script: Run) -> None:
     run_script("""
 def run_on():
@@ -363,16 +364,6 @@ runner.join()
 waiting.run(busy)
 assert waiting.is_right()
 """)
-
-
-@pytest.mark.slow
-def test_processes_that_start_together_with_a_cold_cache_both_work(tmp_path: Path) -> None:
-    environment = {**os.environ, "INFER_CACHE": str(tmp_path)}
-    command = python_command(SCRIPT + "counter.run(thread_pool(), 3)\nsys.exit(0 if counter.is_right() else 1)")
-    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait(60) for process in both] == [0, 0]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), "the kernels are found"
 
 
 class Machine:

@@ -54,6 +54,7 @@ def test_a_single_tokens_stream_is_prefetched_nearby_if_the_core_prefers_it(pref
     assert weight_streams.bytes_ahead(1, 1) == weight_streams.FAR
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("group_bytes", [64, 5760, 15360, 16384, 16448, 40960])
 def test_a_stream_prefetches_its_own_later_groups(group_bytes: int) -> None:
     """Two streams read groups 0 and 1, then 2 and 3: the first one reads the even groups."""
@@ -111,8 +112,8 @@ def aligned(num_bytes: int) -> np.ndarray:
     return found[first : first + num_bytes]
 
 
-@pytest.mark.parametrize("type_", ["Q4_1", "Q8_0", "F16"])
-@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize(("type_", "planes"), [("Q4_1", 2), ("Q8_0", 1), ("F16", 2)])
 def test_no_bit_depends_on_it(type_: str, planes: int, prefer: Prefer) -> None:
     isa, layout, records, widths = instruction_set(), LAYOUTS[type_], 4, (1, 2, 4, 7, 8, 11, 16)
     form, on_matrices, configure = isa.form(layout, planes), isa.may_use_matrices(layout), make_configure(layout)

@@ -107,6 +107,7 @@ class StateRows(Rows):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 15, 16, 17, 48, 49, 64, 200, 600])
 def test_results_and_bits_do_not_depend_on_the_chunks(backend: str, size: int) -> None:
@@ -117,12 +118,13 @@ def test_results_and_bits_do_not_depend_on_the_chunks(backend: str, size: int) -
     assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize(("backend", "seed"), [("cpu", 0), ("cpu", 1), ("reference", 2)])
 def test_rows_continue_as_one_text_after_any_operations(backend: str, seed: int) -> None:
     go_on_at_random(Rows(make(), backend), seed, 120 if backend == "reference" else 300)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_with_states_continue_as_one_text_after_any_operations(seed: int) -> None:
     go_on_at_random(StateRows(make(recurrent=NET), "cpu"), seed, 200)

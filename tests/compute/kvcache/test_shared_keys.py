@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from extent import usual_or_all
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
@@ -19,6 +20,8 @@ from infer.models.transformer import Transformer
 from test_families import load
 from test_recurrent_rows import CAPACITY, NUM_ROWS, SETTINGS, Rows, go_on_at_random
 from tiny import GEMMA4, Tiny, make_tiny
+
+pytestmark = pytest.mark.slow
 
 TINY_SHARED = next(tiny for tiny in GEMMA4 if tiny.name == "gemma4_shared")
 CONFIG = TINY_SHARED.config.to_dict()
@@ -56,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load(folder)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(usual_or_all(1, 4)))
 @torch.inference_mode()
 def test_rows_continue_as_one_text_after_any_operations(model: Transformer, seed: int) -> None:
     go_on_at_random(ModelRows(model), seed, 120)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
+from extent import slow_except
 from infer.compute import ops
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
@@ -36,7 +37,7 @@ from sampling_cases import (
 )
 
 some = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-many = settings(some, max_examples=80)
+many = settings(some, max_examples=50)
 implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
 EVERYTHING = {
@@ -125,6 +126,9 @@ def test_rows_of_large_vocabularies_get_the_token_of_the_reference(
     assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
 
 
+REAL_SIZES = [(49_152, torch.float16), (49_152, torch.bfloat16), (262_144, torch.float32)]
+
+
 @cache
 def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]]:
     """Return rows with usual parameters, and the reference's tokens."""
@@ -149,7 +153,8 @@ def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]
 
 @implementations
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(49_152, torch.float16), (49_152, torch.bfloat16), (262_144, torch.float32)]
+    ("vocab_size", "dtype"),
+    slow_except([(49_152, torch.float16)], REAL_SIZES),
 )
 def test_real_vocabularies_get_the_tokens_of_the_reference(choose: Choose, vocab_size: int, dtype: torch.dtype) -> None:
     rows, expected = real_rows(vocab_size, dtype)

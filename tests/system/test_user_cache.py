@@ -55,37 +55,20 @@ def test_a_link_below_the_base_is_no_folder(tmp_path: Path) -> None:
     assert list(elsewhere.iterdir()) == []
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _link(path: Path) -> None:
-    (path.parent / "target").write_bytes(b"content")
-    path.symlink_to("target")
-
-
-def _open_to_all(path: Path) -> None:
-    path.write_bytes(b"content")
-    path.chmod(0o666)
-
-
-def _large(path: Path) -> None:
-    path.write_bytes(bytes(101))
-    path.chmod(0o600)
+UNSAFE: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "link": lambda path: ((path.parent / "target").write_bytes(b"content"), path.symlink_to("target")),
+    "open to all": lambda path: (path.write_bytes(b"content"), path.chmod(0o666)),
+    "large": lambda path: (path.write_bytes(bytes(101)), path.chmod(0o600)),
+}
 
 
 @needs_users
-@pytest.mark.parametrize("make", [_pipe, _folder, _endless, _link, _open_to_all, _large])
-def test_an_unsafe_file_counts_as_absent(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "kernel")
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_an_unsafe_file_counts_as_absent(tmp_path: Path, kind: str) -> None:
+    UNSAFE[kind](tmp_path / "kernel")
     assert read_own(tmp_path / "kernel", 100) is None
 
 

@@ -130,15 +130,6 @@ def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[1] * 330, [2] * 165, [5] * 66, [16] * 20 + [10], [300, 30]])
-@pytest.mark.parametrize("kv_type", QUANTIZED)
-def test_chunks_of_any_size_give_the_same_bits(kv_type: str, sizes: list[int]) -> None:
-    for heads, window in ((make_heads(9, 3, 64), None), (make_heads(8, 2, 32), 70)):
-        found, whole = (attend_in(each, heads, kv_type, window=window) for each in (sizes, [330]))
-        assert torch.equal(found, whole)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", QUANTIZED)
 def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
     heads = make_heads(7, 1, 64)

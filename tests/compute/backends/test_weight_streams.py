@@ -10,7 +10,7 @@ from numba import njit, types
 
 from infer.compute.backends.cpu import isa as isa_module
 from infer.compute.backends.cpu import weight_streams
-from infer.compute.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, InstructionSet, Shape, instruction_set
+from infer.compute.backends.cpu.isa import INSTRUCTION_SETS, InstructionSet, instruction_set
 from infer.compute.backends.cpu.layouts import LANES, LAYOUTS, PANEL
 from infer.compute.backends.cpu.matmul.matrix_tiles import make_configure, release
 from infer.compute.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
@@ -95,14 +95,6 @@ def test_tiles_of_few_tokens_read_one_stream(isa: InstructionSet, type_: str, pr
             few = [shape for shape in shapes if shape.columns <= limit and shape.columns < widest]
             assert all(shape.groups == 1 for shape in few)
             assert [shape.columns for shape in shapes if shape.widest == PANEL] == [shape.columns for shape in two]
-
-
-def test_the_widest_tile_of_a_wide_panel_takes_two_groups(prefer: Prefer) -> None:
-    isa, layout = BY_NAME["avx512vnni"], LAYOUTS["Q8_0"]
-    prefer(4)
-    fast, exact = isa.shapes(layout, 1, 2), isa.shapes(layout, 2, 2)
-    assert fast == [Shape(1, 4, 3, widest=8), Shape(2, 4, 3), Shape(1, 2, 2), Shape(1, 1, 1)]
-    assert exact == [Shape(2, 8, 7), Shape(1, 4, 3), Shape(1, 2, 2), Shape(1, 1, 1)]
 
 
 def aligned(num_bytes: int) -> np.ndarray:

@@ -61,7 +61,7 @@ def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], 
     assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4
 
 
-@pytest.mark.slow(cases=4)
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("length", [30, BEYOND - 10, BEYOND - 1, BEYOND, BEYOND + 1, 90])
 @pytest.mark.parametrize("speculation", [None, "ngram"])
 def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
@@ -158,6 +158,7 @@ def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
     assert cache.is_long(1)
 
 
+@pytest.mark.slow
 def test_a_session_goes_back_and_forth_over_the_border(pair: tuple[Any, LLM], tmp_path: Path) -> None:
     oracle, llm = pair
     session = llm.session()

@@ -208,6 +208,8 @@ def test_processes_that_share_a_folder_and_are_killed_leave_whole_pages_within_t
                 assert killed.stdout.readline() == "ready\n"
                 time.sleep(delays.uniform(0, 0.1))
                 assert num_bytes_in(tmp_path) <= most + ON_DISK  # with a file that is being written
+                while len(list(tmp_path.glob("ours/*"))) <= 6 * seed and steady.poll() is None:
+                    time.sleep(0.01)
                 killed.send_signal(signal.SIGKILL)
         assert steady.poll() is None, "it found what was not stored"
         steady.kill()

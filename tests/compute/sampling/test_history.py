@@ -83,15 +83,6 @@ TestHistory = HistoryMachine.TestCase
 TestHistory.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
-def test_appending_is_beginning_with_more() -> None:
-    grown, begun = History(1, 20, 5), History(1, 20, 5)
-    grown.begin(0, [1, 2, 1], 2)
-    for token_id in (1, 0, 2):
-        grown.append(torch.tensor([0]), torch.tensor([token_id]))
-    begun.begin(0, [1, 2, 1, 1, 0, 2], 2)
-    assert tables(grown, 0) == tables(begun, 0)
-
-
 def test_a_slot_does_not_see_another() -> None:
     history = History(2, 20, 5)
     history.begin(0, [1, 2, 3])

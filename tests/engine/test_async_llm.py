@@ -208,6 +208,20 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert len(llm._opened.answers._preparing._executor._threads) <= 4
 
 
+def test_a_closed_event_loop_affects_no_other(llm: LLM, steps: Steps) -> None:
+    same, streams = AsyncLLM(llm), list[AsyncStream]()
+
+    async def leave() -> None:
+        steps.may_run.clear()
+        for _ in range(3):
+            streams.append(await same.stream("hello", LONG).begin())
+
+    run(leave)
+    steps.may_run.set()
+    assert run(lambda: same.generate("hello", LONG)).token_ids == llm.generate("hello", LONG).token_ids
+    assert all(stream._answer is not None for stream in streams)
+
+
 # Ends
 
 

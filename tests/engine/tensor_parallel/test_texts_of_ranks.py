@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from classifier_model import make_classifier
 from infer import LLM, InvalidRequestError
 from reranker_model import make_reranker_model
 from served import serving
@@ -12,13 +13,16 @@ pytestmark = pytest.mark.slow
 
 
 def test_texts_are_for_models_of_one_process(tmp_path: Path) -> None:
-    folder = tmp_path / "Qwen3-Reranker-tiny"
-    make_reranker_model(folder)
-    with LLM(folder, threads=1, tensor_parallel=2) as shared, serving(shared, allow_embeddings=True) as served:
-        for call in (shared.embed, shared.classify, lambda texts: shared.rerank("a", texts)):
+    make_classifier(tmp_path / "a")
+    make_reranker_model(tmp_path / "Qwen3-Reranker-tiny")
+    with LLM(tmp_path / "a", threads=1, tensor_parallel=2) as shared, serving(shared, allow_embeddings=True) as served:
+        for call in (shared.embed, shared.classify):
             with pytest.raises(InvalidRequestError, match=r"vectors, scores and labels .* load it without"):
                 call(["abc"])
-        assert shared.generate("a", temperature=0, max_new_tokens=2).token_ids
         for path in ("/v1/embeddings", "/v1/classify"):
             answer = served.client.post(path, json={"input": "abc"})
             assert (answer.status_code, "tensor_parallel" in answer.json()["error"]["message"]) == (400, True)
+    with LLM(tmp_path / "Qwen3-Reranker-tiny", threads=1, tensor_parallel=2) as shared:
+        with pytest.raises(InvalidRequestError, match="load it without tensor_parallel"):
+            shared.rerank("a", ["b"])
+        assert shared.generate("a", temperature=0, max_new_tokens=2).token_ids

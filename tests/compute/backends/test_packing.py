@@ -29,20 +29,8 @@ from layer_caches import threads
 
 CPU = torch.device("cpu")
 TYPES = sorted(LAYOUTS)
-UNPACKED = (
-    "F32",
-    "F16",
-    "Q8_0",
-    "Q4_K",
-    "Q6_K",
-    "IQ1_M",
-    "IQ1_S",
-    "IQ2_S",
-    "IQ3_XXS",
-    "NVFP4",
-    "TQ1_0",
-)  # by make test
-MULTIPLIED = ("F32", "Q8_0", "Q4_K", "IQ1_S", "F8_E4M3")
+UNPACKED = ("F32", "Q8_0", "Q4_K", "Q6_K", "IQ1_M", "IQ1_S", "IQ3_XXS", "F8_E4M3")
+MULTIPLIED = ("F32", "Q8_0", "Q4_K", "F8_E4M3")
 SOME_TYPES = UNPACKED if IS_SHORT else TYPES
 EACH_TYPE = pytest.mark.parametrize("type_", slow_except(UNPACKED, TYPES))
 MOST_MEMORY = 1.3  # bytes of memory per byte of the file, for the types with the fewest bits

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from extent import slow_except
+from extent import IS_SHORT, slow_except
 from infer.compute import ops
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
@@ -36,8 +36,8 @@ from sampling_cases import (
     same_bits,
 )
 
-some = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-many = settings(some, max_examples=50)
+some = settings(max_examples=10 if IS_SHORT else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(some, max_examples=25 if IS_SHORT else 50)
 implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
 EVERYTHING = {
@@ -116,7 +116,7 @@ def test_every_row_of_a_batch_gets_the_token_of_the_reference(
 
 
 @implementations
-@settings(some, max_examples=15)
+@settings(some, max_examples=5 if IS_SHORT else 15)
 @given(batches_of_rows(max_rows=3, vocab_sizes=(16_383, 16_385, 20_011, 33_000)))
 def test_rows_of_large_vocabularies_get_the_token_of_the_reference(
     choose: Choose, drawn: tuple[list[Row], frozenset[int]]
@@ -244,14 +244,14 @@ def test_a_row_alone_and_in_any_batch_and_order_has_the_same_bits(
 
 def test_log_probabilities_do_not_depend_on_threads_or_neighbours() -> None:
     """A float sum over 49,152 entries would: torch divides one row between threads, and many rows by rows."""
-    logits = torch.stack([make_logits("normal", 49_152, seed) for seed in range(64)])
-    token_ids = torch.arange(64)
+    logits = torch.stack([make_logits("normal", 49_152, seed) for seed in range(16)])
+    token_ids = torch.arange(16)
     expected = sampler.log_probabilities(logits, token_ids, 3)
     before = torch.get_num_threads()
     try:
         for num_threads in (1, 2, 4):
             torch.set_num_threads(num_threads)
-            for index in range(0, 64, 9):
+            for index in range(0, 16, 5):
                 found = sampler.log_probabilities(logits[index : index + 1], token_ids[index : index + 1], 3)
                 assert all(same_bits(a[0], b[index]) for a, b in zip(found, expected, strict=True))
     finally:

@@ -16,7 +16,7 @@ from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
 
 INF = math.inf
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 
 def pack(*values: dict[str, Any], vocab_size: int = 10, **options: Any) -> SamplingColumns:

@@ -80,7 +80,7 @@ class HistoryMachine(RuleBasedStateMachine):
 
 
 TestHistory = HistoryMachine.TestCase
-TestHistory.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestHistory.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 
 def test_a_slot_does_not_see_another() -> None:
@@ -107,6 +107,7 @@ print(resident_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
 def test_only_slots_that_had_a_penalty_take_memory() -> None:
     """64 slots of 262,144 words and 131,072 positions are 168 MB. A new process has no memory of other tests."""

@@ -12,6 +12,7 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 import infer
+from extent import IS_SHORT
 from infer import (
     apply_frequency_penalty,
     apply_logit_bias,
@@ -31,7 +32,7 @@ from infer.sampling_params import SamplingParams
 
 INF = math.inf
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=12 if IS_SHORT else 25, deadline=None)
 
 logit_values = st.one_of(
     st.floats(-30, 30, width=16), st.sampled_from([0.0, -0.0, 1.0, -1.0, -INF, 3e38, -3e38]), st.just(2.0)
@@ -94,7 +95,7 @@ def ranked_ids(row: Tensor) -> list[int]:
 @few
 @given(row=live_rows, dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
 def test_a_stage_keeps_shape_dtype_its_input_and_a_token(stage: str, row: Tensor, dtype: torch.dtype) -> None:
-    row = row.clamp(max=6e4).to(dtype)
+    row = row.where(row == -INF, row.clamp(-6e4, 6e4)).to(dtype)
     before = row.clone()
     after = STAGES[stage](row)
     assert (after.shape, after.dtype) == (row.shape, row.dtype)
@@ -377,6 +378,7 @@ def test_a_generator_repeats_itself_and_advances() -> None:
     assert len(set(stream(1))) > 5
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("source", ["seed", "generator"])
 @pytest.mark.parametrize("logits", [torch.zeros(20), torch.linspace(-2, 2, 20)], ids=["uniform", "sloped"])
 def test_draws_follow_the_softmax(source: str, logits: Tensor) -> None:

@@ -31,7 +31,7 @@ class ServerProcess:
     ready_after: float = 0.0  # seconds from the start, until it answered with 200
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=60) as response:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:

@@ -212,7 +212,7 @@ def test_no_template_says_what_to_do() -> None:
         Tokenizer(Backend(models.BPE({"a": 0}, [])), named_tokens={}).encode_chat([USER])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_real_templates_render_and_encode_as_transformers(name: str, add_generation_prompt: bool) -> None:
@@ -244,7 +244,7 @@ def test_benign_conversations_are_token_equal_to_transformers(name: str, content
     assert tokenizer.encode_chat(messages) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_special_token_in_a_message_becomes_control(name: str) -> None:
     tokenizer = load(name)

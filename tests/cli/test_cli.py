@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -19,10 +18,9 @@ from typing import Any
 import pytest
 
 import infer
+from commands import FAKE, refused, run
 from fake_cli import FakeModel
-from infer.cli import main, subcommands
-from infer.cli.chat.chat_commands import run_command
-from infer.cli.chat.chat_session import ChatSession
+from infer.cli import subcommands
 from infer.cli.terminal.terminal import Spinner
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.sampling.defaults import SamplingDefaults
@@ -32,33 +30,14 @@ from infer.system.cores.cores import num_processors
 from infer.system.status_line import write_notice
 from watched import python_command
 
-FAKE = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "fake_cli.py")]
 HEAVY = {
     *("torch", "numba", "numpy", "transformers", "tokenizers", "jinja2", "msgspec", "prompt_toolkit", "rich"),
     *("asyncio", "infer.cli.chat.chat_loop", "infer.cli.chat.chat_prompt"),
 }
-Capture = pytest.CaptureFixture[str]
 
 
 def run_fake(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*FAKE, *arguments], input=text, capture_output=True, text=True, check=False, timeout=60)
-
-
-class Screen:
-    """Output of a terminal, which is read up to each expected text."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.unread = b""
-
-    def until(self, wanted: str) -> str:
-        ends = time.monotonic() + 40
-        while wanted.encode() not in self.unread and time.monotonic() < ends:
-            if select.select([self.descriptor], [], [], 0.2)[0]:
-                self.unread += os.read(self.descriptor, 4096)
-        assert wanted.encode() in self.unread
-        shown, _, self.unread = self.unread.partition(wanted.encode())
-        return shown.decode(errors="replace") + wanted
+    return subprocess.run([*FAKE, *arguments], input=text, capture_output=True, text=True, check=False)
 
 
 # Help and version
@@ -67,36 +46,29 @@ class Screen:
 def test_help_and_version_load_nothing_heavy() -> None:
     commands = [[name, "--help"] for name in ("generate", "chat", "bench", "sample-trace")]
     lines = [["--help"], ["--version"], *commands, []]
-    program = f"import sys; from infer.cli import main; print('told', *map(main, {lines}), *sys.modules)"
+    program = "import sys; from infer.cli import main; main(['--help']); first = set(sys.modules)\n"
+    program += f"print('told', *map(main, {lines}), *sys.modules, 'first', *first)"
     done = subprocess.run(python_command(program), capture_output=True, text=True, check=True)
-    _, *found = done.stdout.splitlines()[-1].split()
+    all_found, _, first = done.stdout.splitlines()[-1].partition(" first ")
+    _, *found = all_found.split()
     assert found[: len(lines)] == ["0"] * len(lines)
     assert HEAVY & set(found) == set()
-
-
-def test_help_loads_no_package_but_click() -> None:
-    program = "import sys; from infer.cli import main; main(['--help']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    packages = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split() if not name.startswith("_")}
+    packages = {name.partition(".")[0] for name in first.split() if not name.startswith("_")}
     assert packages - sys.stdlib_module_names == {"click", "infer"}
 
 
-def test_a_report_names_the_machine_and_what_runs_on_it(capsys: Capture) -> None:
-    assert main(["--version", "-v"]) == 0
-    shown = capsys.readouterr().out
-    first, python, packages, machine, cpu, *_ = shown.splitlines()
+def test_a_report_names_the_machine_and_what_runs_on_it() -> None:
+    first, python, packages, machine, cpu, *_ = run("--version", "-v").out.splitlines()
     assert first == f"infer {infer.__version__}"
     assert python.startswith(f"Python {platform.python_version()}, ")
     assert f"torch {version('torch')}" in packages
     assert f"{num_processors()} processors" in machine
     assert cpu.startswith(f"cpu: {instruction_set().name}")
-    assert main(["-v", "models"]) == 2
-    assert "infer models -v" in capsys.readouterr().err
+    assert "infer models -v" in refused("-v", "models")
 
 
-def test_help_names_every_option_and_its_default(capsys: Capture) -> None:
-    assert main(["generate", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+def test_help_names_every_option_and_its_default() -> None:
+    shown = " ".join(run("generate", "--help").out.split())
     for option, default in {
         "-m, --model": "smollm2", "-n, --max-new-tokens": "512", "--temperature": "the model's, else 1, in a chat 0.7",
         "--top-p": "the model's, else 1, in a chat 0.95", "--top-k": "the model's, else 0",
@@ -110,51 +82,47 @@ def test_help_names_every_option_and_its_default(capsys: Capture) -> None:
 # Generate
 
 
-def test_text_goes_to_stdout_and_times_to_stderr(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["generate", "--prompt", "hello"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "echo: hello \n"
-    assert captured.err.splitlines() == [
+def test_text_goes_to_stdout_and_times_to_stderr(fake: FakeModel) -> None:
+    out, err = run("generate", "--prompt", "hello")
+    assert out == "echo: hello \n"
+    assert err.splitlines() == [
         "cut at 2 tokens (-n)", "TTFT: 245.32 ms", "Avg TBT: 36.50 ms (27.4 tokens/sec)",
     ]  # fmt: skip
 
 
-def test_quiet_is_nothing_but_text_and_verbose_tells_all(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["generate", "--prompt", "a", "-q"]) == 0
-    assert capsys.readouterr() == ("echo: a \n", "")
+def test_quiet_is_nothing_but_text_and_verbose_tells_all(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "--prompt", "a", "-q") == ("echo: a \n", "")
     write_notice("of another command")
     assert capsys.readouterr().err == "of another command\n"
-    assert main(["generate", "--prompt", "a", "-v"]) == 0
-    told = capsys.readouterr().err
+    told = run("generate", "--prompt", "a", "-v").err
     assert all(part in told for part in ("3 prompt, 2 generated", "Seed: 7", "length ('max_new_tokens')", "p50"))
 
 
-def test_json_is_one_object(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["generate", "--prompt", "a", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+def test_json_is_one_object(fake: FakeModel) -> None:
+    record = run("generate", "--prompt", "a", "--json").json()
     assert (record["text"], record["token_ids"], record["seed"], record["model"]) == ("echo: a ", [0, 1], 7, "smollm2")
     assert record["timing"]["ttft_s"] == 0.24532
 
 
-def test_chat_wraps_the_prompt_with_a_system_message_before_it(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["generate", "-q", "--chat", "--system", "be brief", "--prompt", "hi"]) == 0
-    assert capsys.readouterr().out == "echo: [be brief] 2 hi \n"
+def test_chat_wraps_the_prompt_with_a_system_message_before_it(fake: FakeModel) -> None:
+    found = run("generate", "-q", "--chat", "--system", "be brief", "--prompt", "hi")
+    assert found.out == "echo: [be brief] 2 hi \n"
 
 
-def test_a_prompt_comes_from_a_file_or_stdin(tmp_path: Path) -> None:
+def test_a_prompt_comes_from_a_file_or_stdin(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("à\nb", encoding="utf-8")
-    assert run_fake("generate", "-q", "--prompt-file", str(path)).stdout == "echo: à\nb \n"
+    assert run("generate", "-q", "--prompt-file", path).out == "echo: à\nb \n"
     assert run_fake("generate", "-q", "--prompt-file", "-", text="xyz").stdout == "echo: xyz \n"
 
 
-def used_params(fake: FakeModel, capsys: Capture, *options: str) -> tuple[str, str]:
-    assert main(["generate", "--prompt", "params", *options]) == 0
-    captured = capsys.readouterr()
-    return captured.out, captured.err
+def used_params(*options: object) -> tuple[str, str]:
+    """Return the parameters that the fake model gets, and the notes."""
+    found = run("generate", "--prompt", "params", *options)
+    return found.out.strip(), found.err
 
 
-def test_every_option_has_an_effect(fake: FakeModel, capsys: Capture) -> None:
+def test_every_option_has_an_effect(fake: FakeModel) -> None:
     options = [
         *["-n", "5", "--temperature", "0.5", "--top-p", "0.6", "--top-k", "7", "--min-p", "0.1", "--seed", "11"],
         *["--repetition-penalty", "1.3", "--repetition-window", "9", "--frequency-penalty", "0.2"],
@@ -166,41 +134,39 @@ def test_every_option_has_an_effect(fake: FakeModel, capsys: Capture) -> None:
         frequency_penalty=0.2, presence_penalty=0.3, logit_bias={5: -float("inf"), 6: 2}, stop=["a", "b"], seed=11,
         ignore_eos=True,
     )  # fmt: skip
-    assert used_params(fake, capsys, *options)[0].strip() == str(expected)
+    assert used_params(*options)[0] == str(expected)
 
 
-def test_without_options_the_table_of_defaults_holds(fake: FakeModel, capsys: Capture) -> None:
-    assert used_params(fake, capsys)[0].strip() == str(SamplingParams(max_new_tokens=512))
+def test_without_options_the_table_of_defaults_holds(fake: FakeModel) -> None:
+    assert used_params()[0] == str(SamplingParams(max_new_tokens=512))
     chat = SamplingParams(max_new_tokens=512, temperature=0.7, top_p=0.95)
-    assert used_params(fake, capsys, "--chat")[0].strip() == str(chat)
+    assert used_params("--chat")[0] == str(chat)
 
 
-def test_the_seeds_defaults_are_a_preset_that_options_change(fake: FakeModel, capsys: Capture) -> None:
+def test_the_seeds_defaults_are_a_preset_that_options_change(fake: FakeModel) -> None:
     expected = SamplingParams(
         max_new_tokens=512, temperature=0.8, top_p=0.9, top_k=7, repetition_penalty=1.1, repetition_window=64
     )
     fake.sampling_defaults = SamplingDefaults({"temperature": 0.3}, {"top_p": 0.5})
-    shown, told = used_params(fake, capsys, "--preset", "seed", "--top-k", "7")
-    assert shown.strip() == str(expected)
+    shown, told = used_params("--preset", "seed", "--top-k", "7")
+    assert shown == str(expected)
     assert "from the model" not in told
 
 
-def test_the_command_line_goes_before_the_model_and_the_model_before_the_table(
-    fake: FakeModel, capsys: Capture
-) -> None:
+def test_the_command_line_goes_before_the_model_and_the_model_before_the_table(fake: FakeModel) -> None:
     fake.sampling_defaults = SamplingDefaults({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.2, "top_k": 9})
-    shown, told = used_params(fake, capsys, "--chat", "--top-p", "0.9")
-    assert shown.strip() == str(SamplingParams(max_new_tokens=512, temperature=0.6, top_p=0.9, top_k=9))
+    shown, told = used_params("--chat", "--top-p", "0.9")
+    assert shown == str(SamplingParams(max_new_tokens=512, temperature=0.6, top_p=0.9, top_k=9))
     assert told.splitlines()[0] == (
         "from the model: temperature 0.6; from the model's card: top_k 9 (--no-generation-config ignores them)"
     )
-    shown, told = used_params(fake, capsys, "--no-generation-config")
-    assert shown.strip() == str(SamplingParams(max_new_tokens=512))
+    shown, told = used_params("--no-generation-config")
+    assert shown == str(SamplingParams(max_new_tokens=512))
     assert "from the model" not in told
-    assert "from the model" not in used_params(fake, capsys, "--temperature", "0")[1]
+    assert "from the model" not in used_params("--temperature", "0")[1]
 
 
-def test_a_warning_is_one_line_on_stderr(fake: FakeModel, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_is_one_line_on_stderr(fake: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(options: Any) -> FakeModel:
         warnings.warn("its template\nis broken", stacklevel=1)
         return fake
@@ -208,31 +174,30 @@ def test_a_warning_is_one_line_on_stderr(fake: FakeModel, capsys: Capture, monke
     monkeypatch.setattr(subcommands, "load_model", load)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        assert main(["generate", "-q", "a"]) == 0
-    assert capsys.readouterr().err == "infer: its template is broken\n"
+        assert run("generate", "-q", "a").err == "infer: its template is broken\n"
 
 
-def test_off_is_zero_for_top_k_and_minus_one_for_the_window(fake: FakeModel, capsys: Capture) -> None:
+def test_off_is_zero_for_top_k_and_minus_one_for_the_window(fake: FakeModel) -> None:
     fake.sampling_defaults = SamplingDefaults({"top_k": 5, "repetition_penalty": 2.0, "repetition_window": 5})
-    shown, _ = used_params(fake, capsys, "--top-k", "0", "--repetition-window", "-1", "-n", "-1")
-    assert shown.strip() == str(SamplingParams(repetition_penalty=2.0, max_new_tokens=None))
+    shown, _ = used_params("--top-k", "0", "--repetition-window", "-1", "-n", "-1")
+    assert shown == str(SamplingParams(repetition_penalty=2.0, max_new_tokens=None))
 
 
 # Constraints, paths, many prompts
 
 
-def test_each_constraint_reaches_the_model(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+def test_each_constraint_reaches_the_model(fake: FakeModel, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "list.lark"
     schema.write_text('{"type": "integer"}')
     grammar.write_text('start: "a" | "b"')
-    assert """json_schema='{"type": "integer"}'""" in used_params(fake, capsys, "--json-schema", str(schema))[0]
+    assert """json_schema='{"type": "integer"}'""" in used_params("--json-schema", schema)[0]
     inline = ' {"$id": "https://a//b"}'
-    assert f"json_schema={inline!r}" in used_params(fake, capsys, "--json-schema", inline)[0]
-    assert "regex='[ab]+'" in used_params(fake, capsys, "--regex", "[ab]+")[0]
-    assert """grammar='start: "a" | "b"'""" in used_params(fake, capsys, "--grammar", str(grammar))[0]
+    assert f"json_schema={inline!r}" in used_params("--json-schema", inline)[0]
+    assert "regex='[ab]+'" in used_params("--regex", "[ab]+")[0]
+    assert """grammar='start: "a" | "b"'""" in used_params("--grammar", grammar)[0]
     for options in (["--choice", "a b", "--choice", "c"], ["--choice", "a b", "c"], ["--choice=a b", "c", "-n", "3"]):
-        assert "choice=('a b', 'c')" in used_params(fake, capsys, *options)[0]
-    assert "choice" not in used_params(fake, capsys)[0]
+        assert "choice=('a b', 'c')" in used_params(*options)[0]
+    assert "choice" not in used_params()[0]
 
 
 @pytest.mark.parametrize(
@@ -247,29 +212,23 @@ def test_each_constraint_reaches_the_model(fake: FakeModel, capsys: Capture, tmp
     ],
 )
 def test_a_bad_schema_is_told_before_a_model_is_loaded(
-    capsys: Capture, tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subcommands, "load_model", lambda options: pytest.fail("loaded"))
     path = tmp_path / "schema.json"
     path.write_text(schema)
-    assert main(["generate", "--json-schema", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert re.search(message, told)
-    assert told.count("\n") == 1
+    assert re.search(message, refused("generate", "--json-schema", path))
 
 
-def test_the_path_is_chosen_by_options(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["generate", "-q", "--prompt", "path"]) == 0
-    assert capsys.readouterr().out == "echo: None 15 None error \n"
+def test_the_path_is_chosen_by_options(fake: FakeModel) -> None:
+    assert run("generate", "-q", "--prompt", "path").out == "echo: None 15 None error \n"
     options = ["--speculation", "ngram", "--draft-tokens", "3", "--prefill-chunk", "7", "--overflow", "truncate_left"]
-    assert main(["generate", "-q", "--prompt", "path", *options]) == 0
-    assert capsys.readouterr().out == "echo: ngram 3 7 truncate_left \n"
+    assert run("generate", "-q", "--prompt", "path", *options).out == "echo: ngram 3 7 truncate_left \n"
 
 
-def test_stats_tell_which_path_ran(fake: FakeModel, capsys: Capture) -> None:
+def test_stats_tell_which_path_ran(fake: FakeModel) -> None:
     options = ["--stats", "--speculation", "ngram", "--temperature", "0", "--choice", "a", "b"]
-    assert main(["generate", "-q", "--prompt", "a", *options]) == 0
-    assert capsys.readouterr().err.splitlines() == [
+    assert run("generate", "-q", "--prompt", "a", *options).err.splitlines() == [
         "path          greedy, ngram speculation, choice",
         "prompt        3 tokens in 2 steps",
         "answer        2 tokens",
@@ -285,27 +244,24 @@ def test_stats_tell_which_path_ran(fake: FakeModel, capsys: Capture) -> None:
     ]
 
 
-def test_many_prompts_are_answered_in_their_order(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+def test_many_prompts_are_answered_in_their_order(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo\n")
-    assert main(["generate", "--prompts-file", str(path)]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "echo: one \n\necho: two \n"
-    assert re.fullmatch(
-        r"2 of 2 answers cut at 2 tokens \(-n\)\n2 answers: 4 tokens in .* s \(.* tokens/sec\)\n", captured.err
-    )
-    assert main(["generate", "-q", "--chat", "--json", "--prompts-file", str(path)]) == 0
-    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
-    assert texts == ["echo: 1 one ", "echo: 1 two "]
+    out, err = run("generate", "--prompts-file", path)
+    assert out == "echo: one \n\necho: two \n"
+    assert re.fullmatch(r"2 of 2 answers cut at 2 tokens \(-n\)\n2 answers: 4 tokens in .* s \(.* tokens/sec\)\n", err)
+    records = run("generate", "-q", "--chat", "--json", "--prompts-file", path).records()
+    assert [each["text"] for each in records] == ["echo: 1 one ", "echo: 1 two "]
+    records = run("generate", "-q", "--json-lines", "--prompts-file", path).records()
+    assert [(each["index"], each["text"]) for each in records] == [(0, "echo: one "), (1, "echo: two ")]
     assert run_fake("generate", "-q", "--prompts-file", "-", text="a\nb").stdout == "echo: a \n\necho: b \n"
 
 
-def test_json_lines_bring_their_own_parameters(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+def test_json_lines_bring_their_own_parameters(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('"plain"\n{"prompt": "params", "temperature": 0.25, "max_tokens": 3}\n')
     fake.sampling_defaults = SamplingDefaults({"temperature": 0.6, "top_p": 0.95})
-    assert main(["generate", "-q", "--top-k", "9", "--prompts-file", str(path)]) == 0
-    first, _, second = capsys.readouterr().out.splitlines()
+    first, _, second = run("generate", "-q", "--top-k", "9", "--prompts-file", path).out.splitlines()
     assert first == "echo: plain "
     assert all(part in second for part in ("temperature=0.25", "max_new_tokens=3", "top_k=9", "top_p=0.95"))
 
@@ -321,30 +277,24 @@ def test_json_lines_bring_their_own_parameters(fake: FakeModel, capsys: Capture,
         ('{"prompt": "too long"}', "the context holds 100"),
     ],
 )
-def test_a_bad_line_is_named(fake: FakeModel, capsys: Capture, tmp_path: Path, line: str, message: str) -> None:
+def test_a_bad_line_is_named(fake: FakeModel, tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'"fine"\n{line}\n')
-    assert main(["generate", "--prompts-file", str(path)]) == 2
-    told = capsys.readouterr().err
+    told = run("generate", "--prompts-file", path, status=2).err
     assert re.search(message, told)
     assert told.count("\n") == 1
 
 
-def test_a_file_without_prompts_is_bad_input(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_bad_input(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("\n \n")
-    assert main(["generate", "--prompts-file", str(path)]) == 2
-    assert "has no prompt" in capsys.readouterr().err
+    assert "has no prompt" in refused("generate", "--prompts-file", path)
 
 
-def test_a_long_prompt_shows_its_progress_on_a_terminal_alone(
-    fake: FakeModel, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["generate", "-q", "--prompt", "read"]) == 0
-    assert capsys.readouterr() == ("echo: read \n", "")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert main(["generate", "--prompt", "read"]) == 0
-    assert "\rprompt ██████████           50 %\x1b[K\r\x1b[K" in capsys.readouterr().err
+def test_a_long_prompt_shows_its_progress_on_a_terminal_alone(fake: FakeModel) -> None:
+    assert run("generate", "-q", "--prompt", "read") == ("echo: read \n", "")
+    shown = run("generate", "--prompt", "read", is_terminal=True).err
+    assert "\rprompt ██████████           50 %\x1b[K\r\x1b[K" in shown
 
 
 # Loading
@@ -374,7 +324,7 @@ def test_the_model_is_loaded_as_the_options_say(
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt = ["-p", "a"] if command == "generate" else []
     is_chat = command == "chat"
-    assert main([command, "-q", *prompt]) == 0
+    run(command, "-q", *prompt)
     assert loaded_with == ({"prefix_disk": 0} if is_chat else {}) | {
         "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
         "max_seq_len": None, "threads": None, "chat_template": None, "allow_special": False,
@@ -389,7 +339,7 @@ def test_the_model_is_loaded_as_the_options_say(
     options += ["--kv-type", "q8", "--eviction-policy", "snapkv", "--eviction-window", "512", "--protected-prefix", "2"]
     options += ["--memory-threshold-mb", "7", "--reuse-prefixes", "--grammar-backend", "xgrammar"]
     options += ["--tensor-parallel", "2", "--state-memory", "900", *(["--prefix-disk", "2GB"] if is_chat else [])]
-    assert main([command, "-q", *prompt, *options, "--max-seq-len", "99", "--dtype", "float16"]) == 0
+    run(command, "-q", *prompt, *options, "--max-seq-len", "99", "--dtype", "float16")
     assert loaded_with == ({"prefix_disk": 2 * 10**9} if is_chat else {}) | {
         "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
         "max_seq_len": 99, "threads": 3, "chat_template": "{{ messages }}", "allow_special": True,
@@ -399,15 +349,11 @@ def test_the_model_is_loaded_as_the_options_say(
     }  # fmt: skip
 
 
-def test_loading_shows_a_bar_on_a_terminal_alone(
-    loaded_with: dict[str, Any], capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["generate", "-q", "a"]) == 0
-    assert capsys.readouterr().err == ""
+def test_loading_shows_a_bar_on_a_terminal_alone(loaded_with: Any, capsys: Any, monkeypatch: Any) -> None:
+    assert run("generate", "-q", "a").err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    assert main(["generate", "a"]) == 0  # -q has no effect on the next command
-    capsys.readouterr()
+    run("generate", "a")  # -q has no effect on the next command
     with Spinner("loading m") as spinner:
         spinner.progress(1, 4)
         shown, ends = "", time.monotonic() + 60
@@ -442,10 +388,7 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
         (["generate", "--system", "a"], "--chat"),
         (["generate", "--backend", "tpu"], "'tpu' is not one of"),
         (["chat", "--device", "cuda:x"], "'cuda:x' is not one of"),
-        (
-            ["generate", "--backend", "vulkan"],
-            "'vulkan' is not one of 'auto', .*: Vulkan is not supported",
-        ),
+        (["generate", "--backend", "vulkan"], "'vulkan' is not one of 'auto', .*: Vulkan is not supported"),
         (["generate", "--precision", "vague"], "--precision.*'vague' is not one of"),
         (["chat", "--weights", "q3"], "--weights.*'q3' is not one of"),
         (["bench", "-n", "0"], "-n.*0 is not in the range"),
@@ -468,36 +411,26 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
         (["generate", "--prompt", "too long"], "the context holds 100"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    fake: FakeModel, capsys: Capture, arguments: list[str], message: str
-) -> None:
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert re.search(message, captured.err)
-    assert captured.err.startswith("infer: ")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+def test_bad_input_is_one_line_and_status_2(fake: FakeModel, arguments: list[str], message: str) -> None:
+    assert re.search(message, refused(*arguments))
 
 
-def test_a_prompt_that_is_not_utf8_is_bad_input(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+def test_a_prompt_that_is_not_utf8_is_bad_input(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "prompt"
     path.write_bytes(b"abc\xff")
-    assert main(["generate", "--prompt-file", str(path)]) == 2
-    assert "not UTF-8: byte 3" in capsys.readouterr().err
+    assert "not UTF-8: byte 3" in refused("generate", "--prompt-file", path)
 
 
-def test_our_own_failure_is_status_1_and_verbose_shows_the_traceback(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["generate", "--prompt", "broken"]) == 1
-    assert (
-        capsys.readouterr().err == "infer: our own failure, RuntimeError: the model fell over (-v shows a traceback)\n"
-    )
-    assert main(["generate", "--prompt", "broken", "-v"]) == 1
-    assert "Traceback" in capsys.readouterr().err
+def test_our_own_failure_is_status_1_and_verbose_shows_the_traceback(fake: FakeModel) -> None:
+    told = refused("generate", "--prompt", "broken", status=1)
+    assert told == "our own failure, RuntimeError: the model fell over (-v shows a traceback)"
+    assert "Traceback" in run("generate", "--prompt", "broken", "-v", status=1).err
 
 
 # Signals and pipes
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", ["generate", "json"])
 def test_a_signal_ends_quietly_and_keeps_the_text(
@@ -505,15 +438,16 @@ def test_a_signal_ends_quietly_and_keeps_the_text(
 ) -> None:
     options = ["generate", "--prompt", "slow"] + (["--json"] if command == "json" else [])
     begun = tmp_path / "begun"
-    process = subprocess.Popen(
-        [*FAKE, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"FAKE_BEGUN": str(begun)}
-    )
-    assert process.stdout is not None
-    begin = os.read(process.stdout.fileno(), 100) if command == "generate" else b""
-    while not begun.exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(number)
-    rest, errors = process.communicate(timeout=20)
+    environment = os.environ | {"FAKE_BEGUN": str(begun)}
+    with subprocess.Popen(
+        [*FAKE, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        begin = os.read(process.stdout.fileno(), 100) if command == "generate" else b""
+        while not begun.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        rest, errors = process.communicate()
     assert (process.returncode, errors) == (status, b"")
     if command == "json":
         assert json.loads(rest)["stop_reason"] == "cancelled"
@@ -527,149 +461,21 @@ def test_a_signal_ends_quietly_and_keeps_the_text(
 def test_a_piped_chat_prints_answers_alone() -> None:
     done = run_fake("chat", "-q", text='one\ntwo \\\nlines\n"""\nx\ny\n"""\n//slash\n\n')
     assert done.returncode == 0
-    assert done.stdout.split("\n") == [
-        "echo: 1 one ",
-        "echo: 3 two ",
-        "lines ",
-        "echo: 5 x",
-        "y ",
-        "echo: 7 /slash ",
-        "",
-    ]
+    assert done.stdout == "echo: 1 one \necho: 3 two \nlines \necho: 5 x\ny \necho: 7 /slash \n"
 
 
 def test_an_error_keeps_the_session() -> None:
-    done = run_fake(
-        "chat", text="one\n/set temperature 9\n/nope\n/hlep\ntoo long\n/set top_pp 1\nthree\n/quit\nnever\n"
-    )
+    text = "one\n/set temperature 9\n/nope\n/hlep\ntoo long\n/set top_pp 1\nthree\n/quit\nnever\n"
+    done = run_fake("chat", text=text)
     assert done.stdout == "echo: 1 one \necho: 3 three \n"
     told = done.stderr
-    for part in (
-        "infer: temperature must be in [0, 2], got 9",
-        "infer: there is no command /nope",
-        "did you mean /help",
-        "no longer fits",
-        "did you mean top_p",
-    ):
+    for part in ("temperature must be in [0, 2], got 9", "there is no command /nope", "no longer fits"):
         assert part in told
-    assert "Traceback" not in told
+    assert ("did you mean /help" in told, "did you mean top_p" in told, "Traceback" in told) == (True, True, False)
     assert done.returncode == 0
 
 
-def make_session() -> ChatSession:
-    return ChatSession(FakeModel(), "fake", SamplingParams())
-
-
-def test_set_changes_any_parameter_or_nothing() -> None:
-    session = make_session()
-    for line in ("temperature 0.7", "top-k 5", "max_tokens 9", "stop ###", "seed 4", "ignore_eos true"):
-        run_command(session, f"/set {line}")
-    assert session.params == SamplingParams(
-        temperature=0.7, top_k=5, max_new_tokens=9, stop="###", seed=4, ignore_eos=True
-    )
-    run_command(session, "/set seed off")
-    before = session.params
-    for line in ("temperature hot", "top_p 3", "nothing 1", "temperature", "seed -1"):
-        with pytest.raises(InvalidRequestError):
-            run_command(session, f"/set {line}")
-    assert session.params is before
-    assert before.seed is None
-    assert ("temperature", "0.7") in run_command(session, "/set").rows
-
-
-@pytest.mark.parametrize("name", ["talk.json", "talk", "talk.infer"])
-def test_a_conversation_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
-    session, path = make_session(), tmp_path / name
-    run_command(session, "/system be brief")
-    session.answer("one", lambda text: None)
-    session.params = SamplingParams(
-        temperature=0.5, stop=["é"], logit_bias={3: -float("inf")}, choice=["b", "a"], stop_token_ids=[5]
-    )
-    run_command(session, f"/save {path}")
-    loaded = make_session()
-    assert "3 messages" in run_command(loaded, f"/load {path}")
-    assert (loaded.messages, loaded.params) == (session.messages, session.params)
-    assert [entry.name for entry in tmp_path.iterdir()] == [name]
-    assert path.read_bytes().startswith(b"{" if name == "talk.json" else b"\0")
-    path.rename(tmp_path / "renamed")
-    assert "3 messages" in run_command(make_session(), f"/load {tmp_path / 'renamed'}")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "[]", "{}", "\udcff", "[" * 100_000, '{"format": "infer-chat", "version": 2}',
-        '{"format": "infer-chat", "version": 1, "messages": [1], "params": {}}',
-        '{"format": "infer-chat", "version": 1, "messages": [{"role": "x", "content": "a"}], "params": {}}',
-        '{"format": "infer-chat", "version": 1, "messages": [], "params": {"top_p": 5}}',
-        '{"format": "infer-chat", "version": 1, "messages": [], "params": {"nope": 5}}',
-        '{"format": "infer-chat", "version": 1, "messages": [], "params": null}',
-    ],
-)  # fmt: skip
-def test_a_bad_file_changes_nothing(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "talk.json"
-    path.write_text(content, encoding="utf-8", errors="surrogateescape")
-    session = make_session()
-    session.answer("one", lambda text: None)
-    messages, params = session.messages, session.params
-    for name in (path, tmp_path, tmp_path / "none"):
-        with pytest.raises(InvalidRequestError):
-            run_command(session, f"/load {name}")
-    assert session.messages is messages
-    assert session.params is params
-
-
-def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, path = make_session(), tmp_path / "talk.json"
-    run_command(session, f"/save {path}")
-    old = path.read_bytes()
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(InvalidRequestError, match="No space left"):
-        run_command(session, f"/save {path}")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["talk.json"]
-    assert path.read_bytes() == old
-    with pytest.raises(InvalidRequestError, match="cannot be written"):
-        run_command(session, f"/save {tmp_path}/no/such/folder.json")
-
-
-def test_reset_forgets_all_but_the_system_message() -> None:
-    session = make_session()
-    run_command(session, "/system be brief")
-    session.answer("one", lambda text: None)
-    run_command(session, "/reset")
-    assert session.messages == [{"role": "system", "content": "be brief"}]
-    run_command(session, "/system none")
-    assert session.messages == []
-
-
-def test_undo_forgets_the_last_question_and_its_answer() -> None:
-    session = make_session()
-    run_command(session, "/system be brief")
-    session.answer("one", lambda text: None)
-    before = session.messages
-    session.answer("two", lambda text: None)
-    run_command(session, "/undo")
-    assert session.messages == before
-    run_command(session, "/undo")
-    assert "nothing" in run_command(session, "/undo")
-    assert session.messages == [{"role": "system", "content": "be brief"}]
-
-
-def test_stats_and_help_say_what_there_is() -> None:
-    session = make_session()
-    assert run_command(session, "/stats") == "(no answer yet)"
-    session.answer("one", lambda text: None)
-    assert "answers 1, 3 tokens" in run_command(session, "/stats")
-    assert "/set NAME VALUE" in dict(run_command(session, "/help").rows)
-
-
-def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question(monkeypatch: Any) -> None:
     monkeypatch.setattr(FakeModel, "can_chat", False)
     monkeypatch.setattr(subcommands, "load_model", lambda options: FakeModel())
     with pytest.raises(InvalidRequestError, match="no chat template"):

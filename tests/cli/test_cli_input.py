@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -10,26 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from commands import FAKE, refused, run
 from fake_cli import FakeModel
-from infer.cli import main, subcommands
+from infer.cli import subcommands
 from infer.cli.options.other_programs import INSTEAD
 from infer.sampling_params import SamplingParams
-from test_cli import FAKE, Screen, run_fake
+from terminals import terminal
+from test_cli import run_fake, used_params
 from watched import python_command
-
-Capture = pytest.CaptureFixture[str]
-
 
 # Prompts
 
 
-def test_a_word_an_option_and_a_pipe_are_prompts() -> None:
-    assert run_fake("generate", "-q", "hello you").stdout == "echo: hello you \n"
-    assert run_fake("generate", "hello", "-q", "-n", "3").stdout == "echo: hello \n"
-    assert run_fake("generate", "-q", "-p", "hello").stdout == "echo: hello \n"
+def test_a_word_an_option_and_a_pipe_are_prompts(fake: FakeModel) -> None:
+    with open(os.devnull) as nothing, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", nothing)
+        assert run("generate", "-q", "hello you").out == "echo: hello you \n"
+        assert run("generate", "hello", "-q", "-n", "3").out == "echo: hello \n"
+        assert run("generate", "-q", "-p", "hello").out == "echo: hello \n"
+        assert run("sample-trace", "hello").out.startswith("step 1, after 'hello'")
     assert run_fake("generate", "-q", text="from a\npipe\n").stdout == "echo: from a\npipe \n"
     assert run_fake("generate", "-q", "--chat", text="from a pipe").stdout == "echo: 1 from a pipe \n"
-    assert run_fake("sample-trace", "hello").stdout.startswith("step 1, after 'hello'")
 
 
 def test_a_piped_text_goes_after_the_word_and_not_after_the_option() -> None:
@@ -47,6 +47,7 @@ def test_a_file_redirected_to_stdin_is_a_prompt(tmp_path: Path) -> None:
     assert done.stdout == "echo: from a file \n"
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("text", ["", "\n", "  \n"])
 def test_an_empty_pipe_is_bad_input(text: str) -> None:
     done = run_fake("generate", text=text)
@@ -54,6 +55,7 @@ def test_an_empty_pipe_is_bad_input(text: str) -> None:
     assert done.stderr == 'infer: no prompt: stdin is empty; give one, as in infer generate "Once upon a time"\n'
 
 
+@pytest.mark.slow
 def test_a_closed_stdin_is_bad_input_without_a_prompt_and_no_matter_with_one() -> None:
     for arguments, status in (("generate", 2), ("generate hello", 0), ("generate -p hello", 0)):
         command = f"{sys.executable} {FAKE[1]} {arguments} <&-"
@@ -63,28 +65,17 @@ def test_a_closed_stdin_is_bad_input_without_a_prompt_and_no_matter_with_one() -
 
 
 def test_on_a_terminal_a_prompt_is_asked_for() -> None:
-    parent, child = pty.openpty()
-    process = subprocess.Popen([*FAKE, "generate"], stdin=child, stdout=child, stderr=child)
-    os.close(child)
-    try:
-        screen = Screen(parent)
+    with terminal([*FAKE, "generate"]) as screen:
         screen.until("prompt: ")
-        os.write(parent, b"typed here\n")
-        screen.until("echo: typed here")
-        assert process.wait(timeout=20) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(parent)
+        screen.press(b"typed here\n", "echo: typed here")
+        screen.ended(0)
 
 
 # Files that options name
 
 
 @pytest.mark.parametrize("option", ["--prompt-file", "--prompts-file", "--chat-template", "--grammar", "--json-schema"])
-def test_devices_folders_and_endless_files_are_refused(
-    option: str, fake: FakeModel, tmp_path: Path, capsys: Capture
-) -> None:
+def test_devices_folders_and_endless_files_are_refused(option: str, fake: FakeModel, tmp_path: Path) -> None:
     fifo, sparse = tmp_path / "fifo", tmp_path / "sparse"
     os.mkfifo(fifo)
     sparse.touch()
@@ -98,19 +89,17 @@ def test_devices_folders_and_endless_files_are_refused(
         str(sparse): "is too long",
         f"{tmp_path}/none": "No such file",
     }.items():
-        assert main(["generate", *prompt, option, path]) == 2
-        told = capsys.readouterr().err
-        assert why in told, path
-        assert told.count("\n") == 1
+        assert why in refused("generate", *prompt, option, path), path
 
 
 def test_an_endless_stdin_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = ["sh", "-c", f"yes | {sys.executable} {' '.join(FAKE[1:])} generate --grammar - x"]
-    done = subprocess.run(endless, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(endless, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "infer: the file of --grammar - is too long: it must have at most 1 MiB\n"
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("num_words", [1, 50_000])
 def test_a_shells_pipe_is_a_file(num_words: int) -> None:
     command = f"{sys.executable} {FAKE[1]} generate -q --prompt-file <(yes hello | head -n {num_words})"
@@ -128,11 +117,8 @@ def test_two_options_cannot_both_read_stdin() -> None:
 
 
 @pytest.mark.parametrize("word", sorted(INSTEAD))
-def test_commands_of_other_programs_are_answered_with_ours(word: str, capsys: Capture) -> None:
-    assert main([word, "smollm2"]) == 2
-    told = capsys.readouterr().err
-    assert f"no such command '{word}'; instead: {INSTEAD[word]}" in told
-    assert told.count("\n") == 1
+def test_commands_of_other_programs_are_answered_with_ours(word: str) -> None:
+    assert f"no such command '{word}'; instead: {INSTEAD[word]}" in refused(word, "smollm2")
     for name in re.findall(r"infer ([a-z-]+)", INSTEAD[word]):
         assert name in subcommands.infer.commands or name.startswith("--")
 
@@ -150,31 +136,20 @@ def test_commands_of_other_programs_are_answered_with_ours(word: str, capsys: Ca
         ("xyzzy", "use one of batch, bench, chat"),
     ],
 )
-def test_a_first_word_that_is_no_command_says_what_to_type(word: str, message: str, capsys: Capture) -> None:
-    assert main([word]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+def test_a_first_word_that_is_no_command_says_what_to_type(word: str, message: str) -> None:
+    assert message in refused(word)
 
 
-def shown_params(fake: FakeModel, capsys: Capture, *options: str) -> tuple[str, str]:
-    assert main(["generate", "params", *options]) == 0
-    captured = capsys.readouterr()
-    return captured.out.strip(), captured.err
-
-
-def test_options_of_other_programs_are_taken(fake: FakeModel, capsys: Capture) -> None:
+def test_options_of_other_programs_are_taken(fake: FakeModel) -> None:
     for name in ("--max-tokens", "--num-tokens", "--num-predict", "--n-predict"):
-        assert shown_params(fake, capsys, name, "7")[0] == str(SamplingParams(max_new_tokens=7))
-        assert shown_params(fake, capsys, f"{name}=7")[0] == str(SamplingParams(max_new_tokens=7))
-    assert shown_params(fake, capsys, "--temp", "0.5", "--repeat-penalty", "1.2")[0] == str(
-        SamplingParams(max_new_tokens=512, temperature=0.5, repetition_penalty=1.2)
-    )
-    assert main(["generate", "--help"]) == 0
-    assert "--max-tokens" not in capsys.readouterr().out
+        for options in ([name, "7"], [f"{name}=7"]):
+            assert used_params(*options)[0] == str(SamplingParams(max_new_tokens=7))
+    expected = SamplingParams(max_new_tokens=512, temperature=0.5, repetition_penalty=1.2)
+    assert used_params("--temp", "0.5", "--repeat-penalty", "1.2")[0] == str(expected)
+    assert "--max-tokens" not in run("generate", "--help").out
 
 
-def test_the_command_lines_of_document_003_run(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+def test_the_command_lines_of_document_003_run(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "long_prompt.txt"
     path.write_text("params")
     for line in (
@@ -182,21 +157,18 @@ def test_the_command_lines_of_document_003_run(fake: FakeModel, capsys: Capture,
         "--kv-type q4 --eviction-policy sliding --eviction-window 512 --max-seq-len 2048 --num-tokens 256 -p params",
         f"--prompt-file {path} --num-tokens 512",
     ):
-        assert main(["generate", "-q", "--no-generation-config", *line.replace("models/x", "smollm2").split()]) == 0
-        assert capsys.readouterr().err == ""
-    assert main(["generate", "-p", "a", "--zero-copy", "--gpu-attn"]) == 0
-    told = capsys.readouterr().err
+        words = line.replace("models/x", "smollm2").split()
+        assert run("generate", "-q", "--no-generation-config", *words).err == ""
+    told = run("generate", "-p", "a", "--zero-copy", "--gpu-attn").err
     assert "infer: --zero-copy is always on if a device has the host's memory: nothing is copied" in told
     assert "infer: --gpu-attn is not needed: attention runs on the model's device (--device)" in told
-    assert main(["generate", "-q", "-p", "a", "--zero-copy"]) == 0
-    assert capsys.readouterr().err == ""
+    assert run("generate", "-q", "-p", "a", "--zero-copy").err == ""
 
 
-def test_the_remaining_fields_of_the_parameters_have_options(fake: FakeModel, capsys: Capture) -> None:
+def test_the_remaining_fields_of_the_parameters_have_options(fake: FakeModel) -> None:
     options = ["--min-new-tokens", "2", "--stop-token-ids", "4,5", "--stop-token-ids", "6", "--temperature-last"]
     options += ["--allowed-token-ids", "7 8", "--include-stop-str-in-output", "--logprobs", "3", "--json"]
-    assert main(["generate", "params", *options, "--logprobs-mode", "processed"]) == 0
-    text = json.loads(capsys.readouterr().out)["text"]
+    text = run("generate", "-p", "params", *options, "--logprobs-mode", "processed").json()["text"]
     assert text.strip() == str(
         SamplingParams(
             max_new_tokens=512, min_new_tokens=2, stop_token_ids=[4, 5, 6], temperature_last=True,
@@ -208,32 +180,21 @@ def test_the_remaining_fields_of_the_parameters_have_options(fake: FakeModel, ca
 # JSON lines
 
 
-def test_json_lines_are_a_token_each_and_then_the_result(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["generate", "-q", "a b", "--json-lines"]) == 0
-    *pieces, result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_json_lines_are_a_token_each_and_then_the_result(fake: FakeModel) -> None:
+    *pieces, result = run("generate", "-q", "-p", "a b", "--json-lines").records()
     assert pieces == [{"token_id": index, "text": text} for index, text in enumerate(["echo: ", "a ", "b "])]
     assert result["text"] == "".join(piece["text"] for piece in pieces)
     assert result["finish_reason"] == "length"
 
 
-def test_json_lines_of_many_prompts_have_their_index(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("one\n\ntwo\n")
-    assert main(["generate", "-q", "--json-lines", "--prompts-file", str(path)]) == 0
-    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(record["index"], record["text"]) for record in records] == [(0, "echo: one "), (1, "echo: two ")]
-
-
 def test_json_lines_come_as_they_are_made() -> None:
-    process = subprocess.Popen(
-        [*FAKE, "generate", "-q", "slow", "--json-lines"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert json.loads(process.stdout.readline()) == {"token_id": 0, "text": "echo: "}
-    assert process.poll() is None
-    process.terminate()
-    rest, errors = process.communicate(timeout=20)
+    command = [*FAKE, "generate", "-q", "-p", "slow", "--json-lines"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"token_id": 0, "text": "echo: "}
+        assert process.poll() is None
+        process.terminate()
+        rest, errors = process.communicate()
     assert (process.returncode, errors) == (143, b"")
     assert json.loads(rest.splitlines()[-1])["stop_reason"] == "cancelled"
 

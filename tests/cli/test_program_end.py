@@ -1,6 +1,5 @@
 """A program ends while its model answers, or requests answers at its very end: return code 0, and no hang."""
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,21 +24,22 @@ def ask():
         print("closed", flush=True)
 """
 LOADED = 'llm = LLM(sys.argv[1], threads=2)\nllm.generate("abc", SHORT)\n'
-
-
 Run = Callable[[str], list[str]]
 
 
 @pytest.fixture
 def run(programs: Programs, folder: Path) -> Run:
-    return lambda code: words_of(programs.run(PRELUDE + code, folder))
+    """Return a function that runs a program, and returns the words that it prints."""
+
+    def words_of(code: str) -> list[str]:
+        done = programs.run(PRELUDE + code, folder)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        return done.stdout.split()
+
+    return words_of
 
 
-def words_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout.split()
-
-
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("registered", ["before", "after"])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_a_function_of_atexit_is_answered_or_refused(run: Run, registered: str, is_busy: bool) -> None:
@@ -50,6 +50,7 @@ def test_a_function_of_atexit_is_answered_or_refused(run: Run, registered: str, 
     assert said in ("4", "closed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["a global", "a cycle", "of a module"])
 def test_a_finalizer_is_answered_or_refused(run: Run, where: str) -> None:
     code = """
@@ -68,10 +69,9 @@ class Asking:
     assert len(run(LOADED + code)) <= 1
 
 
+@pytest.mark.slow
 def test_a_program_ends_while_many_sequences_are_answered(run: Run) -> None:
-    run(
-        LOADED
-        + """
+    code = """
 def answer():
     try:
         while True:
@@ -83,14 +83,12 @@ threads = [threading.Thread(target=answer, daemon=True) for _ in range(5)]
 for thread in threads:
     thread.start()
 next(llm.stream("abc", LONG))
-""",
-    )
+"""
+    run(LOADED + code)
 
 
 def test_a_thread_that_is_no_daemon_is_answered_after_the_main_thread_has_ended_its_code(run: Run) -> None:
-    said = run(
-        LOADED
-        + """
+    code = """
 def answer():
     main = threading.main_thread()
     while main.is_alive():  # it ends its code, and waits for us
@@ -101,26 +99,26 @@ def answer():
     print(len(llm.generate_all(["abc"] * 3, SHORT)), llm.session().send("abc", SHORT).generated_tokens, flush=True)
 
 threading.Thread(target=answer).start()
-""",
-    )
+"""
+    said = run(LOADED + code)
     assert len(said.pop(3)) == 6
     assert said == ["4"] * 3 + ["3", "4"]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_dropped_with_an_open_stream_ends_its_thread(run: Run) -> None:
-    run(
-        LOADED
-        + """
+    code = """
 import gc
 thread, stream = llm._opened.loop._thread, llm.stream("abc", LONG)
 next(stream)
 del llm, stream
 gc.collect()
 thread.join()
-""",
-    )
+"""
+    run(LOADED + code)
 
 
+@pytest.mark.slow
 def test_the_program_ends_when_a_model_that_was_dropped_is_freed(run: Run) -> None:
     """If the interpreter's end stops a thread while it frees memory, the process aborts."""
     code = """

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from commands import refused, run
 from gguf_files import random_tensors, write_model
-from infer.cli import main
 from infer.files import open_checkpoint
 from infer.files.gguf.gguf import read_gguf
 from infer.files.gguf.importance_matrix import ImportanceMatrix, InputSquares
 from infer.files.tensors.lazy_weights import LazyWeights, as_float32
 from test_session import make_model
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +27,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "m.gguf", extend=extend)
 
 
-def test_a_written_file_has_the_metadata_and_nearly_the_values(model: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_written_file_has_the_metadata_and_nearly_the_values(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "q.gguf"
-    assert main(["quantize", str(model), str(output), "--type", "q4_k_m", "--tensor-type", "attn_k=f16"]) == 0
-    before, after = capsys.readouterr().out.splitlines()
+    found = run("quantize", model, output, "--type", "q4_k_m", "--tensor-type", "attn_k=f16")
+    before, after = found.out.splitlines()
     assert before.split() == ["before", "0.1", "MB", "32.00", "bits", "per", "weight", "11", "F32"]
     assert after.endswith("4 Q5_0, 3 F32, 3 Q8_0, 1 F16")
     source, written = read_gguf(model), read_gguf(output)
@@ -53,7 +51,7 @@ def test_a_folder_becomes_a_file_with_the_same_weights_and_chat_template(tmp_pat
     folder, output = make_model(tmp_path / "folder"), tmp_path / "q.gguf"
     tokenizer = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(tokenizer.replace('"use_regex": false', '"use_regex": true'))
-    assert main(["quantize", str(folder), str(output), "-t", "F32", "-q"]) == 0
+    run("quantize", folder, output, "-t", "F32", "-q")
     source, written = (open_checkpoint(path) for path in (folder, output))
     assert written.metadata["tokenizer.chat_template"]
     before, after = LazyWeights(source.tensors), LazyWeights(written.tensors)
@@ -64,68 +62,58 @@ def test_a_folder_becomes_a_file_with_the_same_weights_and_chat_template(tmp_pat
         assert torch.equal(first.data, second.data), name
 
 
-def test_a_matrix_is_read_and_one_of_another_model_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_matrix_is_read_and_one_of_another_model_refused(model: Path, tmp_path: Path) -> None:
     matrix = ImportanceMatrix({"blk.0.ffn_up.weight": InputSquares(np.arange(64.0)[None] + 1, np.ones(1))})
     with_it, plain = tmp_path / "with.gguf", tmp_path / "plain.gguf"
     matrix.write(tmp_path / "i.gguf")
     for output, options in ((with_it, ["--imatrix", str(tmp_path / "i.gguf")]), (plain, [])):
-        assert main(["quantize", str(model), str(output), "-t", "Q4_0", "-q", *options]) == 0
+        run("quantize", model, output, "-t", "Q4_0", "-q", *options)
     first, second = ({tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors}
                      for path in (with_it, plain))  # fmt: skip
     assert [name for name in first if first[name] != second[name]] == ["blk.0.ffn_up.weight"]
     assert read_gguf(with_it).metadata["quantize.imatrix.file"] == "i.gguf"
     ImportanceMatrix({"blk.9.ffn_up.weight": InputSquares(np.ones((1, 64)), np.ones(1))}).write(tmp_path / "i.gguf")
-    assert main(["quantize", str(model), str(plain), "-f", "--imatrix", str(tmp_path / "i.gguf")]) == 2
-    assert "i.gguf has no tensor of m.gguf: make it with infer imatrix" in capsys.readouterr().err
+    told = refused("quantize", model, plain, "-f", "--imatrix", tmp_path / "i.gguf")
+    assert "i.gguf has no tensor of m.gguf: make it with infer imatrix" in told
 
 
-def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    output = tmp_path / "q.gguf"
+def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tmp_path: Path) -> None:
+    output, again = tmp_path / "q.gguf", tmp_path / "again.gguf"
     output.write_text("precious")
-    assert main(["quantize", str(model), str(output), "-t", "Q8_0"]) == 2
-    assert "exists: name another file, or give --force" in capsys.readouterr().err
-    assert main(["quantize", str(model), str(output), "-t", "Q8_0", "--dry-run"]) == 0
+    asked = ["quantize", model, output, "-t", "Q8_0"]
+    assert "exists: name another file, or give --force" in refused(*asked)
+    assert "Q8_0" in run(*asked, "--dry-run").out
     assert output.read_text() == "precious"
-    assert main(["quantize", str(model), str(output), "-t", "Q8_0", "--force", "-q"]) == 0
-    assert main(["quantize", str(output), str(output), "-t", "F16", "--force"]) == 2
-    out, err = capsys.readouterr()
-    assert "Q8_0" in out
-    assert "is the input" in err
-    assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0"]) == 3
-    assert "is already Q8_0" in capsys.readouterr().err
-    assert main(["quantize", str(output), str(tmp_path / "again.gguf"), "-t", "Q4_0", "--requantize"]) == 0
+    run(*asked, "--force", "-q")
+    assert "is the input" in refused("quantize", output, output, "-t", "F16", "--force")
+    assert "is already Q8_0" in refused("quantize", output, again, "-t", "Q4_0", status=3)
+    run("quantize", output, again, "-t", "Q4_0", "--requantize")
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "message"),
+    ("options", "message"),
     [
-        (["-t", "Q4_X"], 2, "--type must be one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S,"),
-        (["--tensor-type", "ffn=Q4_X"], 2, "--tensor-type ffn=Q4_X: the type must be one of F32, F16"),
-        (["--tensor-type", "Q4_0"], 2, "--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got 'Q4_0'"),
-        (["--tensor-type", "[=Q4_0"], 2, "'[' is not a regular expression"),
-        (["-t", "IQ2_XS"], 2, "needs an importance matrix, which is not given"),
+        (["-t", "Q4_X"], "--type must be one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S,"),
+        (["--tensor-type", "ffn=Q4_X"], "--tensor-type ffn=Q4_X: the type must be one of F32, F16"),
+        (["--tensor-type", "Q4_0"], "--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got 'Q4_0'"),
+        (["--tensor-type", "[=Q4_0"], "'[' is not a regular expression"),
+        (["-t", "IQ2_XS"], "needs an importance matrix, which is not given"),
     ],
 )
-def test_a_wrong_option_is_refused_in_a_line(
-    model: Path, tmp_path: Path, capsys: Capture, options: list[str], status: int, message: str
-) -> None:
+def test_a_wrong_option_is_refused_in_a_line(tmp_path: Path, options: list[str], message: str) -> None:
     wide = tmp_path / "wide.gguf"
     write_model(wide, tensors=random_tensors("llama") | {"blk.0.ffn_up.weight": np.ones((2, 256), np.float32)})
-    assert main(["quantize", str(wide), str(tmp_path / "q.gguf"), *options]) == status
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert message in refused("quantize", wide, tmp_path / "q.gguf", *options)
     assert not (tmp_path / "q.gguf").exists()
 
 
-def test_a_full_disk_is_named_and_leaves_no_file(
-    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_and_leaves_no_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("infer.system.files.atomic.os.fsync", full)
-    assert main(["quantize", str(model), str(tmp_path / "q.gguf"), "-t", "Q8_0"]) == 1
-    assert f"{tmp_path / 'q.gguf'}: No space left on device" in capsys.readouterr().err
+    told = run("quantize", model, tmp_path / "q.gguf", "-t", "Q8_0", status=1).err
+    assert f"{tmp_path / 'q.gguf'}: No space left on device" in told
     assert list(tmp_path.iterdir()) == []
-    assert main(["quantize", str(model), str(tmp_path / "no" / "q.gguf"), "-t", "Q8_0"]) == 2
-    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+    told = refused("quantize", model, tmp_path / "no" / "q.gguf", "-t", "Q8_0")
+    assert "cannot be written: No such file or directory" in told

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.cli import main, subcommands
+from infer.cli import subcommands
 from infer.cli.answers.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.serving.protocols.asked import ask_chat, ask_completion
 from infer.serving.protocols.bodies import ChatBody, CompletionBody
@@ -52,51 +53,39 @@ def link_of(content: Any) -> str:
     return f"http://host:1/page#r={base64.urlsafe_b64encode(text).decode().rstrip('=')}"
 
 
-def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = main(["replay", *arguments])
-    return status, *capsys.readouterr()
-
-
 @pytest.mark.parametrize(("route", "body"), ASKED)
-def test_an_answer_over_http_is_replayed_to_the_byte(
-    served: Served, capsys: pytest.CaptureFixture[str], route: str, body: dict[str, Any]
-) -> None:
+def test_an_answer_over_http_is_replayed_to_the_byte(served: Served, route: str, body: dict[str, Any]) -> None:
     answer = served.client.post(route, json=body).json()
     choice = answer["choices"][0]
     text = choice["message"]["content"] if route == CHAT else choice["text"]
     asked = {"v": 1, "route": route, "fingerprint": answer["system_fingerprint"], "body": body}
     link = link_of({**asked, "sha256": sha256_of(text)})
-    status, out, told = replayed(capsys, link)
-    assert (status, out) == (0, text if text.endswith("\n") else text + "\n")
+    out, told = run("replay", link)
+    assert out == (text if text.endswith("\n") else text + "\n")
     assert "the fingerprint is the same\nthe answer is the same" in told
-    assert (
-        "'tiny' is not on this machine: smollm2 answers"
-        in replayed(capsys, link_of({**asked, "body": body | {"model": "tiny"}}))[2]
-    )
+    told = run("replay", link_of({**asked, "body": body | {"model": "tiny"}})).err
+    assert "'tiny' is not on this machine: smollm2 answers" in told
 
 
-def test_calls_are_replayed(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_are_replayed(served: Served) -> None:
     flags = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     tools = [{"type": "function", "function": {"name": "light", "parameters": flags | {"additionalProperties": False}}}]
     asked = {"messages": MESSAGES, "seed": 5, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
     body = {**asked, "max_tokens": 100}
     message = served.client.post(CHAT, json=body).json()["choices"][0]["message"]
-    status, out, _ = replayed(capsys, link_of({"v": 1, "route": CHAT, "body": body, "sha256": sha256_of("")}))
-    assert status == 0
-    assert [json.loads(line) for line in out.splitlines()] == message["tool_calls"] != []
+    found = run("replay", link_of({"v": 1, "route": CHAT, "body": body, "sha256": sha256_of("")}))
+    assert found.records() == message["tool_calls"] != []
 
 
-def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint(
-    capsys: pytest.CaptureFixture[str], llm: LLM
-) -> None:
+def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint(llm: LLM) -> None:
     asked = {"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "seed": 1, "max_tokens": 5}}
     same = {"fingerprint": llm.system_fingerprint}
-    status, _, told = replayed(capsys, link_of({**asked, **same, "sha256": "0" * 64}))
-    assert (status, "the answer is another one" in told) == (1, True)
-    status, _, told = replayed(capsys, link_of({**asked, "fingerprint": "fp_other"}))
-    assert (status, f"is {llm.system_fingerprint}, the permalink's is fp_other" in told) == (1, True)
-    assert replayed(capsys, link_of({**asked, **same}), "-q")[::2] == (0, "")
-    assert "no seed" in replayed(capsys, link_of({**asked, "body": {"messages": MESSAGES, "max_tokens": 5}}))[2]
+    told = run("replay", link_of({**asked, **same, "sha256": "0" * 64}), status=1).err
+    assert "the answer is another one" in told
+    told = run("replay", link_of({**asked, "fingerprint": "fp_other"}), status=1).err
+    assert f"is {llm.system_fingerprint}, the permalink's is fp_other" in told
+    assert run("replay", link_of({**asked, **same}), "-q").err == ""
+    assert "no seed" in run("replay", link_of({**asked, "body": {"messages": MESSAGES, "max_tokens": 5}})).err
 
 
 @pytest.mark.parametrize(
@@ -118,16 +107,13 @@ def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint
         ({"v": 1, "route": COMPLETIONS, "body": {"prompt": [10**6]}}, "ids must be"),
     ],
 )  # fmt: skip
-def test_a_bad_link_is_one_clear_line(capsys: pytest.CaptureFixture[str], content: Any, told: str) -> None:
-    status, out, error = replayed(capsys, link_of(content), "-q")
-    assert (status, out, error.count("\n")) == (2, "", 1)
-    assert told in error
+def test_a_bad_link_is_one_clear_line(content: Any, told: str) -> None:
+    assert told in refused("replay", link_of(content), "-q")
 
 
 @pytest.mark.parametrize("text", ["", "hello", "http://host/", "http://host/#x=abc", "#r=", "#r=a", "r=%%%", "#r=é"])
-def test_a_text_that_is_not_a_link_gives_one_line(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    status, out, error = replayed(capsys, "--", text)
-    assert (status, out, error.count("\n")) == (2, "", 1)
+def test_a_text_that_is_not_a_link_gives_one_line(text: str) -> None:
+    assert refused("replay", "--", text)
 
 
 def test_a_link_is_read_whole_as_a_fragment_or_wrapped_over_lines() -> None:
@@ -141,10 +127,9 @@ def test_a_link_is_read_whole_as_a_fragment_or_wrapped_over_lines() -> None:
 @pytest.mark.parametrize(
     "options", [["--chat", "--seed", "3"], ["--temperature", "0"], ["--top-k", "4", "--kv-type", "auto"]]
 )
-def test_the_command_line_makes_links_that_replay(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    assert main(["generate", "-q", "-p", "hello", "-n", "20", "--permalink", *options]) == 0
-    text, link = capsys.readouterr()
-    assert replayed(capsys, link.strip(), "-q") == (0, text, "")
+def test_the_command_line_makes_links_that_replay(options: list[str]) -> None:
+    text, link = run("generate", "-q", "-p", "hello", "-n", "20", "--permalink", *options)
+    assert run("replay", link.strip(), "-q") == (text, "")
 
 
 def test_a_seed_that_is_drawn_is_kept_by_every_json(llm: LLM) -> None:
@@ -160,10 +145,8 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
     prompt: Any = MESSAGES if is_chat else "hello"
     body = {**Permalink(CHAT, body_of(prompt, params, "tiny")).body, "seed": 5}
     defaults = {"temperature": 0.1, "top_k": 3, "repetition_penalty": 2.0, "min_p": 0.3}
-    if is_chat:
-        asked = ask_chat(read_body(json.dumps(body).encode(), ChatBody), defaults)
-    else:
-        asked = ask_completion(read_body(json.dumps(body).encode(), CompletionBody), defaults)
+    ask, kind = (ask_chat, ChatBody) if is_chat else (ask_completion, CompletionBody)
+    asked = ask(read_body(json.dumps(body).encode(), kind), defaults)
     expected = {**{name: getattr(params, name) for name in SamplingParams.__slots__}, "seed": 5}
     assert {name: getattr(asked.params[0], name) for name in expected} == expected
 
@@ -181,6 +164,6 @@ def test_a_request_that_no_route_takes_is_refused(given: dict[str, Any], told: s
         body_of("hello", SamplingParams(**given), "tiny")
 
 
-def test_links_need_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "-p", "a", "--permalink", "--overflow", "truncate_left"]) == 2
-    assert "leave out --prompts-file and --overflow" in capsys.readouterr().err
+def test_links_need_one_prompt() -> None:
+    told = refused("generate", "-p", "a", "--permalink", "--overflow", "truncate_left")
+    assert "leave out --prompts-file and --overflow" in told

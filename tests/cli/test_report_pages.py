@@ -1,6 +1,5 @@
 """Pages of `infer doctor --html` and `infer compare --html`: one file, with a bar for each value."""
 
-import json
 import re
 from html import unescape
 from pathlib import Path
@@ -10,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.cli import main
+from commands import run
 from test_doctor import NUM_LAYERS, write_file
 from test_quality_commands import CONTEXT, TEXT
 from test_session import make_model
 
 SPIKE = "blk.3.ffn_down.weight"
-Capture = pytest.CaptureFixture[str]
 
 
 def read_page(path: Path) -> str:
@@ -39,15 +37,14 @@ def charted(chart: str) -> list[tuple[bool, str, float]]:
     return [(bool(mark), label, float(value)) for mark, label, value in found]
 
 
-def test_the_page_of_a_diagnosis_has_the_findings_and_marks_their_bars(tmp_path: Path, capsys: Capture) -> None:
+def test_the_page_of_a_diagnosis_has_the_findings_and_marks_their_bars(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, np.ndarray]) -> None:
         tensors[SPIKE] *= 1000
 
     folder = tmp_path / "<b>&"
     folder.mkdir()
     page_path, model = tmp_path / "page.html", write_file(folder, change=spoil)
-    assert main(["doctor", str(model), "--html", str(page_path)]) == 1
-    line = capsys.readouterr().out.splitlines()[0]
+    line = run("doctor", model, "--html", page_path, status=1).out.splitlines()[0]
     page = read_page(page_path)
     assert "<b>&" not in page, "names are escaped"
     (finding,) = re.findall(r"<li><b>(.*?)</b> (.*?)</li>", page)
@@ -58,10 +55,10 @@ def test_the_page_of_a_diagnosis_has_the_findings_and_marks_their_bars(tmp_path:
     assert rms[3][2] == pytest.approx(1000 * rms[2][2], rel=0.2)
     assert all(1 < value < 10 for _, _, value in peaks)
     assert not any(marked for chart in bars(page, "mlp.up_proj") for marked, _, _ in chart)
-    assert main(["doctor", str(model), "--html", str(tmp_path / "none" / "page.html")]) == 2
+    run("doctor", model, "--html", tmp_path / "none" / "page.html", status=2)
 
 
-def test_the_page_of_a_comparison_has_divergences_and_errors_by_layer(tmp_path: Path, capsys: Capture) -> None:
+def test_the_page_of_a_comparison_has_divergences_and_errors_by_layer(tmp_path: Path) -> None:
     first, second = (make_model(tmp_path / name) for name in ("one", "two"))
     tensors = load_file(second / "model.safetensors")
     changed = "model.layers.1.mlp.up_proj.weight"
@@ -69,9 +66,8 @@ def test_the_page_of_a_comparison_has_divergences_and_errors_by_layer(tmp_path: 
     save_file(tensors | {changed: tensors[changed] + noise}, second / "model.safetensors", {"format": "pt"})
     text, page_path = tmp_path / "text.txt", tmp_path / "page.html"
     text.write_text(TEXT[: 3 * CONTEXT])
-    asked = ["compare", str(first), str(second), "-f", str(text), "--context", str(CONTEXT), "--html", str(page_path)]
-    assert main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    asked = ["compare", first, second, "-f", text, "--context", CONTEXT, "--html", page_path]
+    found = run(*asked, "--json").json()
     by_position, by_window = found["kl_by_position"], found["kl_by_window"]
     assert (len(by_position), len(by_window)) == (CONTEXT // 2 - 1, found["other"]["num_windows"])
     page = read_page(page_path)

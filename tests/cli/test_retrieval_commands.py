@@ -2,70 +2,64 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from commands import Ran, refused, run
 from infer import LLM
-from infer.cli import main, subcommands
+from infer.cli import subcommands
 
-Capture = pytest.CaptureFixture[str]
 TEXTS = ["hello", "", "a longer text"]
 
 
-@pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> list[LLM]:
-    models = list[LLM]()
-    monkeypatch.setattr(subcommands, "load_model", lambda options: models[0])
+@pytest.fixture(autouse=True)
+def _any_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subcommands, "check_options", lambda options, params: None)
-    return models
 
 
-def test_lines_become_json_lines_or_an_array(embedder: LLM, use: list[LLM], tmp_path: Path, capsys: Capture) -> None:
-    use.append(embedder)
+def run_with(llm: LLM, *arguments: object) -> Ran:
+    """Run a command with a model that is loaded already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subcommands, "load_model", lambda options: llm)
+        return run(*arguments)
+
+
+def test_lines_become_json_lines_or_an_array(embedder: LLM, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
     expected = embedder.embed(TEXTS, prompt_name="query", dimensions=8)
-    asked = ["embed", str(tmp_path / "texts.txt"), "--prompt-name", "query", "--dimensions", "8"]
-    assert main(asked) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    asked = ["embed", tmp_path / "texts.txt", "--prompt-name", "query", "--dimensions", "8"]
+    found = run_with(embedder, *asked).records()
     assert found == [{"index": index, "embedding": each.tolist()} for index, each in enumerate(expected)]
-    assert main([*asked, "-o", str(tmp_path / "vectors.npy")]) == 0
+    run_with(embedder, *asked, "-o", tmp_path / "vectors.npy")
     assert np.array_equal(np.load(tmp_path / "vectors.npy"), expected.numpy())
-    assert main([*asked, "-o", str(tmp_path / "vectors.jsonl")]) == 0
+    run_with(embedder, *asked, "-o", tmp_path / "vectors.jsonl")
     assert len((tmp_path / "vectors.jsonl").read_text().splitlines()) == 3
 
 
-def test_json_lines_keep_their_ids(embedder: LLM, use: list[LLM], tmp_path: Path, capsys: Capture) -> None:
-    use.append(embedder)
+def test_json_lines_keep_their_ids(embedder: LLM, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "hello", "id": "a", "other": 1}\n"plain"\n')
-    assert main(["embed", str(tmp_path / "texts.jsonl")]) == 0
-    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    first, second = run_with(embedder, "embed", tmp_path / "texts.jsonl").records()
     assert (first["id"], first["index"], second["index"], "id" in second) == ("a", 0, 1, False)
 
 
-def test_documents_are_printed_by_relevance(judge: LLM, use: list[LLM], tmp_path: Path, capsys: Capture) -> None:
-    use.append(judge)
+def test_documents_are_printed_by_relevance(judge: LLM, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     expected = judge.rerank("cats", TEXTS)
-    assert main(["rerank", "cats", str(tmp_path / "texts.txt")]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{each.score:.4f}  {each.document}" for each in expected]
-    assert main(["rerank", "cats", str(tmp_path / "texts.txt"), "--json", "-n", "2"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    asked = ["rerank", "cats", tmp_path / "texts.txt"]
+    assert run_with(judge, *asked).out.splitlines() == [f"{each.score:.4f}  {each.document}" for each in expected]
+    found = run_with(judge, *asked, "--json", "-n", "2").records()
     assert found == [{"index": x.index, "score": x.score, "document": x.document} for x in expected[:2]]
 
 
-def test_lines_have_their_labels(labeller: LLM, use: list[LLM], tmp_path: Path, capsys: Capture) -> None:
-    use.append(labeller)
+def test_lines_have_their_labels(labeller: LLM, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "a", "text_pair": "b", "id": "x"}\n"a"\n')
     (pair, text) = labeller.classify([("a", "b"), "a"])
     expected = [{"index": 0, "id": "x"} | pair.to_json(), {"index": 1} | text.to_json()]
-    assert main(["classify", str(tmp_path / "texts.jsonl")]) == 0
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == expected
-    assert main(["classify", str(tmp_path / "texts.jsonl"), "-o", str(tmp_path / "labels.jsonl")]) == 0
+    assert run_with(labeller, "classify", tmp_path / "texts.jsonl").records() == expected
+    run_with(labeller, "classify", tmp_path / "texts.jsonl", "-o", tmp_path / "labels.jsonl")
     assert [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()] == expected
-    (tmp_path / "long.txt").write_text("a\n" + "x" * 9999)
-    assert main(["classify", str(tmp_path / "long.txt"), "--truncate"]) == 0
-    assert "1 of 2 texts were cut to 256 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -80,28 +74,20 @@ def test_lines_have_their_labels(labeller: LLM, use: list[LLM], tmp_path: Path, 
     ],
 )
 def test_texts_that_cannot_be_embedded_give_one_line(
-    embedder: LLM,
-    use: list[LLM],
-    tmp_path: Path,
-    capsys: Capture,
-    name: str,
-    content: str,
-    options: list[str],
-    message: str,
+    embedder: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, content: str, options: Any, message: str
 ) -> None:
-    use.append(embedder)
+    monkeypatch.setattr(subcommands, "load_model", lambda options: embedder)
     (tmp_path / name).write_text(content)
-    assert main(["embed", str(tmp_path / name), *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in refused("embed", tmp_path / name, *options)
 
 
-def test_a_cut_is_noted(embedder: LLM, judge: LLM, use: list[LLM], tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "t.txt").write_text("a\n" + "x" * 9999)
-    use.append(embedder)
-    assert main(["embed", str(tmp_path / "t.txt"), "--truncate"]) == 0
-    assert "1 of 2 texts were cut to 256 tokens" in capsys.readouterr().err
-    use[0] = judge
-    assert main(["rerank", "q", str(tmp_path / "t.txt"), "--truncate"]) == 0
-    assert "1 of 2 texts were cut to 1024 tokens" in capsys.readouterr().err
+def test_a_cut_is_noted(embedder: LLM, judge: LLM, labeller: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("a\n" + "x" * 9999)
+    for llm, command, limit in (
+        (embedder, ["embed"], 256),
+        (judge, ["rerank", "q"], 1024),
+        (labeller, ["classify"], 256),
+    ):
+        told = run_with(llm, *command, path, "--truncate").err
+        assert f"1 of 2 texts were cut to {limit} tokens" in told

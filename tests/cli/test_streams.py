@@ -4,14 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from infer.cli import main
+from commands import FAKE, refused
 from infer.cli.terminal.terminal import Spinner
 from shapes import SOURCE
+from terminals import SECONDS
 
-FAKE = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "fake_cli.py")]
 COMMANDS = (["generate", "-q", "--prompt", "a"], ["--help"], ["models"], ["chat"], ["sample-trace", "a"])
 # When Python searches for this module, the process gets a signal, as if Ctrl-C was pressed at that moment.
 INTERRUPTED = """
@@ -34,34 +35,41 @@ STARTS = {
 def shell(arguments: list[str], redirections: str, text: str = "") -> subprocess.CompletedProcess[str]:
     """Run the fake command in a shell that closes or fills its streams."""
     command = ["bash", "-o", "pipefail", "-c", f'"$@" {redirections}', "bash", *FAKE, *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=SECONDS)
 
 
+def python(program: str, *options: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program."""
+    command = [sys.executable, *options, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS, **settings)
+
+
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
 def test_a_full_stdout_is_one_line_and_status_1(arguments: list[str]) -> None:
     done = shell(arguments, ">/dev/full", "hello\n")
     assert (done.returncode, done.stderr) == (1, "infer: stdout: No space left on device\n")
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
 def test_a_reader_that_has_gone_is_status_141(arguments: list[str]) -> None:
-    gone = "| true"
-    wait = 'sleep 0.5; echo hello | "$@"' if arguments == ["chat"] else '"$@"'
-    command = ["bash", "-o", "pipefail", "-c", f"{{ {wait}; }} {gone}", "bash", *FAKE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        done = subprocess.run([*FAKE, *arguments], input="hello\n", stdout=gone, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "2</dev/null"])
 def test_only_the_output_that_stderr_refuses_is_lost(closed: str) -> None:
-    done = shell(["generate", "--prompt", "a"], closed)
-    assert (done.returncode, done.stdout) == (0, "echo: a \n")
-    done = shell(["generate", "--prompt", "broken"], closed)
-    assert (done.returncode, done.stdout) == (1, "")
-    done = shell(["generate", "--top-p", "7"], closed)
-    assert (done.returncode, done.stdout) == (2, "")
+    for options, expected in (("-pa", (0, "echo: a \n")), ("-pbroken", (1, "")), ("--top-p=7", (2, ""))):
+        done = shell(["generate", options], closed)
+        assert (done.returncode, done.stdout) == expected
 
 
+@pytest.mark.slow
 def test_a_missing_stdin_is_empty_and_a_missing_stdout_takes_the_text() -> None:
     assert shell(["chat"], "<&-").returncode == 0
     assert shell(["generate", "-q", "--prompts-file", "-"], "<&-").stderr.endswith(": write one per line\n")
@@ -80,7 +88,7 @@ assert first > 2, first
 print("text")
 """
     command = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", program]
-    assert subprocess.run(command, cwd=tmp_path, check=False, timeout=60).returncode == 0
+    assert subprocess.run(command, cwd=tmp_path, check=False, timeout=SECONDS).returncode == 0
     assert (tmp_path / "file").read_bytes() == b""
 
 
@@ -92,13 +100,8 @@ os.set_blocking(1, False)
 prepare_streams()
 print("x" * 1_000_000)
 """
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", '"$@" | { sleep 0.2; wc -c; }', "bash", sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    command = ["bash", "-o", "pipefail", "-c", '"$@" | { sleep 0.2; wc -c; }', "bash", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1000001", "")
 
 
@@ -115,26 +118,24 @@ def test_progress_ends_without_a_reader(monkeypatch: pytest.MonkeyPatch) -> None
 # Ctrl-C before the command begins
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 @pytest.mark.parametrize("module", ["infer.cli", "click", "infer.cli.subcommands", "infer.sampling_params"])
 def test_ctrl_c_during_the_first_imports_is_quiet(module: str, start: str) -> None:
-    program = INTERRUPTED.format(module=module, start=start)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = python(INTERRUPTED.format(module=module, start=start))
     assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_little_is_imported_before_ctrl_c_has_a_handler() -> None:
     program = "import infer.__main__, sys; print(*sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, env=environment)
+    done = python(program, "-S", env=os.environ | {"PYTHONPATH": str(SOURCE.parent)})
     assert {"re", "typing", "pathlib", "click", "infer.cli"} & set(done.stdout.split()) == set()
     assert "infer.__main__" in done.stdout
 
 
 def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
     program = INTERRUPTED.format(module="click", start=STARTS["script"]).replace("default_int_handler", "SIG_IGN", 1)
-    program = program.replace('"generate", "--prompt", "a"', '"--version"')
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = python(program.replace('"generate", "--prompt", "a"', '"--version"'))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("infer ")
 
@@ -153,7 +154,7 @@ kept = Heavy()
 atexit.register(print, "helpers stopped")
 end_process(7)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = python(program)
     assert (done.returncode, done.stdout) == (7, "helpers stopped\n")
 
 
@@ -172,25 +173,19 @@ end_process(7)
         (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
     ],
 )
-def test_refusals_of_the_system_are_not_faults_of_infer(
-    error: Exception, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_of_the_system_are_not_faults_of_infer(error: Exception, line: str, monkeypatch: Any) -> None:
     def refuse(**options: object) -> None:
         raise error
 
     monkeypatch.setattr("infer.cli.model_commands.models_command.run_models", refuse)
-    assert main(["models"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"infer: {line}")
-    assert told.count("\n") == 1
-    assert "our own failure" not in told
+    assert refused("models", status=1).startswith(line)
 
 
+@pytest.mark.slow
 def test_few_files_and_little_memory_are_one_line() -> None:
     limited = "import resource; resource.setrlimit(resource.RLIMIT_{0}, ({1}, {1})); {2}"
     for name, limit, told in (("NOFILE", 8, "too many open files: "), ("AS", 300_000_000, "out of memory: ")):
         start = f"import sys; sys.argv = ['infer', 'generate', '--prompt', 'a']; {STARTS['script']}"
-        program = limited.format(name, limit, start)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+        done = python(limited.format(name, limit, start))
         assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
         assert done.stderr.startswith(f"infer: {told}")

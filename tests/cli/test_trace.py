@@ -1,6 +1,5 @@
 """Claims about `infer sample-trace` and its function: they show the sampler's own stages, noise and choice."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ import click
 import pytest
 import torch
 
+from commands import run
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.cli import main
 from infer.cli.answers.trace_command import trace_lines
 from infer.cli.terminal.wrapping import display_width
 from infer.compute.sampling.columns import SamplingColumns
@@ -23,7 +22,6 @@ from infer.outputs import SampleTrace
 from infer.sampling_params import PARAMETERS
 from test_session import NUM_TOKENS
 
-Capture = pytest.CaptureFixture[str]
 CONTEXT = [3, 5, 5, 8, 13]
 END = NUM_TOKENS - 2
 EVERYTHING: dict[str, Any] = {
@@ -98,6 +96,9 @@ def test_filters_remove_and_penalties_move() -> None:
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty", "temperature"):
         assert by_name[name].removed == 0, name
         assert by_name[name].moved > 0, name
+    traces = [trace, make_trace(SamplingParams(**EVERYTHING, temperature_last=True), make_logits(1))]
+    found = {stage.name for each in traces for stage in each.stages}
+    assert found - {"raw", "allowed"} == {name for name, declared in PARAMETERS.items() if declared.stage}
     assert by_name["logit_bias"].removed > 0
     assert by_name["logit_bias"].moved > 0
     assert (by_name["raw"].removed, by_name["top_k"].num_kept, by_name["top_p"].value) == (0, 30, 0.8)
@@ -188,21 +189,18 @@ def test_the_last_logits_are_the_last_of_all(llm: LLM) -> None:
 # The command
 
 
-def test_the_command_traces_what_generate_says(folder: Path, capsys: Capture) -> None:
-    options = ["--model", str(folder), "--seed", "11", "--temperature", "1.1", "--min-p", "0.01", "--json", "-q"]
-    assert main(["generate", "--prompt", "abc", "-n", "4", "--ignore-eos", *options]) == 0
-    said = json.loads(capsys.readouterr().out)["token_ids"]
+def test_the_command_traces_what_generate_says(folder: Path) -> None:
+    options = ["--model", folder, "--seed", "11", "--temperature", "1.1", "--min-p", "0.01", "--json", "-q"]
+    said = run("generate", "--prompt", "abc", "-n", "4", "--ignore-eos", *options).json()["token_ids"]
     for step in (1, 4):
-        assert main(["sample-trace", "abc", "--step", str(step), "--ignore-eos", *options]) == 0
-        record = json.loads(capsys.readouterr().out)
+        record = run("sample-trace", "--prompt", "abc", "--step", step, "--ignore-eos", *options).json()
         assert (record["token_id"], record["step"], record["seed"]) == (said[step - 1], step, 11)
         assert [stage["name"] for stage in record["stages"]] == ["raw", "temperature", "min_p"]
 
 
-def test_the_table_is_plain_text_where_stdout_is_no_terminal(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["sample-trace", "hello", "--step", "3"]) == 0
-    captured = capsys.readouterr()
-    lines = captured.out.splitlines()
+def test_the_table_is_plain_text_where_stdout_is_no_terminal(fake: FakeModel) -> None:
+    out, err = run("sample-trace", "--prompt", "hello", "--step", "3")
+    lines = out.splitlines()
     assert lines[0] == "step 3, after 'hello': position 5, seed 7"
     assert [" ".join(line.split()) for line in lines[2:11]] == [
         "raw top-k logit + noise = score",
@@ -216,16 +214,14 @@ def test_the_table_is_plain_text_where_stdout_is_no_terminal(fake: FakeModel, ca
         "mass moved",
     ]
     assert lines[-1] == "chosen: 'é\\x1b[1m' (11), number 2 by its raw logit, 37.50% after the last stage"
-    assert "\x1b" not in captured.out
-    assert captured.err == ""
+    assert "\x1b" not in out
+    assert err == ""
 
 
-def test_the_options_are_those_of_generate(fake: FakeModel, capsys: Capture) -> None:
-    options = ["--preset", "seed", "--top-k", "0", "--seed", "5"]
-    assert main(["generate", "-q", "-p", "params", *options]) == 0
-    generated = capsys.readouterr().out
-    assert main(["sample-trace", "--prompt", "params", *options, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)["text_before"]
+def test_the_options_are_those_of_generate(fake: FakeModel) -> None:
+    options = ["--prompt", "params", "--preset", "seed", "--top-k", "0", "--seed", "5"]
+    generated = run("generate", "-q", *options).out
+    shown = run("sample-trace", *options, "--json").json()["text_before"]
     expected = SamplingParams(
         temperature=0.8, top_p=0.9, repetition_penalty=1.1, repetition_window=64, seed=5, max_new_tokens=512
     )
@@ -238,9 +234,3 @@ def test_a_terminal_gets_colours_and_no_line_wider_than_itself(fake: FakeModel, 
     lines = list(trace_lines(trace, width))[1:-1]
     assert any("\x1b[" in line for line in lines)
     assert max(display_width(click.unstyle(line)) for line in lines) <= width
-
-
-def test_the_stages_of_a_trace_are_the_declared_ones() -> None:
-    traces = [make_trace(SamplingParams(**EVERYTHING, temperature_last=last), make_logits(1)) for last in (False, True)]
-    found = {stage.name for trace in traces for stage in trace.stages}
-    assert found - {"raw", "allowed"} == {name for name, declared in PARAMETERS.items() if declared.stage}

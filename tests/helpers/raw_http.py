@@ -4,7 +4,7 @@ import json
 import socket
 from typing import Any, NamedTuple, Self
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 class Answer(NamedTuple):

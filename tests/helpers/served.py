@@ -16,7 +16,7 @@ from infer.serving.server.process import bind
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 class Served(NamedTuple):
@@ -27,6 +27,25 @@ class Served(NamedTuple):
     @property
     def port(self) -> int:
         return self.state.settings.port
+
+    def ask(self, path: str, /, **body: Any) -> Any:
+        """Return the JSON of an answer whose status is 200."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, path: str, /, **body: Any) -> str:
+        """Return the events of a stream whose status is 200, as a text."""
+        answer = self.client.post(path, json={"stream": True} | body)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    def refusal(self, path: str, /, *, status: int = 400, **body: Any) -> dict[str, Any]:
+        """Return the error of a refused request."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == status, answer.text
+        error: dict[str, Any] = answer.json()["error"]
+        return error
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from commands import refused, run
 from converted import convert
 from converted_encoders import write_gguf
 from encoder_models import BY_NAME, make_encoder
-from infer.cli import main
 from infer.cli.bench.importance import squares_of_inputs
 from infer.compute.backends.base import Backend
 from infer.compute.operands.limits import HOST_STEP
@@ -45,6 +45,7 @@ def seen_by_hooks(model: Any, architecture: str) -> dict[str, np.ndarray]:
     return {f"{name}.weight": (total / sum(map(len, CHUNKS))).numpy() for name, total in sums.items()}
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_squares_are_those_of_hooks_on_transformers_whatever_the_file(name: str, tmp_path: Path) -> None:
     tiny = next(each for each in TINY if each.name == name)
@@ -67,6 +68,7 @@ def test_squares_are_those_of_hooks_on_transformers_whatever_the_file(name: str,
     assert ("blk.0.ffn_down_exps.weight" in found[0]) == tiny.has_experts
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("name", "architecture"), [("bert", "BERT"), ("modernbert", "MODERN_BERT")])
 def test_squares_of_an_encoder_are_those_of_hooks_on_transformers(
     name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,18 +89,18 @@ def test_squares_of_an_encoder_are_those_of_hooks_on_transformers(
 def test_the_command_writes_what_it_collected_added_to_earlier_matrices(tmp_path: Path) -> None:
     folder, text, output = make_model(tmp_path / "one"), tmp_path / "text.txt", tmp_path / "out.gguf"
     text.write_text("".join(chr(32 + (7 * index * index + index) % 90) for index in range(100)))
-    asked = ["imatrix", str(folder), str(text), "-c", "32", "-q", "-o", str(output)]
-    assert main(asked) == 0
+    asked = ["imatrix", folder, text, "-c", "32", "-q", "-o", output]
+    run(*asked)
     once = open_importance_matrix(output)
     assert (once.num_chunks, once.chunk_size, once.datasets) == (3, 32, (str(text),))
     assert all(each.counts.tolist() == [96] for each in once.squares.values())
-    assert main([*asked, "--in-file", str(output)]) == 2, "the file exists"
-    assert main([*asked, "--in-file", str(output), "--force"]) == 0
+    refused(*asked, "--in-file", output)  # the file exists
+    run(*asked, "--in-file", output, "--force")
     twice = open_importance_matrix(output)
     assert (twice.num_chunks, twice.datasets) == (6, (str(text),) * 2)
     for name, each in twice.squares.items():
         np.testing.assert_allclose(each.sums, 2 * once.squares[name].sums, rtol=1e-6)
-    assert main(["imatrix", str(folder), str(text), "-c", "101", "-o", str(tmp_path / "none")]) == 2
+    run("imatrix", folder, text, "-c", "101", "-o", tmp_path / "none", status=2)
     assert not (tmp_path / "none").exists()
 
 
@@ -149,7 +151,7 @@ def test_a_file_that_ends_early_is_refused_in_one_line(cut_at: int, tmp_path: Pa
     path = tmp_path / "imatrix.dat"
     matrix(dense=DENSE).write(path)
     path.write_bytes(path.read_bytes()[:cut_at])
-    assert main(["imatrix", "none", "--in-file", str(path), "-o", str(tmp_path / "out.gguf")]) == 3
+    refused("imatrix", "none", "--in-file", path, "-o", tmp_path / "out.gguf", status=3)
     assert not (tmp_path / "out.gguf").exists()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from commands import refused, run
 from converted_encoders import write_gguf
 from encoder_models import BY_NAME, make_encoder
 from encoder_tokenizers import as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
@@ -28,7 +29,6 @@ from infer.models.catalog.tensor_checks import far_from_median
 from quantised_folders import by_name, save, write_quantised
 from tiny import TINY, make_tiny
 
-Capture = pytest.CaptureFixture[str]
 NUM_LAYERS = 6
 DOWN, EMBEDDING = "blk.3.ffn_down.weight", "token_embd.weight"
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
@@ -67,16 +67,10 @@ def write_file(
 
     def extend(writer: gguf.GGUFWriter) -> None:
         writer.add_name(name)
+        add = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
         for key, value in (KEYS | dict(keys or {})).items():
-            key = f"tokenizer.ggml.{key}"
-            if isinstance(value, list):
-                writer.add_array(key, value)
-            elif isinstance(value, str):
-                writer.add_string(key, value)
-            elif isinstance(value, bool):
-                writer.add_bool(key, value)
-            elif value is not None:
-                writer.add_uint32(key, value)
+            if value is not None:
+                add[type(value)](f"tokenizer.ggml.{key}", value)
         if template is not None:
             writer.add_chat_template(template)
 
@@ -99,10 +93,13 @@ def make_folder(folder: Path, **generation: Any) -> Path:
     return folder
 
 
-def lines_of(path: Path, capsys: Capture) -> list[str]:
+def lines_of(path: Path) -> list[str]:
     """Return the lines about a file with faults."""
-    assert main(["doctor", str(path)]) == 1
-    return capsys.readouterr().out.splitlines()
+    return run("doctor", path, status=1).out.splitlines()
+
+
+def findings_of(path: Path) -> tuple[Any, ...]:
+    return examine(path, lambda done, total: None).findings
 
 
 def write_bytes(path: Path, name: str, offset: int, content: bytes) -> None:
@@ -113,16 +110,16 @@ def write_bytes(path: Path, name: str, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-def test_healthy_files_have_no_faults(tmp_path: Path, capsys: Capture) -> None:
+def test_healthy_files_have_no_faults(tmp_path: Path) -> None:
+    """Markers that may be text may be user-defined. Rows of padding and of unwritten control tokens may be zero."""
     file, folder = write_file(tmp_path, quantise=frozenset({DOWN})), make_folder(tmp_path / "folder")
     for model in (file, folder, "smollm2"):
-        assert main(["doctor", str(model)]) == 0
-        line = capsys.readouterr().out
-        assert line.startswith("no faults found in "), (model, line)
-    assert main(["doctor", str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+        assert run("doctor", model).out.startswith("no faults found in ")
+    found = run("doctor", file, "--json").json()
     assert (found["findings"], found["requantise"]) == ([], [])
     assert (found["num_tokens"], found["num_tensors"]) == (40, len(all_tensors()))
+    keys = {"token_type": [CONTROL] * 3 + [USER_DEFINED, CONTROL] + [NORMAL] * 35}
+    assert findings_of(write_file(tmp_path, keys, change=_fill(EMBEDDING, 0.0, slice(0, 3)))) == ()
 
 
 @pytest.mark.parametrize(
@@ -133,78 +130,58 @@ def test_healthy_files_have_no_faults(tmp_path: Path, capsys: Capture) -> None:
         ({"eot_token_id": 41}, "tokenizer.ggml.eot_token_id: 41 is outside the vocabulary"),
         ({"eos_token_id": None}, "tokenizer.ggml.eos_token_id: it is missing, so no token ends an answer"),
         ({"bos_token_id": None, "add_bos_token": True}, "tokenizer.ggml.bos_token_id: it is missing"),
-        (
-            {"tokens": [*TOKENS, "more"], "token_type": [*KEYS["token_type"], NORMAL]},
-            "tokenizer.ggml.tokens: 41 tokens, but the embedding has 40 rows; every token must have one",
-        ),
-        (
-            {"tokens": TOKENS[:-1], "token_type": KEYS["token_type"][:-1]},
-            "tokenizer.ggml.tokens: 39 tokens, but the embedding has 40 rows; every row must have a token",
-        ),
-        (
-            {"eos_token_id": 2},
-            "tokenizer.chat_template: it ends a turn with '<|im_end|>' (4), but the ids that end an answer are 2: add "
-            "4 as tokenizer.ggml.eot_token_id",
-        ),
-        (
-            {"token_type": [CONTROL] * 4 + [USER_DEFINED] + [NORMAL] * 35},
-            "tokenizer.chat_template: it writes '<|im_end|>', whose token 4 is user-defined; a marker must be one",
-        ),
-        (
-            {"token_type": [CONTROL] * 3 + [NORMAL, CONTROL] + [NORMAL] * 35},
-            "tokenizer.chat_template: it writes '<|im_start|>', whose token 3 is plain text; a marker must be one",
-        ),
-        (
-            {"tokens": [text.replace("<|im_start|>", "<y>") for text in TOKENS]},
-            "tokenizer.chat_template: it writes '<|im_start|>', which is 12 tokens; a marker must be one",
-        ),
+        ({"tokens": [*TOKENS, "more"], "token_type": [*KEYS["token_type"], NORMAL]},
+         "tokenizer.ggml.tokens: 41 tokens, but the embedding has 40 rows; every token must have one"),
+        ({"tokens": TOKENS[:-1], "token_type": KEYS["token_type"][:-1]},
+         "tokenizer.ggml.tokens: 39 tokens, but the embedding has 40 rows; every row must have a token"),
+        ({"eos_token_id": 2},
+         "tokenizer.chat_template: it ends a turn with '<|im_end|>' (4), but the ids that end an answer are 2: add 4 "),
+        ({"token_type": [CONTROL] * 4 + [USER_DEFINED] + [NORMAL] * 35},
+         "tokenizer.chat_template: it writes '<|im_end|>', whose token 4 is user-defined; a marker must be one"),
+        ({"token_type": [CONTROL] * 3 + [NORMAL, CONTROL] + [NORMAL] * 35},
+         "tokenizer.chat_template: it writes '<|im_start|>', whose token 3 is plain text; a marker must be one"),
+        ({"tokens": [text.replace("<|im_start|>", "<y>") for text in TOKENS]},
+         "tokenizer.chat_template: it writes '<|im_start|>', which is 12 tokens; a marker must be one"),
     ],
-)
-def test_a_fault_of_the_tokenizer_is_one_line(
-    keys: dict[str, Any], expected: str, tmp_path: Path, capsys: Capture
-) -> None:
-    (line,) = lines_of(write_file(tmp_path, keys), capsys)
+)  # fmt: skip
+def test_a_fault_of_the_tokenizer_is_one_line(keys: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    (line,) = lines_of(write_file(tmp_path, keys))
     assert line.startswith(expected)
 
 
-def test_markers_that_may_be_text_may_be_user_defined(tmp_path: Path) -> None:
-    keys = {"token_type": [CONTROL] * 3 + [USER_DEFINED, CONTROL] + [NORMAL] * 35}
-    assert examine(write_file(tmp_path, keys), lambda done, total: None).findings == ()
-
-
-def test_a_broken_template_is_one_line(tmp_path: Path, capsys: Capture) -> None:
-    (line,) = lines_of(write_file(tmp_path, template="{% for m in %}"), capsys)
+def test_a_broken_template_is_one_line(tmp_path: Path) -> None:
+    (line,) = lines_of(write_file(tmp_path, template="{% for m in %}"))
     assert line.startswith("tokenizer.chat_template: ")
     assert line.endswith(": take the template of the original model")
 
 
-def test_files_of_old_converters_are_known(tmp_path: Path, capsys: Capture) -> None:
-    (line,) = lines_of(write_file(tmp_path, name="Qwen3 Embedding 0.6B"), capsys)
+def test_files_of_old_converters_are_known(tmp_path: Path) -> None:
+    (line,) = lines_of(write_file(tmp_path, name="Qwen3 Embedding 0.6B"))
     assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, because an old converter wrote the file")
     keys = {"add_eos_token": True}
     path = write_file(tmp_path, keys, name="Qwen3 Embedding 0.6B")
-    assert examine(path, lambda done, total: None).findings == ()
+    assert findings_of(path) == ()
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
-def test_encoders_are_examined_too(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_encoders_are_examined_too(name: str, tmp_path: Path) -> None:
     is_xlmr, folder = name == "xlm-roberta", tmp_path / "folder"
     folder.mkdir()
     tokenizer = (make_xlmr_folder if is_xlmr else make_bert_folder)(folder)
     model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + is_xlmr)
-    assert examine(folder, lambda done, total: None).findings == ()
+    assert findings_of(folder) == ()
     as_gguf, path = as_xlmr_gguf if is_xlmr else as_bert_gguf, tmp_path / "model.gguf"
     write_gguf(model, path, as_gguf(folder), 2)
-    assert examine(path, lambda done, total: None).findings == ()
+    assert findings_of(path) == ()
     if is_xlmr:
         write_gguf(model, path, as_gguf(folder, add_eos_token=None), 2)
-        (line,) = lines_of(path, capsys)
+        (line,) = lines_of(path)
         assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, because an old converter wrote the file")
 
 
-def test_faults_of_a_folders_tokenizer_are_lines(tmp_path: Path, capsys: Capture) -> None:
+def test_faults_of_a_folders_tokenizer_are_lines(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, eos_token_id=[3, 96])
-    assert lines_of(folder, capsys) == [
+    assert lines_of(folder) == [
         "generation_config.json eos_token_id: 96 is outside the vocabulary of 6 tokens: set it to the id of such a "
         "token, or remove it",
         "chat_template: it ends a turn with '<|im_end|>' (5), but the ids that end an answer are 2, 3: add 5 as "
@@ -212,11 +189,14 @@ def test_faults_of_a_folders_tokenizer_are_lines(tmp_path: Path, capsys: Capture
     ]
 
 
-def _fill(name: str, value: float, rows: slice = slice(None)) -> Callable[[dict[str, np.ndarray]], object]:
+Change = Callable[[dict[str, np.ndarray]], object]
+
+
+def _fill(name: str, value: float, rows: slice = slice(None)) -> Change:
     return lambda tensors: tensors[name].__setitem__(rows, value)
 
 
-def _scale(name: str, factor: float) -> Callable[[dict[str, np.ndarray]], object]:
+def _scale(name: str, factor: float) -> Change:
     return lambda tensors: tensors[name].__imul__(np.float32(factor))
 
 
@@ -231,24 +211,16 @@ def _scale(name: str, factor: float) -> Callable[[dict[str, np.ndarray]], object
         (_fill(EMBEDDING, 0.0, slice(4, 5)), f"{EMBEDDING}: 1 row is all zero (ids 4); a used token must"),
         (_scale(DOWN, 10), f"{DOWN}: the root mean square is 10.1, and 0.997 is the median over layers; it may"),
         (_fill(DOWN, 200.0, slice(0, 1)), f"{DOWN}: the root mean square is "),
+        (lambda tensors: tensors[DOWN].__setitem__((0, 0), 500.0), f"{DOWN}: the largest value is 500, and "),
+        (
+            lambda tensors: tensors.pop(DOWN),
+            "m.gguf: config and tensors disagree: missing model.layers.3.mlp.down_proj",
+        ),
     ],
 )
-def test_a_fault_of_a_tensor_is_one_line(
-    change: Callable[[dict[str, np.ndarray]], object], expected: str, tmp_path: Path, capsys: Capture
-) -> None:
-    (line,) = lines_of(write_file(tmp_path, change=change), capsys)
+def test_a_fault_of_a_tensor_is_one_line(change: Change, expected: str, tmp_path: Path) -> None:
+    (line,) = lines_of(write_file(tmp_path, change=change))
     assert line.startswith(expected)
-
-
-def test_a_single_large_value_is_an_outlier(tmp_path: Path, capsys: Capture) -> None:
-    path = write_file(tmp_path, change=lambda tensors: tensors[DOWN].__setitem__((0, 0), 500.0))
-    (line,) = lines_of(path, capsys)
-    assert line.startswith(f"{DOWN}: the largest value is 500, and ")
-
-
-def test_rows_of_padding_and_of_unwritten_control_tokens_may_be_zero(tmp_path: Path) -> None:
-    path = write_file(tmp_path, change=_fill(EMBEDDING, 0.0, slice(0, 3)))
-    assert examine(path, lambda done, total: None).findings == ()
 
 
 @pytest.mark.parametrize(
@@ -258,13 +230,11 @@ def test_rows_of_padding_and_of_unwritten_control_tokens_may_be_zero(tmp_path: P
         (b"\x00\x7c", "are infinite, because 1 of 192 blocks have a scale like that"),
     ],
 )
-def test_a_bad_scale_names_the_tensor_to_quantise_again(
-    content: bytes, expected: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_bad_scale_names_the_tensor_to_quantise_again(content: bytes, expected: str, tmp_path: Path) -> None:
     path = write_file(tmp_path, quantise=frozenset({DOWN}))
     codes = b"\x11" * 16  # no code stands for 0, because 0 times infinity is NaN
     write_bytes(path, DOWN, 2 * 18, content + codes)
-    line, last = lines_of(path, capsys)
+    line, last = lines_of(path)
     assert line.startswith(f"{DOWN}: ")
     assert expected in line
     assert line.endswith("quantise it again from the original: it is Q4_0")
@@ -283,41 +253,39 @@ def test_pieces_count_as_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert seen[-1] == (total, total)
 
 
-def test_at_most_twenty_lines_of_a_kind_are_shown(tmp_path: Path, capsys: Capture) -> None:
+def test_at_most_twenty_lines_of_a_kind_are_shown(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, np.ndarray]) -> None:
         for values in tensors.values():
             values.reshape(-1)[0] = np.nan
 
     path, count = write_file(tmp_path, change=spoil), len(all_tensors())
-    lines = lines_of(path, capsys)
+    lines = lines_of(path)
     assert len(lines) == 21
     assert lines[-1] == f"and {count - 20} more of this kind: not finite (--json lists all)"
-    assert main(["doctor", str(path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)["findings"]
+    found = run("doctor", path, "--json", status=1).json()["findings"]
     assert len(found) == count
     assert {finding["kind"] for finding in found} == {"not finite"}
 
 
-def test_a_float_beyond_half_precision_is_named(tmp_path: Path, capsys: Capture) -> None:
+def test_a_float_beyond_half_precision_is_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     tensors = {name: values.half() for name, values in load_file(folder / "model.safetensors").items()}
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.inf
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (line,) = lines_of(folder, capsys)
+    (line,) = lines_of(folder)
     assert line.startswith("model.layers.1.mlp.up_proj.weight: 0 of 6,144 values are NaN and 1 are infinite")
     assert line.endswith("convert it again from the original as BF16 or F32: F16 ends at 65,504")
 
 
-def test_scales_of_a_quantised_folder_are_checked(tmp_path: Path, capsys: Capture) -> None:
+def test_scales_of_a_quantised_folder_are_checked(tmp_path: Path) -> None:
     method, name = by_name("gptq symmetric"), "model.layers.1.mlp.up_proj"
     floats, folder = make_folder(tmp_path / "floats"), tmp_path / "packed"
     write_quantised(floats, folder, method.pack, method.config, method.key)
-    assert main(["doctor", str(folder)]) == 0
+    run("doctor", folder)
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{name}.scales"] *= torch.inf
     save(folder, tensors)
-    capsys.readouterr()
-    line, last = lines_of(folder, capsys)
+    line, last = lines_of(folder)
     assert line.startswith(f"{name}.")
     assert "expected finite scales of at most" in line
     assert last.startswith(f"quantise again: {name}.")
@@ -335,9 +303,7 @@ def test_scales_of_a_quantised_folder_are_checked(tmp_path: Path, capsys: Captur
         ("tokenizer.json", {"model": 3}),
     ],
 )
-def test_wrong_types_in_a_folder_are_no_failure_of_ours(
-    file: str, settings: Any, tmp_path: Path, capsys: Capture
-) -> None:
+def test_wrong_types_in_a_folder_are_no_failure_of_ours(file: str, settings: Any, tmp_path: Path, capsys: Any) -> None:
     (make_folder(tmp_path) / file).write_text(json.dumps(settings))
     capsys.readouterr()
     status, written = main(["doctor", str(tmp_path)]), capsys.readouterr()
@@ -357,17 +323,11 @@ def test_wrong_values_in_a_file_are_refused_or_found(tmp_path: Path) -> None:
     assert num_refused > 5
 
 
-def test_tensors_that_the_config_does_not_have_are_a_line(tmp_path: Path, capsys: Capture) -> None:
-    (line,) = lines_of(write_file(tmp_path, change=lambda tensors: tensors.pop(DOWN)), capsys)
-    assert line.startswith("m.gguf: config and tensors disagree: missing model.layers.3.mlp.down_proj.weight")
-
-
-def test_a_model_that_cannot_be_read_has_the_status_of_other_commands(tmp_path: Path, capsys: Capture) -> None:
-    assert main(["doctor", str(tmp_path / "none.gguf")]) == 2
+def test_a_model_that_cannot_be_read_has_the_status_of_other_commands(tmp_path: Path) -> None:
+    refused("doctor", tmp_path / "none.gguf")
     path = write_file(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
-    assert main(["doctor", str(path)]) == 3
-    assert "m.gguf" in capsys.readouterr().err
+    assert "m.gguf" in refused("doctor", path, status=3)
 
 
 def test_outliers_need_five_layers_and_both_distances() -> None:

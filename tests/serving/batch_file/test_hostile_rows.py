@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 
+from commands import run
 from infer import LLM
-from infer.cli import main
 from infer.serving.batch_file.row import ENDPOINTS, read_row
-from test_session import make_model
 
 GOOD = '{"id": "good%d", "prompt": "hello", "max_new_tokens": 2}'
 DEEP = '{"a":' * 900 + "1" + "}" * 900
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def in_stack(depth: int, line: str) -> Any:
@@ -29,11 +23,12 @@ def of_endpoint(endpoint: str, rest: str) -> str:
     return f'{{"custom_id": "bad", "url": "{endpoint}", "body": {{{rest}}}}}'
 
 
-def run(folder: Path, tmp_path: Path, rows: list[str], *options: str) -> tuple[int, list[dict[str, Any]]]:
+def lines_of(folder: Path, tmp_path: Path, rows: list[str], *options: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the lines and the notes of a run that ends with status 1."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(rows) + "\n")
-    status = main(["batch", str(source), str(output), "-m", str(folder), "--threads", "1", *options])
-    return status, [json.loads(line) for line in output.read_text().splitlines()]
+    told = run("batch", source, output, "-m", folder, "--threads", "1", *options, status=1).err
+    return [json.loads(line) for line in output.read_text().splitlines()], told
 
 
 @pytest.mark.parametrize("depth", [62, 100, 950, 970, 980, 990, 10_000])
@@ -59,14 +54,11 @@ def test_every_row_has_a_line_at_each_run(folder: Path, tmp_path: Path, options:
     ]  # fmt: skip
     rows = [GOOD % 0, *bad, GOOD % 1]
     for _ in range(2):
-        status, lines = run(folder, tmp_path, rows, *options)
-        failed = [line.get("id") for line in lines if line.get("error")]
-        assert (status, len(lines), len(failed)) == (1, len(rows), len(bad))
+        lines, _ = lines_of(folder, tmp_path, rows, *options)
+        assert (len(lines), sum(bool(line.get("error")) for line in lines)) == (len(rows), len(bad))
 
 
-def test_a_run_that_leaves_a_row_does_not_end_with_status_0(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_leaves_a_row_does_not_end_with_status_0(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The input loses a row while the model is loaded."""
     init = LLM.__init__
 
@@ -75,6 +67,5 @@ def test_a_run_that_leaves_a_row_does_not_end_with_status_0(
         init(self, *arguments, **options)
 
     monkeypatch.setattr(LLM, "__init__", load)
-    status, lines = run(folder, tmp_path, [GOOD % 0, GOOD % 1], "--quiet")
-    assert (status, len(lines)) == (1, 1)
-    assert "1 of 2 rows are answered" in capsys.readouterr().err
+    lines, told = lines_of(folder, tmp_path, [GOOD % 0, GOOD % 1], "--quiet")
+    assert (len(lines), "1 of 2 rows are answered" in told) == (1, True)

@@ -25,43 +25,33 @@ def completion_row(**fields: Any) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("body", "values", "options"),
     [
-        ({}, {}),
-        ({"logprobs": None}, {}),
-        ({"logprobs": False}, {}),
-        ({"logprobs": True}, {"logprobs": 0}),
-        ({"logprobs": True, "top_logprobs": None}, {"logprobs": 0}),
-        ({"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}),
-        ({"logprobs": True, "top_logprobs": 1}, {"logprobs": 1}),
+        ({}, {}, {}),
+        ({"logprobs": None}, {}, {}),
+        ({"logprobs": False}, {}, {}),
+        ({"logprobs": True}, {"logprobs": 0}, {}),
+        ({"logprobs": True, "top_logprobs": None}, {"logprobs": 0}, {}),
+        ({"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}, {}),
+        ({"logprobs": True, "top_logprobs": 1}, {"logprobs": 1}, {}),
+        ({"thinking_token_budget": 5}, {}, {"reasoning_budget": 5}),
+        ({"thinking_token_budget": 0}, {}, {"reasoning_budget": 0}),
+        ({"reasoning_effort": "none"}, {}, {"reasoning_budget": 0}),
+        ({"reasoning_effort": None}, {}, {}),
+        ({"tools": []}, {}, {}),
     ],
 )
-def test_a_chat_has_the_alternatives_that_it_asks_for_and_no_others(body: dict[str, Any], expected: object) -> None:
-    assert chat_row(**body).values == expected
+def test_a_chat_has_the_alternatives_and_the_budget_that_it_asks_for(body: Any, values: Any, options: Any) -> None:
+    """A budget of 0 is not none."""
+    row = chat_row(**body)
+    assert (row.values, row.options) == (values, options)
 
 
-@pytest.mark.parametrize("body", [{"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 2}])
-def test_alternatives_without_log_probabilities_are_refused_in_a_chat(body: dict[str, Any]) -> None:
-    assert chat_row(**body).problem == "top_logprobs needs logprobs: true"
-
-
-@pytest.mark.parametrize(("asked", "expected"), [(None, {}), (0, {"logprobs": 0}), (3, {"logprobs": 3})])
-def test_a_completion_has_as_many_alternatives_as_its_number(asked: object, expected: object) -> None:
-    assert completion_row(logprobs=asked).values == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"thinking_token_budget": 5}, {"reasoning_budget": 5}),
-        ({"thinking_token_budget": 0}, {"reasoning_budget": 0}),
-        ({"reasoning_effort": "none"}, {"reasoning_budget": 0}),
-        ({"reasoning_effort": None}, {}),
-        ({"tools": []}, {}),
-    ],
-)
-def test_a_budget_of_none_is_none_and_of_0_is_0(body: dict[str, Any], expected: object) -> None:
-    assert chat_row(**body).options == expected
+def test_alternatives_need_log_probabilities_in_a_chat_and_are_a_number_in_a_completion() -> None:
+    for body in ({"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 2}):
+        assert chat_row(**body).problem == "top_logprobs needs logprobs: true"
+    for asked, expected in ((None, {}), (0, {"logprobs": 0}), (3, {"logprobs": 3})):
+        assert completion_row(logprobs=asked).values == expected
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,14 @@ def answered(llm: LLM, url: str, **body: Any) -> dict[str, Any]:
 
 def test_a_row_of_embeddings_has_the_library_s_vectors(embedder: LLM) -> None:
     texts = ["hello", "x" * 999]
-    line = answered(embedder, "/v1/embeddings", input=texts, prompt_name="query", dimensions=8, truncate=True, odd=1)
+    asked = {"prompt_name": "query", "dimensions": 8, "truncate": True}
+    line = answered(embedder, "/v1/embeddings", input=texts, odd=1, **asked)
     body = line["response"]["body"]
     with pytest.warns(UserWarning, match="were cut"):
-        expected = embedder.embed(texts, prompt_name="query", dimensions=8, truncate=True)
+        expected = embedder.embed(texts, **asked)
     assert torch.equal(torch.tensor([each["embedding"] for each in body["data"]]), expected)
     assert body["infer"]["warnings"] == ["odd is not known and was ignored", "1 of 2 texts were cut to 256 tokens"]
-    assert line == answered(
-        embedder, "/v1/embeddings", input=texts, prompt_name="query", dimensions=8, truncate=True, odd=1
-    )
+    assert line == answered(embedder, "/v1/embeddings", input=texts, odd=1, **asked)
 
 
 def test_a_row_of_rerank_has_the_library_s_scores(judge: LLM) -> None:
@@ -65,9 +64,12 @@ def test_an_embedder_ranks_by_its_vectors(embedder: LLM) -> None:
 
 
 def test_a_request_that_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM, labeller: LLM) -> None:
-    assert "not a reranker" in answered(labeller, "/v1/rerank", query="a", documents=["b"])["error"]["message"]
-    assert "not trained for embeddings" in answered(judge, "/v1/embeddings", input="a")["error"]["message"]
+    for llm, path, body, message in (
+        (labeller, "rerank", {"query": "a", "documents": ["b"]}, "not a reranker"),
+        (judge, "embeddings", {"input": "a"}, "not trained for embeddings"),
+        (embedder, "embeddings", {"input": "x" * 999}, "the context holds"),
+        (judge, "classify", {"input": "a"}, "not a classifier"),
+        (judge, "rerank", {"query": "a"}, "documents is missing"),
+    ):
+        assert message in answered(llm, f"/v1/{path}", **body)["error"]["message"]
     assert answered(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
-    assert "the context holds" in answered(embedder, "/v1/embeddings", input="x" * 999)["error"]["message"]
-    assert "not a classifier" in answered(judge, "/v1/classify", input="a")["error"]["message"]
-    assert "documents is missing" in answered(judge, "/v1/rerank", query="a")["error"]["message"]

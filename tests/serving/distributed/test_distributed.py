@@ -9,14 +9,13 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 
+from commands import refused, run
 from infer import LLM, BatchEngine, InvalidRequestError
-from infer.cli import main
 from infer.serving.distributed.asked_body import prompt_of_body
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 from infer.system.cores.core_share import take_cores
 from served import serving
-from test_session import make_model
 
 LONG = "once " * 200
 
@@ -32,11 +31,6 @@ class Table(NamedTuple):
     @classmethod
     def from_pydict(cls, columns: dict[str, list[Any]]) -> Self:
         return cls([dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +62,16 @@ def test_a_session_is_a_header_or_a_cache_key_of_one_tenant() -> None:
         assert prompt_of_body(none, "k", "t").num_tokens == 0
 
 
-def test_the_engine_of_a_data_set_writes_the_lines_of_infer_batch(model: Path, tmp_path: Path) -> None:
+def test_the_engine_of_a_data_set_writes_the_lines_of_infer_batch(folder: Path, tmp_path: Path) -> None:
     """Rows are lines of text, or columns with nulls for missing fields."""
     rows = [{"id": f"r{number}", "prompt": [5, 6, 7 + number], "max_new_tokens": 6} for number in range(5)]
     rows += [{"id": "greedy", "prompt": "ab", "temperature": 0.0}, {"id": "wrong", "prompt": "ab", "top_p": 7.0}]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--model", str(model), "-q", "--max-new-tokens", "9", "--seed", "3"]
-    assert main(["batch", str(source), str(output), *options]) == 1
+    options = ["--model", str(folder), "-q", "--max-new-tokens", "9", "--seed", "3"]
+    run("batch", source, output, *options, status=1)
     expected = {json.loads(line)["id"]: line for line in output.read_text().splitlines(keepends=True)}
-    engine = BatchEngine(str(model), seed=3, values={"max_new_tokens": 9}, finished=["r1"])
+    engine = BatchEngine(str(folder), seed=3, values={"max_new_tokens": 9}, finished=["r1"])
     del expected["r1"]
     names = {name for row in rows for name in row}
     columns = Table([dict.fromkeys(names) | row for row in rows])
@@ -104,8 +98,8 @@ def test_each_process_takes_cores_that_no_other_has(tmp_path: Path, monkeypatch:
     assert os.sched_getaffinity(0) == allowed
 
 
-def test_limits_change_while_requests_are_served(model: Path) -> None:
-    with LLM(model) as llm, serving(llm, model="tiny", slots=4) as served:
+def test_limits_change_while_requests_are_served(folder: Path) -> None:
+    with LLM(folder) as llm, serving(llm, model="tiny", slots=4) as served:
         served.state.change_limits({"slots": 2, "max_queue": 1, "step_ms": 20.5})
         llm._opened.loop.run(bool)  # the engine has its limits before the next message
         assert (llm._opened.engine.max_running, llm._opened.engine.scheduler.gap_seconds) == (2, 0.0205)
@@ -118,9 +112,7 @@ def test_limits_change_while_requests_are_served(model: Path) -> None:
             state.change_limits({"slots": value})
 
 
-def test_without_ray_its_extra_is_named(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_ray_its_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["ray", "deploy", "--model", str(model)]) == 2
-    assert capsys.readouterr().err == "infer: ray is not installed: run pip install '.[ray]' in the clone of infer\n"
+    told = refused("ray", "deploy", "--model", folder)
+    assert told == "ray is not installed: run pip install '.[ray]' in the clone of infer"

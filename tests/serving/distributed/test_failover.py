@@ -2,21 +2,25 @@
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from idle import in_event_loop
 from infer import LLM
 from infer.compute import ops
-from infer.serving.distributed.asked_body import AskedBody
+from infer.outputs import Piece
+from infer.serving.distributed.asked_body import AskedBody, with_seed
 from infer.serving.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.serving.distributed.failover import Answering
 from infer.serving.distributed.front import Front, follow
@@ -24,12 +28,13 @@ from infer.serving.distributed.replica import Replica
 from infer.serving.distributed.replicas import Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.serving.server.app import make_app
-from infer.serving.server.call import FINGERPRINT_HEADER, Call, put_call
-from infer.serving.server.http_errors import ENGINE_FAILED
-from infer.serving.server.resumption import FAILED
+from infer.serving.server.call import FINGERPRINT_HEADER, Call, call_of, put_call
+from infer.serving.server.http_errors import ENGINE_FAILED, ApiError
+from infer.serving.server.resumption import FAILED, SentPart, note_of, unpack
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 from infer.serving.server.sse import failure_events
+from served import SECONDS
 from test_session import make_model
 
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
@@ -59,7 +64,8 @@ class Life:
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         assert isinstance(self.content, list)
-        yield self.content
+        for event in self.content:
+            yield [event]
         if self.dies:
             raise GoneError
 
@@ -71,6 +77,7 @@ class Lives:
 
     def __init__(self, *lives: Life) -> None:
         self.left, self.asked = list(lives), list[bytes]()
+        self.answers = dict[str, tuple[int, bytes]]()
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Any]:
@@ -85,17 +92,24 @@ class Lives:
         yield life
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        return {}
+        return self.answers
 
 
-def answer(
-    lives: Lives, *, is_repeatable: bool = True, headers: Sequence[tuple[bytes, bytes]] = ()
-) -> tuple[int, bytes]:
+async def until_gone() -> Message:
+    return await asyncio.get_running_loop().create_future()
+
+
+def scope_of(headers: Sequence[tuple[bytes, bytes]] = ()) -> Any:
+    scope = {"type": "http", "method": "POST", "raw_path": b"/v1/completions", "query_string": b"a=1",
+             "headers": list(headers)}  # fmt: skip
+    put_call(scope, Call("req-1", None, "POST", key_name="ann"))
+    return scope
+
+
+def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tuple[int, bytes]:
     """Return the status and the body that the client receives."""
     sent, statuses = list[bytes](), list[int]()
-
-    async def until_gone() -> Message:
-        return await asyncio.get_running_loop().create_future()
+    scope = scope_of() if scope is None else scope
 
     async def keep(message: Message) -> None:
         if "status" in message:
@@ -107,10 +121,7 @@ def answer(
         response = await Answering(Request(scope, until_gone), asked, lives, failure_events).response()
         await response(scope, until_gone, keep)
 
-    scope = {"type": "http", "method": "POST", "raw_path": b"/v1/completions", "query_string": b"a=1",
-             "headers": list(headers)}  # fmt: skip
-    put_call(scope, Call("req-1", None, "POST", key_name="ann"))
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), SECONDS))
     return statuses[0], b"".join(sent)
 
 
@@ -156,6 +167,52 @@ def test_a_stream_continues_only_on_kernels_of_the_same_kind(kernels: str, tmp_p
     assert body.startswith(b"".join(EVENTS[:2]))
 
 
+PARTS = [SentPart(0, [token_id]) for token_id in (11, 12, 13)]
+NOTES = [note_of(0, [Piece(part.token_ids[0], "x")]) for part in PARTS]
+
+
+class Noting(Life):
+    """A replica that repeats the events of the given parts, sends a note before each other event, and may die."""
+
+    def __init__(self, num_before_death: int | None) -> None:
+        super().__init__(200, [], dies=num_before_death is not None)
+        self.num_before_death, self.given = num_before_death, list[SentPart]()
+
+    async def head(self, request: bytes) -> ResponseHead:
+        head, _, content = request.partition(b"\r\n\r\n")
+        (length,) = re.findall(rb"x-infer-sent: (\d+)", head)
+        self.given = unpack(content[: int(length)]) if int(length) else []
+        count = len(self.given)
+        new = [each for pair in zip(NOTES[count:], EVENTS[count:], strict=False) for each in pair]
+        self.content = [*EVENTS[:count], *new][: self.num_before_death]
+        return await super().head(request)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1), (1, 2), (2, 1), (1, 3), (3, 2), (3, 4), (5, 5)])
+def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(cuts: tuple[int, int]) -> None:
+    """Two replicas die after some notes and events, and a third one sends the other events."""
+    replicas, counts = [Noting(cut) for cut in (*cuts, None)], [0]
+    assert answer(Lives(*replicas)) == (200, b"".join(EVENTS[:3]))
+    for cut in cuts:  # a replica repeats as many events as the client has, and then sends pairs of a note and an event
+        counts.append(counts[-1] + max(0, cut - counts[-1]) // 2)
+    assert [each.given for each in replicas] == [PARTS[:count] for count in counts]
+
+
+def test_a_request_that_three_replicas_died_of_is_given_up() -> None:
+    lives, scope = Lives(*(Life(200, b"{}", dies=True) for _ in range(3)), Life(200, b"{}")), scope_of()
+    with pytest.raises(ApiError) as caught:
+        answer(lives, scope=scope)
+    assert (caught.value.code, len(lives.asked)) == ("engine_died", 3)
+    assert not call_of(Request(scope)).is_forwarded
+
+
+def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -> None:
+    for body in (b'{"prompt": "a", "seed": 3}', b"[1]", b"{", b""):
+        assert with_seed(body) == body
+    for body in (b'{"prompt": "a"}', b'{"prompt": "a", "seed": null}'):
+        assert with_seed(body).startswith(b'{"prompt":"a","seed":')
+
+
 def test_the_note_that_an_engine_has_failed_is_not_for_the_client() -> None:
     lives = Lives(Life(200, [*EVENTS[:2], FAILED, b"data: the engine has failed\n\n"]), Life(200, EVENTS))
     assert answer(lives) == (200, b"".join(EVENTS))
@@ -183,7 +240,7 @@ def test_a_replica_gets_the_name_of_the_client_but_not_its_key_or_connection() -
     connection = [(b"connection", b"keep-alive"), (b"host", b"evil"), (b"expect", b"100-continue"), (b"te", b"x"),
                   (b"content-length", b"99"), (b"transfer-encoding", b"chunked"), (b"x-request-id", b"8")]  # fmt: skip
     lives = Lives(Life(200, b"{}"))
-    answer(lives, headers=[*secret, *ours, *connection, (b"x-session-id", b"s"), (b"accept", b"*/*")])
+    answer(lives, scope=scope_of([*secret, *ours, *connection, (b"x-session-id", b"s"), (b"accept", b"*/*")]))
     head, _, content = lives.asked[0].partition(b"\r\n\r\n")
     first, *fields = head.split(b"\r\n")
     found = {name: value for name, _, value in (field.partition(b": ") for field in fields)}
@@ -198,26 +255,14 @@ def test_a_replica_gets_the_name_of_the_client_but_not_its_key_or_connection() -
 
 
 def test_a_head_is_handed_on_without_the_fields_of_its_connection() -> None:
-    class Reader:
-        async def read(self, num_bytes: int, /) -> bytes:
-            return (
-                b"HTTP/1.1 200 OK\r\nDate: today\r\nConnection: close\r\nKeep-Alive: 5\r\n"
-                b"Transfer-Encoding: chunked\r\nContent-Type: application/json\r\nX-Request-Id: 1\r\n\r\n"
-                b"2\r\n{}\r\n0\r\n\r\n"
-            )
-
-    class Writer:
-        def write(self, found: bytes, /) -> None:
-            pass
-
-        async def drain(self) -> None:
-            pass
-
-        def close(self) -> None:
-            pass
-
     async def ask() -> tuple[ResponseHead, bytes]:
-        exchange = Exchange(Reader(), Writer())
+        reader = asyncio.StreamReader()
+        reader.feed_data(
+            b"HTTP/1.1 200 OK\r\nDate: today\r\nConnection: close\r\nKeep-Alive: 5\r\n"
+            b"Transfer-Encoding: chunked\r\nContent-Type: application/json\r\nX-Request-Id: 1\r\n\r\n"
+            b"2\r\n{}\r\n0\r\n\r\n"
+        )
+        exchange = Exchange(reader, AsyncMock(asyncio.StreamWriter))
         return await exchange.head(b""), await exchange.body()
 
     head, body = asyncio.run(ask())
@@ -270,74 +315,115 @@ def prompt_of(text: bytes) -> RoutedPrompt:
 
 async def asked(two: Two, text: bytes) -> Any:
     """Return the name of the replica that answers."""
-    async with asyncio.timeout(60), two.all.exchange(prompt_of(text)) as name:
+    async with asyncio.timeout(SECONDS), two.all.exchange(prompt_of(text)) as name:
         return name
 
 
-def test_the_cache_of_a_replica_that_died_is_not_counted_on(two: Two) -> None:
-    async def run() -> None:
-        first, second = two.first, two.second
-        first.become(is_ready=True)
-        assert await asked(two, b"x" * 4000) == "0"
-        second.become(is_ready=True)
-        assert await asked(two, b"x" * 4000) == "0"
-        first.become(is_ready=False)
-        first.become(is_ready=True)
-        assert await asked(two, b"y" * 8000) == "0"  # both are equal, so the first is chosen
-        assert await asked(two, b"x" * 4000) == "1", "the first has been sent more, and has nothing of this"
-
-    asyncio.run(run())
+@in_event_loop
+async def test_the_cache_of_a_replica_that_died_is_not_counted_on(two: Two) -> None:
+    first, second = two.first, two.second
+    first.become(is_ready=True)
+    assert await asked(two, b"x" * 4000) == "0"
+    second.become(is_ready=True)
+    assert await asked(two, b"x" * 4000) == "0"
+    first.become(is_ready=False)
+    first.become(is_ready=True)
+    assert await asked(two, b"y" * 8000) == "0"  # both are equal, so the first is chosen
+    assert await asked(two, b"x" * 4000) == "1", "the first has been sent more, and has nothing of this"
 
 
-def test_a_request_waits_while_no_replica_is_ready_and_is_answered_by_the_next(two: Two) -> None:
-    async def run() -> None:
-        first, second = two.first, two.second
-        phases = list[str]()
-        for one, is_ready in ((first, True), (second, True), (first, False), (second, False)):
-            one.become(is_ready=is_ready)
-            phases.append(two.state.phase)
-        assert phases == ["ready", "ready", "ready", "loading"]
-        waiting = asyncio.create_task(asked(two, b"x"))
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert not waiting.done()
-        second.become(is_ready=True)
-        assert two.state.phase == "ready"
-        assert await waiting == "1"
-
-    asyncio.run(run())
+@in_event_loop
+async def test_a_request_waits_while_no_replica_is_ready_and_is_answered_by_the_next(two: Two) -> None:
+    first, second = two.first, two.second
+    phases = list[str]()
+    for one, is_ready in ((first, True), (second, True), (first, False), (second, False)):
+        one.become(is_ready=is_ready)
+        phases.append(two.state.phase)
+    assert phases == ["ready", "ready", "ready", "loading"]
+    waiting = asyncio.create_task(asked(two, b"x"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    second.become(is_ready=True)
+    assert two.state.phase == "ready"
+    assert await waiting == "1"
 
 
-def test_requests_of_a_replica_that_hangs_are_dropped_while_another_answers(two: Two) -> None:
-    async def run() -> None:
-        first, second = two.first, two.second
-        first.become(is_ready=True)
-        first.become(is_ready=True, hangs=True)
-        assert first.num_dropped == 0, "nobody else could answer"
-        assert await asked(two, b"x") == "0"
-        second.become(is_ready=True)
-        assert (first.num_dropped, second.num_dropped) == (1, 0)
-        assert await asked(two, b"x") == "1"
-        first.become(is_ready=True)
-        second.become(is_ready=False)
-        assert await asked(two, b"x") == "0"
-        assert two.state.phase == "ready"
+@in_event_loop
+async def test_requests_of_a_replica_that_hangs_are_dropped_while_another_answers(two: Two) -> None:
+    first, second = two.first, two.second
+    first.become(is_ready=True)
+    first.become(is_ready=True, hangs=True)
+    assert first.num_dropped == 0, "nobody else could answer"
+    assert await asked(two, b"x") == "0"
+    second.become(is_ready=True)
+    assert (first.num_dropped, second.num_dropped) == (1, 0)
+    assert await asked(two, b"x") == "1"
+    first.become(is_ready=True)
+    second.become(is_ready=False)
+    assert await asked(two, b"x") == "0"
+    assert two.state.phase == "ready"
 
-    asyncio.run(run())
+
+@pytest.mark.parametrize("way", [GoneError, asyncio.CancelledError, None])
+def test_work_is_queued_at_a_replica_until_it_ends_however_it_ends(
+    two: Two, way: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[dict[str, float]]()
+
+    def choose(prompt: RoutedPrompt, queued: dict[str, float]) -> str:
+        seen.append(dict(queued))
+        return "1"
+
+    async def send_two() -> None:
+        for each in (two.first, two.second):
+            each.become(is_ready=True)
+        with suppress(GoneError, asyncio.CancelledError):
+            async with two.all.exchange(RoutedPrompt(100, answer=7.0)), two.all.exchange(RoutedPrompt(10)):
+                if way is not None:
+                    raise way
+        async with two.all.exchange(RoutedPrompt(1)):
+            pass
+
+    monkeypatch.setattr(two.all._router, "choose", choose)
+    asyncio.run(send_two())
+    assert seen == [{"0": 0, "1": 0}, {"0": 0, "1": 107}, {"0": 0, "1": 0}]
+
+
+def ask_front(replicas: Any, method: str, path: str, phase: Any = "ready") -> httpx.Response:
+    """Return the answer of a front in this phase."""
+    state = ServerState(ServerSettings())
+    state.phase = phase
+    transport = httpx.ASGITransport(make_app(state, Front(replicas).table))
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
+
+    return asyncio.run(ask())
 
 
 def test_a_front_that_drains_takes_no_request() -> None:
-    lives, state = Lives(Life(200, b"{}")), ServerState(ServerSettings())
-    transport = httpx.ASGITransport(make_app(state, Front(lives).table))
-
-    async def post() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.post("/v1/completions", json={"prompt": "a"})
-
+    lives = Lives(Life(200, b"{}"))
     for phase, status in (("loading", 503), ("draining", 503), ("failed", 503), ("ready", 200)):
-        state.phase = phase  # type: ignore[assignment]
-        assert asyncio.run(post()).status_code == status
+        assert ask_front(lives, "POST", "/v1/completions", phase).status_code == status
         assert len(lives.asked) == (phase == "ready")
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({}, (503, "hung")),
+        ({"a": (503, b'{"status":"loading"}')}, (503, "loading")),
+        ({"a": (503, b'{"status":"hung"}'), "b": (200, b'{"status":"ok"}')}, (200, "ok")),
+    ],
+)
+def test_a_front_without_an_answer_of_any_engine_is_not_ready_and_says_so(answers: Any, expected: Any) -> None:
+    """Once, Ray's fronts were never ready, because they have no model."""
+    lives = Lives()
+    lives.answers = answers
+    found = ask_front(lives, "GET", "/ready")
+    assert (found.status_code, found.json()["status"]) == expected
 
 
 # The router

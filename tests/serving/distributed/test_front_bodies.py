@@ -1,50 +1,25 @@
 """Bodies that reach the engine through a front get the answers of a single process."""
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from infer import LLM
-from infer.serving.distributed.exchange import Exchange
 from infer.serving.distributed.front import Front
-from infer.serving.distributed.router import RoutedPrompt
 from raw_http import Answer, Connection, post
 from served import Served, serving
-from test_session import make_model
+from shelves import OneReplica
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
 
-class OneReplica:
-    """A child server at a port of this machine."""
-
-    are_several = False
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    @asynccontextmanager
-    async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
-        exchange = Exchange(*await asyncio.open_connection("127.0.0.1", self._port))
-        try:
-            yield exchange
-        finally:
-            exchange.close()
-
-    async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        return {}
-
-
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+def servers(llm: LLM) -> Iterator[list[Served]]:
     """Serve the same model in one process, and behind a front."""
     with (
-        LLM(make_model(tmp_path_factory.mktemp("model"))) as llm,
         serving(llm, model="tiny") as alone,
         serving(llm, model="tiny", is_child=True) as child,
         serving(None, model="tiny", table=Front(OneReplica(child.port)).table) as front,
@@ -53,25 +28,34 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
         yield [alone, front]
 
 
-def answer(served: Served, *sent: Any) -> Answer:
+def answer(served: Served, *sent: Any, path: str = CHAT) -> Answer:
     with Connection(served.port) as connection:
-        connection.send(post(CHAT, *sent))
+        connection.send(post(path, *sent))
         return connection.answer()
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"[" * 100_000, b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"messages": "\xff"}', b"\xff\xfe",
-        b'{"messages":  "\\ud83d"}', b"{", b"", b"[]", b'{"messages": [], "seed": \xff}',
-        b'{"messages": 5, "x` - at `$.messages[5]": 1}', b'{"messages": [{"role": "x` - at `$.messages[9]"}]}',
+        b"", b"{", b"[]", b"null", b'"text"', b"\xef\xbb\xbf{}", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"messages": "\xff"}', b'{"messages":  "\\ud83d"}',
+        b'{"messages": [], "seed": \xff}', b'{"messages": 5, "x` - at `$.messages[5]": 1}',
+        b'{"messages": [{"role": "x` - at `$.messages[9]"}]}',
+        b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "a", "temperature": 1e400}', b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "max_tokens": 1e3000000}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "max_tokens": 1.5}',
+        b'{"prompt": [9999999999]}', b'{"prompt": [-1]}', b'{"prompt": [[]]}', b'{"prompt": [1, "a"]}',
+        b'{"prompt": "a", "logit_bias": {"x": 1}}', b'{"prompt": "a"} {}',
     ],
     ids=lambda body: repr(body[:40]),
 )  # fmt: skip
-def test_a_bad_body_is_refused_alike_behind_a_front(servers: list[Served], body: bytes) -> None:
-    alone, behind = (answer(served, body) for served in servers)
+def test_a_body_that_cannot_be_meant_is_refused_alike_behind_a_front(servers: list[Served], body: bytes) -> None:
+    path = "/v1/completions" if b"prompt" in body else CHAT
+    alone, behind = (answer(served, body, path=path) for served in servers)
     assert (alone.status, alone.json()) == (behind.status, behind.json())
-    assert (alone.status, set(alone.json()["error"])) == (400, {"message", "type", "param", "code"})
+    error = alone.json()["error"]
+    assert (alone.status, set(error)) == (400, {"message", "type", "param", "code"})
+    assert error["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("name", ["x-infer-id", "x-infer-created", "x-infer-sent", "X-Infer-Key-Name"])

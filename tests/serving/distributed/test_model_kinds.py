@@ -11,14 +11,11 @@ from infer import LLM
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.models.catalog.served_plan import plan_served
 from infer.models.memory.memory_estimate import LoadSettings
-from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
-from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from reranker_model import make_logit_score
 from served import Served, serving
-from test_front_bodies import OneReplica
+from shelves import serving_shelf
 from test_session import make_model
-from test_shelf import FakeReplicas
 
 PLENTY = 1 << 40
 MAKERS = {"ranks": make_logit_score, "chat": make_model, "vectors": make_embedding_model}
@@ -44,27 +41,16 @@ def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve a reranker, a model that generates, and a model for embeddings."""
-    folder = tmp_path_factory.mktemp("models")
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+    folders = {name: tmp_path_factory.mktemp("models") / name for name in MAKERS}
+    with ExitStack() as stack:
         ports = dict[str, int]()
         for name, make in MAKERS.items():
-            make(folder / name)
-            llm = stack.enter_context(LLM(folder / name))
+            make(folders[name])
+            llm = stack.enter_context(LLM(folders[name]))
             ports[name] = stack.enter_context(serving(llm, model=name, is_child=True)).port
-
-        class LocalReplicas(FakeReplicas):
-            def __init__(self, *arguments: Any, **settings: Any) -> None:
-                super().__init__(*arguments, **settings)
-                self.exchange = OneReplica(ports[self.name]).exchange  # type: ignore[assignment]
-
-        patch.setattr("infer.serving.distributed.shelved_model.Replicas", LocalReplicas)
-        sources = [ModelSource(name, str(folder / name)) for name in MAKERS]
-        work = ShelfWork(plan, lambda source, _: [source.name])
-        shelf = Shelf(sources, ShelfSettings(PLENTY), work, tmp_path_factory.mktemp("sockets"))
-        front = stack.enter_context(serving(None, table=ShelfFront(shelf).table))
-        front.state.phase = "ready"
+        sockets = tmp_path_factory.mktemp("sockets")
+        front, _ = stack.enter_context(serving_shelf(ports, folders, plan, sockets))
         yield front
-        shelf.kill()
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -72,10 +58,8 @@ def test_a_route_is_answered_by_the_first_model_of_its_kind_and_by_the_one_that_
     served: Served, path: str
 ) -> None:
     name, body = BODIES[path]
-    found = served.client.post(path, json=body)
-    assert found.status_code == 200, found.text
-    assert found.json()["model"] == name
-    assert served.client.post(path, json=body | {"model": name}).status_code == 200
+    for asked in (body, body | {"model": name}):
+        assert served.ask(path, **asked)["model"] == name
 
 
 @pytest.mark.parametrize(
@@ -101,6 +85,5 @@ def test_a_model_of_another_kind_is_refused_with_the_names_of_those_that_can(
 
 def test_vectors_rank_where_their_model_is_named_and_a_model_of_any_kind_is_loaded(served: Served) -> None:
     _, body = BODIES["/v1/rerank"]
-    assert served.client.post("/v1/rerank", json=body | {"model": "vectors"}).json()["model"] == "vectors"
-    loaded = served.client.post("/api/generate", json={"model": "vectors"})
-    assert (loaded.status_code, loaded.json()["done_reason"]) == (200, "load")
+    assert served.ask("/v1/rerank", **body | {"model": "vectors"})["model"] == "vectors"
+    assert served.ask("/api/generate", model="vectors")["done_reason"] == "load"

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -11,17 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from idle import until
 from infer import LLM
 from infer.serving.distributed.exchange import Exchange
 from infer.serving.distributed.front import Front
 from infer.serving.distributed.router import RoutedPrompt
-from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
-from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
-from served import SECONDS, Served, serving
-from test_front_bodies import OneReplica
+from served import Served, serving
+from shelves import FakeReplicas, OneReplica, serving_shelf
 from test_session import make_model
-from test_shelf import FakeReplicas
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0, "num_predict": 8}
@@ -30,13 +27,8 @@ _TIMES = ("total_duration", "prompt_eval_duration", "eval_duration", "created_at
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def child(folder: Path) -> Iterator[Served]:
-    with LLM(folder) as llm, serving(llm, model="a", aliases=("b",), is_child=True) as child:
+def child(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="a", aliases=("b",), is_child=True) as child:
         yield child
 
 
@@ -120,13 +112,6 @@ class OnShelf(NamedTuple):
     def post(self, path: str, **body: Any) -> Any:
         return self.client.post(path, json={"model": "a", "stream": False} | body)
 
-    def wait_until_running(self, *names: str) -> None:
-        for _ in range(round(100 * SECONDS)):
-            if self.running == list(names):
-                return
-            time.sleep(0.01)
-        raise AssertionError(self.running)
-
     def expiry(self) -> float:
         """Return the seconds until the only loaded model is unloaded."""
         (model,) = self.client.get("/api/ps").json()["models"]
@@ -134,30 +119,14 @@ class OnShelf(NamedTuple):
 
 
 @pytest.fixture
-def on_shelf(child: Served, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[OnShelf]:
+def on_shelf(child: Served, folder: Path, tmp_path: Path) -> Iterator[OnShelf]:
     """Serve the models a and b, which are both the child's model."""
 
-    hung = list[str]()
+    def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
+        return ModelPlan(7, takes=("generate", "embed"), context=64)
 
-    class LocalReplicas(FakeReplicas):
-        exchange = OneReplica(child.port).exchange  # type: ignore[assignment]
-
-        async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-            return {} if self.name in hung else {"0": (200, b"")}
-
-    monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", LocalReplicas)
-    monkeypatch.setattr(FakeReplicas, "running", [])
-    monkeypatch.setattr(FakeReplicas, "loaded", [])
-    work = ShelfWork(
-        lambda source, _: ModelPlan(7, takes=("generate", "embed"), context=64), lambda source, _: [source.name]
-    )
-    sources = [ModelSource(name, str(folder)) for name in ("a", "b")]
-    shelf = Shelf(sources, ShelfSettings(100), work, tmp_path)
-    with serving(None, table=ShelfFront(shelf).table) as front:
-        front.state.phase = "ready"
+    with serving_shelf(dict.fromkeys("ab", child.port), dict.fromkeys("ab", folder), plan, tmp_path) as (front, hung):
         yield OnShelf(front.client, hung, FakeReplicas.running)
-    for model in shelf.models.values():
-        model.own.close()
 
 
 def test_an_answer_loads_its_model_and_the_lists_tell_of_it(on_shelf: OnShelf) -> None:
@@ -184,7 +153,7 @@ def test_keep_alive_sets_when_an_idle_model_is_unloaded(on_shelf: OnShelf) -> No
     on_shelf.post("/api/generate", prompt="a", options=GREEDY, keep_alive=-1)
     assert on_shelf.expiry() > 10**9
     on_shelf.post("/api/chat", **CHAT, keep_alive=0)
-    on_shelf.wait_until_running()
+    until(lambda: on_shelf.running == [])
     on_shelf.post("/v1/chat/completions", messages=MESSAGES, max_tokens=4)
     assert on_shelf.expiry() > 10**9  # the keep_alive of an earlier load does not count
     assert on_shelf.post("/api/chat", **CHAT, keep_alive="later").json()["code"] == "invalid_value"
@@ -208,7 +177,7 @@ def test_a_request_without_a_prompt_loads_and_unloads_a_model(on_shelf: OnShelf)
     assert (loaded["done_reason"], on_shelf.running) == ("load", ["a"])
     assert 500 < on_shelf.expiry() <= 600
     assert on_shelf.post("/api/chat", messages=[], keep_alive=0).json()["done_reason"] == "unload"
-    on_shelf.wait_until_running()
+    until(lambda: on_shelf.running == [])
     assert on_shelf.post("/api/generate", keep_alive=0).json()["done_reason"] == "unload"
     assert FakeReplicas.loaded == ["a"]
 

@@ -8,31 +8,33 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import pytest
 
+from commands import refused, run
+from idle import in_event_loop
 from infer import LLM
-from infer.cli import main
 from infer.errors import InferError
-from infer.serving.distributed.replicas import Replicas
 from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
 from infer.serving.distributed.shelf_waits import wait_seconds
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
 from infer.serving.distributed.unloading import Resident, models_to_unload
 from infer.serving.distributed.wishes import Wishes
 from infer.serving.server.http_errors import ApiError
+from served import SECONDS
 from shapes import SOURCE
+from shelves import FakeReplicas
 from test_session import make_model
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
 from front_kills import kill_fronts
-from server_process import HOST, ServerProcess, children, running
+from server_process import HOST, children, running
 
 SIZES = {"a": 6, "b": 6, "c": 3, "huge": 20}
 
@@ -60,70 +62,40 @@ def test_the_least_recently_used_idle_models_go_and_none_that_could_stay(
     assert models_to_unload(missing, residents) == expected
 
 
-class FakeReplicas(Replicas):
-    """A fake process that is ready a moment after its start, unless its model is named "broken"."""
-
-    running: ClassVar[list[str]] = []
-    loaded: ClassVar[list[str]] = []  # including models that were unloaded later
-
-    def __init__(self, commands: Any, *others: Any, **settings: Any) -> None:
-        super().__init__(commands, *others, **settings)
-        (self.name,) = commands[0]
-
-    async def start(self) -> None:
-        self.running.append(self.name)
-        self.loaded.append(self.name)
-        await asyncio.sleep(0.01)
-        if self.name == "broken":
-            self.running.remove(self.name)
-            self.failure = InferError("its files are cut off")
-            self._settle()
-        else:
-            self._is_any_ready.set()
-
-    async def stop(self) -> None:
-        await asyncio.sleep(0.01)
-        self.running.remove(self.name)
-
-    def kill(self) -> None:
-        pass
+def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
+    if SIZES.get(source.name, 1) > most_bytes:
+        raise InferError(f"{source.name} is too large: max_seq_len=9 fits")
+    return ModelPlan(SIZES.get(source.name, 1))
 
 
-Check = Callable[[Shelf], Coroutine[Any, Any, None]]
+def with_shelf(names: str = "a b c", pinned: str = "", loaded: str = "a c", **settings: Any) -> Any:
+    """Decorate a test of a shelf of 10 bytes for the models of `SIZES`. Those that fit are loaded in their order."""
+    sources = [ModelSource(name, name, name == pinned) for name in names.split()]
+    work = ShelfWork(plan, lambda source, _: [source.name], lambda: [ModelSource("found", "found")])
 
-
-@pytest.fixture
-def on_shelf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Run a check with a shelf of 10 bytes for the models of `SIZES`. The first models are loaded."""
-
-    def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
-        if SIZES.get(source.name, 1) > most_bytes:
-            raise InferError(f"{source.name} is too large: max_seq_len=9 fits")
-        return ModelPlan(SIZES.get(source.name, 1))
-
-    def run(check: Check, names: str = "a b c", pinned: str = "", **settings: Any) -> None:
-        monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", FakeReplicas)
-        monkeypatch.setattr(FakeReplicas, "running", [])
-        monkeypatch.setattr(FakeReplicas, "loaded", [])
-        sources = [ModelSource(name, name, name == pinned) for name in names.split()]
-        work = ShelfWork(plan, lambda source, _: [source.name], lambda: [ModelSource("found", "found")])
-
-        async def run_check() -> None:
+    def decorate(test: Callable[[Shelf], Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        @in_event_loop
+        async def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+            monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", FakeReplicas)
+            monkeypatch.setattr("infer.serving.distributed.shelved_model._START_SECONDS", 0.1)
+            monkeypatch.setattr("infer.serving.distributed.shelved_model._ANSWER_SECONDS", 0.1)
+            monkeypatch.setattr(FakeReplicas, "running", [])
+            monkeypatch.setattr(FakeReplicas, "loaded", [])
             shelf = Shelf(sources, ShelfSettings(10, **settings), work, tmp_path)
             try:
-                async with asyncio.timeout(20):
-                    await shelf.start()
-                    await check(shelf)
+                await shelf.start()
+                await until(lambda: sorted(FakeReplicas.running) == loaded.split())
+                await test(shelf)
             finally:
                 shelf.kill()
 
-        asyncio.run(run_check())
+        return run
 
-    return run
+    return decorate
 
 
-async def answer(shelf: Shelf, name: str, until: asyncio.Event | None = None) -> str:
-    async with shelf.admitted(await shelf.named(name)):
+async def answer(shelf: Shelf, name: str, until: asyncio.Event | None = None, tenant: str = "") -> str:
+    async with shelf.admitted(await shelf.named(name), tenant):
         assert name in FakeReplicas.running
         assert sum(SIZES.get(each, 1) for each in FakeReplicas.running) <= 10
         if until is not None:
@@ -131,79 +103,72 @@ async def answer(shelf: Shelf, name: str, until: asyncio.Event | None = None) ->
     return name
 
 
-async def soon() -> None:
-    await asyncio.sleep(0.05)
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.001)
 
 
-def test_an_answer_is_not_ended_for_another_model_and_later_requests_wait_behind_it(
-    on_shelf: Callable[..., None],
+async def begun(shelf: Shelf, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """Begin work that asks for a model. Return when its request waits, is answered or has ended."""
+
+    def count() -> int:
+        return shelf.models[name].num_requests + sum(each.model.name == name for each in shelf._waiting)
+
+    before, task = count(), asyncio.create_task(work)
+    await until(lambda: count() > before or task.done())
+    return task
+
+
+@with_shelf()
+async def test_an_answer_is_not_ended_for_another_model_and_later_requests_wait_behind_it(shelf: Shelf) -> None:
+    ended, answered = asyncio.Event(), list[str]()
+
+    async def note(name: str, until: asyncio.Event | None = None) -> None:
+        answered.append(await answer(shelf, name, until))
+
+    running = [await begun(shelf, "a", note("a", ended))]
+    running += [await begun(shelf, name, note(name)) for name in ("b", "a", "c")]
+    await until(lambda: answered == ["c"])  # it can stay, and goes on
+    ended.set()
+    await asyncio.gather(*running)
+    assert answered == ["c", "a", "b", "a"]
+
+
+@with_shelf()
+async def test_every_model_is_answered_however_many_clients_ask_for_another(shelf: Shelf) -> None:
+    num_answers = dict.fromkeys("abc", 0)
+
+    async def ask(name: str) -> None:
+        for _ in range(20):
+            async with shelf.admitted(await shelf.named(name)):
+                assert sum(SIZES[each] for each in FakeReplicas.running) <= 10
+                await asyncio.sleep(0.001)
+            num_answers[name] += 1
+
+    await asyncio.gather(*(ask(name) for name in "aaabbc"))
+    assert num_answers == {"a": 60, "b": 40, "c": 20}
+    assert all(not model.num_requests for model in shelf.models.values())
+
+
+@with_shelf(longest_wait=0.2)
+async def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_then_finds_it(
+    shelf: Shelf,
 ) -> None:
-    async def check(shelf: Shelf) -> None:
-        await soon()
-        assert sorted(FakeReplicas.running) == ["a", "c"], "b does not fit beside a"
-        ended, answered = asyncio.Event(), list[str]()
-
-        async def note(name: str, until: asyncio.Event | None = None) -> None:
-            answered.append(await answer(shelf, name, until))
-
-        running = [asyncio.create_task(note("a", ended))]
-        await soon()
-        running.append(asyncio.create_task(note("b")))
-        await soon()
-        running.append(asyncio.create_task(note("a")))
-        running.append(asyncio.create_task(note("c")))
-        await soon()
-        assert answered == ["c"], "c can stay, and goes on"
-        ended.set()
-        await asyncio.gather(*running)
-        assert answered == ["c", "a", "b", "a"]
-
-    on_shelf(check)
-
-
-def test_every_model_is_answered_however_many_clients_ask_for_another(on_shelf: Callable[..., None]) -> None:
-    async def check(shelf: Shelf) -> None:
-        num_answers = dict.fromkeys("abc", 0)
-
-        async def ask(name: str) -> None:
-            for _ in range(20):
-                async with shelf.admitted(await shelf.named(name)):
-                    assert sum(SIZES[each] for each in FakeReplicas.running) <= 10
-                    await asyncio.sleep(0.001)
-                num_answers[name] += 1
-
-        await asyncio.gather(*(ask(name) for name in "aaabbc"))
-        assert num_answers == {"a": 60, "b": 40, "c": 20}
-        assert all(not model.num_requests for model in shelf.models.values())
-
-    on_shelf(check)
-
-
-def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_then_finds_it(
-    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def check(shelf: Shelf) -> None:
-        ended = asyncio.Event()
-        running = asyncio.create_task(answer(shelf, "a", ended))
-        await soon()
-        with pytest.raises(ApiError) as caught:
-            await answer(shelf, "b")
-        assert (caught.value.status, caught.value.code) == (503, "loading")
-        assert float(caught.value.headers["Retry-After"]) >= 1
-        ended.set()
-        await running
-        await soon()
-        assert "b" in FakeReplicas.running, "nobody waits for it, but somebody was told to come back"
-        with pytest.raises(ApiError):
-            await answer(shelf, "a")
-        await asyncio.sleep(0.3)
-        assert await answer(shelf, "b") == "b"
-        assert FakeReplicas.loaded.count("b") == 1
-        assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
-
-    monkeypatch.setattr("infer.serving.distributed.shelved_model._START_SECONDS", 0.1)
-    monkeypatch.setattr("infer.serving.distributed.shelved_model._ANSWER_SECONDS", 0.1)
-    on_shelf(check, longest_wait=0.2)
+    ended = asyncio.Event()
+    running = await begun(shelf, "a", answer(shelf, "a", ended))
+    with pytest.raises(ApiError) as caught:
+        await answer(shelf, "b")
+    assert (caught.value.status, caught.value.code) == (503, "loading")
+    assert float(caught.value.headers["Retry-After"]) >= 1
+    ended.set()
+    await running
+    await until(lambda: "b" in FakeReplicas.running)  # nobody waits for it, but somebody was told to come back
+    with pytest.raises(ApiError):
+        await answer(shelf, "a")
+    await asyncio.sleep(0.3)
+    assert await answer(shelf, "b") == "b"
+    assert FakeReplicas.loaded.count("b") == 1
+    assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
 
 
 def test_a_model_is_kept_for_each_client_that_was_told_to_return_and_each_keeps_its_place() -> None:
@@ -246,175 +211,136 @@ def test_a_load_that_is_late_is_told_to_take_longer() -> None:
             assert model.load_seconds == pytest.approx(expected, rel=0.1)
 
 
-def test_the_requests_of_one_tenant_fill_no_line_but_their_own(on_shelf: Callable[..., None]) -> None:
-    async def check(shelf: Shelf) -> None:
-        ended, model = asyncio.Event(), await shelf.named("b")
-        running = [asyncio.create_task(answer(shelf, "a", ended))]
-        await soon()
-
-        async def ask(tenant: str) -> None:
-            async with shelf.admitted(model, tenant):
-                pass
-
-        running += [asyncio.create_task(ask("greedy")) for _ in range(2)]
-        await soon()
-        with pytest.raises(ApiError, match="at most 2 requests of a key may wait for models") as caught:
-            await ask("greedy")
-        assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
-        running.append(asyncio.create_task(ask("other")))
-        ended.set()
-        await asyncio.gather(*running)
-
-    on_shelf(check, most_waiting=2)
+@with_shelf(most_waiting=2)
+async def test_the_requests_of_one_tenant_fill_no_line_but_their_own(shelf: Shelf) -> None:
+    ended = asyncio.Event()
+    running = [await begun(shelf, "a", answer(shelf, "a", ended))]
+    running += [await begun(shelf, "b", answer(shelf, "b", tenant="greedy")) for _ in range(2)]
+    with pytest.raises(ApiError, match="at most 2 requests of a key may wait for models") as caught:
+        await answer(shelf, "b", tenant="greedy")
+    assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
+    running.append(await begun(shelf, "b", answer(shelf, "b", tenant="other")))
+    ended.set()
+    await asyncio.gather(*running)
 
 
-def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(on_shelf: Callable[..., None]) -> None:
-    async def check(shelf: Shelf) -> None:
-        ended = asyncio.Event()
-        running = asyncio.create_task(answer(shelf, "a", ended))
-        await soon()
-        waiting = asyncio.create_task(answer(shelf, "b"))
-        await soon()
-        waiting.cancel()
-        await soon()
-        assert await answer(shelf, "a") == "a", "nobody waits for b any more"
-        ended.set()
-        await running
-        assert not any(model.num_requests for model in shelf.models.values())
-
-    on_shelf(check)
+@with_shelf()
+async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(shelf: Shelf) -> None:
+    ended = asyncio.Event()
+    running = await begun(shelf, "a", answer(shelf, "a", ended))
+    waiting = await begun(shelf, "b", answer(shelf, "b"))
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert await answer(shelf, "a") == "a", "nobody waits for b any more"
+    ended.set()
+    await running
+    assert not any(model.num_requests for model in shelf.models.values())
 
 
-def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_answer(on_shelf: Callable[..., None]) -> None:
-    async def check(shelf: Shelf) -> None:
-        for name, told in (("broken", "its files are cut off"), ("huge", "max_seq_len=9 fits")):
-            with pytest.raises(ApiError, match=told) as caught:
-                await answer(shelf, name)
-            assert (caught.value.status, caught.value.code) == (503, "model_failed")
-        assert await answer(shelf, "a") == "a"
-        with pytest.raises(ApiError, match="'nope' is not served here: name one of 'broken', 'huge', 'a', 'found'"):
-            await answer(shelf, "nope")
-
-    on_shelf(check, "broken huge a")
+@with_shelf(names="broken huge a", loaded="a")
+async def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_answer(shelf: Shelf) -> None:
+    for name, told in (("broken", "its files are cut off"), ("huge", "max_seq_len=9 fits")):
+        with pytest.raises(ApiError, match=told) as caught:
+            await answer(shelf, name)
+        assert (caught.value.status, caught.value.code) == (503, "model_failed")
+    assert await answer(shelf, "a") == "a"
+    with pytest.raises(ApiError, match="'nope' is not served here: name one of 'broken', 'huge', 'a', 'found'"):
+        await answer(shelf, "nope")
 
 
-def test_requests_for_unknown_names_share_one_look_for_models(on_shelf: Callable[..., None]) -> None:
-    async def check(shelf: Shelf) -> None:
-        looks = list[None]()
-        shelf._work = shelf._work._replace(find=lambda: looks.append(None) or [ModelSource("found", "found")])
-        found = await asyncio.gather(*(shelf.named(name) for name in ("x", "y", "found", "z")), return_exceptions=True)
-        assert [getattr(each, "code", None) for each in found] == ["model_not_found"] * 2 + [None, "model_not_found"]
-        assert len(looks) == 1
-
-    on_shelf(check)
+@with_shelf()
+async def test_requests_for_unknown_names_share_one_look_for_models(shelf: Shelf) -> None:
+    looks = list[None]()
+    shelf._work = shelf._work._replace(find=lambda: looks.append(None) or [ModelSource("found", "found")])
+    found = await asyncio.gather(*(shelf.named(name) for name in ("x", "y", "found", "z")), return_exceptions=True)
+    assert [getattr(each, "code", None) for each in found] == ["model_not_found"] * 2 + [None, "model_not_found"]
+    assert len(looks) == 1
 
 
-def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(on_shelf: Callable[..., None]) -> None:
-    async def check(shelf: Shelf) -> None:
-        await answer(shelf, "c")
-        await asyncio.sleep(0.3)
-        assert FakeReplicas.running == ["a"]
-        with pytest.raises(ApiError, match="too large"):
-            await answer(shelf, "b")
-        with pytest.raises(ApiError, match="pinned"):
-            await shelf.unload(await shelf.named("a"))
-
-    on_shelf(check, "a b c", pinned="a", idle_seconds=0.1)
+@with_shelf(names="a b c", pinned="a", idle_seconds=0.1)
+async def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(shelf: Shelf) -> None:
+    await answer(shelf, "c")
+    await until(lambda: FakeReplicas.running == ["a"])
+    with pytest.raises(ApiError, match="too large"):
+        await answer(shelf, "b")
+    with pytest.raises(ApiError, match="pinned"):
+        await shelf.unload(await shelf.named("a"))
 
 
-def test_a_key_unloads_no_model_that_another_key_has_just_used(
-    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(shelf: Shelf) -> None:
-        model = await shelf.named("a")
-        for tenant in ("bob", "alice"):
-            async with shelf.admitted(model, tenant):
-                model.idle_seconds, model.idle_tenant = 0.0, "alice"
-        with pytest.raises(ApiError, match="another key has just used the model 'a'") as error:
-            await shelf.unload(model, "alice")
-        assert (error.value.status, error.value.code) == (409, "model_in_use")
-        await asyncio.sleep(0.05)
-        assert model.phase == "ready"
-        assert shelf.idle_seconds_of(model) > 50
-        monkeypatch.setattr("infer.serving.distributed.shelved_model._KEPT_SECONDS", 0.0)
+@with_shelf()
+async def test_a_key_unloads_no_model_that_another_key_has_just_used(shelf: Shelf) -> None:
+    model = await shelf.named("a")
+    for tenant in ("bob", "alice"):
+        async with shelf.admitted(model, tenant):
+            model.idle_seconds, model.idle_tenant = 0.0, "alice"
+    with pytest.raises(ApiError, match="another key has just used the model 'a'") as error:
         await shelf.unload(model, "alice")
-        assert model.phase == "unloaded"
-
-    on_shelf(work)
-
-
-def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_again(on_shelf: Callable[..., None]) -> None:
-    async def check(shelf: Shelf) -> None:
-        ended = asyncio.Event()
-        running = asyncio.create_task(answer(shelf, "a", ended))
-        await soon()
-        unloading = asyncio.create_task(shelf.unload(await shelf.named("a")))
-        later = asyncio.create_task(answer(shelf, "a"))
-        await soon()
-        assert [each.done() for each in (unloading, later)] == [False, False]
-        ended.set()
-        await asyncio.gather(running, unloading)
-        assert await later == "a"
-        await shelf.unload(await shelf.named("b"))  # it is not loaded
-
-    on_shelf(check)
+    assert (error.value.status, error.value.code) == (409, "model_in_use")
+    await asyncio.sleep(0.05)
+    assert model.phase == "ready"
+    assert shelf.idle_seconds_of(model) > 50
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infer.serving.distributed.shelved_model._KEPT_SECONDS", 0.0)
+        await shelf.unload(model, "alice")
+    assert model.phase == "unloaded"
 
 
-def test_files_that_were_replaced_are_planned_again_before_their_model_is_loaded(
-    on_shelf: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions = dict.fromkeys(SIZES, 1)
+@with_shelf()
+async def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_again(shelf: Shelf) -> None:
+    ended = asyncio.Event()
+    running = await begun(shelf, "a", answer(shelf, "a", ended))
+    unloading = asyncio.create_task(shelf.unload(await shelf.named("a")))
+    await until(lambda: shelf.models["a"].is_leaving)
+    later = await begun(shelf, "a", answer(shelf, "a"))
+    await asyncio.sleep(0.02)
+    assert [each.done() for each in (unloading, later)] == [False, False]
+    ended.set()
+    await asyncio.gather(running, unloading)
+    assert await later == "a"
+    await shelf.unload(await shelf.named("b"))  # it is not loaded
+
+
+@with_shelf()
+async def test_files_that_were_replaced_are_planned_again_before_their_model_is_loaded(shelf: Shelf) -> None:
+    versions, sizes = dict.fromkeys(SIZES, 1), dict(SIZES)
 
     def replace(name: str, num_bytes: int) -> None:
-        monkeypatch.setitem(SIZES, name, num_bytes)
+        sizes[name] = num_bytes
         versions[name] += 1
 
-    async def check(shelf: Shelf) -> None:
-        shelf._work = shelf._work._replace(version=lambda source: versions[source.name])
-        a, b = shelf.models["a"], shelf.models["b"]
-        await shelf.read_headers()
-        replace("a", 7)
-        await shelf.read_headers()
-        assert a.num_bytes == 6, "it is in memory, with the plan for its old files"
-        ended = asyncio.Event()
-        running = [asyncio.create_task(answer(shelf, "a", ended))]
-        await soon()
-        running.append(asyncio.create_task(answer(shelf, "b")))
-        await soon()
-        replace("b", 9)  # while it waits for memory
-        ended.set()
-        await asyncio.gather(*running)
-        assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"
-        assert await answer(shelf, "a") == "a"
-        assert a.num_bytes == 7
+    def plan_now(source: ModelSource, most_bytes: int) -> ModelPlan:
+        return ModelPlan(sizes[source.name])
 
-    on_shelf(check)
+    shelf._work = shelf._work._replace(plan=plan_now, version=lambda source: versions[source.name])
+    a, b = shelf.models["a"], shelf.models["b"]
+    await shelf.read_headers()
+    replace("a", 7)
+    await shelf.read_headers()
+    assert a.num_bytes == 6, "it is in memory, with the plan for its old files"
+    ended = asyncio.Event()
+    running = [await begun(shelf, "a", answer(shelf, "a", ended))]
+    running.append(await begun(shelf, "b", answer(shelf, "b")))
+    replace("b", 9)  # while it waits for memory
+    ended.set()
+    await asyncio.gather(*running)
+    assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"
+    assert await answer(shelf, "a") == "a"
+    assert a.num_bytes == 7
 
 
 # With processes
 
 
-@contextmanager
-def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "infer", "serve", *options, "--port", "PORT"]
-    with running(command, folder / "log") as server:
-        yield server
+SERVE = [sys.executable, "-m", "infer", "serve", "--port", "PORT"]
 
 
 def ask(url: str, model: str, prompt: str) -> httpx.Response:
     body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=100)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
 
 
-def completed(server: ServerProcess, model: str, prompt: str) -> dict[str, Any]:
-    response = ask(f"http://{HOST}:{server.port}", model, prompt)
-    assert response.status_code == 200, response.text
-    return dict(response.json())
-
-
-def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_killed(tmp_path: Path) -> None:
     folders = [make_model(tmp_path / name, num_layers=layers) for name, layers in (("one", 1), ("two", 2))]
     expected = {
         (folder.name, prompt): LLM(folder).generate(prompt, max_new_tokens=12, temperature=0, ignore_eos=True).text
@@ -422,32 +348,32 @@ def test_models_that_take_turns_in_memory_answer_as_alone_also_after_one_was_kil
         for prompt in ("hello", "another")
     }
     named = [word for folder in folders for word in ("-m", str(folder))]
-    with serving(tmp_path, *named, "--memory", "300MB", "--max-seq-len", "256", "--pool-pages", "8") as server:
+    limits = ["--memory", "300MB", "--max-seq-len", "256", "--pool-pages", "8"]
+    with running([*SERVE, *named, *limits], tmp_path / "log") as server, ThreadPoolExecutor(4) as pool:
         url = f"http://{HOST}:{server.port}"
-        with ThreadPoolExecutor(4) as pool:
-            found = dict(zip(expected, pool.map(lambda asked: completed(server, *asked), expected), strict=True))
-        assert {asked: answer["choices"][0]["text"] for asked, answer in found.items()} == expected
-        assert {asked: answer["model"] for asked, answer in found.items()} == {each: each[0] for each in expected}
-        models = {model["id"]: model for model in httpx.get(f"{url}/v1/models").json()["data"]}
-        assert {model["status"]["value"] for model in models.values()} <= {"loaded", "unloaded", "unloading"}
-        assert sum(model["memory_bytes"] for model in models.values()) > 300e6, "they fit one after the other only"
+        answers = [each.json() for each in pool.map(lambda asked: ask(url, *asked), expected)]
+        assert [each["choices"][0]["text"] for each in answers] == list(expected.values())
+        assert [each["model"] for each in answers] == [name for name, _ in expected]
+        models = json.loads(server.get("/v1/models"))["data"]
+        assert {model["status"]["value"] for model in models} <= {"loaded", "unloaded", "unloading"}
+        assert sum(model["memory_bytes"] for model in models) > 300e6, "they fit one after the other only"
         assert server.resident_bytes() < 300e6 + 200e6, "the budget, and the process that has the clients"
-        assert httpx.get(f"{url}/v1/models/nope").status_code == 404
-        assert 'model="' in httpx.get(f"{url}/metrics").text
-        assert "<html" in httpx.get(url).text
-        last = completed(server, "two", "hello")["choices"][0]["text"]
+        assert ask(url, "nope", "hello").status_code == 404
+        assert 'model="' in server.get("/metrics")
+        assert "<html" in server.get("/")
+        assert ask(url, "two", "hello").status_code == 200
         os.kill(max(children(server.process.pid)), signal.SIGKILL)
-        time.sleep(0.2)
-        assert completed(server, "two", "hello")["choices"][0]["text"] == last
-        assert main(["stop", "two", "--url", url]) == 0
+        assert ask(url, "two", "hello").json()["choices"][0]["text"] == expected["two", "hello"]
+        run("stop", "two", "--url", url)
         assert not children(server.process.pid)
-        assert main(["ps", "--url", f"{url}/v1"]) == 0
-        assert re.findall(r"(one|two) +unloaded +[\d,]+ MB +256 +generate", capsys.readouterr().out) == ["one", "two"]
-        assert main(["stop", "nope", "--url", url]) == 2
-        assert "the model 'nope' is not served here: name one of 'one', 'two'" in capsys.readouterr().err
+        shown = run("ps", "--url", f"{url}/v1").out
+        assert re.findall(r"(one|two) +unloaded +[\d,]+ MB +256 +generate", shown) == ["one", "two"]
+        told = refused("stop", "nope", "--url", url)
+        assert "the model 'nope' is not served here: name one of 'one', 'two'" in told
         assert json.loads(server.get("/health")) == {"status": "ok"}
 
 
+@pytest.mark.slow
 def test_when_the_front_is_killed_its_processes_end_and_the_next_start_answers_the_same(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "one", num_layers=1)
     expected = LLM(folder).generate("hello", max_new_tokens=12, temperature=0, ignore_eos=True).text
@@ -458,7 +384,8 @@ def test_when_the_front_is_killed_its_processes_end_and_the_next_start_answers_t
             raise httpx.ConnectError("it is still loading")
         assert response.json()["choices"][0]["text"] == expected
 
-    command = [sys.executable, "-m", "infer", "serve", "--models-dir", str(tmp_path), "--pin", "one", "--port", "PORT"]
-    found = kill_fronts(command, check, tmp_path, num_kills=2, longest=2.0)
+    found = kill_fronts(
+        [*SERVE, "--models-dir", str(tmp_path), "--pin", "one"], check, tmp_path, num_kills=2, longest=2.0
+    )
     assert len(found["ended_after"]) == 2
     assert found["answers"] >= 1

@@ -16,33 +16,18 @@ from infer.serving.protocols.anthropic.message_history import complete_messages
 from infer.serving.protocols.anthropic.message_request import messages_of
 from infer.serving.protocols.read_body import read_body
 from served import Served, serving
-from test_session import make_model
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "agent-requests.json").read_text())
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 PAGE = 64
+MODEL, LOADED = {"context": 8192}, {"reuse_prefixes": True}
 ROUTES = {"codex": RESPONSES, "codex_image": RESPONSES}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 
 
 @pytest.fixture(scope="module")
-def agent_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(make_model(tmp_path_factory.mktemp("agents"), context=8192), reuse_prefixes=True) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def served(agent_llm: LLM) -> Iterator[Served]:
-    with serving(agent_llm, model="tiny") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
 def keeping(folder: Path) -> Iterator[Served]:
-    with (
-        LLM(make_model(folder.parent / "keeping", context=8192)) as llm,
-        serving(llm, model="tiny", agent_prompts="keep") as served,
-    ):
+    with LLM(folder) as llm, serving(llm, model="tiny", agent_prompts="keep") as served:
         yield served
 
 
@@ -53,10 +38,9 @@ def turns_of(name: str) -> list[dict[str, Any]]:
 
 
 def post(served: Served, path: str, body: Any) -> Any:
-    answer = served.client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
+    answer = served.ask(path, **body)
     until_idle(served)
-    return answer.json()
+    return answer
 
 
 def warnings_of(answer: Any) -> str:
@@ -68,11 +52,6 @@ def cached_of(answer: Any) -> int:
     return int(usage.get("cache_read_input_tokens", 0) or usage.get("input_tokens_details", {}).get("cached_tokens", 0))
 
 
-def prompt_tokens_of(answer: Any) -> int:
-    usage = answer["usage"]
-    return int(usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
-
-
 def events_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
 
@@ -82,11 +61,10 @@ def test_each_turn_of_an_agent_is_answered_whole_and_streamed(served: Served, na
     path = ROUTES.get(name, MESSAGES)
     for body in turns_of(name):
         whole = post(served, path, body)
-        streamed = served.client.post(path, json=body | {"stream": True})
-        assert streamed.status_code == 200, streamed.text
-        last = events_of(streamed.text)[-2 if path == MESSAGES else -1]
+        streamed = events_of(served.stream(path, **body | {"stream": True}))
+        last = streamed[-2 if path == MESSAGES else -1]
         assert warnings_of(last.get("response", last)) == warnings_of(whole)
-        assert "error" not in {event["type"] for event in events_of(streamed.text)}
+        assert "error" not in {event["type"] for event in streamed}
 
 
 @pytest.mark.parametrize("name", ["claude_code", "claude_code_budget", "claude_code_older", "codex"])
@@ -101,7 +79,8 @@ def test_a_turn_finds_the_turn_before_in_the_cache(served: Served, name: str) ->
             body["cache_salt"] = name
     before, after = post(served, path, first), post(served, path, second)
     end = "[assistant]" + "\n\n<total_tokens>200000 tokens left</total_tokens>"  # behind the last message
-    num_shared = prompt_tokens_of(before) - len(end) - len("<|im_end|>\n")
+    usage = before["usage"]
+    num_shared = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) - len(end) - len("<|im_end|>\n")
     assert cached_of(after) >= num_shared // PAGE * PAGE > PAGE
 
 
@@ -117,10 +96,8 @@ def test_the_billing_line_and_the_budget_do_not_reach_the_middle_of_a_prompt() -
 
 
 def test_the_newest_budget_is_the_one_that_is_shown() -> None:
-    assert [shown(body)[-1]["content"][-46:] for body in RECORDED["claude_code_budget"][:2]] == [
-        "<total_tokens>200000 tokens left</total_tokens>"[-46:],
-        "<total_tokens>199985 tokens left</total_tokens>"[-46:],
-    ]
+    for body, left in zip(RECORDED["claude_code_budget"], (200_000, 199_985), strict=False):
+        assert shown(body)[-1]["content"].endswith(f"<total_tokens>{left} tokens left</total_tokens>")
 
 
 def test_a_text_that_only_mentions_a_budget_is_left_alone() -> None:
@@ -136,11 +113,7 @@ def test_prompts_are_kept_as_they_are_if_asked(served: Served, keeping: Served) 
 
 
 def test_a_later_system_message_stays_one_until_a_template_refuses_it() -> None:
-    turns = [
-        {"role": "user", "content": "a"},
-        {"role": "system", "content": "b"},
-        {"role": "assistant", "content": "c"},
-    ]
+    turns = [{"role": role, "content": role} for role in ("user", "system", "assistant")]
     assert shown({"messages": turns}) == turns
 
 
@@ -163,18 +136,15 @@ def test_an_image_of_the_last_message_is_refused_in_one_line(served: Served, pat
     image = IMAGE if path == MESSAGES else {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
     field, limit = ("messages", "max_tokens") if path == MESSAGES else ("input", "max_output_tokens")
     asked = {"role": "user", "content": [image]}
-    refused = served.client.post(path, json={limit: 4, field: [asked]})
-    assert refused.status_code == 400
-    message = refused.json()["error"]["message"]
-    assert "image" in message
-    assert "\n" not in message
+    message = served.refusal(path, **{limit: 4, field: [asked]})["message"]
+    assert ("image" in message, "\n" in message) == (True, False)
     later = [asked, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     assert "was replaced by [image]" in warnings_of(post(served, path, {limit: 4, field: later}))
 
 
 def test_an_image_of_codex_is_refused_once_and_then_kept_as_a_placeholder(served: Served) -> None:
     first, second = turns_of("codex_image")
-    assert served.client.post(RESPONSES, json=first).status_code == 400
+    served.refusal(RESPONSES, **first)
     assert "was replaced by [image]" in warnings_of(post(served, RESPONSES, second))
 
 
@@ -192,11 +162,8 @@ def test_an_image_of_codex_is_refused_once_and_then_kept_as_a_placeholder(served
     ],
 )
 def test_a_history_of_another_server_is_taken(served: Served, blocks: Any, warned: str) -> None:
-    turns = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": blocks},
-        {"role": "user", "content": "b"},
-    ]
+    user = {"role": "user", "content": "a"}
+    turns = [user, {"role": "assistant", "content": blocks}, user]
     found = warnings_of(post(served, MESSAGES, {"max_tokens": 2, "messages": turns}))
     assert warned in found
     assert bool(found) == bool(warned)
@@ -260,8 +227,8 @@ def test_a_call_of_a_namespace_has_its_name_and_its_namespace(served: Served) ->
     asked = {"input": "a", "tools": [ZOO], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
     (item,) = post(served, RESPONSES, asked)["output"]
     assert (item["type"], item["name"], item["namespace"]) == ("function_call", "feed", "mcp__zoo")
-    streamed = served.client.post(RESPONSES, json=asked | {"stream": True})
-    items = [event["item"] for event in events_of(streamed.text) if event["type"] == "response.output_item.done"]
+    streamed = events_of(served.stream(RESPONSES, **asked))
+    items = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
     assert [(each["name"], each["namespace"]) for each in items] == [("feed", "mcp__zoo")]
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "fed"}
     history = [{"role": "user", "content": "a"}, item, result]
@@ -293,28 +260,20 @@ def test_an_item_of_another_server_is_taken(served: Served, item: Any, warned: s
 
 def test_kinds_of_tools_and_includes_that_are_not_known_are_left_out_with_a_warning(served: Served) -> None:
     tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "local_shell"}, ZOO]
-    answer = post(
-        served,
-        RESPONSES,
-        {"input": "a", "tools": tools, "include": ["file_search_call.results"], "max_output_tokens": 2},
-    )
-    found = warnings_of(answer)
+    asked = {"input": "a", "tools": tools, "include": ["file_search_call.results"], "max_output_tokens": 2}
+    found = warnings_of(post(served, RESPONSES, asked))
     assert [f"tools[{index}] was left out" in found for index in range(4)] == [True, True, True, False]
     assert "file_search_call.results" in found
 
 
 def test_a_forced_tool_that_was_left_out_is_refused(served: Served) -> None:
     asked = {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}
-    assert served.client.post(RESPONSES, json=asked).status_code == 400
+    served.refusal(RESPONSES, **asked)
 
 
 def test_a_response_without_a_limit_goes_to_the_end_of_the_context(served: Served) -> None:
-    asked = {
-        "input": "a" * 7000,
-        "regex": "[a-z]{900,}",
-        "seed": 1,
-    }  # Codex sets no limit, and fails at one
-    answer = post(served, RESPONSES, asked)
+    """Codex sets no limit, and fails at one."""
+    answer = post(served, RESPONSES, {"input": "a" * 7000, "regex": "[a-z]{900,}", "seed": 1})
     assert answer["usage"]["output_tokens"] > 512
 
 

@@ -24,7 +24,7 @@ def served(labeller: LLM) -> Iterator[Served]:
 @pytest.mark.parametrize("path", ["/v1/classify", "/classify"])
 @pytest.mark.parametrize("given", [TEXTS, TEXTS[0], [list(b"a roof")], [["a roof", "a bridge"]]])
 def test_texts_ids_and_pairs_have_their_labels(served: Served, labeller: LLM, path: str, given: Any) -> None:
-    answer = served.client.post(path, json={"model": "tiny", "input": given}).json()
+    answer = served.ask(path, model="tiny", input=given)
     expected = labeller.classify([given] if isinstance(given, str) else given)
     for index, (found, each) in enumerate(zip(answer["data"], expected, strict=True)):
         assert (found["index"], found["label"], found["num_classes"]) == (index, each.label, 3)
@@ -37,10 +37,9 @@ def test_texts_ids_and_pairs_have_their_labels(served: Served, labeller: LLM, pa
 
 
 def test_a_long_text_is_refused_or_cut(served: Served) -> None:
-    body = {"input": ["a", "x" * 9999]}
-    refused = served.client.post("/v1/classify", json=body)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-    answer = served.client.post("/v1/classify", json=body | {"truncate": True}).json()
+    texts = ["a", "x" * 9999]
+    assert served.refusal("/v1/classify", input=texts)["code"] == "context_length_exceeded"
+    answer = served.ask("/v1/classify", input=texts, truncate=True)
     assert answer["infer"]["warnings"] == ["1 of 2 texts were cut to 256 tokens"]
 
 
@@ -55,11 +54,9 @@ def test_a_long_text_is_refused_or_cut(served: Served) -> None:
     ],
 )
 def test_texts_that_cannot_be_classified_are_refused(served: Served, body: Any, status: int, param: str) -> None:
-    answer = served.client.post("/v1/classify", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert served.refusal("/v1/classify", status=status, **body)["param"] == param
 
 
 def test_a_model_that_is_no_classifier_says_so(embedder: LLM) -> None:
     with serving(embedder, model="tiny") as served:
-        answer = served.client.post("/v1/classify", json={"input": "a"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_model")
+        assert served.refusal("/v1/classify", input="a")["code"] == "unsupported_model"

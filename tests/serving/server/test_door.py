@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,11 +13,13 @@ from hypothesis import strategies as st
 from door_simulation import DoorSimulation
 from infer.engine.step.step_costs import Costs, StepCosts
 from infer.outputs import percentile
+from infer.serving.protocols.refusals import BodyError
 from infer.serving.server.asking import text_tokens
 from infer.serving.server.door import Arrival, Door, retry_headers
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.server_settings import ServerSettings
-from infer.serving.server.wait_forecast import Forecast, RemainingWork
+from infer.serving.server.wait_forecast import Forecast, RemainingWork, WaitRatio
+from infer.serving.server.waiting_line import MAX_RETRY_SECONDS, WaitingLine
 from simulation import Machine, Request
 
 SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))  # answers 6.07 requests per second with 128 tokens in and 64 out
@@ -132,9 +136,7 @@ def test_slots_that_prompts_cannot_fill_are_not_counted() -> None:
 
 
 @given(demands, st.integers(1, 64), st.integers(0, 10_000))
-def test_no_prediction_is_negative_and_others_are_waited_for_once(
-    found: list[RemainingWork], num_slots: int, num_tokens: int
-) -> None:
+def test_no_prediction_is_negative_and_others_are_waited_for_once(found: Any, num_slots: int, num_tokens: int) -> None:
     forecast = forecast_of(found, num_slots)
     assert 0 <= forecast.seconds_to_slot("a") <= forecast.seconds_ahead("a", num_tokens) + 1e-9
     own = forecast.service_seconds(num_tokens, 10.0)
@@ -157,9 +159,7 @@ def test_clients_are_told_whole_seconds_within_a_minute_and_milliseconds(seconds
      (busy("a"), {"max_ttft": 100.0, "max_queue": 84}, True), (busy("a"), {"max_ttft": 100.0, "max_queue": 85}, False),
      (busy("b", 1000), {"max_queue": 84}, False)],
 )  # fmt: skip
-def test_the_door_refuses_requests_that_would_wait_too_long(
-    found: list[RemainingWork], limits: dict[str, float], is_refused: bool
-) -> None:
+def test_the_door_refuses_requests_that_would_wait_too_long(found: Any, limits: Any, is_refused: bool) -> None:
     door = Door(ServerSettings(**limits))  # type: ignore[arg-type]
     assert (enter(door, lambda: forecast_of(found)) is not None) is is_refused
     if is_refused:
@@ -242,6 +242,7 @@ def test_only_texts_are_counted() -> None:
 # Clients of a simulated server
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("max_ttft", [5.0, 30.0])
 def test_a_burst_is_answered_to_the_last_by_clients_that_ask_three_times(max_ttft: float) -> None:
     """The burst has 300 requests within a second, 49 s of work. Without promises, 56 of them were answered."""
@@ -281,6 +282,7 @@ def test_at_twice_the_capacity_promises_are_kept_and_nothing_idles() -> None:
     assert percentile(life.waits(), 99.0) <= 1.4 * 5
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("between", "max_queue"), [(0.0, 512), (0.01, 512), (0.0, 10)])
 def test_patient_clients_are_accepted_in_turn_and_at_the_promised_time(between: float, max_queue: int) -> None:
     """The load is twice the capacity. A pause between two steps makes all waits longer than the costs predict."""
@@ -306,3 +308,181 @@ def test_one_tenants_flood_refuses_no_other() -> None:
     life.run()
     assert not any(life.told[each] for each in quiet)
     assert any(life.told[each] for each in flood)
+
+
+# The sequences of a request that the door counts
+
+TWO_PROMPTS = Arrival("a", num_prompts=2, num_choices=3, num_prompt_tokens=200, num_answer_tokens=10)
+
+
+def idle() -> Forecast:
+    return forecast_of([])
+
+
+def test_each_prompt_of_a_request_is_read_once_before_and_after_the_engine_has_it() -> None:
+    """The request has two prompts of 100 tokens, and six answers."""
+    door = Door(ServerSettings(), clock=lambda: 0.0)
+    entry = door.enter(TWO_PROMPTS, b"", idle)
+    expected = forecast_of([RemainingWork("a", False, 100, 0, 10.0)] * 2 + [RemainingWork("a", False, 0, 0, 10.0)] * 4)
+    for _ in range(8):  # two more than the request has
+        found = door.forecast(idle)
+        assert (found.count, found.num_waiting("a")) == (6, 6)
+        assert found.seconds_ahead("b", 1000) == pytest.approx(expected.seconds_ahead("b", 1000))
+        assert found.shared_seconds("b", 1e9) == pytest.approx(expected.shared_seconds("b", 1e9))
+        entry.submit()
+    entry.close()
+    assert door.forecast(idle).count == 6, "the engine was not looked at since"
+
+
+def test_sequences_that_the_engine_has_are_counted_as_the_engine_s_alone() -> None:
+    now = [0.0]
+    door = Door(ServerSettings(), clock=lambda: now[0])
+    first = door.enter(TWO_PROMPTS, b"", idle)
+    for _ in range(6):
+        first.submit()
+    now[0] = 1.0
+    known = [RemainingWork("a", True, 0, 100, 5.0)] * 6
+    assert door.forecast(lambda: forecast_of(known)).count == 6
+    second = door.enter(Arrival("b"), b"", idle)
+    second.submit()
+    assert door.forecast(idle).count == 7, "it was looked at a moment ago"
+    now[0] = 2.0
+    assert door.forecast(lambda: forecast_of(known[:2])).count == 2
+    for entry in (first, second):
+        entry.close()
+    assert door.forecast(idle).count == 2
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 64.0), (4000, 64.0), (64, 64.0), (63, 63.0), (1, 1.0)])
+def test_an_answer_is_as_long_as_answers_are_and_no_longer_than_it_may_be(limit: int | None, expected: float) -> None:
+    door = Door(ServerSettings())
+    door.lengths.mean = 64.0
+    assert door.answer_tokens(Arrival("a", num_answer_tokens=limit)) == expected
+
+
+def test_a_request_may_have_as_many_answers_as_there_are_slots_and_places() -> None:
+    settings = ServerSettings(slots=2, max_queue=4)
+    for num_prompts, num_choices, is_allowed in (
+        (1, 6, True),
+        (6, 1, True),
+        (2, 3, True),
+        (1, 7, False),
+        (7, 1, False),
+    ):
+        door = Door(settings)
+        if is_allowed:
+            door.enter(Arrival("a", num_prompts, num_choices), b"", idle).close()
+        else:
+            with pytest.raises(BodyError, match="prompts times n must be at most 6 here") as refused:
+                door.enter(Arrival("a", num_prompts, num_choices), b"", idle)
+            assert refused.value.param == "n"
+
+
+def test_sequences_too_long_for_the_pages_run_one_at_a_time() -> None:
+    forecast = Forecast(known_costs(), 16, lambda num_tokens: 1000 // num_tokens)
+    assert forecast.num_slots == 16
+    for number in range(3):
+        forecast.add(RemainingWork("a", number == 0, 2000, 0, 100.0))
+    assert forecast.num_slots == 1
+    assert 0 < forecast.seconds_to_slot("a") < 1e6
+    assert 0 < forecast.service_seconds(10, 10.0) < 1e6
+
+
+# The line of refused clients, and the learning of their waits
+
+
+def line_of(*bodies: bytes, due: float = 10.0) -> WaitingLine:
+    """Return a line of clients whose requests take a second each."""
+    line = WaitingLine()
+    for body in bodies:
+        line.append(body, 1.0, due)
+    return line
+
+
+def test_a_client_is_found_at_its_time_and_not_before() -> None:
+    line = line_of(b"a", b"b")
+    assert line.find(b"b", 9.8) is None
+    place = line.find(b"b", 9.95)
+    assert place is not None
+    assert line.seconds_before(place) == 1.0
+    assert line.find(b"c", 10.0) is None
+    assert line.seconds_before(None) == 2.0
+
+
+def test_a_place_is_kept_for_as_long_as_its_client_comes_back_when_it_is_told() -> None:
+    line, now = line_of(b"a", b"b", b"c"), 10.0
+    for _ in range(20):
+        place = line.find(b"b", now)
+        assert place is not None
+        assert line.seconds_before(place) == 1.0
+        now += MAX_RETRY_SECONDS
+        for each in (b"a", b"b", b"c"):
+            waiting = line.find(each, now - MAX_RETRY_SECONDS)
+            assert waiting is not None
+            waiting.due = now
+
+
+def test_a_client_that_does_not_return_is_forgotten() -> None:
+    line = line_of(b"a", b"b")
+    line.append(b"c", 1.0, 60.0)
+    assert line.find(b"c", 20.1) is None  # it is too early, and the others are too late
+    assert (len(line), line.seconds_before(None)) == (1, 1.0)
+    assert line.find(b"a", 21.5) is None
+
+
+def test_clients_with_the_same_body_have_a_place_each() -> None:
+    line = line_of(b"a", b"a", b"a")
+    for left in (2, 1, 0):
+        place = line.find(b"a", 10.0)
+        assert place is not None
+        assert line.seconds_before(place) == 0.0
+        line.remove(place)
+        assert (len(line), line.seconds_before(None)) == (left, left)
+    assert line.find(b"a", 10.0) is None
+
+
+def test_a_line_has_a_greatest_length() -> None:
+    line = line_of(*(b"%d" % index for index in range(5000)))
+    assert len(line) == 4096
+    assert line.find(b"4095", 10.0) is not None
+    assert line.find(b"4096", 10.0) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 100)), max_size=60))
+def test_the_work_in_a_line_is_that_of_its_places(asked: list[tuple[int, float]]) -> None:
+    line, now, services = WaitingLine(), 0.0, dict[int, list[float]]()
+    for body, seconds in asked:
+        now += 0.05
+        place = line.find(b"%d" % body, now)
+        if place is not None:
+            services[body].remove(place.service)
+            line.remove(place)
+        else:
+            line.append(b"%d" % body, seconds, now + 1.0)
+            services.setdefault(body, []).append(seconds)
+        assert line.seconds_before(None) == pytest.approx(sum(map(sum, services.values())), abs=1e-6)
+        assert len(line) == sum(map(len, services.values()))
+
+
+def test_the_ratio_of_waits_is_the_median_of_the_last_requests() -> None:
+    draw, ratio = random.Random(3), WaitRatio()
+    found = [1.5 * draw.lognormvariate(0, 0.2) * (10 if draw.random() < 0.05 else 1) for _ in range(2000)]
+    for each in found:
+        ratio.learn(20.0, 20.0 * each)
+    assert ratio.value == pytest.approx(median(found), rel=0.1)
+    for _ in range(200):
+        ratio.learn(20.0, 20.0)
+    assert ratio.value == pytest.approx(1.0, rel=0.02)
+
+
+def test_the_ratio_of_waits_has_bounds_and_short_waits_teach_nothing() -> None:
+    ratio = WaitRatio()
+    for _ in range(1000):
+        ratio.learn(0.9, 30.0)
+    assert ratio.value == 1.0
+    for _ in range(1000):
+        ratio.learn(1.0, 30.0)
+    assert ratio.value == 3.0
+    for _ in range(1000):
+        ratio.learn(30.0, 1.0)
+    assert ratio.value == 0.5

@@ -1,13 +1,11 @@
 """Routes answer conversations that a template does not take as they are, and refuse those that it would lose."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from infer import LLM
-from served import Served, serving
-from test_session import make_model
+from served import Served
 
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
@@ -18,24 +16,13 @@ LOOP = (
     "{{ part.text }}{% endfor %}{{ '\\n' }}{% endfor %}"
 )
 FIRST_ONLY = "{{ messages[0].content }}"
+MODEL = {"context": 1024}
 ROUTES = {
     "/v1/chat/completions": ("messages", {"max_tokens": 1}),
     "/v1/responses": ("input", {"max_output_tokens": 1}),
     "/v1/messages": ("messages", {"max_tokens": 1}),
     "/api/chat": ("messages", {"stream": False, "options": {"num_predict": 1}}),
 }
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(make_model(tmp_path_factory.mktemp("odd"), context=1024)) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny") as served:
-        yield served
 
 
 def turns(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
@@ -71,17 +58,14 @@ def test_system_messages_in_odd_places_are_repaired_in_the_same_way(
 def test_a_template_that_reads_parts_sees_the_question(served: Served, llm: LLM, path: str) -> None:
     llm.tokenizer.replace_chat_template(LOOP)
     prompt = "user: Is this safe?\n"
-    for content in ("Is this safe?", [{"type": "text", "text": "Is this"}, {"type": "text", "text": " safe?"}]):
-        if path == "/api/chat" and isinstance(content, list):
-            continue  # Ollama's contents are texts
+    parts = [{"type": "text", "text": "Is this"}, {"type": "text", "text": " safe?"}]
+    for content in ("Is this safe?", *([parts] if path != "/api/chat" else [])):  # Ollama's contents are texts
         answer = ask(served, path, [{"role": "user", "content": content}])
         assert answer.status_code == 200, answer.text
         assert num_prompt_tokens(answer.json()) == len(llm.tokenizer.encode(prompt))
-        shown = served.client.post("/apply-template", json={"messages": [{"role": "user", "content": content}]}).json()
-        assert shown["prompt"] == prompt
-    assert llm.chat([{"role": "user", "content": "Is this safe?"}], max_new_tokens=1).prompt_tokens == len(
-        llm.tokenizer.encode(prompt)
-    )
+        assert served.ask("/apply-template", messages=[{"role": "user", "content": content}])["prompt"] == prompt
+    found = llm.chat([{"role": "user", "content": "Is this safe?"}], max_new_tokens=1)
+    assert found.prompt_tokens == len(llm.tokenizer.encode(prompt))
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -93,9 +77,6 @@ def test_a_question_that_the_template_loses_is_refused(served: Served, llm: LLM,
 
 
 def test_parts_of_a_request_keep_their_own_keys(served: Served, llm: LLM) -> None:
-    llm.tokenizer.replace_chat_template(
-        "{{ messages[0].content[0].source_lang_code }}: {{ messages[0].content[0].text }}"
-    )
-    part = {"type": "text", "source_lang_code": "en", "text": "Hello"}
-    body = {"messages": [{"role": "user", "content": [part]}]}
-    assert served.client.post("/apply-template", json=body).json()["prompt"] == "en: Hello"
+    llm.tokenizer.replace_chat_template("{% set part = messages[0].content[0] %}{{ part.language }}: {{ part.text }}")
+    part = {"type": "text", "language": "en", "text": "Hello"}
+    assert served.ask("/apply-template", messages=[{"role": "user", "content": [part]}])["prompt"] == "en: Hello"

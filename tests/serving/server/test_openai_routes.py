@@ -4,67 +4,53 @@ import json
 import random
 import re
 import threading
-import time
 from collections import defaultdict
 from typing import Any
 
 import msgspec
 import pytest
 
+from idle import until
 from infer import LLM, SamplingParams
 from infer.engine.step.text_output import TextOutput
 from infer.serving.protocols.bodies import ChatBody, CompletionBody, ResponseBody
 from infer.serving.protocols.read_body import read_body
 from infer.serving.protocols.refusals import BodyError
 from openai_shapes import DATA, check, events, named_events, validator
-from raw_http import Connection
+from raw_http import Connection, post
 from served import SECONDS, Served
-from test_session import TEXT_IDS, make_model
+from test_session import TEXT_IDS
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
 PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LOADED = {"reuse_prefixes": True}
 # Requests over HTTP, and the same calls of the library.
 SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0}, {"temperature": 0}),
     ({"seed": -7, "max_tokens": 30}, {"seed": 2**64 - 7, "max_new_tokens": 30}),
-    (
-        {"seed": 1, "top_k": -1, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 1, "stop": None},
-        {"seed": 1, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 1.0},
-    ),
+    ({"seed": 1, "top_k": -1, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 1, "stop": None},
+     {"seed": 1, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 1.0}),
     ({"seed": 2, "logit_bias": {"65": 100, "66": -100}}, {"seed": 2, "logit_bias": {65: 100, 66: -100}}),
-    (
-        {"seed": 3, "allowed_token_ids": TEXT_IDS, "stop": ["a", "b"], "min_tokens": 3},
-        {"seed": 3, "allowed_token_ids": TEXT_IDS, "stop": ["a", "b"], "min_new_tokens": 3},
-    ),
+    ({"seed": 3, "allowed_token_ids": TEXT_IDS, "stop": ["a", "b"], "min_tokens": 3},
+     {"seed": 3, "allowed_token_ids": TEXT_IDS, "stop": ["a", "b"], "min_new_tokens": 3}),
     ({"seed": 4, "regex": "[a-f]{3,9}"}, {"seed": 4, "regex": "[a-f]{3,9}"}),
-    (
-        {"seed": 5, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-        {"seed": 5, "json_schema": SCHEMA},
-    ),
+    ({"seed": 5, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+     {"seed": 5, "json_schema": SCHEMA}),
     ({"seed": 6, "response_format": {"type": "json_object"}, "max_tokens": 40},
      {"seed": 6, "json_schema": {"type": "object"}, "max_new_tokens": 40}),
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")), reuse_prefixes=True)
-
-
 def ask(served: Served, path: str, **body: Any) -> dict[str, Any]:
-    answer = served.client.post(path, json={"model": "tiny", "return_token_ids": True} | body)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
+    found: dict[str, Any] = served.ask(path, **{"model": "tiny", "return_token_ids": True} | body)
     check("CreateChatCompletionResponse" if path == CHAT else "CreateCompletionResponse", found)
     return found
 
 
 def stream(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
-    answer = served.client.post(path, json={"return_token_ids": True, "stream": True} | body)
-    assert answer.status_code == 200, answer.text
-    found = list(events(answer.text))
+    found = list(events(served.stream(path, **{"return_token_ids": True} | body)))
     for chunk in found:
         check("CreateChatCompletionStreamResponse" if path == CHAT else "CompletionChunk", chunk)
     return found
@@ -88,9 +74,7 @@ def choices_of(chunks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("asked", "values"), SAMPLED)
-def test_an_answer_is_that_of_the_library(
-    served: Served, llm: LLM, asked: dict[str, Any], values: dict[str, Any]
-) -> None:
+def test_an_answer_is_that_of_the_library(served: Served, llm: LLM, asked: Any, values: Any) -> None:
     chatted = llm.chat(PLAIN, values)
     answer = ask(served, CHAT, messages=MESSAGES, **asked)
     choice = answer["choices"][0]
@@ -104,9 +88,7 @@ def test_an_answer_is_that_of_the_library(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("asked", "values"), SAMPLED[1:6])
-def test_a_stream_is_the_whole_answer_in_pieces(
-    served: Served, path: str, asked: dict[str, Any], values: dict[str, Any]
-) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(served: Served, path: str, asked: Any, values: Any) -> None:
     is_chat = path == CHAT
     logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
     prompt: dict[str, Any] = {"messages": MESSAGES} if is_chat else {"prompt": [[104, 101], [104, 105]], "echo": True}
@@ -194,9 +176,8 @@ def test_an_echoed_prompt_is_scored_as_the_library_does(served: Served, llm: LLM
     columns = first["logprobs"]
     assert [columns["token_logprobs"][0], columns["top_logprobs"][0]] == [None, None]
     assert columns["token_logprobs"][1:5] == [each.logprob for each in scored[1:] if each]
-    assert [max(top.values()) for top in columns["top_logprobs"][1:5]] == [
-        each.top[0][1] for each in scored[1:] if each
-    ]
+    best = [each.top[0][1] for each in scored[1:] if each]
+    assert [max(top.values()) for top in columns["top_logprobs"][1:5]] == best
     assert {len(column) for column in columns.values()} == {5 + max_tokens}
     assert first["prompt_token_ids"] == ids
     assert len(first["token_ids"]) == max_tokens
@@ -208,30 +189,23 @@ def test_an_echoed_prompt_is_scored_as_the_library_does(served: Served, llm: LLM
 
 EVENTS = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
 ENDS = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
-EVENT_SCHEMAS = {
-    "response.created": "ResponseCreatedEvent",
-    "response.in_progress": "ResponseInProgressEvent",
-    "response.output_item.added": "ResponseOutputItemAddedEvent",
-    "response.content_part.added": "ResponseContentPartAddedEvent",
-    "response.output_text.delta": "ResponseTextDeltaEvent",
-    "response.output_text.done": "ResponseTextDoneEvent",
-    "response.content_part.done": "ResponseContentPartDoneEvent",
-    "response.output_item.done": "ResponseOutputItemDoneEvent",
-    "response.completed": "ResponseCompletedEvent",
-    "response.incomplete": "ResponseIncompleteEvent",
-    "response.failed": "ResponseFailedEvent",
-}
+
+
+def schema_of(event: str) -> str:
+    """Return the name of the schema of an event, such as "ResponseTextDoneEvent" of `response.output_text.done`."""
+    words = event.replace("output_text", "text").replace(".", "_").split("_")
+    return "".join(map(str.capitalize, words)) + "Event"
 
 
 def respond(served: Served, **body: Any) -> Any:
-    answer = served.client.post("/v1/responses", json={"model": "tiny", "store": True} | body)
-    assert answer.status_code == 200, answer.text
+    asked = {"model": "tiny", "store": True} | body
     if not body.get("stream"):
-        check("Response", answer.json())
-        return answer.json()
-    found = list(named_events(answer.text))
+        answer = served.ask("/v1/responses", **asked)
+        check("Response", answer)
+        return answer
+    found = list(named_events(served.stream("/v1/responses", **asked)))
     for each in found:
-        check(EVENT_SCHEMAS[each["type"]], each)
+        check(schema_of(each["type"]), each)
     return found
 
 
@@ -248,11 +222,8 @@ def test_a_response_is_the_chat_of_its_input_whole_and_in_events(served: Served,
     whole = respond(served, **body, **logprobs)
     (item,) = whole["output"]
     (part,) = item["content"]
-    assert (part["text"], whole["store"], whole["usage"]["output_tokens"]) == (
-        expected.text,
-        False,
-        len(expected.token_ids),
-    )
+    num_tokens = whole["usage"]["output_tokens"]
+    assert (part["text"], whole["store"], num_tokens) == (expected.text, False, len(expected.token_ids))
     status = "incomplete" if expected.finish_reason == "length" else "completed"
     assert (whole["status"], item["status"]) == (status, status)
     found = respond(served, **body, **logprobs, stream=True)
@@ -271,16 +242,14 @@ def test_a_response_is_held_to_the_format_of_its_text(served: Served, llm: LLM) 
     assert answer["output"][0]["content"][0]["text"] == expected.text
     assert answer["text"] == text
     long = [{"role": role, "content": "hello " * 30} for role in ("user", "assistant", "user", "assistant", "user")]
-    assert served.client.post("/v1/responses", json={"input": long}).json()["error"]["param"] == "input"
+    assert served.refusal("/v1/responses", input=long)["param"] == "input"
     assert respond(served, input=long, truncation="auto", max_output_tokens=4)["truncation"] == "auto"
 
 
 # Failures after the headers
 
 
-def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(served: Served, monkeypatch: Any) -> None:
     push = TextOutput.push
     seeds = [each["seed"] for each in ask(served, CHAT, messages=MESSAGES, n=3, seed=5)["infer"]["choices"]]
 
@@ -291,14 +260,12 @@ def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
 
     monkeypatch.setattr(TextOutput, "push", fail)
     body = {"messages": MESSAGES, "n": 3, "seed": 5, "max_tokens": 8}
-    answer = served.client.post(CHAT, json={**body, "stream": True})
-    *chunks, last = events(answer.text)
+    *chunks, last = events(served.stream(CHAT, **body))
     check("ErrorResponse", last)
     assert last["error"]["message"].startswith("choice 1: ")
     ended = {choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]}
     assert ended == {0, 2}
-    asked = {"input": "hello", "seed": seeds[1], "stream": True}
-    *_, failed = named_events(served.client.post("/v1/responses", json=asked).text)
+    *_, failed = named_events(served.stream("/v1/responses", input="hello", seed=seeds[1]))
     check("ResponseFailedEvent", failed)
     whole = served.client.post(CHAT, json=body)
     assert (whole.status_code, whole.headers["x-should-retry"]) == (500, "false")
@@ -316,30 +283,15 @@ def test_all_choices_end_with_the_client_that_asked_for_them(
         seen.update(engine.sequences)
         if len(seen) == 3:
             all_seen.set()
-            ends = time.monotonic() + SECONDS
-            while not all(each._is_cancelled for each in seen) and time.monotonic() < ends:
-                time.sleep(0.01)
+            until(lambda: all(each._is_cancelled for each in seen))
         return step()
 
     monkeypatch.setattr(engine, "step", waiting_step)
-    asked = {
-        "messages": MESSAGES,
-        "n": 3,
-        "max_tokens": 300,
-        "ignore_eos": True,
-        "stream": is_streamed,
-        "stop": "never said",
-    }
-    body = json.dumps(asked).encode()
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    asked = {"messages": MESSAGES, "n": 3, "max_tokens": 300, "ignore_eos": True, "stop": "never said"}
     with Connection(served.port) as connection:
-        connection.send(head.encode() + body)
+        connection.send(post(CHAT, asked | {"stream": is_streamed}))
         assert all_seen.wait(SECONDS)
-    while engine.sequences:
-        time.sleep(0.01)
+    until(lambda: not engine.sequences)
     assert [each.finish_reason for each in seen] == ["abort"] * 3
 
 
@@ -366,9 +318,8 @@ def test_each_of_many_bad_requests_is_refused_by_what_is_bad_in_it(served: Serve
      ("n_probs", "top_logprobs"), ("messsages", "messages"), ("top_logprob", "top_logprobs")],
 )  # fmt: skip
 def test_an_unknown_field_is_answered_with_the_one_that_is_meant(served: Served, name: str, hint: str) -> None:
-    error = served.client.post(CHAT, json={"messages": PLAIN, name: 1}).json()["error"]
-    assert name in error["message"]
-    assert hint in error["message"]
+    message = served.refusal(CHAT, **{"messages": PLAIN, name: 1})["message"]
+    assert (name in message, hint in message) == (True, True)
 
 
 def test_a_refusal_has_its_own_status_where_a_stream_was_asked_for(served: Served) -> None:
@@ -412,13 +363,11 @@ def test_a_body_is_read_or_refused_by_a_path_that_it_has(kind: Any, seed: int) -
 
 
 def check_read_or_refused(kind: Any, body: dict[str, Any]) -> None:
-    error = None
     try:
         read_body(msgspec.json.encode(body), kind)
+        return
     except BodyError as found:
         error = found
-    if error is None:
-        return
     assert error.code
     steps = re.findall(r"[^.\[\]]+", error.param or "")
     place: Any = body
@@ -440,7 +389,7 @@ def test_the_model_is_found_by_its_name_alone(served: Served) -> None:
     answer = served.client.get("/v1/models/a/b")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     check("ErrorResponse", answer.json())
-    assert served.client.post(CHAT, json={"messages": PLAIN, "max_tokens": 1}).json()["model"] == "tiny"
+    assert served.ask(CHAT, messages=PLAIN, max_tokens=1)["model"] == "tiny"
 
 
 def test_params_of_the_model_hold_where_a_body_has_none(served: Served, llm: LLM) -> None:

@@ -3,7 +3,6 @@
 import base64
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,12 @@ from infer.serving.protocols.refusals import BodyError
 from infer.serving.protocols.retrieval_bodies import texts_of
 from infer.serving.server.routes.embeddings import answer_of
 from infer.serving.server.routes.engine_events import OTHERS, interval_of, seen_by
+from openai_shapes import events
 from served import Served, serving
 
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
 SAMPLED = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny", allow_embeddings=True) as served:
-        yield served
-
-
-def ask(served: Served, path: str, **body: Any) -> Any:
-    answer = served.client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def refused(served: Served, path: str, **body: Any) -> tuple[int, str, str]:
-    answer = served.client.post(path, json=body)
-    error = answer.json()["error"]
-    return answer.status_code, error["param"], error["message"]
+SERVED = {"allow_embeddings": True}
 
 
 # Tokens
@@ -45,58 +28,34 @@ def refused(served: Served, path: str, **body: Any) -> tuple[int, str, str]:
 
 def test_tokens_are_the_tokenizers_in_both_shapes(served: Served, llm: LLM) -> None:
     ids = llm.tokenizer.encode("hé ab")
-    assert ask(served, "/tokenize", content="hé ab") == {"tokens": ids}
-    assert ask(served, "/tokenize", prompt="hé ab") == {"count": len(ids), "max_model_len": 400, "tokens": ids}
-    pieces = ask(served, "/tokenize", content="hé ab", with_pieces=True)["tokens"]
+    assert served.ask("/tokenize", content="hé ab") == {"tokens": ids}
+    assert served.ask("/tokenize", prompt="hé ab") == {"count": len(ids), "max_model_len": 400, "tokens": ids}
+    pieces = served.ask("/tokenize", content="hé ab", with_pieces=True)["tokens"]
     assert [each["id"] for each in pieces] == ids
     spelled = (each["piece"] for each in pieces)
     assert b"".join(each.encode() if isinstance(each, str) else bytes(each) for each in spelled) == "hé ab".encode()
-    assert ask(served, "/tokenize", prompt="hé", return_token_strs=True)["token_strs"] == ["h", "\\xc3", "\\xa9"]
-    assert ask(served, "/detokenize", tokens=ids) == {"content": "hé ab", "prompt": "hé ab"}
+    assert served.ask("/tokenize", prompt="hé", return_token_strs=True)["token_strs"] == ["h", "\\xc3", "\\xa9"]
+    assert served.ask("/detokenize", tokens=ids) == {"content": "hé ab", "prompt": "hé ab"}
 
 
 def test_special_tokens_are_text_where_asked(served: Served, llm: LLM) -> None:
     text = "a<|im_end|>"
-    control, plain = (ask(served, "/tokenize", content=text, parse_special=each)["tokens"] for each in (True, False))
+    control, plain = (served.ask("/tokenize", content=text, parse_special=each)["tokens"] for each in (True, False))
     assert control == llm.tokenizer.encode(text)
     assert not set(plain) & llm.tokenizer.special_token_ids
-    assert ask(served, "/detokenize", tokens=control)["content"] == text == bytes(plain).decode()
+    assert served.ask("/detokenize", tokens=control)["content"] == text == bytes(plain).decode()
 
 
 def test_a_conversation_is_rendered_and_tokenised_as_it_is_answered(served: Served, llm: LLM) -> None:
-    rendered = ask(served, "/apply-template", messages=MESSAGES)["prompt"]
+    rendered = served.ask("/apply-template", messages=MESSAGES)["prompt"]
     assert rendered == llm.tokenizer.render_chat_template(MESSAGES)
-    ids = ask(served, "/tokenize", messages=MESSAGES)["tokens"]
-    answer = ask(served, "/v1/chat/completions", messages=MESSAGES, max_tokens=1)
+    ids = served.ask("/tokenize", messages=MESSAGES)["tokens"]
+    answer = served.ask("/v1/chat/completions", messages=MESSAGES, max_tokens=1)
     assert len(ids) == answer["usage"]["prompt_tokens"]
-    shorter = ask(served, "/apply-template", messages=MESSAGES, add_generation_prompt=False)["prompt"]
+    shorter = served.ask("/apply-template", messages=MESSAGES, add_generation_prompt=False)["prompt"]
     assert rendered == f"{shorter}[assistant]"
-    prefixed = ask(served, "/apply-template", messages=MESSAGES, chat_template_kwargs={"prefix": "!"})["prompt"]
+    prefixed = served.ask("/apply-template", messages=MESSAGES, chat_template_kwargs={"prefix": "!"})["prompt"]
     assert prefixed == f"{rendered}!"
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({}, "content", "give one of content, prompt and messages"),
-        ({"content": "a", "prompt": "b"}, "prompt", "give one of"),
-        ({"content": "a", "add_special_tokens": True}, "add_special_tokens", "belongs to prompt, not to content"),
-        ({"prompt": "a", "with_pieces": False}, "with_pieces", "belongs to content, not to prompt"),
-        ({"messages": []}, "messages", "length >= 1"),
-        ({"prompt": "a", "model": "other"}, "model", "not served here"),
-        ({"contents": "a"}, "contents", "did you mean content?"),
-    ],
-)
-def test_texts_that_cannot_be_tokenised_are_refused(served: Served, body: Any, param: str, message: str) -> None:
-    status, where, said = refused(served, "/tokenize", **body)
-    assert (status, where) == (404 if param == "model" else 400, param)
-    assert message in said
-
-
-def test_an_id_beyond_the_vocabulary_is_no_text(served: Served) -> None:
-    status, where, said = refused(served, "/detokenize", tokens=[97, 9999])
-    assert (status, where) == (400, "tokens[1]")
-    assert "from 0 to" in said
 
 
 # Embeddings
@@ -106,9 +65,9 @@ def test_vectors_are_the_library_s_in_both_encodings(served: Served, llm: LLM) -
     texts = ["hello", "a", "hello"]
     for pooling in ("mean", "last"):
         expected = llm.embed(texts, pooling)  # type: ignore[arg-type]
-        answer = ask(served, "/v1/embeddings", input=texts, pooling=pooling)
+        answer = served.ask("/v1/embeddings", input=texts, pooling=pooling)
         assert torch.equal(torch.tensor([each["embedding"] for each in answer["data"]]), expected)
-        answer = ask(served, "/v1/embeddings", input=texts, pooling=pooling, encoding_format="base64")
+        answer = served.ask("/v1/embeddings", input=texts, pooling=pooling, encoding_format="base64")
         encoded = [struct.unpack(f"<{expected.shape[1]}f", base64.b64decode(x["embedding"])) for x in answer["data"]]
         assert torch.equal(torch.tensor(encoded), expected)
         assert [each["index"] for each in answer["data"]] == [0, 1, 2]
@@ -118,42 +77,21 @@ def test_vectors_are_the_library_s_in_both_encodings(served: Served, llm: LLM) -
 
 def test_one_text_and_ids_are_inputs_too(served: Served, llm: LLM) -> None:
     ids = llm.tokenizer.encode("hello")
-    one, as_ids, listed = (ask(served, "/v1/embeddings", input=each)["data"] for each in ("hello", ids, [ids]))
+    one, as_ids, listed = (served.ask("/v1/embeddings", input=each)["data"] for each in ("hello", ids, [ids]))
     assert one == as_ids == listed
 
 
 def test_fewer_dimensions_are_the_first_ones_at_length_1(served: Served, llm: LLM) -> None:
-    (found,) = ask(served, "/v1/embeddings", input="hello", dimensions=5)["data"]
+    (found,) = served.ask("/v1/embeddings", input="hello", dimensions=5)["data"]
     expected = torch.nn.functional.normalize(llm.embed(["hello"])[0, :5], dim=0)
     assert torch.allclose(torch.tensor(found["embedding"]), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"input": ["a", ""]}, "input[1]", "must not be empty"),
-        ({"input": ""}, "input", "must not be empty"),
-        ({"input": []}, "input", "length >= 1"),
-        ({"input": [1, "a"]}, "input[0]", "token ids"),
-        ({"input": ["a"] * 2049}, "input", "length <= 2048"),
-        ({"input": "a", "dimensions": 65}, "dimensions", "in [1, 64]"),
-        ({"input": "a", "prompt_name": "query"}, "prompt_name", "the model's files have no prompts"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'base64' or 'float'"),
-        ({"input": [[1], [9999]]}, "input", "text 1: the prompt: token ids"),
-        ({"input": "a" * 500}, "input", "holds 400"),
-    ],
-)
-def test_texts_that_cannot_be_embedded_are_refused(served: Served, body: Any, param: str, message: str) -> None:
-    status, where, said = refused(served, "/v1/embeddings", **body)
-    assert (status, where) == (400, param)
-    assert message in said
-
-
 def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
     with serving(llm, model="tiny") as served:
-        status, where, said = refused(served, "/v1/embeddings", input="a")
-    assert (status, where) == (400, "model")
-    assert "--embeddings" in said
+        error = served.refusal("/v1/embeddings", input="a")
+    assert error["param"] == "model"
+    assert "--embeddings" in error["message"]
 
 
 def test_a_vector_of_zeros_stays_zero() -> None:
@@ -169,7 +107,7 @@ def test_a_vector_of_zeros_stays_zero() -> None:
 
 @pytest.mark.parametrize("prompt", [{"prompt": "hello"}, {"messages": MESSAGES}])
 def test_a_trace_is_the_answer_with_the_funnel_of_each_token(served: Served, llm: LLM, prompt: Any) -> None:
-    found = ask(served, "/v1/trace", **prompt, **SAMPLED, num_candidates=4)
+    found = served.ask("/v1/trace", **prompt, **SAMPLED, num_candidates=4)
     expected = llm.generate(found["prompt_token_ids"], temperature=0.9, seed=5, frequency_penalty=0.7,
                             max_new_tokens=12, top_p=1.0 if "prompt" in prompt else 0.95)  # fmt: skip
     assert (found["token_ids"], found["text"], found["seed"]) == (expected.token_ids, expected.text, 5)
@@ -183,13 +121,13 @@ def test_a_trace_is_the_answer_with_the_funnel_of_each_token(served: Served, llm
 
 def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
     asked = {"prompt": "hello", **SAMPLED, "num_candidates": 3}
-    answer = ask(served, "/v1/trace", **asked)
+    answer = served.ask("/v1/trace", **asked)
     ids = answer["token_ids"]
-    part = ask(served, "/v1/trace", **asked, answer_token_ids=ids, position=4, num_tokens=3)
+    part = served.ask("/v1/trace", **asked, answer_token_ids=ids, position=4, num_tokens=3)
     assert part["tokens"] == answer["tokens"][4:7]
     assert part["prompt_token_ids"] == answer["prompt_token_ids"]
     other = [*ids[:4], ids[4] ^ 1, *ids[5:]]
-    first, second = ask(served, "/v1/trace", **asked, answer_token_ids=other, position=4, num_tokens=2)["tokens"]
+    first, second = served.ask("/v1/trace", **asked, answer_token_ids=other, position=4, num_tokens=2)["tokens"]
     assert first["token_id"] == ids[4]
     assert {ids[4], other[4]} <= {each["token_id"] for each in first["candidates"]}
     assert second["stages"] != answer["tokens"][5]["stages"]
@@ -197,7 +135,7 @@ def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
 
 def test_the_mask_of_a_grammar_is_a_stage(served: Served, llm: LLM) -> None:
     asked = {"prompt": "hello", **SAMPLED, "regex": "abc[d-f]{5}"}
-    answer = ask(served, "/v1/trace", **asked)
+    answer = served.ask("/v1/trace", **asked)
     assert answer["text"] == llm.generate("hello", temperature=0.9, seed=5, frequency_penalty=0.7, max_new_tokens=12,
                                           regex="abc[d-f]{5}").text  # fmt: skip
     kept = [[stage["num_kept"] for stage in each["stages"] if stage["name"] == "allowed"] for each in answer["tokens"]]
@@ -207,17 +145,13 @@ def test_the_mask_of_a_grammar_is_a_stage(served: Served, llm: LLM) -> None:
 
 def test_the_origin_of_a_token_is_reported(served: Served, llm: LLM) -> None:
     body = {"prompt": "hello", "regex": "abc[d-f]{3}xyz", "max_tokens": 40, "seed": 1, "return_token_ids": True}
-    streamed = served.client.post("/v1/completions", json={**body, "stream": True}).text
-    *chunks, _ = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line[6:7] == "{"]
-    told = [each for chunk in chunks for each in zip(*_columns(chunk["choices"][0]), strict=True)]
+    told = list[tuple[Any, str]]()
+    for choice in (chunk["choices"][0] for chunk in events(served.stream("/v1/completions", **body))):
+        told += zip(choice.get("token_bytes", []), choice.get("token_origins", []), strict=True)
     text = bytes(byte for spelt, _ in told for byte in spelt)
     assert text.startswith(b"abc")
     assert {origin for spelt, origin in told if bytes(spelt) in b"xyz"} == {"forced"}
     assert {origin for spelt, origin in told if bytes(spelt) in (b"d", b"e", b"f")} == {"sampled"}
-
-
-def _columns(choice: Any) -> tuple[list[Any], list[Any]]:
-    return choice.get("token_bytes", []), choice.get("token_origins", [])
 
 
 def test_right_drafts_and_given_tokens_are_distinguished(llm: LLM) -> None:
@@ -229,7 +163,7 @@ def test_right_drafts_and_given_tokens_are_distinguished(llm: LLM) -> None:
 
 
 def test_the_fingerprint_covers_everything_that_answers_depend_on(served: Served, llm: LLM, folder: Path) -> None:
-    found = ask(served, "/v1/completions", prompt="a", max_tokens=1)["system_fingerprint"]
+    found = served.ask("/v1/completions", prompt="a", max_tokens=1)["system_fingerprint"]
     facts = served.client.get("/props").json()
     assert found == facts["system_fingerprint"]
     assert (facts["max_model_len"], facts["can_chat"], facts["num_layers"]) == (400, True, 2)
@@ -241,68 +175,83 @@ def test_the_fingerprint_covers_everything_that_answers_depend_on(served: Served
 
 def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Served) -> None:
     asked = {"prompt": "hello", **SAMPLED}
-    answer = ask(served, "/v1/trace", **asked)
+    answer = served.ask("/v1/trace", **asked)
     ids = answer["token_ids"]
     for position in (0, 4, 11):
-        same = ask(served, "/v1/branch", **asked, answer_token_ids=ids, position=position)
+        same = served.ask("/v1/branch", **asked, answer_token_ids=ids, position=position)
         assert (same["token_ids"], same["text"], same["num_given"]) == (ids, answer["text"], position)
-    other = ask(served, "/v1/branch", **asked, answer_token_ids=ids, position=4, token_id=ids[4] ^ 1)
+    other = served.ask("/v1/branch", **asked, answer_token_ids=ids, position=4, token_id=ids[4] ^ 1)
     assert other["token_ids"][:5] == [*ids[:4], ids[4] ^ 1]
     assert (len(other["token_ids"]), other["usage"]["completion_tokens"], other["num_given"]) == (12, 12, 5)
-    streamed = served.client.post(
-        "/v1/branch", json={**asked, "answer_token_ids": ids, "position": 4, "token_id": ids[4] ^ 1, "stream": True}
-    )
-    *chunks, done = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
-    read = [json.loads(chunk) for chunk in chunks]
-    assert done == "[DONE]"
+    streamed = served.stream("/v1/branch", **asked, answer_token_ids=ids, position=4, token_id=ids[4] ^ 1)
+    read = list(events(streamed))
     assert "".join(chunk["text"] for chunk in read) == other["text"]
     assert [token_id for chunk in read for token_id in chunk["token_ids"]] == other["token_ids"]
     assert read[-1]["finish_reason"] == "length"
 
 
+# Refusals
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
-        ("trace", {"prompt": "a", "max_tokens": 257}, "max_tokens", "at most 256"),
-        ("trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "`int` <= 64"),
-        ("trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
-        ("trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
-        ("trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
-        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400}, "num_tokens", "at most 256 tokens"),
-        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "at most 400"),
-        ("trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
-        ("trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
+        ("/tokenize", {}, "content", "give one of content, prompt and messages"),
+        ("/tokenize", {"content": "a", "prompt": "b"}, "prompt", "give one of"),
+        ("/tokenize", {"content": "a", "add_special_tokens": True}, "add_special_tokens", "belongs to prompt, not"),
+        ("/tokenize", {"prompt": "a", "with_pieces": False}, "with_pieces", "belongs to content, not to prompt"),
+        ("/tokenize", {"messages": []}, "messages", "length >= 1"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model", "not served here"),
+        ("/tokenize", {"contents": "a"}, "contents", "did you mean content?"),
+        ("/detokenize", {"tokens": [97, 9999]}, "tokens[1]", "from 0 to"),
+        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "must not be empty"),
+        ("/v1/embeddings", {"input": ""}, "input", "must not be empty"),
+        ("/v1/embeddings", {"input": []}, "input", "length >= 1"),
+        ("/v1/embeddings", {"input": [1, "a"]}, "input[0]", "token ids"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "length <= 2048"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions", "in [1, 64]"),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "the model's files have no prompts"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'base64' or 'float'"),
+        ("/v1/embeddings", {"input": [[1], [9999]]}, "input", "text 1: the prompt: token ids"),
+        ("/v1/embeddings", {"input": "a" * 500}, "input", "holds 400"),
+        ("/v1/trace", {"prompt": "a", "max_tokens": 257}, "max_tokens", "at most 256"),
+        ("/v1/trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "`int` <= 64"),
+        ("/v1/trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
+        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
+        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
+        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 400}, "num_tokens", "at most 256 tokens"),
+        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "400"),
+        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
+        ("/v1/trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
          "the grammar does not allow token 98"),
-        ("trace", {"prompt": "a", "stream": True}, "stream", "not streamed"),
-        ("trace", {"prompt": "a", "n": 2}, "n", "must not be 2"),
-        ("trace", {}, "prompt", "one of prompt and messages"),
-        ("trace", {"prompt": "a", "messages": MESSAGES}, "prompt", "one of prompt and messages"),
-        ("trace", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "belongs to messages"),
-        ("branch", {"prompt": "a", "position": 0}, "answer_token_ids", "required"),
-        ("branch", {"prompt": "a", "answer_token_ids": [97], "position": 2}, "position", "at most 1"),
-        ("branch", {"prompt": "a", "answer_token_ids": [], "position": 0, "token_id": 9999}, "answer_token_ids", "ids"),
-        ("branch", {"prompt": "a", "answer_token_ids": [97], "position": 1, "max_tokens": 1}, "answer_token_ids",
+        ("/v1/trace", {"prompt": "a", "stream": True}, "stream", "not streamed"),
+        ("/v1/trace", {"prompt": "a", "n": 2}, "n", "must not be 2"),
+        ("/v1/trace", {}, "prompt", "one of prompt and messages"),
+        ("/v1/trace", {"prompt": "a", "messages": MESSAGES}, "prompt", "one of prompt and messages"),
+        ("/v1/trace", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "belongs to messages"),
+        ("/v1/branch", {"prompt": "a", "position": 0}, "answer_token_ids", "required"),
+        ("/v1/branch", {"prompt": "a", "answer_token_ids": [97], "position": 2}, "position", "at most 1"),
+        ("/v1/branch", {"prompt": "a", "answer_token_ids": [], "position": 0, "token_id": 999}, "answer_token_ids", ""),
+        ("/v1/branch", {"prompt": "a", "answer_token_ids": [97], "position": 1, "max_tokens": 1}, "answer_token_ids",
          "the answer ends with this token"),
     ],
 )  # fmt: skip
-def test_answers_that_cannot_be_traced_or_branched_are_refused(
-    served: Served, path: str, body: Any, param: str, message: str
-) -> None:
-    status, where, said = refused(served, f"/v1/{path}", **body)
-    assert (status, where) == (400, param)
-    assert message in said
+def test_what_cannot_be_meant_is_refused(served: Served, path: str, body: Any, param: str, message: str) -> None:
+    error = served.refusal(path, status=404 if param == "model" else 400, **body)
+    assert error["param"] == param
+    assert message in error["message"]
 
 
 # State of the engine
 
 
 def test_a_listener_sees_the_engine_s_steps(served: Served) -> None:
-    with served.client.stream("GET", "/v1/engine/events?interval=0.1") as events:
-        lines = (line.removeprefix("data: ") for line in events.iter_lines() if line.startswith("data"))
+    with served.client.stream("GET", "/v1/engine/events?interval=0.1") as listened:
+        lines = (line.removeprefix("data: ") for line in listened.iter_lines() if line.startswith("data"))
         before = json.loads(next(lines))
-        ask(served, "/v1/completions", prompt="hello", max_tokens=5)
+        served.ask("/v1/completions", prompt="hello", max_tokens=5)
         after = json.loads(next(lines))
-    assert events.headers["content-type"].startswith("text/event-stream")
+    assert listened.headers["content-type"].startswith("text/event-stream")
     assert after["num_steps"] > before["num_steps"]
     assert {"sequences", "pools", "costs", "max_running"} <= set(after)
 

@@ -62,15 +62,29 @@ def worst_units(pattern: re.Pattern[Any]) -> list[str]:
 def seconds_of(pattern: re.Pattern[Any], text: str) -> float:
     """Return the processor time of all uses of a pattern on a text."""
     given = text.encode() if isinstance(pattern.pattern, bytes) else text
-    start = time.process_time()
+    start = time.thread_time()
     if pattern not in _MATCHED:
         pattern.findall(given)
     pattern.fullmatch(given)
-    return time.process_time() - start
+    return time.thread_time() - start
 
 
 def growth_of(pattern: re.Pattern[Any], unit: str) -> float:
-    """Return the growth of the time for twice the text: 1 if 100,000 characters take little time."""
+    """Return the growth of the time for twice the text: 1 if 100,000 characters take little time.
+
+    A busy machine may double one time, so that a growth that is too large is measured again.
+    """
+    return min(_growths_of(pattern, unit))
+
+
+def _growths_of(pattern: re.Pattern[Any], unit: str) -> Iterator[float]:
+    for _ in range(3):
+        yield (growth := _growth_of(pattern, unit))
+        if growth <= _GROWTH:
+            return
+
+
+def _growth_of(pattern: re.Pattern[Any], unit: str) -> float:
     before, length = 0.0, 500
     while length <= MOST_CHARACTERS:
         seconds = seconds_of(pattern, unit * (length // len(unit)))
@@ -80,6 +94,7 @@ def growth_of(pattern: re.Pattern[Any], unit: str) -> float:
     return 1.0
 
 
+@pytest.mark.slow(cases=12)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_takes_linear_time_for_its_own_worst_text(name: str) -> None:
     slow = {unit: found for unit in worst_units(PATTERNS[name]) if (found := growth_of(PATTERNS[name], unit)) > _GROWTH}
@@ -89,4 +104,4 @@ def test_a_pattern_takes_linear_time_for_its_own_worst_text(name: str) -> None:
 def test_a_quadratic_pattern_would_be_seen() -> None:
     pattern = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
     assert "1" in worst_units(pattern)
-    assert max(growth_of(pattern, "1") for _ in range(5)) > _GROWTH  # one measurement may meet a busy machine
+    assert any(_growth_of(pattern, "1") > _GROWTH for _ in range(5))  # one measurement may meet a busy machine

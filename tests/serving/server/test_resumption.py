@@ -1,35 +1,24 @@
 """A stream is requested again, with the parts that its client has: the same events follow, then the missing ones."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from extent import usual_or_all
-from infer import LLM
 from infer.engine.step.place import Lease
 from infer.engine.step.sequence import Sequence
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.server.resumption import NOTE, SentPart, pack, read_note
-from served import Served, serving
+from served import Served
 from shapes import SOURCE
-from test_session import make_model
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
 from failover_cases import TEMPLATE, cases, merged
 
 CASES = {name: case for name, case in cases(24).items() if "stream" in case[1]}
+MODEL, LOADED, SERVED = {"context": 1500}, {"chat_template": TEMPLATE, "reuse_prefixes": True}, {"is_child": True}
 CALL = {"x-infer-id": f"req-{'ab' * 12}", "x-infer-created": "1700000000", "content-type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Serve as a replica, whose streams note their parts."""
-    folder = make_model(tmp_path_factory.mktemp("model"), context=1500)
-    llm = LLM(folder, chat_template=TEMPLATE, reuse_prefixes=True)
-    with serving(llm, is_child=True) as served:
-        yield served
 
 
 def ask(served: Served, path: str, body: dict[str, Any], sent: list[SentPart]) -> list[bytes]:

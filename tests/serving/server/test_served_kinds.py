@@ -16,15 +16,14 @@ from encoder_tokenizers import make_bert_folder
 from fake_hub import COMMIT
 from idle import until
 from reranker_model import make_logit_score
+from served import SECONDS
 from test_decoders_without_mask import make_folder as make_gemma
 from test_session import make_model
 from watched import python_command
 
-SECONDS = 100.0
 _COMMAND = "import runpy; runpy.run_module('infer', run_name='__main__')"
 EMBED = {"input": ["hello world", "hello"]}
 RANK = {"query": "hello", "documents": ["paris", "hello world"]}
-LABELS = {"id2label": {0: "bad", 1: "good"}}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
@@ -35,20 +34,21 @@ def make_bert(folder: Path, *, has_modules: bool = False, **settings: Any) -> No
         write_modules(folder, pooling_mode_cls_token=True)
 
 
+# `make test` tries the fourth.
 MAKERS: dict[str, Any] = {
-    "encoder": make_bert,
-    "sentences": lambda folder: make_bert(folder, has_modules=True),
-    "ranks": lambda folder: make_bert(folder, id2label={0: "LABEL_0"}),
-    "labels": lambda folder: make_bert(folder, **LABELS),
     "gemma": lambda folder: make_gemma(folder, "embedding-gemma"),
+    "encoder": make_bert,
+    "ranks": lambda folder: make_bert(folder, id2label={0: "LABEL_0"}),
+    "sentences": lambda folder: make_bert(folder, has_modules=True),
+    "labels": lambda folder: make_bert(folder, id2label={0: "bad", 1: "good"}),
     "reranker": make_logit_score,
 }
 ANSWERED: dict[str, dict[str, dict[str, Any]]] = {
     "encoder": {"/v1/embeddings": EMBED, "/api/embed": EMBED},
     "sentences": {"/v1/embeddings": EMBED, "/api/embed": EMBED, "/v1/rerank": RANK},
-    "ranks": {"/v1/rerank": RANK},
     "labels": {"/v1/classify": {"input": "hello"}},
     "gemma": {"/v1/embeddings": EMBED},
+    "ranks": {"/v1/rerank": RANK},
     "reranker": {"/v1/rerank": RANK},
 }
 
@@ -74,6 +74,7 @@ def served(*arguments: object, **environment: str) -> Iterator[httpx.Client]:
     assert process.returncode == 0
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_model_of_each_kind_is_served_for_what_it_can_do(kind: str, tmp_path: Path) -> None:
     MAKERS[kind](tmp_path / kind)
@@ -92,6 +93,7 @@ def test_a_model_of_each_kind_is_served_for_what_it_can_do(kind: str, tmp_path: 
                 assert "is an encoder and generates no text" in refused.text
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_served_together(tmp_path: Path) -> None:
     make_bert(tmp_path / "vectors")
     make_model(tmp_path / "text")
@@ -101,6 +103,7 @@ def test_an_encoder_and_a_decoder_are_served_together(tmp_path: Path) -> None:
         assert found.status_code == 200, found.text
 
 
+@pytest.mark.slow
 def test_a_pulled_model_is_served_under_each_spelling_of_its_name(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--one" / "snapshots" / COMMIT
     make_model(snapshot)
@@ -120,6 +123,7 @@ def test_a_pulled_model_is_served_under_each_spelling_of_its_name(tmp_path: Path
         assert client.post("/v1/completions", json=asked).status_code == 404
 
 
+@pytest.mark.slow
 def test_the_command_asks_no_proxy_for_a_server_of_this_machine(tmp_path: Path) -> None:
     make_model(tmp_path / "text")
     nobody = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")

@@ -4,15 +4,17 @@ import json
 import logging
 import socket
 import ssl
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 
@@ -20,10 +22,12 @@ import infer
 from idle import until
 from infer import LLM, InvalidRequestError
 from infer.serving.server.auth import read_keys
+from infer.serving.server.metrics import Tally
 from infer.serving.server.process import bind, check_certificate
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.sse import event
-from served import SECONDS, Served, serving
+from raw_http import Connection, post
+from served import Served, serving
 
 PATH = "/v1/completions"
 ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -41,7 +45,14 @@ CERT, KEY = DATA / "tls-cert.pem", DATA / "tls-key.pem"  # for 127.0.0.1
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny", aliases=("small",), **LIMITS) as served:
+    with serving(llm, model="tiny", aliases=("small",)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def strict(llm: LLM) -> Iterator[Served]:
+    """Serve with short limits, which a busy machine may break in tests of other things."""
+    with serving(llm, model="tiny", **LIMITS) as served:
         yield served
 
 
@@ -53,19 +64,30 @@ def guarded(llm: LLM) -> Iterator[Served]:
 
 
 @pytest.fixture
-def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = llm._opened.engine
+def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let each step take 50 ms until the event is set."""
+    engine, ended = llm._opened.engine, threading.Event()
     step = engine.step
 
     def slow_step() -> Any:
-        time.sleep(0.05)
+        ended.wait(0.05)
         return step()
 
     monkeypatch.setattr(engine, "step", slow_step)
+    return ended
 
 
 def ask(served: Served, **asked: Any) -> httpx.Response:
     return served.client.post(PATH, json=ASKED | asked)
+
+
+def send_text(served: Served, content_type: str, **headers: str) -> httpx.Response:
+    return served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": content_type, **headers})
+
+
+def metrics_of(served: Served) -> dict[str, float]:
+    families = text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text)
+    return {each.name + str(each.labels): each.value for family in families for each in family.samples}
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -76,29 +98,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return found["error"]  # type: ignore[no-any-return]
 
 
-@contextmanager
-def connected(served: Served) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as plain:
-        yield plain
-
-
-def all_of(plain: socket.socket) -> bytes:
-    """Read until the server closes the connection."""
-    found = b""
-    while chunk := plain.recv(65536):
-        found += chunk
-    return found
-
-
-def status_of(answer: bytes) -> int:
-    return int(answer.split(b" ", 2)[1])
-
-
-def request_bytes(body: bytes, *, num_announced: int | None = None) -> bytes:
-    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {num_announced or len(body)}\r\n\r\n".encode() + body
-
-
 # Routes, ids and errors
 
 
@@ -107,8 +106,7 @@ def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
     assert served.client.get("/v1/models/small").json()["id"] == "small"
     assert served.client.get("/v1/models/large").status_code == 404
     for name, told in (("small", "small"), ("tiny", "tiny"), (None, "tiny")):
-        body = {"model": name, "prompt": [5], "max_tokens": 1}
-        assert served.client.post("/v1/completions", json=body).json()["model"] == told
+        assert ask(served, model=name).json()["model"] == told
 
 
 @pytest.mark.parametrize(
@@ -156,26 +154,21 @@ def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
     ],
 )
 def test_refusals_before_a_complete_request_are_logged_and_counted(
-    served: Served, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str | None
+    strict: Served, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str | None
 ) -> None:
     def counted() -> float:
-        families = text_string_to_metric_families(served.client.get("/metrics").text)
-        samples = [sample for family in families for sample in family.samples]
-        return sum(
-            each.value for each in samples if each.name == "infer:refusals_total" and each.labels["reason"] == code
-        )
+        return metrics_of(strict).get(f"infer:refusals_total{ {'reason': code} }", 0)
 
     before = counted()
-    with caplog.at_level(logging.INFO, "infer.access"), connected(served) as plain:
-        plain.sendall(sent)
-        answer = all_of(plain)
-    assert status_of(answer) == status
+    with caplog.at_level(logging.INFO, "infer.access"), Connection(strict.port) as connection:
+        connection.send(sent)
+        answer = connection.answer()
+        assert connection.is_closed()
+    assert answer.status == status
     entries = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer.access"]
     entries = [entry for entry in entries if entry["http.request.method"] == "_OTHER"]
-    assert [(each["http.response.status_code"], each["error.type"]) for each in entries] == [(status, code)] * bool(
-        code
-    )
-    assert all(f"x-request-id: {each['infer.request.id']}".encode() in answer for each in entries)
+    found = [(each["http.response.status_code"], each["error.type"], each["infer.request.id"]) for each in entries]
+    assert found == [(status, code, answer.headers.get("x-request-id"))] * bool(code)
     assert counted() - before == bool(code)
 
 
@@ -193,12 +186,12 @@ def test_a_body_of_as_many_bytes_as_are_allowed_is_read(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1001, 100_000])
-def test_a_body_that_is_too_large_is_refused_counted_or_announced(served: Served, num_bytes: int) -> None:
+def test_a_body_that_is_too_large_is_refused_counted_or_announced(strict: Served, num_bytes: int) -> None:
     def chunks() -> Iterator[bytes]:
         yield b" " * num_bytes
 
     for content in (b" " * num_bytes, chunks()):
-        with httpx.Client(base_url=served.url) as client:
+        with httpx.Client(base_url=strict.url) as client:
             refused = client.post(PATH, content=content, headers={"content-type": "application/json"})
             assert (refused.status_code, error_of(refused)["code"]) == (413, "body_too_large")
 
@@ -215,49 +208,45 @@ CURLS = ["application/x-www-form-urlencoded", ""]
     ],
 )
 def test_a_body_of_another_type_is_refused(served: Served, sent: str, by_page: dict[str, str]) -> None:
-    headers = {"content-type": sent, **by_page}
-    refused = served.client.post(PATH, content=b'{"prompt": "hello"}', headers=headers)
+    refused = send_text(served, sent, **by_page)
     assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type")
 
 
-@pytest.mark.parametrize("sent", CURLS)
-def test_a_program_may_leave_the_type_to_curl(served: Served, sent: str) -> None:
-    answer = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
-    assert answer.status_code == 200
+JSONS = ["Application/JSON;charset=UTF-8", 'application/json; charset="utf-8"; x=1']
 
 
-@pytest.mark.parametrize("sent", ["Application/JSON;charset=UTF-8", 'application/json; charset="utf-8"; x=1'])
-def test_a_body_of_json_may_name_its_charset(served: Served, sent: str) -> None:
-    answer = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
-    assert answer.status_code == 200
+@pytest.mark.parametrize("sent", [*CURLS, *JSONS])
+def test_a_program_may_leave_the_type_to_curl_or_name_a_charset(served: Served, sent: str) -> None:
+    assert send_text(served, sent).status_code == 200
 
 
 def test_one_connection_too_many_is_told_so_but_may_ask_for_health() -> None:
-    with serving(None, max_connections=2) as served, connected(served), connected(served):
+    with serving(None, max_connections=2) as served, Connection(served.port), Connection(served.port):
         assert served.client.get("/health").status_code == 503
         refused = served.client.get("/v1/models")
         assert (refused.status_code, error_of(refused)["code"]) == (503, "too_many_connections")
 
 
-def test_an_idle_connection_is_closed(served: Served) -> None:
-    with connected(served) as plain:
-        plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert status_of(all_of(plain)) == 200
+def test_an_idle_connection_is_closed(strict: Served) -> None:
+    with Connection(strict.port) as connection:
+        connection.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.answer().status == 200
+        assert connection.is_closed()
 
 
 # Clients that disconnect, and slow readers
 
 
 def slow_request(*, stream: bool) -> bytes:
-    return request_bytes(json.dumps(ASKED | {"max_tokens": 380, "stream": stream}).encode())
+    return post(PATH, ASKED | {"max_tokens": 380, "stream": stream})
 
 
 @pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream: bool) -> None:
     engine = llm._opened.engine
-    with connected(served) as plain:
-        plain.sendall(slow_request(stream=stream))
+    with Connection(served.port) as connection:
+        connection.send(slow_request(stream=stream))
         until(lambda: bool(engine.sequences))
         (sequence,) = engine.sequences
     until(lambda: not engine.sequences)
@@ -268,25 +257,21 @@ def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream
 
 
 @pytest.mark.usefixtures("slow_steps")
-def test_a_slow_reader_loses_its_answer_and_then_its_connection(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_reader_loses_its_answer_and_then_its_connection(strict: Served, monkeypatch: Any) -> None:
     comment = b":" + bytes(2_000_000) + b"\n"
     monkeypatch.setattr("infer.serving.server.replies.event", lambda body, name="": comment + event(body, name))
-    with connected(served) as plain:
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        plain.sendall(slow_request(stream=True))
-        until(lambda: bool(served.state.calls))
-        (call,) = served.state.calls
-        assert ask(served, max_tokens=5).status_code == 200
-        until(lambda: not served.state.calls)
+    with Connection(strict.port, receive_bytes=4096) as connection:
+        connection.send(slow_request(stream=True))
+        until(lambda: bool(strict.state.calls))
+        (call,) = strict.state.calls
+        until(lambda: not strict.state.calls)
         assert call.error_code == "slow_reader"
 
 
 def test_a_silent_stream_is_kept_open_by_comments(llm: LLM, slow_steps: None) -> None:
     """Steps take five times as long as the silence that a comment ends."""
     with serving(llm, comment_seconds=0.01) as served:
-        lines = served.client.post(PATH, json=ASKED | {"stream": True}).text.splitlines()
+        lines = served.stream(PATH, **ASKED).splitlines()
     assert any(line.startswith(":") for line in lines)
     assert lines[-2:] == ["data: [DONE]", ""]
 
@@ -310,9 +295,12 @@ def test_a_key_opens_every_route(guarded: Served, headers: dict[str, str]) -> No
 
 def test_keys_are_tenants_that_share_no_prefixes(guarded: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, submit = list[Any](), llm._opened.engine.submit
-    monkeypatch.setattr(
-        llm._opened.engine, "submit", lambda each, lease: (requests.append(each.request), submit(each, lease))[1]
-    )
+
+    def noting(sequence: Any, lease: Any) -> Any:
+        requests.append(sequence.request)
+        return submit(sequence, lease)
+
+    monkeypatch.setattr(llm._opened.engine, "submit", noting)
     for key in KEYS:
         answer = guarded.client.post(PATH, json={"prompt": "hello"}, headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200
@@ -329,11 +317,8 @@ def test_a_file_of_keys_names_them(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError):
             read_keys(file)
     file.write_bytes(b"\xff")
-    for path, told in (
-        (file, "the file is not UTF-8"),
-        (tmp_path, "Is a directory"),
-        (tmp_path / "none", "No such file"),
-    ):
+    places = {file: "the file is not UTF-8", tmp_path: "Is a directory", tmp_path / "none": "No such file"}
+    for path, told in places.items():
         with pytest.raises(InvalidRequestError, match=f"cannot be read: {told}"):
             read_keys(path)
 
@@ -375,22 +360,18 @@ def test_a_request_is_one_line_without_its_texts(served: Served, caplog: pytest.
 
 
 def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served: Served) -> None:
-    def read() -> dict[str, float]:
-        text = served.client.get("/metrics").text
-        return {s.name + str(s.labels): s.value for f in text_string_to_metric_families(text) for s in f.samples}
-
-    before = read()
+    before = metrics_of(served)
     ask(served, max_tokens=20)
-    until(lambda: read()["infer:step_seconds_count{'kind': 'prompt'}"] > before.get("infer:step_seconds_count{}", 0))
-    after = read()
-    for name, grown in [
-        ("infer:generation_tokens_total", 20),
-        ("infer:time_to_first_token_seconds_count", 1),
-        ("infer:inter_token_latency_seconds_count", 19),
-        ("infer:e2e_request_latency_seconds_count", 1),
-    ]:
-        assert after[f"{name}{{}}"] - before[f"{name}{{}}"] == grown, name  # fmt: skip
-    assert after["infer:num_requests_running{}"] == 0
+    until(lambda: metrics_of(served).get("infer:step_seconds_count{'kind': 'prompt'}", 0) > 0)
+    until(lambda: metrics_of(served)["infer:num_requests_running{}"] == 0)
+    after = metrics_of(served)
+    for name, grown in {
+        "generation_tokens_total": 20,
+        "time_to_first_token_seconds_count": 1,
+        "inter_token_latency_seconds_count": 19,
+        "e2e_request_latency_seconds_count": 1,
+    }.items():
+        assert after[f"infer:{name}{{}}"] - before[f"infer:{name}{{}}"] == grown, name
 
 
 def test_only_counters_are_called_total(served: Served) -> None:
@@ -415,22 +396,23 @@ def test_the_process_is_measured_as_prometheus_client_does(served: Served) -> No
 
 
 def test_a_client_beyond_the_queue_is_told_when_to_return(
-    llm: LLM, slow_steps: None, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, slow_steps: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm._opened.engine.scheduler, "_max_steps", 1)
     with serving(llm, slots=1, max_queue=1) as served, ThreadPoolExecutor(2) as pool:
-        body = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True}
+        body = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
         engine = served.state.llm().host.engine
-        taken = [pool.submit(served.client.post, "/v1/completions", json=body)]
+        taken = [pool.submit(served.client.post, PATH, json=body)]
         until(lambda: [each.has_slot for each in engine.sequences] == [True])
-        taken.append(pool.submit(served.client.post, "/v1/completions", json=body))
+        taken.append(pool.submit(served.client.post, PATH, json=body))
         until(lambda: len(engine.sequences) == 2)
         assert served.client.get("/ready").status_code == 200  # the server is busy but healthy
-        refused = served.client.post("/v1/completions", json=body)
+        refused = served.client.post(PATH, json=body)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
         assert 1 <= int(refused.headers["retry-after"]) <= 60
+        slow_steps.set()
         assert [each.result().status_code for each in taken] == [200, 200]
-        assert served.client.post("/v1/completions", json=body).status_code == 200
+        assert served.client.post(PATH, json=body).status_code == 200
 
 
 # TLS
@@ -441,7 +423,7 @@ def test_https_answers_with_its_certificate(llm: LLM) -> None:
         context = ssl.create_default_context(cafile=CERT)
         with httpx.Client(base_url=f"https://127.0.0.1:{served.port}", verify=context) as client:
             assert client.get("/health").json() == {"status": "ok"}
-            lines = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2, "stream": True}).text
+            lines = client.post(PATH, json={"prompt": [5], "max_tokens": 2, "stream": True}).text
         assert lines.endswith("data: [DONE]\n\n")
 
 
@@ -464,3 +446,29 @@ def test_no_connection_holds_small_writes_back() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+# Tallies
+
+BOUNDS = (0.0005, 0.25, 1, 131072)
+
+
+@pytest.mark.parametrize("label", ["", "kind"])
+@given(values=st.lists(st.sampled_from([0.0, *BOUNDS]) | st.floats(0, 1e6), max_size=20))
+def test_a_tally_is_written_as_a_histogram_of_the_same_values(label: str, values: list[float]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = Tally("infer:seconds", "Of a step.", BOUNDS, label)
+    ours.register(tally)
+    histogram = Histogram("infer:seconds", "Of a step.", [label] if label else [], buckets=BOUNDS, registry=theirs)
+    tally.observe_all(values, "decode" if label else "")
+    labelled = histogram.labels("decode") if label else histogram
+    for value in values:
+        labelled.observe(value)
+
+    def lines(registry: CollectorRegistry) -> list[str]:
+        found = generate_latest(registry).decode().splitlines()
+        return [line for line in found if "_created" not in line and "_sum" not in line]
+
+    assert lines(ours) == lines(theirs)
+    (total,) = (each.value for family in ours.collect() for each in family.samples if each.name.endswith("_sum"))
+    assert total == pytest.approx(sum(values))

@@ -1,7 +1,6 @@
 """Tools and reasoning over HTTP: the calls of `LLM.chat`, in the shapes of each API, whole and streamed."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tool_templates import TEMPLATES
 
 ASKED = [{"role": "user", "content": "weather?"}]
 CHAT = "/v1/chat/completions"
+MODEL, LOADED = {"context": 1_500}, {"chat_template": THINKING, "reuse_prefixes": True}
 FUNCTION: dict[str, Any] = {
     "name": "is_on",
     "description": "Whether it is on.",
@@ -26,24 +26,6 @@ NOW: dict[str, Any] = {"name": "now"}
 TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": NOW | {"strict": None}}]
 BOOLEAN = {"type": "boolean"}
 SAMPLED: dict[str, Any] = {"seed": 3, "max_tokens": 200, "temperature": 1.5}
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder = make_model(tmp_path_factory.mktemp("model"), context=1_500)
-    return LLM(folder, chat_template=THINKING, reuse_prefixes=True)
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny") as served:
-        yield served
-
-
-def post(served: Served, path: str, **body: Any) -> Any:
-    answer = served.client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> tuple[dict[str, Any], str]:
@@ -71,14 +53,14 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[dict[str, Any], st
 def test_a_call_over_http_is_that_of_the_library(served: Served, llm: LLM, choice: Any) -> None:
     body = {"messages": ASKED, "tools": TOOLS, "tool_choice": choice, "n": 2, **SAMPLED}
     expected = llm.chat(ASKED, tools=[FUNCTION, NOW], tool_choice=choice, seed=3, max_new_tokens=200, temperature=1.5)
-    whole = post(served, CHAT, **body)
+    whole = served.ask(CHAT, **body)
     check("CreateChatCompletionResponse", whole)
     message = whole["choices"][0]["message"]
     assert message["content"] is None
     assert message["tool_calls"] == [call.to_json() for call in expected.tool_calls]
     ids = [call["id"] for choice in whole["choices"] for call in choice["message"]["tool_calls"]]
     assert len(set(ids)) == len(ids)
-    chunks = list(events(served.client.post(CHAT, json={"stream": True, **body}).text))
+    chunks = list(events(served.stream(CHAT, **body)))
     for chunk in chunks:
         check("CreateChatCompletionStreamResponse", chunk)
     for index, choice in enumerate(whole["choices"]):
@@ -94,78 +76,78 @@ def test_harmony_is_served_whole_and_streamed_without_its_headers(tmp_path: Path
     called = {**body, "tools": TOOLS, "tool_choice": "required"}
     chosen = {**body, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BOOLEAN}}}
     with LLM(folder, chat_template=TEMPLATES["harmony"]) as other, serving(other, model="tiny") as served:
-        whole = post(served, CHAT, **called)["choices"][0]
+        whole = served.ask(CHAT, **called)["choices"][0]
         assert whole["finish_reason"] == "tool_calls"
         (call,) = whole["message"]["tool_calls"]
         assert (whole["message"]["content"], call["function"]["name"] in ("is_on", "now")) == (None, True)
-        found, reason = joined(list(events(served.client.post(CHAT, json={"stream": True, **called}).text)), 0)
+        found, reason = joined(list(events(served.stream(CHAT, **called))), 0)
         assert (found["content"], found["tool_calls"], reason) == ("", [call], "tool_calls")
-        answer = post(served, CHAT, **chosen)["choices"][0]["message"]
+        answer = served.ask(CHAT, **chosen)["choices"][0]["message"]
         assert answer["content"] in ("true", "false")
         assert "<|" not in (answer.get("reasoning_content") or "")
         heard = {"role": "tool", "tool_call_id": call["id"], "content": "on"}
-        assert post(served, CHAT, **{**called, "messages": [*ASKED, whole["message"], heard]})["choices"]
+        assert served.ask(CHAT, **{**called, "messages": [*ASKED, whole["message"], heard]})["choices"]
 
 
 def test_a_conversation_with_calls_and_results_goes_on(served: Served) -> None:
     body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **SAMPLED}
-    answer = post(served, CHAT, messages=ASKED, **body)["choices"][0]
+    answer = served.ask(CHAT, messages=ASKED, **body)["choices"][0]
     assert answer["finish_reason"] == "tool_calls"
     (call,) = answer["message"]["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "yes"}]}
     messages = [*ASKED, answer["message"], result]
-    after = post(served, CHAT, messages=messages, tools=TOOLS, seed=1, max_tokens=5, allowed_token_ids=TEXT_IDS)
+    after = served.ask(CHAT, messages=messages, tools=TOOLS, seed=1, max_tokens=5, allowed_token_ids=TEXT_IDS)
     assert after["choices"][0]["message"]["content"]
-    prompt = post(served, "/apply-template", messages=messages)["prompt"]
+    prompt = served.ask("/apply-template", messages=messages)["prompt"]
     assert call["function"]["name"] in prompt
 
 
 def test_reasoning_is_a_field_of_its_own_counted_and_switched_off(served: Served) -> None:
     body = {"messages": ASKED, "chat_template_kwargs": {"open": True}, "thinking_token_budget": 6, **SAMPLED}
     letters = [*range(97, 123), 256, *b"</>"]
-    whole = post(served, CHAT, **body, allowed_token_ids=letters)
+    whole = served.ask(CHAT, **body, allowed_token_ids=letters)
     message = whole["choices"][0]["message"]
     assert len(message["reasoning_content"]) <= 6
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6 + len("</think>")
-    chunks = list(events(served.client.post(CHAT, json={"stream": True, "allowed_token_ids": letters, **body}).text))
+    chunks = list(events(served.stream(CHAT, allowed_token_ids=letters, **body)))
     found, _ = joined(chunks, 0)
     assert found["reasoning_content"] == message["reasoning_content"]
     assert found["content"] == message["content"]
-    raw = post(served, CHAT, **body, allowed_token_ids=letters, reasoning_format="none")["choices"][0]["message"]
+    raw = served.ask(CHAT, **body, allowed_token_ids=letters, reasoning_format="none")["choices"][0]["message"]
     assert "reasoning_content" not in raw
     assert raw["content"].startswith(f"{message['reasoning_content']}</think>")
     del body["thinking_token_budget"]
-    off = post(served, CHAT, **body, reasoning_effort="none", allowed_token_ids=letters)
+    off = served.ask(CHAT, **body, reasoning_effort="none", allowed_token_ids=letters)
     assert "reasoning_content" not in off["choices"][0]["message"]
     for name in ("reasoning", "reasoning_content"):
         past = {"role": "assistant", "content": "a", name: "because"}
-        assert "because" in post(served, "/apply-template", messages=[*ASKED, past])["prompt"]
+        assert "because" in served.ask("/apply-template", messages=[*ASKED, past])["prompt"]
 
 
 def test_an_answer_with_tools_is_traced_and_branched_with_its_own_grammar(served: Served, llm: LLM) -> None:
     thinking = {"chat_template_kwargs": {"open": True}, "thinking_token_budget": 6}
     body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **SAMPLED}
-    answer = post(served, CHAT, **body, **thinking, return_token_ids=True)["choices"][0]
+    answer = served.ask(CHAT, **body, **thinking, return_token_ids=True)["choices"][0]
     ids, message = answer["token_ids"], answer["message"]
-    traced = post(served, "/v1/trace", **body, **thinking, num_candidates=3)
+    traced = served.ask("/v1/trace", **body, **thinking, num_candidates=3)
     assert [each["token_id"] for each in traced["tokens"]] == traced["token_ids"] == ids
     assert (traced["reasoning_content"], traced["tool_calls"]) == (message["reasoning_content"], message["tool_calls"])
     assert traced["finish_reason"] == answer["finish_reason"] == "tool_calls"
     assert min(stage["num_kept"] for each in traced["tokens"] for stage in each["stages"]) == 1
     given = {"answer_token_ids": ids, "position": 9}
-    part = post(served, "/v1/trace", **body, **thinking, **given, num_tokens=4, num_candidates=3)
+    part = served.ask("/v1/trace", **body, **thinking, **given, num_tokens=4, num_candidates=3)
     assert part["tokens"] == traced["tokens"][9:13]
-    branch = post(served, "/v1/branch", **body, **thinking, **given)
+    branch = served.ask("/v1/branch", **body, **thinking, **given)
     assert (branch["token_ids"], branch["tool_calls"]) == (ids, message["tool_calls"])
     assert (branch["reasoning_content"], branch["finish_reason"]) == (message["reasoning_content"], "tool_calls")
-    streamed = served.client.post("/v1/branch", json={**body, **thinking, **given, "stream": True}).text
+    streamed = served.stream("/v1/branch", **body, **thinking, **given)
     choices = [{"index": 0, "delta": chunk, "finish_reason": chunk["finish_reason"]} for chunk in events(streamed)]
     found, reason = joined([{"choices": choices}], 0)
     assert (found["reasoning_content"], found["tool_calls"]) == (message["reasoning_content"], message["tool_calls"])
     assert reason == "tool_calls"
     expected = llm.sample_trace(ASKED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=3, step=5,
                                 temperature=1.5, num_candidates=3).to_json()  # fmt: skip
-    fifth = post(served, "/v1/trace", **body, num_candidates=3)["tokens"][4]
+    fifth = served.ask("/v1/trace", **body, num_candidates=3)["tokens"][4]
     del fifth["bytes"], expected["text_before"]
     assert fifth == json.loads(json.dumps(expected))
 
@@ -193,8 +175,7 @@ def test_a_chat_traces_an_answer_with_a_schema_after_its_reasoning(llm: LLM) -> 
 @pytest.mark.parametrize("name", ["tools", "thinking_token_budget", "reasoning_effort"])
 def test_options_of_messages_are_refused_beside_a_text(served: Served, name: str) -> None:
     value = {"tools": TOOLS, "thinking_token_budget": 1, "reasoning_effort": "low"}[name]
-    answer = served.client.post("/v1/trace", json={"prompt": "a", name: value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert served.refusal("/v1/trace", **{"prompt": "a", name: value})["param"] == name
 
 
 STRICT_LIST = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array"}}}
@@ -206,13 +187,10 @@ def test_a_tool_that_is_not_strict_refuses_no_request(served: Served) -> None:
     named = {"type": "function", "function": {"name": "f"}}
     body = {"messages": ASKED, "tools": [tool], "tool_choice": named, "tool_format": "hermes", **SAMPLED}
     body["thinking_token_budget"] = 0
-    answer = served.client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert [call["function"]["name"] for call in answer.json()["choices"][0]["message"].get("tool_calls", ())] == [
-        "f"
-    ], answer.text
+    (call,) = served.ask(CHAT, **body)["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "f"
     tool["function"]["strict"] = True
-    assert served.client.post("/v1/chat/completions", json=body).status_code == 400
+    served.refusal(CHAT, **body)
 
 
 @pytest.mark.parametrize(
@@ -230,18 +208,15 @@ def test_a_tool_that_is_not_strict_refuses_no_request(served: Served) -> None:
     ],
 )
 def test_faults_of_tools_are_named(served: Served, body: dict[str, Any], param: str) -> None:
-    answer = served.client.post(CHAT, json={"messages": ASKED, **body})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert "\n" not in error["message"]
-    check("ErrorResponse", answer.json())
+    error = served.refusal(CHAT, messages=ASKED, **body)
+    assert (error["param"], "\n" in error["message"]) == (param, False)
+    check("ErrorResponse", {"error": error})
 
 
 def test_an_answer_cut_in_a_call_says_length(served: Served) -> None:
     choice = {"type": "function", "function": {"name": "is_on"}}
     body = {"messages": ASKED, "tools": TOOLS, "tool_choice": choice, "seed": 1, "max_tokens": 40}
-    (answer,) = post(served, CHAT, **body)["choices"]
+    (answer,) = served.ask(CHAT, **body)["choices"]
     assert answer["finish_reason"] == "length"
     (call,) = answer["message"]["tool_calls"]
     assert not call["function"]["arguments"].endswith("}")
@@ -255,9 +230,7 @@ RESPONSES = "/v1/responses"
 
 
 def streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
-    answer = served.client.post(RESPONSES, json=body | {"stream": True})
-    assert answer.status_code == 200, answer.text
-    found = list(named_events(answer.text))
+    found = list(named_events(served.stream(RESPONSES, **body)))
     for each in found:
         check("ResponseStreamEvent", each)
     return found
@@ -266,10 +239,9 @@ def streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
 def test_a_response_has_its_calls_as_items_whole_and_in_events(served: Served, llm: LLM) -> None:
     sampled = {"seed": 3, "max_output_tokens": 200, "temperature": 1.5}
     body = {"input": "weather?", "tools": FLAT, "tool_choice": "required", **sampled}
-    expected = llm.chat(
-        ASKED, tools=[FUNCTION, NOW], tool_choice="required", seed=3, max_new_tokens=200, temperature=1.5
-    )
-    whole = post(served, RESPONSES, **body)
+    tools = {"tools": [FUNCTION, NOW], "tool_choice": "required"}
+    expected = llm.chat(ASKED, **tools, seed=3, max_new_tokens=200, temperature=1.5)
+    whole = served.ask(RESPONSES, **body)
     check("Response", whole)
     found = [(item["call_id"], item["name"], item["arguments"]) for item in whole["output"]]
     assert found == [(call.id, call.name, call.arguments) for call in expected.tool_calls]
@@ -284,7 +256,7 @@ def test_a_response_has_its_calls_as_items_whole_and_in_events(served: Served, l
         assert "".join(deltas) == item["arguments"]
     past = [{"role": "user", "content": "weather?"}, *items]
     results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "yes"} for item in items]
-    answer = post(served, RESPONSES, input=[*past, *results], tools=FLAT, tool_choice="none", max_output_tokens=3)
+    answer = served.ask(RESPONSES, input=[*past, *results], tools=FLAT, tool_choice="none", max_output_tokens=3)
     assert answer["output"][-1]["type"] == "message"
 
 
@@ -294,12 +266,10 @@ def test_a_response_has_its_reasoning_before_its_message(served: Served, llm: LL
     body["allowed_token_ids"] = [*range(97, 123), 256, *b"<>/"]
     sampled = {"seed": 2, "max_new_tokens": 60, "allowed_token_ids": body["allowed_token_ids"]}
     llm_result = llm.chat(begun, sampled, answer_prefix=[], reasoning_budget=5)
-    whole = post(served, RESPONSES, **body)
+    whole = served.ask(RESPONSES, **body)
     check("Response", whole)
-    kinds = [item["type"] for item in whole["output"]]
-    assert kinds == (["reasoning"] if llm_result.reasoning else []) + ["message"] * bool(
-        llm_result.text or not llm_result.reasoning
-    )
+    kinds, has_message = [item["type"] for item in whole["output"]], llm_result.text or not llm_result.reasoning
+    assert kinds == ["reasoning"] * bool(llm_result.reasoning) + ["message"] * bool(has_message)
     assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == llm_result.reasoning_tokens
     items = [each["item"] for each in streamed(served, **body) if each["type"] == "response.output_item.done"]
     assert [item["content"] for item in items] == [item["content"] for item in whole["output"]]
@@ -328,13 +298,8 @@ def blocks_of(text: str) -> tuple[list[dict[str, Any]], str]:
             case "content_block_delta":
                 block, delta = blocks[found["index"]], found["delta"]
                 assert found["index"] == len(blocks) - 1
-                match delta["type"]:
-                    case "text_delta":
-                        block["text"] += delta["text"]
-                    case "thinking_delta":
-                        block["thinking"] += delta["thinking"]
-                    case "input_json_delta":
-                        block["partial"] += delta["partial_json"]
+                kind = delta["type"].removesuffix("_delta")
+                block["partial" if kind == "input_json" else kind] += delta.get(kind) or delta["partial_json"]
             case "message_delta":
                 reason = found["delta"]["stop_reason"]
     for block in blocks:
@@ -349,43 +314,33 @@ def blocks_of(text: str) -> tuple[list[dict[str, Any]], str]:
 def test_a_message_has_its_calls_as_blocks_and_hears_their_results(served: Served, llm: LLM, choice: Any) -> None:
     body = {"messages": ASKED, "tools": BLOCKS_TOOLS, "tool_choice": choice, "seed": 3, "max_tokens": 300}
     name = choice.get("name")
-    expected = llm.chat(
-        ASKED,
-        tools=[FUNCTION, NOW | {"parameters": {"type": "object"}}],
-        tool_choice=name or "required",
-        parallel_tool_calls=not name,
-        seed=3,
-        max_new_tokens=300,
-    )
-    whole = post(served, MESSAGES, **body)
+    tools = {"tools": [FUNCTION, NOW | {"parameters": {"type": "object"}}], "tool_choice": name or "required"}
+    expected = llm.chat(ASKED, **tools, parallel_tool_calls=not name, seed=3, max_new_tokens=300)
+    whole = served.ask(MESSAGES, **body)
     assert [(each["id"], each["name"], each["input"]) for each in whole["content"]] == [
         (call.id, call.name, call.parsed()) for call in expected.tool_calls
     ]
     assert whole["stop_reason"] == "tool_use"
-    blocks, reason = blocks_of(served.client.post(MESSAGES, json=body | {"stream": True}).text)
+    blocks, reason = blocks_of(served.stream(MESSAGES, **body))
     assert (blocks, reason) == (whole["content"], "tool_use")
-    results = [
-        {"type": "tool_result", "tool_use_id": each["id"], "content": [{"type": "text", "text": "yes"}]}
-        for each in whole["content"]
-    ]
+    yes = {"type": "tool_result", "content": [{"type": "text", "text": "yes"}]}
+    results = [yes | {"tool_use_id": each["id"]} for each in whole["content"]]
     turns = [*ASKED, {"role": "assistant", "content": whole["content"]}, {"role": "user", "content": results}]
-    counted = post(served, f"{MESSAGES}/count_tokens", messages=turns, tools=BLOCKS_TOOLS)["input_tokens"]
-    answer = post(served, MESSAGES, messages=turns, tools=BLOCKS_TOOLS, max_tokens=3, tool_choice={"type": "none"})
+    counted = served.ask(f"{MESSAGES}/count_tokens", messages=turns, tools=BLOCKS_TOOLS)["input_tokens"]
+    answer = served.ask(MESSAGES, messages=turns, tools=BLOCKS_TOOLS, max_tokens=3, tool_choice={"type": "none"})
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] <= counted
 
 
 def test_thinking_is_a_block_before_the_text(served: Served, llm: LLM) -> None:
     body: dict[str, Any] = {"messages": ASKED, "seed": 5, "max_tokens": 40}
     expected = llm.chat(ASKED, seed=5, max_new_tokens=40, reasoning_budget=7)
-    whole = post(served, MESSAGES, **body, thinking={"type": "enabled", "budget_tokens": 7})
+    whole = served.ask(MESSAGES, **body, thinking={"type": "enabled", "budget_tokens": 7})
     assert [each["type"] for each in whole["content"]][-1] == ("text" if expected.text else "thinking")
-    off = post(served, MESSAGES, **body, thinking={"type": "disabled"})
+    off = served.ask(MESSAGES, **body, thinking={"type": "disabled"})
     assert [each["type"] for each in off["content"]] == ["text"]
-    past = {
-        "role": "assistant",
-        "content": [{"type": "thinking", "thinking": "because"}, {"type": "text", "text": "a"}],
-    }
-    assert post(served, MESSAGES, **body | {"messages": [*ASKED, past, *ASKED]})["content"]
+    blocks = [{"type": "thinking", "thinking": "because"}, {"type": "text", "text": "a"}]
+    past = {"role": "assistant", "content": blocks}
+    assert served.ask(MESSAGES, **body | {"messages": [*ASKED, past, *ASKED]})["content"]
 
 
 def test_anthropic_s_names_stand_in_its_refusals(served: Served) -> None:
@@ -398,8 +353,7 @@ def test_anthropic_s_names_stand_in_its_refusals(served: Served) -> None:
         ),
         ({"thread": {"type": "create"}}, "thread"),
     ]:
-        answer = served.client.post(MESSAGES, json=body | wrong)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, param)
+        error = served.refusal(MESSAGES, **body | wrong)
+        assert error["param"] == param
         assert "thinking_token_budget" not in error["message"]
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

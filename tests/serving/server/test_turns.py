@@ -3,17 +3,20 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from idle import in_event_loop
 from infer import LLM
 from infer.engine.texts import token_trace
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.turns import Turns
 from looping import beside
 from served import Served, serving
+
+LOUD, QUIET = ({"Authorization": f"Bearer sk-{name}"} for name in ("loud", "quiet"))
 
 
 @pytest.fixture
@@ -22,115 +25,95 @@ def served(llm: LLM) -> Iterator[Served]:
         yield served
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        await asyncio.wait_for(work(), 60)
-
-    asyncio.run(limited())
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
 
 
-def test_one_piece_of_work_of_a_tenant_runs_at_a_time_and_another_s_beside_it() -> None:
-    async def work() -> None:
-        turns, gate, running = Turns(), threading.Event(), list[str]()
+@in_event_loop
+async def test_one_piece_of_work_of_a_tenant_runs_at_a_time_and_another_s_beside_it() -> None:
+    turns, gate, running = Turns(), threading.Event(), list[str]()
 
-        def held(name: str) -> str:
-            running.append(name)
-            gate.wait()
-            return name
+    def held(name: str) -> str:
+        running.append(name)
+        gate.wait()
+        return name
 
-        loud = [
-            asyncio.create_task(turns.run("loud", lambda number=number: held(f"loud {number}"))) for number in range(3)
-        ]
-        await until(lambda: running == ["loud 0"])
-        quiet = asyncio.create_task(turns.run("quiet", lambda: held("quiet")))
-        await until(lambda: len(running) == 2)
-        third = asyncio.create_task(turns.run("third", lambda: held("third")))
-        await asyncio.sleep(0.02)
-        assert running == ["loud 0", "quiet"]
+    names = [f"loud {number}" for number in range(3)]
+    loud = [asyncio.create_task(turns.run("loud", lambda name=name: held(name))) for name in names]
+    await until(lambda: running == ["loud 0"])
+    quiet = asyncio.create_task(turns.run("quiet", lambda: held("quiet")))
+    await until(lambda: len(running) == 2)
+    third = asyncio.create_task(turns.run("third", lambda: held("third")))
+    await asyncio.sleep(0.02)
+    assert running == ["loud 0", "quiet"]
+    gate.set()
+    assert await asyncio.gather(*loud, quiet, third) == ["loud 0", "loud 1", "loud 2", "quiet", "third"]
+
+
+@in_event_loop
+async def test_a_tenant_of_whom_too_much_waits_is_refused_and_the_others_are_not() -> None:
+    turns, gate = Turns(most_running=1, most_waiting=2), threading.Event()
+    tasks = [asyncio.create_task(turns.run("loud", gate.wait)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="2 of your texts already wait") as error:
+        await turns.run("loud", gate.wait)
+    assert (error.value.status, error.value.headers["Retry-After"]) == (429, "1")
+    tasks.append(asyncio.create_task(turns.run("quiet", gate.wait)))
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(*tasks) == [True] * 4
+
+
+@in_event_loop
+async def test_the_turn_of_a_cancelled_task_ends_with_its_work() -> None:
+    turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
+    gone = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
+    await until(begun.is_set)
+    waiting = [asyncio.create_task(turns.run("b", lambda: "b")) for _ in range(2)]
+    await asyncio.sleep(0)
+    gone.cancel()
+    waiting[0].cancel()
+    await asyncio.sleep(0.02)
+    assert not waiting[1].done(), "two pieces of work ran at once"
+    gate.set()
+    assert await waiting[1] == "b"
+
+
+@in_event_loop
+async def test_a_turn_that_is_given_to_one_that_goes_in_the_same_moment_is_the_next_one_s() -> None:
+    turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
+    first = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
+    await until(begun.is_set)
+    going, last = (asyncio.create_task(turns.run(tenant, lambda: "done")) for tenant in ("b", "c"))
+    await asyncio.sleep(0)
+    end = turns._end
+
+    def end_and_go(tenant: str) -> None:
+        end(tenant)
+        going.cancel()  # it has the turn, but has not run yet
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "_end", end_and_go)
         gate.set()
-        assert await asyncio.gather(*loud, quiet, third) == ["loud 0", "loud 1", "loud 2", "quiet", "third"]
-
-    run(work)
-
-
-def test_a_tenant_of_whom_too_much_waits_is_refused_and_the_others_are_not() -> None:
-    async def work() -> None:
-        turns, gate = Turns(most_running=1, most_waiting=2), threading.Event()
-        tasks = [asyncio.create_task(turns.run("loud", gate.wait)) for _ in range(3)]
+        await first
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="2 of your texts already wait") as error:
-            await turns.run("loud", gate.wait)
-        assert (error.value.status, error.value.headers["Retry-After"]) == (429, "1")
-        tasks.append(asyncio.create_task(turns.run("quiet", gate.wait)))
-        await asyncio.sleep(0)
-        gate.set()
-        assert await asyncio.gather(*tasks) == [True] * 4
-
-    run(work)
+    assert await last == "done"
+    assert going.cancelled()
 
 
-def test_the_turn_of_a_cancelled_task_ends_with_its_work() -> None:
-    async def work() -> None:
-        turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
-        gone = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
-        await until(begun.is_set)
-        waiting = [asyncio.create_task(turns.run("b", lambda: "b")) for _ in range(2)]
-        await asyncio.sleep(0)
-        gone.cancel()
-        waiting[0].cancel()
-        await asyncio.sleep(0.02)
-        assert not waiting[1].done(), "two pieces of work ran at once"
-        gate.set()
-        assert await waiting[1] == "b"
-
-    run(work)
-
-
-def test_a_turn_that_is_given_to_one_that_goes_in_the_same_moment_is_the_next_one_s() -> None:
-    async def work() -> None:
-        turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
-        first = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
-        await until(begun.is_set)
-        going, last = (asyncio.create_task(turns.run(tenant, lambda: "done")) for tenant in ("b", "c"))
-        await asyncio.sleep(0)
-        end = turns._end
-
-        def end_and_go(tenant: str) -> None:
-            end(tenant)
-            going.cancel()  # it has the turn, but has not run yet
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(turns, "_end", end_and_go)
-            gate.set()
-            await first
-            await asyncio.sleep(0)
-        assert await asyncio.wait_for(last, 10) == "done"
-        assert going.cancelled()
-
-    run(work)
-
-
-def test_failures_are_those_of_the_work() -> None:
+@in_event_loop
+async def test_failures_are_those_of_the_work() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    async def work() -> None:
-        turns = Turns(most_running=1)
-        with pytest.raises(ZeroDivisionError):
-            await turns.run("a", fail)
-        assert await turns.run("a", lambda: 1) == 1
-
-    run(work)
+    turns = Turns(most_running=1)
+    with pytest.raises(ZeroDivisionError):
+        await turns.run("a", fail)
+    assert await turns.run("a", lambda: 1) == 1
 
 
-def test_texts_of_one_key_do_not_keep_another_s_request_waiting(
-    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_one_key_do_not_keep_another_s_request_waiting(served: Served, llm: LLM, monkeypatch: Any) -> None:
     """There are more texts than threads that prepare requests."""
     gate, tokenizer = threading.Event(), llm.tokenizer
     statuses = list[int]()
@@ -142,14 +125,12 @@ def test_texts_of_one_key_do_not_keep_another_s_request_waiting(
         return encode(text, *given, **named)
 
     def tokenize() -> None:
-        headers = {"Authorization": "Bearer sk-loud"}
-        statuses.append(served.client.post("/tokenize", json={"content": "held"}, headers=headers).status_code)
+        statuses.append(served.client.post("/tokenize", json={"content": "held"}, headers=LOUD).status_code)
 
     monkeypatch.setattr(tokenizer, "encode", held)
     with beside([tokenize] * 8):
         for path, body in (("/v1/completions", {"prompt": "ab", "max_tokens": 2}), ("/tokenize", {"content": "ab"})):
-            answer = served.client.post(path, json=body, headers={"Authorization": "Bearer sk-quiet"})
-            assert answer.status_code == 200
+            assert served.client.post(path, json=body, headers=QUIET).status_code == 200
         assert statuses == []
         gate.set()
     assert statuses == [200] * 8
@@ -165,8 +146,7 @@ def test_many_listeners_look_at_the_engine_once(served: Served, llm: LLM, monkey
         return snapshot()
 
     def listen() -> None:
-        headers = {"Authorization": "Bearer sk-quiet"}
-        with served.client.stream("GET", "/v1/engine/events", headers=headers) as answer:
+        with served.client.stream("GET", "/v1/engine/events", headers=QUIET) as answer:
             next(answer.iter_lines())
 
     monkeypatch.setattr(engine, "snapshot", held)
@@ -188,15 +168,14 @@ def test_scores_of_one_key_take_no_more_time_than_the_answers_of_another(
     def slow(*given: Any) -> Any:
         nonlocal num_parts
         num_parts += 1
-        time.sleep(0.05)
+        time.sleep(0.2)
         return log_probabilities(*given)
 
     def score() -> None:
         body = {"prompt": [5] * 100, "max_tokens": num_answered, "echo": not num_answered, "logprobs": 1}
         body |= {"prompt_logprobs": 1} if num_answered else {}
         while not is_over.is_set():
-            headers = {"Authorization": "Bearer sk-loud"}
-            assert served.client.post("/v1/completions", json=body, headers=headers).status_code == 200
+            assert served.client.post("/v1/completions", json=body, headers=LOUD).status_code == 200
 
     monkeypatch.setattr(token_trace, "log_probabilities", slow)
     monkeypatch.setattr(llm._host.engine.scheduler, "_max_steps", 1)
@@ -204,8 +183,7 @@ def test_scores_of_one_key_take_no_more_time_than_the_answers_of_another(
         while not num_parts:
             time.sleep(0.001)
         body = {"prompt": [5], "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-        headers = {"Authorization": "Bearer sk-quiet"}
-        with served.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        with served.client.stream("POST", "/v1/completions", json=body, headers=QUIET) as answer:
             lines = answer.iter_lines()
             next(lines)
             first = num_parts

@@ -300,12 +300,19 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal_alone(fake: FakeModel) -
 # Loading
 
 
+class EveryModel(type):
+    """The type of a class that annotations may keep after a test, so that each model must be an instance of it."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return True
+
+
 @pytest.fixture
 def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the arguments with which the last command made its `LLM`."""
     given: dict[str, Any] = {}
 
-    class FakeLLM(FakeModel):
+    class FakeLLM(FakeModel, metaclass=EveryModel):
         def __init__(self, model: str, **values: Any) -> None:
             super().__init__()
             values.pop("on_progress")(1, 3)

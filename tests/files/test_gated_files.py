@@ -13,6 +13,7 @@ from infer.errors import ModelError
 from infer.files.config import config_from_gguf
 from infer.files.gguf.gguf import GGUFFile, read_gguf
 from infer.models.families import make_architecture
+from refusals import refusal
 from tiny import LAGUNA, MUSE_GLIMMER, Tiny, make_tiny
 
 
@@ -58,10 +59,7 @@ def test_the_gates_and_heads_of_laguna_are_those_of_the_file(tmp_path: Path) -> 
 def test_settings_that_laguna_does_not_have_are_refused_in_a_line(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelError) as caught:
-        with_settings(file_of(LAGUNA[0], tmp_path), settings)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in refusal(lambda: with_settings(file_of(LAGUNA[0], tmp_path), settings), ModelError)
 
 
 def test_norms_of_muse_glimmer_have_the_scale_of_queries_as_weights(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from gguf_files import (
     read_bytes,
     tensor_entry,
     text,
+    write_file,
     write_model,
-)  # fmt: skip
+)
 from infer.compute.quantization.ggml_blocks import dequantize
 from infer.compute.quantization.ggml_types import BLOCK_TYPES, GGML_TYPES
 from infer.errors import ModelFormatError
@@ -104,16 +105,17 @@ def test_every_value_type_reads_as_gguf_wrote_it(tmp_path: Path) -> None:
         assert type(metadata[f"many.{name}"][0]) is type(value)
 
 
+def write_raw(path: Path, raw: np.ndarray, type_: str) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType[type_])
+    return write_file(writer, path)
+
+
 @pytest.mark.parametrize("name", [kind.name for kind in GGML_TYPES.values() if kind.name != "Q2_0"])
 def test_every_tensor_type_is_the_files_bytes_under_the_logical_shape(tmp_path: Path, name: str) -> None:
     kind = BLOCK_TYPES[name]
     raw = np.random.default_rng(1).integers(0, 256, (3, 2 * 256 // kind.block_size * kind.block_bytes), dtype=np.uint8)
-    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
-    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType[name])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path = write_raw(tmp_path / "m.gguf", raw, name)
     weight = read_weight(read_gguf(path).tensors["w"])
     assert (weight.type, weight.shape) == (name, (3, 512))
     assert weight.data.shape == ((3, 512) if kind.is_float else raw.shape)
@@ -123,12 +125,7 @@ def test_every_tensor_type_is_the_files_bytes_under_the_logical_shape(tmp_path: 
 def test_a_type_that_the_writer_does_not_know_is_read_by_its_number(tmp_path: Path) -> None:
     """Blocks of Q2_0 have the bytes of Q4_0's, for twice as many values."""
     raw = np.random.default_rng(1).integers(0, 256, (3, 8 * 18), dtype=np.uint8)
-    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
-    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path = write_raw(tmp_path / "m.gguf", raw, "Q4_0")
     header = struct.pack("<QQI", 256, 3, 2), struct.pack("<QQI", 512, 3, 42)
     path.write_bytes(path.read_bytes().replace(*header))
     weight = read_weight(read_gguf(path).tensors["w"])

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from gguf_files import (
-    ONE,
-    TWO,
-    U32,
-    key_value,
-    random_tensors,
-    raw_file,
-    read_bytes,
-    tensor_entry,
-    text,
-    write_model,
-)  # fmt: skip
+from gguf_files import ONE, TWO, U32, key_value, random_tensors, raw_file, read_bytes, tensor_entry, text, write_model
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.files import open_checkpoint
 from processor_time import least_processor_seconds
+from refusals import refusal
 
 HUGE = 2**64 - 1
+
+
+def array(type_id: int, count: int, content: bytes = b"") -> bytes:
+    """Return a file whose only value is an array."""
+    return raw_file((key_value("k", 9, struct.pack("<IQ", type_id, count) + content),))
+
+
+def tensors(*entries: bytes, size: int = 32) -> bytes:
+    return raw_file((), entries, bytes(size))
+
 
 FAULTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "expected at least 24 bytes, got 0"),
@@ -43,63 +43,39 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "unknown value type": (raw_file((key_value("k", 13, U32),)), "13 is not a value type"),
     "value beyond the end": (raw_file((key_value("key", 10, U32),)), "key 'key' at byte 39: needs 8 bytes, 4 remain"),
     "bool of 2": (raw_file((key_value("k", 7, b"\2"),)), "a bool is 0 or 1, got 2"),
-    "bool of 2 in an array": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 7, 2) + b"\1\2"),)),
-        "key 'k' at byte 50: a bool is 0 or 1, got 2",
-    ),
+    "bool of 2 in an array": (array(7, 2, b"\1\2"), "key 'k' at byte 50: a bool is 0 or 1, got 2"),
     "string that is not UTF-8": (raw_file((key_value("k", 8, text(b"ab\xff")),)), "key 'k' at byte 47: is not UTF-8"),
     "string of 2⁶⁴ − 1 bytes": (raw_file((key_value("k", 8, struct.pack("<Q", HUGE)),)), f"a string of {HUGE} bytes"),
-    "array of 2⁶⁴ − 1 numbers": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 4, HUGE)),)),
-        f"expected at most 4194304, got {HUGE}",
-    ),
-    "more numbers than bytes": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 4, 9)),)),
-        "9 need 36 bytes or more, 0 remain",
-    ),
-    "array of two million strings": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2_000_000)),)),
-        "expected at most 1000000, got 2000000",
-    ),
-    "more strings than bytes": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 9)),)),
-        "9 need 72 bytes or more, 0 remain",
-    ),
-    "string in an array beyond the end": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", HUGE)),)),
-        f"a string of {HUGE} bytes",
-    ),
-    "strings that use up the bytes": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2) + text("12345678")),)),
-        "string 1 of 2 begins after the end",
-    ),
-    "string in an array that is not UTF-8": (
-        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2) + text("a") + text(b"\xff")),)),
-        "string 1 is not UTF-8",
-    ),
-    "array of arrays": (raw_file((key_value("k", 9, struct.pack("<IQ", 9, 0)),)), "arrays of arrays are not supported"),
-    "no dimensions": (raw_file((), (tensor_entry("abcdefghi", (), 0, 0),), bytes(32)), "1 to 4 dimensions, got 0"),
-    "five dimensions": (raw_file((), (tensor_entry("a", (1,) * 5, 0, 0),), bytes(32)), "1 to 4 dimensions, got 5"),
-    "no elements": (raw_file((), (tensor_entry("a", (8, 0), 0, 0),), bytes(32)), "has no elements"),
+    "array of 2⁶⁴ − 1 numbers": (array(4, HUGE), f"expected at most 4194304, got {HUGE}"),
+    "more numbers than bytes": (array(4, 9), "9 need 36 bytes or more, 0 remain"),
+    "array of two million strings": (array(8, 2_000_000), "expected at most 1000000, got 2000000"),
+    "more strings than bytes": (array(8, 9), "9 need 72 bytes or more, 0 remain"),
+    "string in an array beyond the end": (array(8, 1, struct.pack("<Q", HUGE)), f"a string of {HUGE} bytes"),
+    "strings that use up the bytes": (array(8, 2, text("12345678")), "string 1 of 2 begins after the end"),
+    "string in an array that is not UTF-8": (array(8, 2, text("a") + text(b"\xff")), "string 1 is not UTF-8"),
+    "array of arrays": (array(9, 0), "arrays of arrays are not supported"),
+    "no dimensions": (tensors(tensor_entry("abcdefghi", (), 0, 0)), "1 to 4 dimensions, got 0"),
+    "five dimensions": (tensors(tensor_entry("a", (1,) * 5, 0, 0)), "1 to 4 dimensions, got 5"),
+    "no elements": (tensors(tensor_entry("a", (8, 0), 0, 0)), "has no elements"),
     "a product that overflows": (
-        raw_file((), (tensor_entry("a", (2**32, 2**32), 0, 0),), bytes(32)),
-        f"{2**66} bytes at 0 of the data do not fit",
+        tensors(tensor_entry("a", (2**32, 2**32), 0, 0)),
+        f"{2**66} bytes at 0 of the data do not",
     ),
-    "an offset that wraps": (raw_file((), (tensor_entry("a", (8,), 0, HUGE),), bytes(32)), f"32 bytes at {HUGE} of"),
-    "unknown tensor type": (raw_file((), (tensor_entry("a", (8,), 99, 0),), bytes(32)), "99 is not a tensor type"),
+    "an offset that wraps": (tensors(tensor_entry("a", (8,), 0, HUGE)), f"32 bytes at {HUGE} of"),
+    "unknown tensor type": (tensors(tensor_entry("a", (8,), 99, 0)), "99 is not a tensor type"),
     "row that is no multiple of its block": (
         raw_file((), (tensor_entry("a", (40,), 2, 0),), bytes(64)),
         "a row of 40 is not a multiple of Q4_0's block of 32",
     ),
-    "duplicate tensor": (raw_file((), (ONE, ONE), bytes(32)), "tensor 'a': appears twice"),
-    "empty tensor name": (raw_file((), (tensor_entry("", (8,), 0, 0) + bytes(1),), bytes(32)), "a tensor's name"),
-    "overlap": (raw_file((), (ONE, tensor_entry("b", (8,), 0, 0)), bytes(64)), "overlaps the tensor before it"),
-    "hole": (raw_file((), (ONE, tensor_entry("b", (8,), 0, 64)), bytes(96)), "leaves a hole before it"),
-    "hole at the start": (raw_file((), (tensor_entry("a", (8,), 0, 32),), bytes(64)), "leaves a hole before it"),
-    "misaligned": (raw_file((), (tensor_entry("a", (8,), 0, 4),), bytes(64)), "is not a multiple of 32"),
-    "truncated data": (raw_file((), (ONE, TWO), bytes(63)), "truncated: expected 160 bytes, got 159: copy or download"),
+    "duplicate tensor": (tensors(ONE, ONE, size=32), "tensor 'a': appears twice"),
+    "empty tensor name": (tensors(tensor_entry("", (8,), 0, 0) + bytes(1)), "a tensor's name"),
+    "overlap": (tensors(ONE, tensor_entry("b", (8,), 0, 0), size=64), "overlaps the tensor before it"),
+    "hole": (tensors(ONE, tensor_entry("b", (8,), 0, 64), size=96), "leaves a hole before it"),
+    "hole at the start": (tensors(tensor_entry("a", (8,), 0, 32), size=64), "leaves a hole before it"),
+    "misaligned": (tensors(tensor_entry("a", (8,), 0, 4), size=64), "is not a multiple of 32"),
+    "truncated data": (tensors(ONE, TWO, size=63), "truncated: expected 160 bytes, got 159: copy or download"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "is a pointer to a file of Git LFS"),
-    "trailing bytes": (raw_file((), (ONE,), bytes(33)), "trailing bytes: expected 96 bytes, got 97"),
+    "trailing bytes": (tensors(ONE, size=33), "trailing bytes: expected 96 bytes, got 97"),
     "trailing bytes without tensors": (raw_file((key_value("k", 4, U32),)) + bytes(40), "trailing bytes"),
     **{
         f"alignment {alignment}": (
@@ -108,26 +84,20 @@ FAULTS: dict[str, tuple[bytes, str]] = {
         )
         for alignment in (0, 1, 13, 2**31)
     },
-    "alignment that is a string": (
-        raw_file((key_value("general.alignment", 8, text("32")),), (ONE,), bytes(32)),
-        "got '32'",
-    ),
+    "alignment in words": (raw_file((key_value("general.alignment", 8, text("32")),), (ONE,), bytes(32)), "got '32'"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_file_is_refused_with_the_reason_and_at_once(tmp_path: Path, fault: str) -> None:
     content, reason = FAULTS[fault]
-    with pytest.raises(ModelFormatError) as caught:
-        read_bytes(tmp_path, content)
+    assert reason in refusal(lambda: read_bytes(tmp_path, content), ModelFormatError)
 
     def refuse() -> None:
         with suppress(ModelFormatError):
             read_bytes(tmp_path, content)
 
     assert least_processor_seconds(refuse, 0.1) < 0.1
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_type_of_ggml_that_we_do_not_run_is_named(tmp_path: Path) -> None:
@@ -158,9 +128,8 @@ def test_a_vocabulary_without_weights_is_no_model(tmp_path: Path) -> None:
 
 
 def test_a_long_name_is_cut_in_the_message(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError) as caught:
-        read_bytes(tmp_path, raw_file((key_value("k" * 60_000, 4, U32),) * 2))
-    assert len(str(caught.value)) < 200
+    content = raw_file((key_value("k" * 60_000, 4, U32),) * 2)
+    assert len(refusal(lambda: read_bytes(tmp_path, content), ModelFormatError)) < 200
 
 
 @pytest.mark.parametrize("architecture", ["", "\nlama", "l" * 1000])

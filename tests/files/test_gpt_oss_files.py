@@ -14,7 +14,7 @@ from infer.errors import ModelFormatError
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from steps import load_network, logits_of
-from tiny import TINY, make_tiny
+from tiny import BY_NAME, make_tiny
 
 CPU = torch.device("cpu")
 LENGTH = 60
@@ -22,7 +22,7 @@ LENGTH = 60
 
 def make_quantized(folder: Path) -> Any:
     """Write a folder of gpt-oss with random MXFP4 matrices, and return the model of `transformers`."""
-    model = make_tiny(next(tiny for tiny in TINY if tiny.name == "gpt_oss"), folder)
+    model = make_tiny(BY_NAME["gpt_oss"], folder)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
         num_experts, columns, rows = tensors.pop(name).shape
@@ -40,7 +40,9 @@ def make_quantized(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, None], ids=["floats", "as stored"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(None, marks=pytest.mark.slow)], ids=["floats", "as stored"]
+)
 def test_mxfp4_folders_give_the_logits_of_transformers(dtype: torch.dtype | None, tmp_path: Path) -> None:
     oracle = make_quantized(tmp_path)
     token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()

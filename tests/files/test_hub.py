@@ -28,6 +28,7 @@ QUANTISED = (
     "mmproj-m-Q4_0.gguf",
     "m-UD-Q4_K_XL.gguf",
 )
+BF16 = "org/quants:BF16"
 SPLIT = tuple(f"BF16/m-BF16-0000{number}-of-00003.gguf" for number in (1, 2, 3))
 REPOSITORIES: dict[str, dict[str, bytes]] = {
     "org/plain": SMALL | {name: name.encode() for name in ("model.safetensors", "a.bin", "m.gguf", "README.md")},
@@ -74,11 +75,15 @@ def fill(cache: Path, repo: str, files: dict[str, bytes], revision: str = "main"
         ("a.b-c/d_e.1:Q4_K_M", HubName("a.b-c/d_e.1", variant="Q4_K_M")),
         ("org/repo@v1.0:sub/m.gguf", HubName("org/repo", "v1.0", "sub/m.gguf")),
         ("org/repo@refs/pr/3", HubName("org/repo", "refs/pr/3")),
+        ("hf.co/org/repo:Q4_K_M", HubName("org/repo", variant="Q4_K_M")),
+        ("https://huggingface.co/org/repo:Q4_K_M", HubName("org/repo", variant="Q4_K_M")),
+        ("hf.co/org/repo:latest", HubName("org/repo")),
     ],
 )
 def test_a_name_on_the_hub_has_a_revision_and_a_file(text: str, name: HubName) -> None:
     assert parse_hub_name(text) == name
-    assert str(name) == text
+    assert parse_hub_name(str(name)) == name
+    assert text.removesuffix(":latest").endswith(str(name))
 
 
 @pytest.mark.parametrize(
@@ -111,16 +116,8 @@ def test_a_quantisation_or_a_file_is_one_model(variant: str, entry: str) -> None
 @pytest.mark.parametrize(
     ("repo", "variant", "reason"),
     [
-        (
-            "org/quants",
-            None,
-            r"org/quants: it has the GGUF files .*, m-Q4_0\.gguf, .*; name one, as in org/quants:Q4_K_M",
-        ),
-        (
-            "org/quants",
-            "Q4_K",
-            r"org/quants has no Q4_K: it has the GGUF files BF16/m-BF16-00001-of-00003\.gguf, m-IQ4",
-        ),
+        ("org/quants", None, r"the GGUF files .*, m-Q4_0\.gguf, .*; name one, as in org/quants:Q4_K_M"),
+        ("org/quants", "Q4_K", r"has no Q4_K: it has the GGUF files BF16/m-BF16-00001-of-00003\.gguf, m-IQ4"),
         ("org/quants", "4", "org/quants has no 4: it has"),
         ("org/plain", "Q8_0", r"org/plain has no Q8_0: it has the GGUF files m\.gguf"),
         ("org/pickled", None, r"org/pickled: its weights are pickled \(pytorch_model\.bin\), which can run code"),
@@ -149,12 +146,7 @@ def test_the_cache_is_enough_without_network(cache: Path, name: str, revision: s
 
 @pytest.mark.parametrize(
     ("repo", "missing"),
-    [
-        ("org/plain", "model.safetensors"),
-        ("org/plain", "tokenizer.json"),
-        ("org/sharded", SHARDS[1]),
-        ("org/quants:BF16", SPLIT[1]),
-    ],
+    [("org/plain", "model.safetensors"), ("org/plain", "tokenizer.json"), ("org/sharded", SHARDS[1]), (BF16, SPLIT[1])],
 )
 def test_a_cache_that_holds_a_part_is_not_enough(cache: Path, repo: str, missing: str) -> None:
     files = dict(REPOSITORIES[repo.partition(":")[0]])
@@ -162,9 +154,7 @@ def test_a_cache_that_holds_a_part_is_not_enough(cache: Path, repo: str, missing
     snapshot = fill(cache, repo.partition(":")[0], files)
     assert find_cached(HubName(repo.partition(":")[0], variant=repo.partition(":")[2] or None)) is not None
     (snapshot / missing).resolve().unlink()  # a dangling link is not a file
-    with pytest.raises(
-        InvalidRequestError, match=f"^{repo} is not in the hub's local cache, .*hub, and HF_HUB_OFFLINE is set"
-    ):
+    with pytest.raises(InvalidRequestError, match=f"^{repo} is not in the hub's local cache, .*hub, and HF_HUB"):
         resolve(repo)
 
 
@@ -179,18 +169,10 @@ def test_a_vocab_txt_is_enough_in_place_of_a_tokenizer_json(cache: Path) -> None
 
 
 def test_offline_says_what_to_do(cache: Path) -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"org/none@v1:Q4_0 is not in .* HF_HUB_OFFLINE is set: unset it"
-    ) as error:
+    with pytest.raises(InvalidRequestError, match=r"org/none@v1:Q4_0 .* HF_HUB_OFFLINE is set: unset it") as error:
         resolve("org/none@v1:Q4_0")
     assert error.value.exit_status == 2
     assert "huggingface_hub" not in sys.modules or not cache.exists()
-
-
-@pytest.mark.parametrize("text", ["hf.co/org/repo:Q4_K_M", "https://huggingface.co/org/repo:Q4_K_M"])
-def test_a_hub_s_host_before_a_name_is_left_out(text: str) -> None:
-    assert parse_hub_name(text) == HubName("org/repo", variant="Q4_K_M")
-    assert parse_hub_name("hf.co/org/repo:latest") == HubName("org/repo")
 
 
 def test_offline_a_name_of_several_cached_files_is_refused_with_their_names(cache: Path) -> None:
@@ -267,7 +249,7 @@ def ask(hub: FakeHub, cache: Path, *names: str, **environment: str) -> dict[str,
 
 
 def test_only_what_is_needed_is_downloaded_and_once(tmp_path: Path) -> None:
-    cache, names = tmp_path / "hub", ("org/plain", "org/sharded", "org/quants:q4_k_m", "org/quants:BF16", "org/one")
+    cache, names = tmp_path / "hub", ("org/plain", "org/sharded", "org/quants:q4_k_m", BF16, "org/one")
     with serving(FakeHub(REPOSITORIES)) as hub:
         first = ask(hub, cache, *names)
         downloads = sorted(hub.downloads)
@@ -277,19 +259,14 @@ def test_only_what_is_needed_is_downloaded_and_once(tmp_path: Path) -> None:
     folder = cache / "models--org--quants" / "snapshots" / COMMIT
     assert first["org/quants:q4_k_m"] == str(folder / "m-Q4_K_M.gguf")
     assert first["org/quants:BF16"] == str(folder / SPLIT[0])
-    sharded = {
-        *SMALL,
-        "model.safetensors.index.json",
-        *SHARDS,
-        "chat_template.jinja",
-        "additional_chat_templates/rag.jinja",
-    }
+    sharded = set(REPOSITORIES["org/sharded"]) - {"consolidated.safetensors", "onnx/model.onnx"}
     assert {path.name for path in Path(first["org/sharded"]).iterdir()} == {name.partition("/")[0] for name in sharded}
     assert downloads == sorted([*SMALL, "model.safetensors", *sharded, "m-Q4_K_M.gguf", *SPLIT, "folder/m-[1].gguf"])
     for name, file in (("org/plain", "model.safetensors"), ("org/sharded", SHARDS[1])):
         assert (Path(first[name]) / file).read_bytes() == REPOSITORIES[name][file]
 
 
+@pytest.mark.slow
 def test_a_refusal_of_the_hub_is_one_line(tmp_path: Path) -> None:
     expected = {
         "org/none": r"RequestError: org/none is not in .*the hub has no such repository, or it is private: .* HF_TOKEN",
@@ -312,6 +289,7 @@ def test_a_refusal_of_the_hub_is_one_line(tmp_path: Path) -> None:
             raise AssertionError(answers[name])
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
     (answer,) = ask(FakeHub({}, url="http://127.0.0.1:9"), tmp_path / "hub", "org/plain").values()
     assert answer.startswith("InvalidRequestError: org/plain is not in the hub's local cache")

@@ -22,12 +22,12 @@ from infer.models.transformer import Transformer
 from infer.system.files.json_file import read_json_file
 from infer.system.files.open_file import OpenFile
 
-CASES: list[tuple[dict[str, Any], int]] = [  # options, and the number of remaining bytes
+CASES = [  # options, and the number of remaining bytes
     ({"dtype": "auto"}, 0),
-    ({"dtype": "bfloat16"}, 12_000),
     ({"weights": "q8"}, 20_000),
-    ({"weights": "q4"}, 100),
-    ({"precision": "fast"}, 30_000),
+    pytest.param({"dtype": "bfloat16"}, 12_000, marks=pytest.mark.slow),
+    pytest.param({"weights": "q4"}, 100, marks=pytest.mark.slow),
+    pytest.param({"precision": "fast"}, 30_000, marks=pytest.mark.slow),
 ]
 Read = Callable[[int, Sequence[memoryview], int], int]
 preadv: Read = os.preadv

@@ -1,6 +1,7 @@
 """Files of embedding models: their pooling and layers, and a line for each that is not supported."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infer.files import open_checkpoint
 from infer.files.heads.head_files import DenseFiles
 from infer.files.heads.pooling import embedding_from_folder
 from infer.models.pooled_head import load_head
+from refusals import refusal
 
 MEAN = {"pooling_mode_mean_tokens": True}
 PIPELINE = ["Transformer", "Pooling", "Dense", "Normalize"]
@@ -61,9 +63,8 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(
 
 
 def test_layers_are_kept_in_their_order(tmp_path: Path) -> None:
-    write_pipeline(
-        tmp_path, ["Transformer", "Pooling", "Dense", "Dense", "Normalize"], {"include_prompt": False} | MEAN
-    )
+
+    write_pipeline(tmp_path, [*PIPELINE[:3], "Dense", "Normalize"], {"include_prompt": False} | MEAN)
     found = embedding_from_folder(tmp_path)
     assert found is not None
     assert (found.normalizes, found.skips_prompt, len(found.files)) == (True, True, 2)
@@ -124,9 +125,7 @@ def test_modules_that_would_change_vectors_are_refused_by_name(
 ) -> None:
     write_pipeline(tmp_path, kinds, pooling)
     change(tmp_path)
-    with pytest.raises(ModelError, match=message) as caught:
-        embedding_from_folder(tmp_path)
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refusal(lambda: embedding_from_folder(tmp_path), ModelError))
 
 
 @pytest.mark.parametrize("text", ['{"type": "a"}', '["Pooling"]', '[{"type": 5}]', '[{"type": "a", "path": 5}]', "["])

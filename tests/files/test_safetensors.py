@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights, read_weight
 from infer.files.tensors.safetensors import read_safetensors
 from processor_time import least_processor_seconds
+from refusals import refusal
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONFIG = {"model_type": "llama", "hidden_size": 8}
@@ -158,16 +160,13 @@ def test_a_broken_file_is_refused_with_the_reason_and_at_once(tmp_path: Path, fa
     content, reason = FAULTS[fault]
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelFormatError) as caught:
-        open_checkpoint(tmp_path)
+    assert reason in refusal(lambda: open_checkpoint(tmp_path), ModelFormatError)
 
     def refuse() -> None:
         with suppress(ModelFormatError):
             open_checkpoint(tmp_path)
 
     assert least_processor_seconds(refuse, 0.1) < 0.1
-    assert reason in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_tensors_whose_fields_are_spelled_otherwise_are_counted_too(tmp_path: Path) -> None:
@@ -178,20 +177,10 @@ def test_tensors_whose_fields_are_spelled_otherwise_are_counted_too(tmp_path: Pa
         read_safetensors(tmp_path / "model.safetensors")
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"a": 1, "a": 2}', "[1]", '{"a": "\\', "\ufeff{}"])
-def test_a_broken_config_is_refused(tmp_path: Path, content: str) -> None:
-    folder = make_folder(tmp_path, {"a": torch.ones(1)})
-    (folder / "config.json").write_text(content)
-    with pytest.raises(ModelFormatError, match=r"config\.json"):
-        open_checkpoint(folder)
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int32, torch.float64])
 def test_types_that_need_a_quantiser_of_their_own_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_folder(tmp_path, {"lm_head.weight": torch.ones(2, 2).to(dtype)})
-    with pytest.raises(
-        UnsupportedModelError, match=r"'lm_head\.weight' is (F8_E5M2|I32|F64): supported are F32, F16, BF16"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"'lm_head\.weight' is (F8_E5M2|I32|F64): supported are F32,"):
         open_checkpoint(folder)
 
 
@@ -242,63 +231,53 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
+Change = Callable[[Path], Any]
+
+
 def both_in_the_second(folder: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(6, 4), "lm_head.weight": torch.zeros(6, 4)}, folder / TWO)
+
+
+def without(*names: str) -> Change:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def second_is(content: bytes) -> Change:
+    return lambda folder: (folder / TWO).write_bytes(content)
+
+
+def cut_to(size: int) -> Change:
+    return lambda folder: os.truncate(folder / TWO, size)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda folder: (folder / TWO).unlink(), f"1 of 2 files is missing: copy or download '{TWO}'"),
-        (
-            lambda folder: [(folder / each).unlink() for each in (ONE, TWO)],
-            f"2 of 2 files are missing: .*'{ONE}', '{TWO}'",
-        ),
+        (without(TWO), f"1 of 2 files is missing: copy or download '{TWO}'"),
+        (without(ONE, TWO), f"2 of 2 files are missing: .*'{ONE}', '{TWO}'"),
         (lambda folder: (folder / ONE).replace(folder / TWO), "1 of 2 files is missing"),
-        (
-            lambda folder: shutil.copy(folder / ONE, folder / TWO),
-            f"missing tensors: 'lm_head.weight' in '{TWO}': the files",
-        ),
+        (lambda folder: shutil.copy(folder / ONE, folder / TWO), f"missing tensors: 'lm_head.weight' in '{TWO}': the"),
         (both_in_the_second, rf"{TWO}: tensor 'model\.embed_tokens\.weight': is in '{ONE}', too: the files belong to"),
-        (
-            lambda folder: os.truncate(folder / TWO, 150),
-            "truncated: expected .* got 150: copy or download the file again",
-        ),
-        (
-            lambda folder: os.truncate(folder / TWO, 50),
-            "expected at most 42 bytes, .*: copy or download the file again",
-        ),
-        (
-            lambda folder: os.truncate(folder / TWO, 0),
-            "expected at least 8 bytes, got 0: copy or download the file again",
-        ),
-        (
-            lambda folder: (folder / TWO).write_bytes(POINTER),
-            f"{TWO}: file: is a pointer to a file of Git LFS: fetch it",
-        ),
-        (lambda folder: (folder / TWO).write_text("<!doctype html>"), "this is not a safetensors file"),
-        (
-            lambda folder: (folder / "model.safetensors.index.json").unlink(),
-            f"found only '{ONE}': download the missing",
-        ),
+        (cut_to(150), "truncated: expected .* got 150: copy or download the file again"),
+        (cut_to(50), "expected at most 42 bytes, .*: copy or download the file again"),
+        (cut_to(0), "expected at least 8 bytes, got 0: copy or download the file again"),
+        (second_is(POINTER), f"{TWO}: file: is a pointer to a file of Git LFS: fetch it"),
+        (second_is(b"<!doctype html>"), "this is not a safetensors file"),
+        (without("model.safetensors.index.json"), f"found only '{ONE}': download the missing"),
     ],
 )
 def test_shards_that_are_not_those_of_the_model_are_named_in_one_line(
-    tmp_path: Path, change: Callable[[Path], Any], reason: str
+    tmp_path: Path, change: Change, reason: str
 ) -> None:
     make_shards(tmp_path)
     change(tmp_path)
-    with pytest.raises(ModelError, match=reason) as error:
-        open_checkpoint(tmp_path)
-    assert "\n" not in str(error.value)
+    assert re.search(reason, refusal(lambda: open_checkpoint(tmp_path), ModelError))
 
 
 def test_a_long_list_of_missing_tensors_is_cut(tmp_path: Path) -> None:
     make_shards(tmp_path)
     write_index(tmp_path, {f"x{number}": ONE for number in range(9)})
-    with pytest.raises(
-        ModelFormatError, match=f"'x4' in '{ONE}' and 4 more: the files belong to different models, or have"
-    ):
+    with pytest.raises(ModelFormatError, match=f"'x4' in '{ONE}' and 4 more: the files belong to different"):
         open_checkpoint(tmp_path)
 
 

@@ -1,15 +1,13 @@
 """Run a tiny model's paths through Triton's real driver on the stub of libcuda. Print what was launched, as JSON.
 
 No kernel runs, so results are uninitialised memory. Run it with the stub's folder in LD_LIBRARY_PATH and
-TRITON_LIBCUDA_PATH. Arguments are types of weights.
+TRITON_LIBCUDA_PATH.
 """
 
 import ctypes
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +23,8 @@ from infer.compute.backends.cuda.graphs import Event, Graphs, Recording, Repeats
 from infer.compute.operands.step import Chunk, Step, sampled_after
 
 CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
-PARTS = ("experts", "delta nets", "convolutions", "per-layer inputs")
+# Types of weights.
+PARTS = {"experts": "Q4_0", "delta nets": "BF16", "convolutions": "Q4_0", "per-layer inputs": "BF16"}
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
 BIASED = {**SAMPLED, "logit_bias": {3: 1.0}}
@@ -193,8 +192,8 @@ def run(type_: str, library: _Library) -> list[dict[str, Any]]:
 def main() -> None:
     triton.runtime.driver.set_active(StubDriver())
     library = _Library()
-    makers = [run, *(partial(run_part, part) for part in PARTS)]
-    captures = [each for type_ in sys.argv[1:] for make in makers for each in make(type_, library)]
+    captures = [*run("Q4_0", library), *run("BF16", library)]
+    captures += [each for part, type_ in PARTS.items() for each in run_part(part, type_, library)]
     print(json.dumps({"triton": triton.__version__, "captures": captures}))
 
 

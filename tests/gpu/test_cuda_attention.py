@@ -1,4 +1,6 @@
-"""Claims about attention on a GPU, in Triton's interpreter: what `reference` means, and bits that depend on no path."""
+"""Claims about attention on a GPU, in Triton's interpreter: what `reference` means, bits that depend on no path, and
+an error as small as that of sums in float32.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,20 +17,26 @@ from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads, Norm, RopeTable
 from infer.compute.quantization.kv_formats import KV_TYPES
-from infer.compute.quantization.kv_layout import LayerCache, Pages
+from infer.compute.quantization.kv_layout import LayerCache, Pages, decode_keys, decode_values, key_parts, value_parts
 from layer_caches import make_layer
 from unseen_values import VALUE, Span, check_unseen
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from gpu_twins import assert_left_in_planes
 from infer.compute.backends import cuda
 from infer.compute.backends.cuda import attention, attention_items
-from infer.compute.backends.cuda.activations import Twin, quantized, twin_of
+from infer.compute.backends.cuda.activations import Twin, twin_of
 
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
+pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.slow(cases=1)]
 CAPACITY = 640
 ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, 12)
 TWO_SETS = RopeTable(torch.stack([ANGLES.cos(), ANGLES.sin()]), torch.stack([ANGLES.sin(), ANGLES.cos()]))
+SINKS = torch.tensor([0.5, -300.0, 200.0, 3.0])  # some take nothing of a softmax, some almost all
+SCALES = 1 + 0.3 * torch.log(1 + torch.arange(700) // 16)
+GATES = [("sigmoid", False), ("softplus", True), ("softplus", False), ("sigmoid", True)]
+DIM, CONTEXT = 32, 330
+ONE_KV_HEAD = Heads(4, 1, DIM, DIM**-0.5, None, None, None)
 
 
 @cache
@@ -37,8 +45,15 @@ def make_heads(num_heads: int = 4, kv_heads: int = 2, dim: int = 32, **options: 
 
 
 def make_qkv(heads: Heads, count: int, seed: int = 0) -> Tensor:
-    features = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-    return torch.randn(count, features, generator=torch.manual_seed(seed))
+    """Gates are up to 40 in size."""
+    kv_heads = heads.num_kv_heads if heads.has_keys else 0
+    features = (heads.num_heads + 2 * kv_heads) * heads.head_dim
+    gates = 0
+    if heads.gate_start is not None:
+        gates = heads.num_heads * (1 if heads.are_gates_of_heads else heads.head_dim)
+    qkv = torch.randn(count, features + gates, generator=torch.manual_seed(seed))
+    qkv[:, features:] *= 12
+    return qkv
 
 
 def filled(heads: Heads, kv_type: str = "f32", start: int = 0, **pages: Any) -> LayerCache:
@@ -53,33 +68,37 @@ def filled(heads: Heads, kv_type: str = "f32", start: int = 0, **pages: Any) -> 
 
 
 def check(heads: Heads, sizes: Sequence[int], kv_type: str = "f32", start: int = 0, **pages: Any) -> None:
-    """So many tokens at a time, after `start` others."""
-    ours, theirs = (filled(heads, kv_type, start, **pages) for _ in range(2))
-    at = start + pages.get("shifts", 0)
-    for size in sizes:
-        qkv, step = make_qkv(heads, size, at), Step.of([1] * size, at, row=1)
-        found, expected = (
-            cuda.attend(Activations(qkv), heads, ours, step).floats,
-            reference.attend(Activations(qkv), heads, theirs, step).floats,
-        )
-        assert float((found - expected).abs().max()) < 1e-5
+    """So many tokens at a time, after `start` others. One step for all of them has the same bits."""
+    usual = replace(heads, gate_start=None)
+    ours, theirs, whole = (filled(usual, kv_type, start, **pages) for _ in range(3))
+    at, found = start + pages.get("shifts", 0), list[Tensor]()
+    qkv = make_qkv(heads, sum(sizes), at)
+    for size, part in zip(sizes, qkv.split(list(sizes)), strict=True):
+        step = Step.of([1] * size, at, row=1)
+        found.append(cuda.attend(Activations(part), heads, ours, step).floats)
+        expected = reference.attend(Activations(part), heads, theirs, step).floats
+        assert float((found[-1] - expected).abs().max()) < 2e-5
         at += size
+    assert torch.equal(at_once(heads, whole, qkv, start + pages.get("shifts", 0), [sum(sizes)]), torch.cat(found))
     if kv_type not in ("f32", "f16"):  # what a code is rounded to, hardly ever depends on the last bit
         assert (ours.keys != theirs.keys).float().mean() < 1e-3
         assert (ours.values != theirs.values).float().mean() < 1e-3
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize(("sizes", "start"), [((4, 2, 32), 290), ((3, 1, 96), 20)])
 def test_attention_is_what_the_reference_says(kv_type: str, sizes: tuple[int, int, int], start: int) -> None:
     check(make_heads(*sizes), [1, 17] if start > 256 else [3], kv_type, start)
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("length", [1, 16, 17, 32, 33, 256, 257])
 def test_tokens_at_the_borders_of_blocks_tiles_and_chunks(length: int) -> None:
     check(make_heads(2, 1, 28), [1, 1], start=length - 1)
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize(
     "pages",
     [
@@ -113,14 +132,14 @@ def test_norms_softcaps_and_heads_without_rotation(norms: str, softcap: float | 
 
 
 def at_once(heads: Heads, layer: LayerCache, qkv: Tensor, start: int, sizes: Sequence[int]) -> Tensor:
-    found, at = [], 0
-    for size in sizes:
-        step = Step.of([1] * size, start + at, row=1)
-        found.append(cuda.attend(Activations(qkv[at : at + size]), heads, layer, step).floats)
-        at += size
+    found = []
+    for size, part in zip(sizes, qkv.split(list(sizes)), strict=True):
+        found.append(cuda.attend(Activations(part), heads, layer, Step.of([1] * size, start, row=1)).floats)
+        start += size
     return torch.cat(found)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(
     ("kv_type", "pages"), [("f32", {}), ("q8", {"windows": 40, "sinks": 3}), ("f16", {"windows": 30, "furthest": 200})]
 )
@@ -133,12 +152,14 @@ def test_bits_depend_on_no_chunk_of_a_prompt(kv_type: str, pages: dict[str, int]
         assert torch.equal(at_once(heads, filled(heads, kv_type, start, **pages), qkv, start, sizes), whole)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize(("kv_type", "window"), [*((kv_type, 0) for kv_type in KV_TYPES), ("f16", 2)])
 def test_a_wrong_position_changes_no_token_that_does_not_see_it(kv_type: str, window: int) -> None:
     check_unseen(cuda.attend, kv_type, 32, Span(6, 3, window), [[6], [2, 4]], [(VALUE, 1e5), (VALUE, math.nan)])
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("kv_type", "pages"), [("bf16", {}), ("q4", {"windows": 400, "sinks": 70})])
 def test_bits_depend_on_no_split(kv_type: str, pages: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A program for all chunks, one for each chunk, and one for two of them."""
@@ -208,12 +229,8 @@ def test_attention_leaves_what_the_next_product_takes(sizes: tuple[int, int, int
         qkv, step = make_qkv(heads, count), Step.of([1] * count, row=1)
         step.rows[-1] = -1
         attended = cuda.attend(Activations(qkv, Twin(planes)), heads, filled(heads), step)
-        twin = twin_of(attended)
-        assert twin.quantized is not None
-        assert twin.planes == planes
-        for left, made in zip(twin.quantized, quantized(attended.floats, None, planes), strict=True):
-            assert torch.equal(left[:-1], made[:-1])
-        assert twin.quantized.scales[-1].isnan().all()
+        assert_left_in_planes(attended, planes, -1)
+        assert twin_of(attended).quantized.scales[-1].isnan().all()
 
 
 def test_pages_are_those_of_the_layout() -> None:
@@ -222,3 +239,176 @@ def test_pages_are_those_of_the_layout() -> None:
     refused = {"ends"}  # of attention without a mask, by `unusual_layers`
     assert set(Pages.__dataclass_fields__) == known | refused
     assert attention.KV_TYPES == KV_TYPES
+
+
+def with_gates(heads: Heads, curve: str, are_of_heads: bool) -> Heads:
+    start = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    return replace(heads, gate_start=start, gate_curve=curve, are_gates_of_heads=are_of_heads)
+
+
+@pytest.mark.parametrize(("kv_type", "softcap", "start"), [("f32", None, 20), ("q4", 2.0, 20), ("bf16", None, 290)])
+def test_a_sink_is_one_more_logit_of_its_head(kv_type: str, softcap: float | None, start: int) -> None:
+    check(make_heads(4, 2, 32, softcap=softcap, sinks=SINKS), [1, 5], kv_type, start)
+
+
+@pytest.mark.parametrize(("sizes", "start"), [((4, 2, 32), 610), ((2, 1, 512), 270)], ids=["sinks", "wide heads"])
+def test_a_context_may_be_split_before_a_sink_is_added(
+    sizes: tuple[int, int, int], start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, found = make_heads(*sizes, sinks=SINKS[: sizes[0]]), list[Tensor]()
+    for programs in (1, 512):
+        monkeypatch.setattr(attention_items, "PROGRAMS", programs)
+        found.append(at_once(heads, filled(heads, "f16", start), make_qkv(heads, 3), start, [3]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("curve", "are_of_heads"), GATES)
+def test_gates_multiply_results(curve: str, are_of_heads: bool) -> None:
+    check(with_gates(make_heads(3, 1, 24), curve, are_of_heads), [1, 6], "f16", 20)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_results_in_planes_have_been_multiplied_by_gates(planes: int) -> None:
+    heads = with_gates(make_heads(4, 2, 32, sinks=SINKS), "sigmoid", are_of_heads=False)
+    step = Step.of([1] * 3, row=1)
+    step.rows[-1] = -1
+    attended = cuda.attend(Activations(make_qkv(heads, 3), Twin(planes)), heads, filled(heads), step)
+    assert_left_in_planes(attended, planes, -1)
+    assert attended.floats[-1].isnan().all()
+    assert twin_of(attended).quantized.scales[-1].isnan().all()
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8"])
+def test_values_are_normalised_before_they_are_stored(kv_type: str) -> None:
+    ones = Norm(torch.ones(32), 1e-6)
+    check(replace(make_heads(4, 2, 32, v_eps=1e-6), q_norm=ones, k_norm=ones), [3], kv_type, 20)
+
+
+def test_keys_of_another_layer_are_read_and_none_is_written() -> None:
+    heads = make_heads(4, 2, 32, has_keys=False)
+    layer = filled(replace(heads, has_keys=True), "f16", 30)
+    keys, values = layer.keys.clone(), layer.values.clone()
+    step, own = Step.of([1] * 3, 27, row=1), Activations(make_qkv(heads, 3))
+    found, expected = (each.attend(own, heads, layer, step).floats for each in (cuda, reference))
+    assert float((found - expected).abs().max()) < 1e-5
+    assert torch.equal(layer.keys, keys)
+    assert torch.equal(layer.values, values)
+
+
+@pytest.mark.parametrize("pages", [{}, {"windows": 30, "sinks": 4, "furthest": 40}], ids=str)
+def test_queries_are_scaled_by_their_position(pages: dict[str, int]) -> None:
+    check(make_heads(2, 1, 32, query_scales=SCALES), [1, 3], "q8" if pages else "f16", 60, **pages)
+
+
+@pytest.mark.parametrize(("chunk", "start"), [(23, 40), (64, 60), (300, 290), (1, 5), (17, 0), (300, 620)])
+def test_a_token_sees_its_chunk(chunk: int, start: int) -> None:
+    """Tiles and turns begin at other slots than chunks."""
+    check(make_heads(2, 1, 32), [1, 17, 2], "f16", start, windows=-chunk)
+
+
+def test_chunks_of_which_the_beginning_is_a_sink_and_positions_are_shifted() -> None:
+    check(make_heads(2, 1, 32, query_scales=SCALES), [1, 5], "f16", 100, windows=-30, sinks=5, shifts=3)
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "dim", "pages"),
+    [
+        ("f16", 512, {}),
+        ("bf16", 512, {}),
+        ("q8", 512, {}),
+        ("q4", 512, {}),
+        ("f32", 320, {}),
+        ("f16", 480, {"windows": 9, "sinks": 3, "furthest": 15}),
+    ],
+    ids=str,
+)
+def test_heads_may_have_512_dimensions(kv_type: str, dim: int, pages: dict[str, int]) -> None:
+    check(make_heads(2, 1, dim, sinks=SINKS[:2]), [1, 2], kv_type, 20, **pages)
+
+
+def test_a_rank_s_heads_are_columns_of_all_ranks_heads() -> None:
+    """Four heads on two kv heads, of which this rank has the last two on the last."""
+    whole, dim = with_gates(make_heads(4, 2, 32), "sigmoid", are_of_heads=False), 32
+    own = make_heads(2, 1, 32, qkv_starts=(2 * dim, 5 * dim, 7 * dim), gate_start=10 * dim)
+    layer, qkv, step = filled(make_heads(4, 2, 32), "f16"), make_qkv(whole, 5), Step.of([1] * 5, row=1)
+    expected = cuda.attend(Activations(qkv), whole, layer, step).floats[:, 2 * dim :]
+    found = cuda.attend(Activations(qkv), own, filled(make_heads(2, 1, 32), "f16"), step).floats
+    assert torch.equal(found, expected)
+
+
+def context_of(kv_type: str, keys: Tensor, values: Tensor) -> LayerCache:
+    """Return a cache of one row; its slots after the context are NaN."""
+    layer = make_layer(ONE_KV_HEAD, 1, CONTEXT + 40, kv_type, fill=0x7E if kv_type in ("q8", "q4") else 0xFF)
+    qkv = torch.cat([torch.zeros(CONTEXT, 4 * DIM), keys, values], dim=1)
+    reference.attend(Activations(qkv), ONE_KV_HEAD, layer, Step.of([1] * CONTEXT))
+    return layer
+
+
+def in_float64(layer: LayerCache, q: Tensor) -> Tensor:
+    """Return the attention of q [heads, dim] to the first CONTEXT + 1 slots."""
+    keys = decode_keys(key_parts(layer.keys, layer.kv_type), layer.kv_type).flatten(0, -2)[: CONTEXT + 1]
+    values = decode_values(value_parts(layer.values, layer.kv_type), layer.kv_type).flatten(0, -2)[: CONTEXT + 1]
+    weights = torch.softmax(q.double() @ keys.double().T * ONE_KV_HEAD.scale, dim=-1)
+    return (weights @ values.double()).flatten()
+
+
+def errors(kv_type: str, q: Tensor, keys: Tensor, values: Tensor) -> tuple[float, float]:
+    """Return the largest error of the kernels and of float32, relative to the largest value."""
+    qkv, step, found = torch.cat([q.flatten(), keys[-1], values[-1]])[None], Step.of([1], CONTEXT), []
+    for ops in (cuda, reference):
+        layer = context_of(kv_type, keys, values)
+        attended = ops.attend(Activations(qkv), ONE_KV_HEAD, layer, step).floats[0]
+        expected = in_float64(layer, q)
+        found.append(float((attended.double() - expected).abs().max() / expected.abs().max()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "q8", "q4"])
+def test_the_error_is_that_of_float32(kv_type: str) -> None:
+    worst, worst_of_float32 = 0.0, 0.0
+    for seed in range(3):
+        generator = torch.manual_seed(seed)
+        q, keys, values = (torch.randn(n, DIM, generator=generator) for n in (4, CONTEXT, CONTEXT))
+        ours, float32 = errors(kv_type, q * 3, keys, values)
+        worst, worst_of_float32 = max(worst, ours), max(worst_of_float32, float32)
+    assert worst < 1e-6
+    assert worst <= 3 * worst_of_float32
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "scale"), [(kv_type, scale) for kv_type in ("f16", "bf16") for scale in (1e-6, 1e6)] + [("q8", 1e3)]
+)
+def test_queries_and_keys_of_any_size_are_multiplied_as_exactly(kv_type: str, scale: float) -> None:
+    """Halves end at 65,504, and lose bits below 6e-5. Scales of quantised keys are halves, too."""
+    q, keys, values = (torch.randn(n, DIM, generator=torch.manual_seed(5)) for n in (4, CONTEXT, CONTEXT))
+    ours, float32 = errors(kv_type, q * scale, keys / scale if kv_type != "f16" else keys, values)
+    assert ours <= max(3 * float32, 1e-6)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "bf16", "q8"])
+def test_many_small_weights_beside_a_large_one_keep_their_bits(kv_type: str) -> None:
+    """The value of the largest weight is 0. The other weights are 2^-14 of it, so the result is their sum."""
+    q, keys = torch.zeros(4, DIM), torch.zeros(CONTEXT, DIM)
+    q[:, 0], keys[17, 0] = DIM**0.5, 14 * 0.6931471805599453
+    values = torch.rand(CONTEXT, DIM, generator=torch.manual_seed(2)) + 0.5
+    values[17] = 0
+    ours, float32 = errors(kv_type, q, keys, values)
+    assert ours <= max(3 * float32, 1e-6)
+
+
+@pytest.mark.parametrize(("kv_type", "size"), [("bf16", 1e30), ("q8", 1e6)])
+def test_values_that_no_half_can_hold_are_added(kv_type: str, size: float) -> None:
+    q, keys, values = (torch.randn(n, DIM, generator=torch.manual_seed(8)) for n in (4, CONTEXT, CONTEXT))
+    ours, float32 = errors(kv_type, q, keys, values * size)
+    assert ours <= max(3 * float32, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_a_query_that_is_not_finite_gives_nan_only_to_its_head() -> None:
+    q, keys, values = (torch.randn(n, DIM, generator=torch.manual_seed(1)) for n in (4, CONTEXT, CONTEXT))
+    q[1, 3] = float("nan")
+    layer = context_of("f16", keys, values)
+    qkv = torch.cat([q.flatten(), keys[-1], values[-1]])[None]
+    attended = cuda.attend(Activations(qkv), ONE_KV_HEAD, layer, Step.of([1], CONTEXT)).floats.view(4, DIM)
+    assert attended[1].isnan().all()
+    assert torch.isfinite(attended[[0, 2, 3]]).all()

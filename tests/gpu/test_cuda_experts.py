@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from extent import IS_WHOLE
 from infer.compute.backends import reference
 from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.weights import ExpertWeights, Norm
@@ -19,8 +20,8 @@ from infer.compute.backends import cuda
 from infer.compute.backends.cuda import experts as cuda_experts
 from infer.compute.backends.cuda.expert_choice import TILE, choose, tiles_of
 
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
-TYPES = ("Q4_0", "Q6_K", "MXFP4", "IQ4_XS", "F16", "BF16", "F32")
+pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.slow(cases=1)]
+TYPES = ("Q4_0", "Q6_K", "MXFP4", "IQ4_XS", "F16", "BF16", "F32") if IS_WHOLE else ("Q6_K", "MXFP4", "F16", "F32")
 
 
 def on_cuda(experts: ExpertWeights, x: Tensor, post_norm: Norm | None = None, scale: float = 1.0) -> Tensor:
@@ -69,7 +70,8 @@ def test_tiles_hold_each_pair_once_beside_others_of_its_expert() -> None:
     assert not is_used[tiles.experts < 0].any()
 
 
-@pytest.mark.parametrize("type_", ["Q4_K", "BF16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", ["Q4_K", "BF16"] if IS_WHOLE else ["Q4_K"])
 def test_bits_of_a_token_depend_on_no_other(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = make_experts(type_, shared=256)
     x = make_x(21)
@@ -84,6 +86,7 @@ def test_bits_of_a_token_depend_on_no_other(type_: str, monkeypatch: pytest.Monk
     assert found[3:5].isnan().all(), "padding stays NaN"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("up", "down"), [("Q8_0", "Q8_0"), ("Q4_0", "F16")])
 def test_stacks_of_several_types_agree_with_the_definition(up: str, down: str) -> None:
     experts = make_experts("Q8_0", up=up, down=down, router=WEIGHTED)

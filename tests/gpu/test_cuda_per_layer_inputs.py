@@ -13,8 +13,9 @@ from test_cuda_weights import CPU, activations, assert_near, norm_of, quantized_
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from gpu_twins import assert_left_in_planes
 from infer.compute.backends import cuda
-from infer.compute.backends.cuda.activations import quantized, twin_of
+from infer.compute.backends.cuda.activations import twin_of
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 VOCAB, LAYERS, DIM, HIDDEN = 20, 4, 64, 96
@@ -66,8 +67,7 @@ def test_a_gate_takes_its_layers_columns_and_leaves_what_the_next_product_takes(
     twin = twin_of(found)
     assert (twin.quantized is None) == (type_ == "F32")
     if twin.quantized is not None:
-        for left, made in zip(twin.quantized, quantized(found.floats, None, twin.planes), strict=True):
-            assert torch.equal(left, made)
+        assert_left_in_planes(found, twin.planes)
     for index in (0, 7):
         alone = gated(type_, x[index : index + 1], inputs[index : index + 1])
         assert torch.equal(alone.floats[0], found.floats[index])

@@ -75,6 +75,7 @@ def right_drafts(rows: Rows) -> list[list[int]]:
     return drafts
 
 
+@pytest.mark.slow
 def test_all_lines_at_once_give_what_they_give_one_by_one_and_the_history_sees_it() -> None:
     verifier, kept = Verifier(MAX_LINES, CPU, Repeats()), list[int]()
     for seed in range(0, 10, 2):

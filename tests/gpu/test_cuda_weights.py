@@ -20,9 +20,10 @@ from test_packing import make_weight
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from gpu_twins import assert_left_in_planes
 from infer.compute.backends import cuda
 from infer.compute.backends.cuda import packing, projection
-from infer.compute.backends.cuda.activations import Twin, quantized, twin_of
+from infer.compute.backends.cuda.activations import Twin, quantized
 from infer.compute.backends.cuda.dense import TILES, dense_tile
 from infer.compute.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
 from infer.compute.backends.cuda.projection import FORMS, multiply
@@ -89,6 +90,7 @@ def products(type_: str, columns: int, precision: str) -> tuple[Tensor, Tensor, 
     return x, y, prepared
 
 
+@pytest.mark.slow(cases=8)
 @pytest.mark.parametrize(
     ("type_", "precision"),
     [(type_, "exact") for type_ in TYPES]
@@ -103,8 +105,10 @@ def test_products_are_those_of_the_definition_and_have_one_order_for_any_number_
         assert torch.equal(cuda.norm_project(x[first:last], None, prepared).floats, y[first:last])
 
 
-@pytest.mark.parametrize(("type_", "columns"), [("BF16", 320), ("BF16", 45), ("F16", 320), ("F16", 45)])
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("type_", "columns", "is_gated"), [("BF16", 320, True), ("BF16", 45, False), ("F16", 320, False), ("F16", 45, True)]
+)
 def test_every_tile_of_floats_gives_a_token_the_same_bits(
     type_: str, columns: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,10 +122,7 @@ def test_every_tile_of_floats_gives_a_token_the_same_bits(
             y = cuda.norm_gate(part, norm, prepared, "silu") if is_gated else cuda.norm_project(part, norm, prepared)
             found.append(y.floats)
             if is_gated:
-                planes = twin_of(y).quantized
-                assert planes is not None
-                for left, made in zip(planes, quantized(y.floats, None, FORMS[type_]), strict=True):
-                    assert torch.equal(left, made)
+                assert_left_in_planes(y, FORMS[type_])
     assert len(found) >= 12
     for y in found:
         assert torch.equal(y, found[-1][: len(y)])
@@ -160,7 +161,8 @@ def test_products_of_floats_are_no_further_from_float64_than_those_of_two_tf32_n
     assert float((found - exact).abs().mean()) <= float((as_tf32 - exact).abs().mean()) + rounded
 
 
-@pytest.mark.parametrize("type_", QUANTIZED if IS_WHOLE else ["Q4_0", "Q6_K", "IQ4_XS"])
+@pytest.mark.slow
+@pytest.mark.parametrize("type_", QUANTIZED if IS_WHOLE else ["Q6_K"])
 def test_every_number_of_tokens_has_the_bits_of_one(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """18 quads in 8 lanes: two lanes take three, the others two."""
     columns = 2304
@@ -195,6 +197,7 @@ def test_products_of_the_harness_have_one_order_for_any_number_of_rows_and_colum
         assert (multiply_in_one_order(x, y[:, first:last], x.dtype) == whole[:, first:last]).all()
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("blocks", [1, 31, 33, 70])
 def test_lanes_take_several_blocks_or_none_in_one_order(blocks: int) -> None:
     x, y, prepared = products("Q4_1", 32 * blocks, "fast")
@@ -228,11 +231,7 @@ def test_a_fault_in_one_token_is_not_hidden_and_stays_there() -> None:
 def test_a_gate_leaves_what_the_next_product_takes(tokens: int, precision: str) -> None:
     stored = Projection((weight_of("Q4_0", 96, 64, 1), weight_of("Q4_0", 96, 64, 2)))
     hidden = cuda.norm_gate(activations(tokens, 64), None, cuda.prepare(stored, CPU, precision), "silu")
-    twin, planes = twin_of(hidden), PLANES[precision]
-    assert twin.quantized is not None
-    assert twin.planes == planes
-    for left, made in zip(twin.quantized, quantized(hidden.floats, None, planes), strict=True):
-        assert torch.equal(left, made)
+    assert_left_in_planes(hidden, PLANES[precision])
 
 
 def test_a_product_reads_the_twin_and_quantises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +245,7 @@ def test_a_product_reads_the_twin_and_quantises_nothing(monkeypatch: pytest.Monk
         cuda.project_add(torch.zeros(3, 38), Activations(x), down, None)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("tokens", [2, 11])
 @pytest.mark.parametrize("type_", ["Q4_K", "BF16"])
 def test_every_epilogue_is_that_of_the_definition(type_: str, tokens: int) -> None:
@@ -293,6 +293,7 @@ def guarded(values: Tensor) -> Tensor:
     return copy.view(values.shape).copy_(values)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "Q3_K", "Q5_K", "BF16"])
 def test_nothing_beyond_a_tensor_is_touched(type_: str) -> None:
     """To touch it ends the process."""
@@ -332,6 +333,7 @@ def test_rows_that_are_read_some_at_a_time_are_the_same(type_: str, monkeypatch:
         assert (one is None and other is None) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("type_", ["Q4_0", "BF16"])
 @pytest.mark.parametrize("num_tokens", [3, 40])
 def test_what_is_no_token_is_no_number_and_others_do_not_notice(type_: str, num_tokens: int) -> None:

@@ -4,28 +4,24 @@ INFER_TRITON names a folder with another version of Triton. An older one moves t
 between its warps, which takes two barriers in a trip and some registers.
 """
 
-import json
 import os
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from extent import IS_WHOLE
+from compiled_kernels import MAX_SHARED_BYTES, TARGETS, Kernels, code_of_kind, count
 from infer.compute.sampling import integer_probs, noise
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from test_gpu_sampler import run_compiled
-
-HERE = Path(__file__).parent
-Kernels = dict[str, dict[str, Any]]
+pytestmark = pytest.mark.slow
 STEP = ("rotate", "advance", "accept", "take")
 IS_OLDER = "INFER_TRITON" in os.environ
 MOST_REGISTERS = dict.fromkeys(STEP, 96) | {"matvec": 104 if IS_OLDER else 96}
 MOST_BARRIERS = 2 if IS_OLDER else 0  # in a trip of a gated matvec
+MOST_STATE_REGISTERS = {"mix_runs": 255, "multiply_keys": 168}  # others: 64
 # Names that ptxas gives to the instructions of these claims.
 LISTED = {
     r"dp4a": r"IDP\.4A",
@@ -37,28 +33,30 @@ LISTED = {
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """PTX of the sampler's kernels, and what is asked of the others, by kernel, type and architecture. AMD's have
-    compiled, too."""
-    what = ["all"] if IS_WHOLE else []
-    done = run_compiled(HERE.parent / "helpers" / "gpu_code.py", *what, cache=tmp_path_factory.mktemp("triton"))
-    code: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return code
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
 
 
 @pytest.fixture(scope="module")
-def kernels(code: dict[str, dict[str, Any]]) -> Kernels:
-    return code["kernels"]
+def kernels(folder: Path) -> Kernels:
+    """Return those of products and of a step. A GPU of AMD has compiled some, too."""
+    return code_of_kind("weights", folder) | code_of_kind("steps", folder)
 
 
-def count(kernel: dict[str, Any], pattern: str, instructions: str = "instructions") -> int:
-    return sum(times for name, times in kernel[instructions].items() if re.match(pattern, name))
+@pytest.fixture(scope="module")
+def experts(folder: Path) -> Kernels:
+    return code_of_kind("experts", folder)
+
+
+@pytest.fixture(scope="module")
+def states(folder: Path) -> Kernels:
+    return code_of_kind("states", folder)
 
 
 def test_nothing_is_spilled_on_any_architecture(kernels: Kernels) -> None:
     for kind in ("matvec", "matmul", "dense"):
         targets = {part for name in kernels if name.startswith(kind) for part in name.split()}
-        assert {"80", "89", "90", "120"} <= targets
+        assert targets >= TARGETS
     for name, kernel in kernels.items():
         assert kernel["spilled"] == 0, name
         assert kernel["registers"] <= MOST_REGISTERS.get(name.split()[0], 255), name
@@ -84,7 +82,7 @@ def test_products_compile_to_the_expected_instructions(kernels: Kernels) -> None
 
 def test_a_matvec_streams_wide_words_into_integer_products_without_a_barrier(kernels: Kernels) -> None:
     matvecs = {name: kernel for name, kernel in kernels.items() if name.startswith("matvec")}
-    assert len(matvecs) >= 16
+    assert len(matvecs) >= 6
     for name, kernel in matvecs.items():
         rows = 4 if "gated" in name else 2  # of a warp
         assert count(kernel, "dp4a") == rows * 16, name  # 8 words of 4 inputs, in two planes
@@ -105,7 +103,7 @@ def test_products_of_many_tokens_are_made_by_tensor_cores(kernels: Kernels) -> N
 
 def test_a_trip_of_a_quantised_product_is_four_blocks_that_are_copied_ahead(kernels: Kernels) -> None:
     found = {name: kernel for name, kernel in kernels.items() if name.startswith("matmul")}
-    assert len(found) >= 6
+    assert len(found) >= 4
     for name, kernel in found.items():
         halves = 2 if re.search("Q2_K|Q3_K|Q6_K|NVFP4|IQ1_M|IQ2_XS|IQ2_S", name) else 1
         assert count(kernel, r"(wgmma\.mma_async|mma)\.sync\S*k32\S*\.s8", "loop") >= 8 * halves, name
@@ -118,7 +116,7 @@ def test_a_trip_of_a_quantised_product_is_four_blocks_that_are_copied_ahead(kern
 def test_floats_of_16_bits_are_copied_ahead_and_multiplied_as_they_are(kernels: Kernels) -> None:
     """Tiles of a type have one instruction on a device, whose depth is 16 inputs, so they have one order of sums."""
     found = {name: kernel for name, kernel in kernels.items() if re.match("dense B?F16", name)}
-    assert len(found) >= 8
+    assert len(found) >= 6
     for name, kernel in found.items():
         float_type = "bf16" if "BF16" in name else "f16"
         family = r"wgmma\.mma_async\.\S*k16" if name.endswith("90") else r"mma\.sync\.\S*m16n8k16"
@@ -133,11 +131,12 @@ def test_floats_of_16_bits_are_copied_ahead_and_multiplied_as_they_are(kernels: 
             assert 65_536 // kernel["threads"] // kernel["registers"] >= 4, name
 
 
-def test_the_tiles_that_a_gpu_is_asked_about_are_instructions_of_different_shapes(code: dict[str, Any]) -> None:
+def test_the_tiles_that_a_gpu_is_asked_about_are_instructions_of_different_shapes(folder: Path) -> None:
+    sums = code_of_kind("sums", folder)
     for name, depth in (("bf16", 16), ("f16", 16), ("tf32", 8)):
         for tokens in (16, 128):
-            assert code["sums"][f"{name} 64x{tokens}"] == [f"wgmma m64n{tokens}k{depth}"]
-        assert code["sums"][f"{name} 16x16"] == [f"mma m16n8k{depth}"]
+            assert sums[f"{name} 64x{tokens}"] == [f"wgmma m64n{tokens}k{depth}"]
+        assert sums[f"{name} 16x16"] == [f"mma m16n8k{depth}"]
 
 
 @pytest.mark.parametrize("name", ["advance 90", "accept 90", "take 90"])
@@ -145,9 +144,9 @@ def test_the_kernel_after_the_sampler_is_one_warp_without_a_barrier(kernels: Ker
     assert count(kernels[name], r"bar\.") == 0
 
 
-def test_the_sampler_fuses_nothing_that_must_round(code: dict[str, dict[str, Any]]) -> None:
+def test_the_sampler_fuses_nothing_that_must_round(folder: Path) -> None:
     """The interpreter cannot show the compiler's choices: constants in full precision, true division, no fma."""
-    assembly = code["sampler"]
+    assembly = code_of_kind("sampler", folder)
     for name, ptx in assembly.items():
         assert "fma.rn.f64" not in ptx, name
         assert "div.full" not in ptx or name == "score_blocks", name  # only rough scores may divide roughly
@@ -165,6 +164,53 @@ def test_the_sampler_fuses_nothing_that_must_round(code: dict[str, dict[str, Any
             literals = (literal_of(constant), literal_of(-constant))  # x − y × c is x + y × −c
             assert any(literal in assembly[name].upper() for literal in literals), (name, constant)
     assert len(re.findall(r"fma\.rn\.f32", assembly["score_blocks"])) == 2 * num_rough_tokens(assembly["score_blocks"])
+
+
+def test_products_of_experts_fit_the_registers_of_every_architecture(experts: Kernels) -> None:
+    for name, kernel in experts.items():
+        is_tile = name.startswith("matmul") and "gated" in name
+        assert kernel["spilled"] <= (8 if is_tile else 0), name  # 8 bytes on sm_80, outside the loop
+        assert kernel["registers"] <= MOST_REGISTERS.get(name.split()[0], 176), name
+        if re.match("matvec|matmul|dense|add_pairs", name):
+            assert kernel["has_wide_offsets"], f"{name}: an address in results or weights of gigabytes"
+
+
+def test_products_of_experts_are_those_of_other_matrices(experts: Kernels) -> None:
+    for name, kernel in experts.items():
+        if name.startswith("matvec"):
+            assert count(kernel, "dp4a", "loop") == 32, name
+            assert count(kernel, r"bar\.", "loop") <= (MOST_BARRIERS if "gated" in name else 0), name
+        elif name.startswith("matmul"):
+            assert count(kernel, r"(wgmma\.mma_async|mma)\.sync\S*k32\S*\.s8", "loop") >= 8, name
+            assert count(kernel, r"cp\.async\.c[ag]\.shared\.global", "loop") >= 8, name
+            assert sum(kernel["loop"].values()) <= 1400, name
+        elif name.startswith("dense"):
+            family = r"wgmma\.mma_async\.\S*k16" if name.endswith("90") else r"mma\.sync\.\S*m16n8k16"
+            assert count(kernel, family, "loop") > 0, name
+            assert count(kernel, r"cp\.async\.c[ag]\.shared\.global", "loop") >= 4, name
+            assert sum(kernel["loop"].values()) <= 240, name  # 64 inputs
+
+
+def test_the_choice_of_experts_is_one_short_program_for_a_token(experts: Kernels) -> None:
+    assert sum(experts["choose_experts 90"]["instructions"].values()) <= 300
+
+
+def test_nothing_is_spilled_for_heads_of_128_and_256(states: Kernels) -> None:
+    names = {"prepare_tokens", "multiply_keys", "mix_runs", "gate_heads", "convolve_tokens"}
+    assert {name.split()[0] for name in states} == names
+    assert {name.split()[2] for name in states} == TARGETS
+    for name, kernel in states.items():
+        assert kernel["spilled"] == 0, name
+        assert kernel["registers"] <= MOST_STATE_REGISTERS.get(name.split()[0], 64), name
+        assert kernel["shared"] <= MAX_SHARED_BYTES, name
+
+
+def test_twelve_warps_of_the_recurrence_fit_a_multiprocessor(states: Kernels) -> None:
+    for target in TARGETS:
+        kernel = states[f"mix_runs 128 {target}"]
+        assert kernel["threads"] == 32
+        assert kernel["registers"] <= 168
+        assert sum(kernel["instructions"].values()) <= 1400
 
 
 def num_rough_tokens(code: str) -> int:

@@ -1,4 +1,4 @@
-"""Claims about how many kernels a step launches on a GPU, and how many are compiled for it."""
+"""Claims about how many kernels a step launches on a GPU, how many are compiled for it, and in which sizes."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from infer.compute import ops
-from infer.compute.operands.limits import GPU_STEP
+from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 from infer.compute.operands.step import Chunk, Step
 from infer.engine.runner.runner import Runner
 from infer.models.transformer import Transformer
@@ -18,47 +18,62 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_models
 from gpu_launches import num_variants, recorded_launches
-from infer.compute.backends import cuda
 from infer.compute.backends.cuda.capture import CapturedForward
 from infer.compute.backends.cuda.graphs import Repeats
-from infer.compute.backends.cuda.step_sizes import StepSize, sizes_ahead
+from infer.compute.backends.cuda.step_sizes import StepSize, size_for, sizes_ahead
 
 CPU = torch.device("cpu")
-PLAIN = ["advance_rows", "choose_plain", "score_blocks"]
 
 
 def make_model(type_: str) -> Transformer:
     return gpu_models.make_model("two layers", type_, CPU, 1024)
 
 
-def layer_launches(type_: str, num_tokens: int) -> list[str]:
-    model = make_model(type_)
-    runner = gpu_models.make_runner(model, 1, 1024, capture=False)
+TYPES = ("Q4_0", "BF16")
+MIXERS = {  # kernels between two products of a layer
+    "two layers": ["rotate_append", "attend_chunks"],
+    "tiny delta nets": ["prepare_tokens", "multiply_keys", "mix_runs", "gate_heads"],
+    "tiny convolutions": ["convolve_tokens"],
+    "tiny experts": ["rotate_append", "attend_chunks"],
+}
+
+
+def forward_launches(shape: str, type_: str, num_tokens: int) -> list[str]:
+    """Return the kernels of a step of one row, from the embedding on."""
+    model = gpu_models.make_model(shape, type_, CPU, 256)
+    runner = gpu_models.make_runner(model, 1, 256, capture=False)
     runner.reserve(0, num_tokens)
     with recorded_launches() as launches, torch.inference_mode():
-        model.residual(Step.of(range(num_tokens)), runner.cache)
+        model.forward(Step.of([1] * num_tokens), runner.cache)
     names = [launch.kernel for launch in launches]
-    at = [index for index, name in enumerate(names) if name == "rotate_append"]
-    assert len(at) == 2
-    return names[at[0] : at[1]]
+    return names[next(index for index, name in enumerate(names) if name.startswith("embed")) :]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17])
-def test_a_layer_is_eight_launches(num_tokens: int) -> None:
-    attention = ["rotate_append", "attend_chunks"]
-    product = "matvec" if num_tokens == 1 else "matmul"
-    rest = [product, "quantize_rows", product, product, "quantize_rows", product]
-    assert layer_launches("Q4_0", num_tokens) == [*attention, *rest]
-    rest = ["dense", "quantize_rows", "dense", "dense", "quantize_rows", "dense"]
-    assert layer_launches("BF16", num_tokens) == [*attention, *rest]
+@pytest.mark.parametrize("num_tokens", [1, 64])
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("shape", MIXERS)
+def test_a_forward_launches_few_kernels_and_waits_for_no_choice(shape: str, type_: str, num_tokens: int) -> None:
+    """Mixers and gates leave their results in planes, which the next product takes."""
+    one = "matvec" if type_ == "Q4_0" else "dense"
+    product = "matmul" if type_ == "Q4_0" and num_tokens > 1 else one
+    mixer = ["quantize_rows", product, *MIXERS[shape], product]
+    if shape == "tiny experts":
+        tiles = [] if product == "matvec" else ["full", "plan_tiles", "fill_tiles"]
+        experts = ["quantize_rows", f"expert_{product}", f"expert_{product}", "add_pairs"]
+        feed_forward = ["normalize_rows", "dense", "zeros", "choose_experts", *tiles, *experts]
+    else:
+        feed_forward = ["quantize_rows", product, product]
+    embed = "embed_rows" if type_ == "Q4_0" else "embed_floats"
+    layers = [*mixer, *feed_forward] * (2 if shape == "two layers" else 1)
+    assert forward_launches(shape, type_, num_tokens) == [embed, *layers, "quantize_rows", one]  # the head has one line
 
 
-def test_a_token_is_embedded_by_one_launch() -> None:
-    for type_ in ("Q4_0", "BF16"):
-        table = make_model(type_).embedding.parts[0]
-        with recorded_launches() as launches:
-            cuda.embed(table, torch.tensor([3]), 2.0)
-        assert len(launches) == 1
+@pytest.mark.parametrize("type_", TYPES)
+def test_a_forward_with_per_layer_inputs_launches_their_kernels_in_each_layer(type_: str) -> None:
+    names = forward_launches("tiny per-layer inputs", type_, 1)
+    assert [names.count(name) for name in ("rotate_append", "attend_chunks", "gate_rows")] == [3, 3, 3]
+    assert sum(name.startswith("embed") for name in names) == 2
+    assert names.count("add_normalized_rows") == 3 * 3 + 1  # after each part of a layer, and of the inputs
 
 
 @pytest.mark.parametrize("shape", ["two layers", *gpu_models.PARTS])
@@ -109,3 +124,28 @@ def test_a_chunk_without_logits_computes_no_line_of_the_head() -> None:
             assert len(captured.run(Step.of(range(4), logit_indices=logit_indices))) == len(logit_indices)
         counts.append(sum(launch.kernel == "matvec" for launch in launches))
     assert counts[0] - counts[1] == 2  # the product is recorded, and replayed
+
+
+@pytest.mark.parametrize("limits", [GPU_STEP, HOST_STEP, StepLimits(6, 4), StepLimits(512, 512)], ids=str)
+def test_each_step_has_a_size_with_room_for_it(limits: StepLimits) -> None:
+    steps = [
+        (num_tokens, num_logits)
+        for num_tokens in {*range(1, min(600, limits.tokens) + 1), limits.tokens // 2 + 1, limits.tokens}
+        for num_logits in {0, 1, 3, 9, 65, num_tokens, limits.logits}
+        if num_logits <= min(num_tokens, limits.logits)
+    ]
+    for num_tokens, num_logits in steps:
+        size = size_for(num_tokens, num_logits, limits)
+        assert num_tokens <= size.tokens <= min(2 * num_tokens, limits.tokens)
+        assert (size.logits == 0) == (num_logits == 0)
+        assert num_logits <= size.logits <= limits.logits
+        if num_tokens == num_logits:
+            assert size.logits <= size.tokens, "a step of decoding has no more lines than tokens"
+    assert len({size_for(*step, limits) for step in steps}) <= 48
+
+
+def test_few_sizes_are_recorded_ahead_and_a_step_may_have_one_of_them() -> None:
+    assert list(sizes_ahead(GPU_STEP)) == [(1, 1), (8, 8), (16, 16), (64, 64), (512, 8), (8192, 8)]
+    assert list(sizes_ahead(StepLimits(16, 4))) == [(1, 1), (16, 4)]
+    for size in sizes_ahead(GPU_STEP):
+        assert size_for(size.tokens, size.logits, GPU_STEP) == size

@@ -1,10 +1,9 @@
 """Claims about the sampler's kernels for GPUs, in Triton's interpreter: exactly the tokens of `sampling.sampler`."""
 
 import math
-import os
 import random
-import subprocess
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compiled_kernels import run_compiled
+from extent import usual_or_all
 from infer.compute import ops
 from infer.compute.sampling import integer_probs, noise, sampler
 from infer.compute.sampling.columns import SamplingColumns
@@ -21,7 +22,6 @@ from infer.compute.sampling.history import History
 from infer.compute.sampling.masks import num_mask_words
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
-from watched import script_command
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -46,6 +46,7 @@ SMALL = Tiling(block=256, chunk=4, capacity=32)
 WIDE = Tiling(block=512, chunk=8, capacity=1024)
 WHOLE = Tiling(block=512, chunk=256, capacity=256)  # two chunks do not fit, so nearly every filter reads the whole row
 TILINGS = [SMALL, WIDE, WHOLE]
+KEPT = [*({"top_k": count} for count in (1, 2, 3, 5, 8)), *({"top_p": share} for share in (0.2, 0.6, 0.8))]
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
@@ -186,6 +187,7 @@ def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: 
     assert choose_by(tiling, *batch).tolist() == sampler.choose_tokens(*batch).tolist()
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
 @pytest.mark.parametrize(("seed", "vocab_size"), [(3, 31), (4, 600)])
 def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:
@@ -215,6 +217,7 @@ def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: in
     assert sum(map(len, found)) > 3
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("seed", "vocab_size"), [(1, 1000), (2, 5000), (4, 4097)])
 def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vocab_size: int) -> None:
     batch = drawn_batch(seed, 8, vocab_size)
@@ -222,14 +225,14 @@ def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vo
         assert ops.choose_tokens(*batch).tolist() == sampler.choose_tokens(*batch).tolist()
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
-@pytest.mark.parametrize(("top_k", "top_p"), [(k, 1.0) for k in (1, 2, 3, 5, 8)] + [(None, p) for p in (0.2, 0.6, 0.8)])
-def test_kept_sets_end_at_the_smallest_ids_among_equals(top_k: int | None, top_p: float, tiling: Tiling) -> None:
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize(("kept", "tiling"), list(product(KEPT, TILINGS))[:: usual_or_all(2, 1)])
+def test_kept_sets_end_at_the_smallest_ids_among_equals(kept: dict[str, Any], tiling: Tiling) -> None:
     """If a token were kept that the definition drops, or one were missing, the sampled tokens would differ."""
     logits = torch.full((12, 70), -3.0)
     logits[:, [3, 9, 33, 40, 69]] = 2.0
     logits[:, [4, 20, 50]] = 2.5
-    columns = SamplingColumns.of([SamplingParams(seed=9, top_k=top_k, top_p=top_p)] * 12, 70)
+    columns = SamplingColumns.of([SamplingParams(seed=9, **kept)] * 12, 70)
     positions = torch.arange(12)
     expected = sampler.choose_tokens(logits, columns, None, positions)
     assert choose_by(tiling, logits, columns, None, positions).tolist() == expected.tolist()
@@ -280,6 +283,7 @@ def test_penalties_decide_between_tokens_seen_never_once_and_twice(name: str) ->
     assert choose_by(SMALL, logits, columns, history, positions).tolist() == expected
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_is_sampled_as_its_float32(dtype: torch.dtype) -> None:
     logits, columns, history, positions, allowed = drawn_batch(8, 6, 300)
@@ -288,6 +292,7 @@ def test_every_float_is_sampled_as_its_float32(dtype: torch.dtype) -> None:
     assert choose_by(SMALL, wide, columns, history, positions, allowed).tolist() == expected.tolist()
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_row_that_cannot_be_sampled_gets_its_code_and_the_others_a_token(
@@ -306,6 +311,7 @@ def test_a_row_that_cannot_be_sampled_gets_its_code_and_the_others_a_token(
     assert tokens[4] == -2
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
 def test_the_end_is_chosen_below_the_minimum_length_where_nothing_else_is_allowed(filters: dict[str, Any]) -> None:
     params = SamplingParams(
@@ -318,6 +324,7 @@ def test_the_end_is_chosen_below_the_minimum_length_where_nothing_else_is_allowe
     assert set(tokens) <= {7, 150}
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.5}], ids=str)
 def test_a_temperature_that_overflows_the_logits_shifts_them_first(filters: dict[str, Any], is_last: bool) -> None:
@@ -366,18 +373,6 @@ def test_every_vocabulary_has_a_tiling_that_one_program_can_search(vocab_size: i
     assert triton.cdiv(vocab_size, tiling.chunk) <= 16_384
     assert tiling.block % tiling.chunk == 0
     assert tiling.capacity % tiling.chunk == 0
-
-
-def run_compiled(script: Path, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program that does not inherit the interpreter. INFER_TRITON names a folder with another Triton for it."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [os.environ.get("INFER_TRITON"), os.environ.get("PYTHONPATH")])
-    )
-    command = script_command(script, *arguments)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 def test_a_gpu_gives_the_tokens_of_torch(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from gpu_profile import Launch, summary
 from infer.compute.backends.cuda import projection
 from infer.compute.backends.cuda.layouts import LAYOUTS
 
-pytestmark = pytest.mark.usefixtures("quick_interpreter")
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 TINY = gpu_sections.Setting(CPU, is_tiny=True, model=None)
 # torch's and Triton's own requirements, as their metadata have them; jaxtyping's is wadler_lindig.
@@ -35,7 +35,7 @@ ALLOWED = (
 
 
 @pytest.fixture(autouse=True)
-def _without_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_poison(quick_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFER_POISON")  # contexts are timed without being written
 
 

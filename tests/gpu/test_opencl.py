@@ -83,6 +83,7 @@ def projected(precision: Any, *weights: Weight, bias: Tensor | None = None) -> P
     return ops.prepare(Projection(weights, bias), CPU, precision)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(
     ("type_", "precision"), [(type_, "exact") for type_ in OWN_TYPES] + [(type_, "fast") for type_ in FAST]
 )
@@ -101,6 +102,7 @@ def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> Non
         assert same(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_", ["Q3_K", "IQ1_M", "IQ2_XS", "BF16"])
 @pytest.mark.usefixtures("lanes")
 def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
@@ -109,6 +111,7 @@ def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
     assert same(lambda: (ops.norm_project(x, None, projected("exact", weight, bias=bias)).floats,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_an_mlp_has_the_bits_of_the_cpu(activation: Activation) -> None:
     """Gate and up are one weight, two weights, of two types, and have rows that do not fill a group."""
@@ -127,6 +130,7 @@ ATTENTION = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_type", "mode", "dim"), ATTENTION)
 def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) -> None:
     """The cached values have them as well, and the chunks of a row do not matter."""
@@ -155,6 +159,7 @@ def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) ->
     assert same(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_a_wrong_position_changes_no_token_that_does_not_see_it(kv_type: str) -> None:
     with ops.using(ops.backend_named("opencl")):
@@ -170,6 +175,7 @@ def vector_calls(program: cl.Program) -> set[bytes]:
     return {name for name, arguments in called if name.endswith(b"16") or b"Dv" in arguments}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Pre-build attribute access")
 @pytest.mark.skipif(not PLATFORM.startswith("Portable"), reason="hardware: PoCL, whose names these are")
 def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,12 +213,14 @@ def logits_of(folder: Path, backend: str) -> Tensor:
     return torch.cat(pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ONE_EACH_DENSE, ids=lambda tiny: tiny.name)
 def test_a_model_of_each_family_has_the_bits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
     make_tiny(tiny, tmp_path)
     assert torch.equal(logits_of(tmp_path, "opencl"), logits_of(tmp_path, "cpu"))
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     """Answers are computed alone and together, with and without a recording, drafts, grammars and log-probabilities."""
     folder = make_model(tmp_path)
@@ -233,6 +241,7 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
 
 
+@pytest.mark.slow
 def test_a_gpu_that_shares_memory_is_notified_of_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host copies the memory to itself."""
     folder, params = make_model(tmp_path), SamplingParams(temperature=0, max_new_tokens=5)
@@ -241,6 +250,7 @@ def test_a_gpu_that_shares_memory_is_notified_of_writes(tmp_path: Path, monkeypa
     assert LLM(folder, device="opencl").generate("hello", params).token_ids == expected.token_ids
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("vocab_size", [5, 1000, 49_152])
 def test_tokens_sampled_on_the_device_are_those_of_the_cpu(vocab_size: int) -> None:
     """Rows are greedy or have noise, with and without masks. Some have two largest logits, or no allowed token, or a
@@ -265,6 +275,7 @@ def test_tokens_sampled_on_the_device_are_those_of_the_cpu(vocab_size: int) -> N
         assert found[6:9] == [NOT_A_NUMBER, NOT_A_NUMBER, NOTHING_ALLOWED]
 
 
+@pytest.mark.slow
 def test_several_steps_are_run_without_a_wait_between(tmp_path: Path) -> None:
     """Rows are greedy or have only noise. They take the requested steps, or end at a stop id or an interrupt."""
     with ops.using("opencl"):
@@ -272,10 +283,8 @@ def test_several_steps_are_run_without_a_wait_between(tmp_path: Path) -> None:
     cache = make_reserved(model)
     captured = model.backend.capture(lambda step: model.forward(step, cache), 8, 8)
     assert isinstance(captured, ops.Captured)
-    chunks, columns = (
-        [Chunk(0, [5])],
-        SamplingColumns.of([SamplingParams(temperature=1, seed=1)], model.architecture.vocab_size),
-    )
+    chunks, vocab_size = [Chunk(0, [5])], model.architecture.vocab_size
+    columns = SamplingColumns.of([SamplingParams(temperature=1, seed=1)], vocab_size)
     assert captured.takes(chunks, columns)
     tokens = captured.run_multi_step(chunks, [0], 70, columns).token_ids[0]
     assert len(tokens) == 70
@@ -285,7 +294,7 @@ def test_several_steps_are_run_without_a_wait_between(tmp_path: Path) -> None:
     interrupted = captured.run_multi_step(chunks, [0], 70, columns, interrupt=Interrupt(1)).token_ids[0]
     assert interrupted == tokens[: len(interrupted)]
     assert 1 <= len(interrupted) <= 2
-    filtered = SamplingColumns.of([SamplingParams(temperature=1, top_k=5, seed=1)], model.architecture.vocab_size)
+    filtered = SamplingColumns.of([SamplingParams(temperature=1, top_k=5, seed=1)], vocab_size)
     assert not captured.takes(chunks, filtered)
 
 
@@ -297,6 +306,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
         return on_cpu, make_world("windows", tmp_path_factory.mktemp("opencl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_an_answer_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[World, World]) -> None:
     """Samplers, grammars and log-probabilities are each tried with drafts of every kind and with neighbours."""
@@ -374,9 +384,7 @@ def test_a_simulator_is_only_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch)
     assert devices.choose() is runtime_for_cpus
     assert devices.choose("oclgrind") is devices.choose("simulator") is simulator
     monkeypatch.setattr(devices, "all_devices", lambda: [simulator])
-    with pytest.raises(
-        InvalidRequestError, match=r"only a simulator .*Oclgrind.* \(--device opencl:oclgrind\), or use"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"only a simulator .*Oclgrind.* \(--device opencl:oclgrind\)"):
         devices.choose()
 
 
@@ -401,19 +409,6 @@ def test_a_runtime_that_does_not_know_the_cpu_is_one_line_with_what_to_install(m
     assert "\n" not in str(raised.value)
 
 
-def test_a_chunk_without_logits_runs_op_by_op(tmp_path: Path) -> None:
-    """Only the last chunk of a prompt has logits. The memory of an empty tensor has no address."""
-    folder, found = make_model(tmp_path), []
-    for device in ("cpu", "opencl"):
-        llm = LLM(folder, device=device, capture=False)
-        session = llm.session()
-        session.append(list(range(50, 100)))
-        asked = SamplingParams(temperature=0, max_new_tokens=3)
-        results = [llm.generate(list(range(50, 100)), asked, prefill_chunk=16), session.generate(asked)]
-        found.append([result.token_ids for result in results])
-    assert found[0] == found[1]
-
-
 def test_a_kernel_that_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     made = runtime.Runtime(devices.choose())
     monkeypatch.setattr(runtime, "_text", lambda source: "kernel void broken(global wrong *x) {}")
@@ -425,9 +420,7 @@ def test_a_kernel_that_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatc
 def test_a_buffer_larger_than_the_device_takes_is_refused() -> None:
     made = runtime.Runtime(devices.choose())
     made.memory.most_bytes = 1000
-    with pytest.raises(
-        InvalidRequestError, match=r"has room for 0 MB in one piece, and 0\.0 MB are needed: a smaller max_seq_len"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"has room for 0 MB in one piece, and 0\.0 MB are needed"):
         made.memory.zeros((1000,), torch.float32)
 
 

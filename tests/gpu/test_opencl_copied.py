@@ -23,6 +23,7 @@ import pyopencl as cl  # noqa: E402
 
 from infer.compute.backends.opencl.memory import Memory  # noqa: E402
 
+pytestmark = pytest.mark.slow
 _POISON = 0xFF  # in each byte: NaN of every float type, and -1
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 NOISY = SamplingParams(temperature=0.9, seed=4, max_new_tokens=12)
@@ -77,6 +78,7 @@ def test_every_way_of_sampling_reads_the_device_s_results(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("capture", [True, False])
 def test_a_chunk_of_a_prompt_without_logits_copies_none(capture: bool, tmp_path: Path) -> None:
+    """Only the last chunk of a prompt has logits. The memory of an empty tensor has no address."""
     folder, found = make_model(tmp_path), []
     prompt = list(range(50, 100))
     for device in ("cpu", "opencl"):

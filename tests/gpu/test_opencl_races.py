@@ -7,6 +7,8 @@ import pytest
 
 from watched import script_command
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("pyopencl")
 
 

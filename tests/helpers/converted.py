@@ -14,42 +14,18 @@ from safetensors.numpy import load_file
 
 from converted_delta_nets import add_delta_nets, convert_delta_net
 from converted_encoders import add_value
-from gguf_files import permuted
+from gguf_files import permuted, write_file
 
-_ARCHITECTURES = {
-    "mistral": "llama",
-    "gemma3_text": "gemma3",
-    "olmo3": "olmo2",
-    "mixtral": "llama",
-}
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-_ARCHITECTURES |= dict.fromkeys(_GEMMA4, "gemma4")
+_ARCHITECTURES = dict.fromkeys(("mistral", "mixtral"), "llama") | dict.fromkeys(_GEMMA4, "gemma4")
+_ARCHITECTURES |= {"gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mistral3", "lfm2_moe": "lfm2moe"}
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
-_ARCHITECTURES |= {
-    "muse_glimmer_text": "muse-glimmer",
-    "llama4_text": "llama4",
-    "ministral3": "mistral3",
-    "lfm2_moe": "lfm2moe",
-    "llama_bidirec": "llama-embed",
-    "qwen3_next": "qwen3next",
-}
-_ARCHITECTURES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
-_NAMED_AS = {
-    "mellum": "qwen3moe",
-    "laguna": "afmoe",
-    "muse-glimmer": "afmoe",
-}  # architectures that the `gguf` package does not have
-_PERMUTED = {
-    "llama",
-    "mistral",
-    "granite",
-    "smollm3",
-    "mixtral",
-    "granitemoe",
-    "ministral3",
-    "muse_glimmer_text",
-    "llama_bidirec",
-}
+_ARCHITECTURES |= {"muse_glimmer_text": "muse-glimmer", "llama4_text": "llama4", "llama_bidirec": "llama-embed"}
+_ARCHITECTURES |= {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+# Architectures that the `gguf` package does not have.
+_NAMED_AS = {"mellum": "qwen3moe", "laguna": "afmoe", "muse-glimmer": "afmoe"}
+_PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
+_PERMUTED |= {"llama_bidirec"}
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers|norm)\.")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -104,11 +80,7 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
         assert stored is not None, name
         stored = stored.replace("post_attention_norm", "ffn_norm") if family == "laguna" else stored
         writer.add_tensor(stored, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_file(writer, path)
 
 
 def _add_embedding(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
@@ -132,24 +104,21 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             kind = _EXPERT_KINDS[match[3]]
             experts.setdefault(f"blk.{match[1]}.ffn_{kind}_exps.weight", {})[int(match[2])] = values
         elif match := _GRANITE_EXPERTS.fullmatch(name):
-            parts = {"input": np.split(values, 2, axis=1), "output": [values]}[match[2]]
-            for kind, part in zip({"input": ("gate", "up"), "output": ("down",)}[match[2]], parts, strict=True):
-                found[f"blk.{match[1]}.ffn_{kind}_exps.weight"] = part
+            kinds = ("gate", "up") if match[2] == "input" else ("down",)
+            parts = np.split(values, len(kinds), axis=1)
+            found |= {f"blk.{match[1]}.ffn_{kind}_exps.weight": part for kind, part in zip(kinds, parts, strict=True)}
         elif match := _GPT_OSS_EXPERTS.fullmatch(name):
             rows = values if match[3] else values.swapaxes(1, 2)
-            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if match[2] == "gate_up" else {"down": rows}
+            halves = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if match[2] == "gate_up" else {"down": rows}
             ending = "bias" if match[3] else "weight"
-            found |= {f"blk.{match[1]}.ffn_{kind}_exps.{ending}": part for kind, part in parts.items()}
+            found |= {f"blk.{match[1]}.ffn_{kind}_exps.{ending}": part for kind, part in halves.items()}
         elif match := _GEMMA4_EXPERTS.fullmatch(name):
             found[f"blk.{match[1]}.{_GEMMA4_PARTS[match[2]]}"] = values
         elif match := _LLAMA4_EXPERTS.fullmatch(name):
             rows = values.swapaxes(1, 2)
-            parts = (
-                dict(zip(("gate", "up"), np.split(rows, 2, axis=1), strict=True))
-                if match[2] == "gate_up"
-                else {"down": rows}
-            )
-            found |= {f"blk.{match[1]}.ffn_{kind}_exps.weight": part for kind, part in parts.items()}
+            kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
+            parts = np.split(rows, len(kinds), axis=1)
+            found |= {f"blk.{match[1]}.ffn_{kind}_exps.weight": part for kind, part in zip(kinds, parts, strict=True)}
         elif name.endswith(("self_attn.g_proj.weight", "self_attn.gate_proj.weight")):
             found[f"blk.{name.split('.')[2]}.attn_gate.weight"] = values
         elif name.endswith("self_attn.sinks"):
@@ -284,15 +253,10 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 def _add_gemma4(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     full = next(layer["head_dim"] for layer in config["per_layer_config"].values())
-    for add, dim in ((writer.add_key_length, full), (writer.add_value_length, full)):
-        add(dim)
-    for add, dim in (
-        (writer.add_key_length_swa, config["head_dim"]),
-        (writer.add_value_length_swa, config["head_dim"]),
-    ):
-        add(dim)
-    writer.add_rope_dimension_count(full)
-    writer.add_rope_dimension_count_swa(config["head_dim"])
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(full)
+    for add in (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa):
+        add(config["head_dim"])
     writer.add_shared_kv_layers(config["num_kv_shared_layers"])
     writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input", 0))
     turned = int(full * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)

@@ -8,6 +8,7 @@ import gguf
 from torch import Tensor
 
 from encoder_models import with_fused_qkv
+from gguf_files import write_file
 
 ARCHITECTURES = {
     "bert": "bert",
@@ -79,10 +80,7 @@ def write_gguf(model: Any, path: Path, metadata: Mapping[str, Any], pooling: int
         writer.add_array(f"{architecture}.classifier.output_labels", list(config.id2label.values()))
     for name, tensor in _tensors(model).items():
         writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(writer, path)
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

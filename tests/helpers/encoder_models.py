@@ -54,6 +54,8 @@ _OF_DECODERS: dict[str, Any] = {"max_position_embeddings": CONTEXT, "num_key_val
 _EMBEDDING_GEMMA = {key: value for key, value in _OF_DECODERS.items() if key != "is_causal"}
 _EMBEDDING_GEMMA |= {"use_bidirectional_attention": True, "sliding_window": 40, "head_dim": 32}
 _EMBEDDING_GEMMA |= {"query_pre_attn_scalar": 32, "num_hidden_layers": 7}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 33}
+_MULTIPLIERS = {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 8.0}
 # Decoders whose configs say that there is no mask.
 WITHOUT_MASK = (
     Encoder("embedding-gemma", "gemma3_text", _EMBEDDING_GEMMA),
@@ -69,29 +71,17 @@ WITHOUT_MASK = (
         "gemma3_text",
         _OF_DECODERS | {"sliding_window": 40, "sliding_window_pattern": 2, "num_key_value_heads": 1},
     ),
-    Encoder(
-        "gemma2",
-        "gemma2",
-        _OF_DECODERS | {"sliding_window": 40, "head_dim": 32, "attn_logit_softcapping": 1.5},
-    ),
+    Encoder("gemma2", "gemma2", _OF_DECODERS | {"sliding_window": 40, "head_dim": 32, "attn_logit_softcapping": 1.5}),
     Encoder(
         "llama", "llama", {**_OF_DECODERS, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4} | _LLAMA3}
     ),
     Encoder("qwen2", "qwen2", _OF_DECODERS),
-    Encoder(
-        "qwen2-windows",
-        "qwen2",
-        _OF_DECODERS | {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1},
-    ),
+    Encoder("qwen2-windows", "qwen2", _OF_DECODERS | _WINDOWS | {"max_window_layers": 1}),
     Encoder("qwen3", "qwen3", _OF_DECODERS | {"head_dim": 32}),
     Encoder("mistral", "mistral", _OF_DECODERS | {"sliding_window": 16}),
     Encoder("phi3", "phi3", _OF_DECODERS | {"sliding_window": None}),
     Encoder("olmo2", "olmo2", _OF_DECODERS),
-    Encoder(
-        "granite",
-        "granite",
-        _OF_DECODERS | {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 8.0},
-    ),
+    Encoder("granite", "granite", _OF_DECODERS | _MULTIPLIERS),
 )
 BY_NAME = {encoder.name: encoder for encoder in (*ENCODERS, *WITHOUT_MASK)}
 

@@ -80,6 +80,10 @@ def write_model(
             writer.add_tensor(name, gguf.quants.quantize(values, Q4_0), raw_dtype=Q4_0)
         else:
             writer.add_tensor(name, values)
+    return write_file(writer, path)
+
+
+def write_file(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

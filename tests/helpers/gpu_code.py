@@ -1,19 +1,22 @@
-"""Prints as JSON what the tests ask of the kernels' code: PTX of the sampler, for an H100 or H200; the tensor cores'
-instructions in the tiles that `check_gpu` compares; of the others registers, spills and instructions.
+"""Prints as JSON the facts of the kernels' code: registers, spills, instructions, and PTX of the sampler.
 
-    python gpu_code.py          for some types and sizes
-    python gpu_code.py all      for every type, size and architecture
+    python gpu_code.py KIND          for some types, sizes and architectures; a kind is a key of `KINDS`
+    python gpu_code.py KIND all      for every type, size and architecture
 
-It is a separate program, because in the tests' process Triton interprets kernels.
+Triton compiles them without a GPU. It is a separate program, because in the tests' process Triton interprets kernels.
 """
 
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from gpu_attention_code import attention_code, unusual_code
 from gpu_compiler import compiled, sampler_code, weights_code
+from gpu_expert_code import expert_code
+from gpu_state_code import state_code
 from gpu_step_kernels import step_code
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -34,12 +37,18 @@ def sums_code(is_whole: bool) -> Iterator[tuple[str, list[str]]]:
             yield f"{name} {rows}x{tokens}", sorted({" ".join(found) for found in PRODUCT.findall(code)})
 
 
-def main() -> None:
-    is_whole = sys.argv[1:] == ["all"]
-    kernels = dict([*weights_code(is_whole), *step_code()])
-    sums = dict(sums_code(is_whole))
-    json.dump({"sampler": dict(sampler_code()), "sums": sums, "kernels": kernels}, sys.stdout)
+Facts = Iterator[tuple[str, Any]]
+KINDS: dict[str, Callable[[bool], Facts]] = {
+    "weights": weights_code,
+    "steps": lambda is_whole: step_code(),
+    "sums": sums_code,
+    "sampler": lambda is_whole: sampler_code(),
+    "attention": attention_code,
+    "unusual attention": unusual_code,
+    "experts": expert_code,
+    "states": state_code,
+}
 
 
 if __name__ == "__main__":
-    main()
+    json.dump(dict(KINDS[sys.argv[1]](sys.argv[2:] == ["all"])), sys.stdout)

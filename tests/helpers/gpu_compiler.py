@@ -35,6 +35,7 @@ QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
 LEFT = Quantized("*i8!", "*fp32!", "*i32!")
 SHARED_BYTES: dict[str | int, int] = {80: 166_912, 89: 101_376, 90: 232_448, 120: 101_376}  # of a program at most
 AMD = ("gfx942", "gfx1100")
+TARGETS, USUAL_TARGETS = (80, 89, 90, 120), (89, 90)  # 89 stands for those without wgmma and with little shared memory
 INSTRUCTION = re.compile(r"\s+(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)")  # of PTX
 LABEL, BRANCH = re.compile(r"\$(L__BB\w+):"), re.compile(r"\bbra(?:\.uni)?\s+\$(L__BB\w+)")
 LISTED = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
@@ -225,9 +226,9 @@ def warps_of(tile: dict[str, int]) -> dict[str, int]:
 
 
 def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    targets = (80, 89, 90, 120)
+    targets = TARGETS if is_whole else USUAL_TARGETS
     makers: list[tuple[Callable[..., CompiledKernel], list[str], list[str]]] = [
-        (matvec_code, QUANTIZED if is_whole else one_each(), ["Q4_0"]),
+        (matvec_code, QUANTIZED if is_whole else one_each()[::3], ["Q4_0"]),
         (matmul_code, QUANTIZED if is_whole else ["Q6_K"], ["Q4_0"]),
         (dense_code, ["F32", "F16"], ["BF16"]),
     ]
@@ -238,11 +239,11 @@ def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
                 is_listed = type_ == types[0] and target == 90
                 yield f"{name} {type_} {target}", code_of(make(type_, target), is_listed=is_listed)
         yield f"{name} gated 90", code_of(make(types[0], 90, "silu"))
-        for target in AMD:
+        for target in AMD if is_whole else AMD[:1]:
             make(types[0], target)
     for type_ in ("BF16", "F16"):
         for size, tile in enumerate(TILES[FORMS[type_]][:-1]):
-            for target in targets if is_whole else (90,):
+            for target in TARGETS if is_whole else (90,):
                 name = f"dense {type_} {tile.ROWS} {tile.TOKENS} gated {target}"
                 yield name, code_of(dense_code(type_, target, "silu", size))
     for kernel in rows_code("Q6_K", 90):

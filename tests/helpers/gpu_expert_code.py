@@ -1,20 +1,12 @@
-"""Prints as JSON the registers, spills and instructions of the kernels for experts, by kernel and architecture.
+"""Compiles the kernels for experts and returns facts of their code."""
 
-    python gpu_expert_code.py          some types for each architecture
-    python gpu_expert_code.py all      every one of them
-
-It is a program of its own, because in the tests' process Triton interprets.
-"""
-
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from gpu_compiler import AMD, LEFT, SHARED_BYTES, code_of, compiled, matrix_of, warps_of
+from gpu_compiler import AMD, LEFT, SHARED_BYTES, TARGETS, USUAL_TARGETS, code_of, compiled, matrix_of, warps_of
 from infer.compute.backends.cuda.activations import Quantized
 from infer.compute.backends.cuda.dense import DEPTHS, FEW, num_stages
 from infer.compute.backends.cuda.epilogue import Output
@@ -87,22 +79,18 @@ def small_code(target: Target) -> Iterator[CompiledKernel]:
         yield compiled(kernel, arguments, target, num_warps=num_warps)
 
 
-def all_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def expert_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the code of gated products for each architecture. The others are for one, unless `is_whole`."""
     makers = (("matvec", matvec_code, "Q4_0"), ("matmul", matmul_code, "Q4_0"), ("dense", dense_code, "BF16"))
     others = (("matvec", matvec_code, "MXFP4"), ("matmul", matmul_code, "Q4_K"), ("dense", dense_code, "F16"))
-    for target in (80, 89, 90, 120):
+    for target in TARGETS if is_whole else USUAL_TARGETS:
         for name, make, type_ in (*makers, *(others if is_whole or target == 90 else ())):
             yield f"{name} {type_} gated {target}", code_of(make(type_, target, "silu"))
             if is_whole or target == 90:
                 yield f"{name} {type_} {target}", code_of(make(type_, target))
         for kernel in small_code(target) if is_whole or target == 90 else ():
             yield f"{kernel.metadata.name} {target}", code_of(kernel)
-    for target in AMD:
+    for target in AMD if is_whole else ():
         for _, make, type_ in makers:
             make(type_, target)
         list(small_code(target))
-
-
-if __name__ == "__main__":
-    json.dump(dict(all_code(sys.argv[1:] == ["all"])), sys.stdout)

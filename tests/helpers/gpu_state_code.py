@@ -1,19 +1,11 @@
-"""Prints as JSON the registers, spills and instructions of the kernels for layers with a state.
+"""Compiles the kernels for layers with a state and returns facts of their code."""
 
-    python gpu_state_code.py          heads of 128 for each architecture
-    python gpu_state_code.py all      and of 256, and GPUs of AMD
-
-It is a program of its own, because in the tests' process Triton interprets.
-"""
-
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import triton.language as tl
 
-from gpu_compiler import AMD, LEFT, code_of, compiled
+from gpu_compiler import AMD, LEFT, TARGETS, USUAL_TARGETS, code_of, compiled
 from infer.compute.backends.cuda.delta_net import HEADS, TILE
 from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens
 from infer.compute.backends.cuda.delta_net_recurrence import gate_heads, mix_runs
@@ -37,8 +29,9 @@ def arguments_of(dim: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def all_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    for target in (80, 89, 90, 120, *(AMD if is_whole else ())):
+def state_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kernels of heads of 128, for one architecture also of 256. Those of AMD are only compiled."""
+    for target in (*TARGETS, *AMD) if is_whole else USUAL_TARGETS:
         for dim in (128, 256) if is_whole or target == 90 else (128,):
             kernels = ((prepare_tokens, 4), (multiply_keys, dim // 32), (mix_runs, 1), (gate_heads, 4))
             found = [compiled(kernel, arguments_of(dim), target, num_warps=warps) for kernel, warps in kernels]
@@ -47,7 +40,3 @@ def all_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
                 found.append(compiled(convolve_tokens, arguments, target, num_warps=4))
             for kernel in found if isinstance(target, int) else ():
                 yield f"{kernel.metadata.name} {dim} {target}", code_of(kernel)
-
-
-if __name__ == "__main__":
-    json.dump(dict(all_code(sys.argv[1:] == ["all"])), sys.stdout)

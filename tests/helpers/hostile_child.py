@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import hostile_files
-from extent import usual_or_all
+from extent import IS_SHORT, usual_or_all
 from hostile_files import GGUF_KINDS, WRONG_KINDS, places, read_everything, replaced, write_folder, write_gguf
 from infer import LLM, SamplingParams
 from infer.errors import InferError
@@ -27,17 +28,17 @@ from processor_time import least_processor_seconds
 
 MAX_MESSAGE = 2000
 SLOWEST = 0.1  # seconds of processor time for one file
-NUM_FLIPS = usual_or_all(1500, 10_000)
+NUM_FLIPS = usual_or_all(600, 10_000)
+STEP = 5 if IS_SHORT else usual_or_all(3, 1)  # numbers of kinds are no multiples, so each kind is in some places
 
 
 def json_of_any_kind(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
     """Yield files of JSON: in each, one place has a value of a wrong kind."""
     write_folder(folder)
     good = json.loads((folder / name).read_text())
-    for place in places(good):
-        for value in WRONG_KINDS:
-            (folder / name).write_text(json.dumps(replaced(good, place, value)))
-            yield f"{place} = {value!r:.30}", folder
+    for place, value in islice(product(places(good), WRONG_KINDS), 0, None, STEP):
+        (folder / name).write_text(json.dumps(replaced(good, place, value)))
+        yield f"{place} = {value!r:.30}", folder
 
 
 def gguf_of_any_kind(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -46,13 +47,12 @@ def gguf_of_any_kind(folder: Path) -> Iterator[tuple[str, Path]]:
     keys += [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "unknown", "padding")]
     keys += [f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix")]
     keys += [f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "merges", "token_type", "scores")]
-    for key in keys:
-        for kind, value in GGUF_KINDS.items():
-            yield f"{key} = {kind}", write_gguf(folder / "model.gguf", {key: value})
+    for key, (kind, value) in islice(product(keys, GGUF_KINDS.items()), 0, None, STEP):
+        yield f"{key} = {kind}", write_gguf(folder / "model.gguf", {key: value})
 
 
 def truncated(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield files of both formats that are truncated, one for every byte of their headers."""
+    """Yield files of both formats that are truncated, one for every byte or every few bytes of their headers."""
     path = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY)
     yield from _cut(path, path, path.read_bytes().index(b"\0" * 32))
     model = write_folder(folder / "model")
@@ -62,7 +62,7 @@ def truncated(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _cut(model: Path, path: Path, header_bytes: int) -> Iterator[tuple[str, Path]]:
     with path.open("r+b") as file:
-        for size in range(header_bytes, -1, -1):
+        for size in range(header_bytes, -1, -STEP):
             file.truncate(size)
             yield f"{path.name} of {size} bytes", model
 

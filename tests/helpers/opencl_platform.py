@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -74,10 +73,10 @@ def icd_file(runtime: OpenCLRuntime) -> Path:
     return icd
 
 
-def trouble_with(icd: Path, kernel: str = PRODUCT) -> str:
+def trouble_with(icd: Path) -> str:
     """Return why this platform does not compute a known product on this machine, or "" if it does."""
     environment = {**os.environ, "OCL_ICD_VENDORS": str(icd), "PYOPENCL_NO_CACHE": "1"}
-    command = [sys.executable, "-c", PROBE, kernel]
+    command = [sys.executable, "-c", PROBE, PRODUCT]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=environment, timeout=SECONDS, errors="replace"
@@ -91,31 +90,24 @@ def trouble_with(icd: Path, kernel: str = PRODUCT) -> str:
     return (errors or lines[-1:] or [f"its process ended with status {done.returncode}"])[0][:200]
 
 
-def choose(
-    runtimes: Mapping[str, OpenCLRuntime],
-    find: Callable[[OpenCLRuntime], Path] = icd_file,
-    trouble: Callable[[Path], str] = trouble_with,
-) -> tuple[Path | None, str]:
-    """Return the first runtime that computes a known product correctly, and the faults of the runtimes before it."""
-    reasons = []
-    for name, runtime in runtimes.items():
-        try:
-            icd = find(runtime)
-        except PackageNotFoundError:
-            reasons.append(f"{name}: {runtime.package} is not installed")
-            continue
-        if not (reason := trouble(icd)):
-            return icd, "; ".join(reasons)
-        reasons.append(f"{name}: {reason}")
-    return None, "; ".join(reasons)
-
-
 @cache
 def chosen() -> tuple[Path | None, str]:
-    """Choose Intel's runtime before PoCL; INFER_OPENCL=intel or INFER_OPENCL=pocl allows this one only."""
+    """Return the first runtime that computes a known product, or None, and the faults of the runtimes before it.
+
+    Intel's runtime is tried before PoCL; INFER_OPENCL=intel or INFER_OPENCL=pocl allows this one only.
+    """
+    reasons = []
     wanted = os.environ.get("INFER_OPENCL")
-    icd, reasons = choose({wanted: RUNTIMES[wanted]} if wanted else RUNTIMES)
-    return icd, f"no OpenCL runtime computes a known product on this machine: {reasons}"
+    for name in [wanted] if wanted else RUNTIMES:
+        try:
+            icd = icd_file(RUNTIMES[name])
+        except PackageNotFoundError:
+            reasons.append(f"{name}: {RUNTIMES[name].package} is not installed")
+            continue
+        if not (reason := trouble_with(icd)):
+            return icd, ""
+        reasons.append(f"{name}: {reason}")
+    return None, f"no OpenCL runtime computes a known product on this machine: {'; '.join(reasons)}"
 
 
 def use_cpu_runtime() -> None:

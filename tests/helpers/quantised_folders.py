@@ -67,20 +67,17 @@ def quantized(
 def words(codes: Tensor, bits: int) -> Tensor:
     """Return rows of words of 32 bits, with codes one after another from the lowest bit on."""
     found = torch.zeros(len(codes), -(-codes.shape[1] * bits // 32) + 1, dtype=torch.int64)
-    for column in range(codes.shape[1]):
-        word, shift = divmod(column * bits, 32)
-        code = codes[:, column].long() << shift
-        found[:, word] |= code & 0xFFFFFFFF
-        found[:, word + 1] |= code >> 32
+    places = torch.arange(codes.shape[1]) * bits
+    shifted = codes.long() << places % 32
+    for word, part in ((places // 32, shifted & 0xFFFFFFFF), (places // 32 + 1, shifted >> 32)):
+        found.index_add_(1, word, part)
     return torch.from_numpy(found[:, :-1].numpy().astype("uint32").view("int32"))
 
 
 def awq_words(codes: Tensor) -> Tensor:
     """Return AWQ's words of eight neighbouring codes of a row."""
-    found = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
-    for word in range(found.shape[1]):
-        for nibble, column in enumerate(_AWQ_COLUMNS):
-            found[:, word] |= codes[:, 8 * word + column].long() << (4 * nibble)
+    groups = codes.reshape(len(codes), -1, 8)[:, :, list(_AWQ_COLUMNS)].long()
+    found = (groups << 4 * torch.arange(8)).sum(2)
     return torch.from_numpy(found.numpy().astype("uint32").view("int32"))
 
 
@@ -213,11 +210,7 @@ def nvfp4(names: tuple[str, str], *, divides: bool) -> Callable[[Tensor], Packed
         codes = _fp4_codes(parts / spread.clamp(min=1e-9))
         values = (_E2M1[codes] * spread).float().reshape(weight.shape)
         codes = codes.reshape(weight.shape).to(torch.uint8)
-        tensors = {
-            names[0]: codes[:, ::2] | codes[:, 1::2] << 4,
-            "weight_scale": scales,
-            names[1]: stored.reshape(1),
-        }
+        tensors = {names[0]: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, names[1]: stored.reshape(1)}
         return Packed(tensors, values)
 
     return pack
@@ -251,101 +244,66 @@ _FLOATS_OF_8_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 _MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 _MXFP4 |= {"scale_dtype": "torch.uint8"}
+
+
+def _gptq(name: str, type_: str, bits: int, group_size: int, **settings: Any) -> Method:
+    """Return a method of GPTQ. `settings` are those of `gptq`; the config has what follows from them."""
+    others = {"desc_act": True} if "has_order" in settings else {}
+    if not settings["is_symmetric"]:
+        others["checkpoint_format"] = "gptq_v2" if "lacks" in settings else "gptq"
+    config = gptq_config(bits, group_size, is_symmetric=settings["is_symmetric"], **others)
+    return Method(name, config, gptq(bits, group_size, **settings), type_)
+
+
+def _packed(name: str, type_: str, bits: int, group_size: int | None, *, is_symmetric: bool, **order: bool) -> Method:
+    config = compressed_config("pack-quantized", integers(bits, group_size, is_symmetric=is_symmetric))
+    return Method(name, config, packed_integers(bits, group_size or 0, is_symmetric=is_symmetric, **order), type_)
+
+
+def _fp8(name: str, type_: str, pack: Callable[[Tensor], Packed], **config: Any) -> Method:
+    return Method(name, {"quant_method": "fp8", "modules_to_not_convert": list(_IN_FLOATS), **config}, pack, type_)
+
+
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+_WHOLE_ROWS = integers(8, None, is_symmetric=True)
+_BLOCKS = _FLOATS_OF_8_BITS | {"strategy": "block", "block_structure": [32, 128]}
+_ROWS = _FLOATS_OF_8_BITS | {"strategy": "channel"}
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": list(_IN_FLOATS)}
 METHODS = (
-    Method("gptq symmetric", gptq_config(4, 128, is_symmetric=True), gptq(4, 128, is_symmetric=True), "Q4_0"),
-    Method(
-        "gptq zero points",
-        gptq_config(4, 32, is_symmetric=False, checkpoint_format="gptq"),
-        gptq(4, 32, is_symmetric=False),
-        "Q5_0",
-    ),
-    Method(
-        "gptq_v2",
-        gptq_config(4, 64, is_symmetric=False, checkpoint_format="gptq_v2"),
-        gptq(4, 64, is_symmetric=False, lacks=0),
-        "Q5_0",
-    ),
-    Method(
-        "gptq act-order",
-        gptq_config(4, 32, is_symmetric=True, desc_act=True),
-        gptq(4, 32, is_symmetric=True, has_order=True),
-        "F16",
-    ),
-    Method("gptq whole rows", gptq_config(4, -1, is_symmetric=True), gptq(4, -1, is_symmetric=True), "Q4_0"),
-    Method("gptq 2 bits", gptq_config(2, 32, is_symmetric=False), gptq(2, 32, is_symmetric=False), "Q4_0"),
-    Method("gptq 3 bits", gptq_config(3, 32, is_symmetric=True), gptq(3, 32, is_symmetric=True), "Q4_0"),
-    Method("gptq 8 bits", gptq_config(8, 32, is_symmetric=True), gptq(8, 32, is_symmetric=True), "Q8_0"),
-    Method("gptq 8 bits, zero points", gptq_config(8, 32, is_symmetric=False), gptq(8, 32, is_symmetric=False), "F16"),
-    Method(
-        "awq",
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-        awq(128),
-        "Q5_0",
-    ),
-    Method(
-        "pack-quantized",
-        compressed_config("pack-quantized", integers(4, 32, is_symmetric=True)),
-        packed_integers(4, 32, is_symmetric=True),
-        "Q4_0",
-    ),
-    Method(
-        "pack-quantized zero points",
-        compressed_config("pack-quantized", integers(4, 128, is_symmetric=False)),
-        packed_integers(4, 128, is_symmetric=False),
-        "Q5_0",
-    ),
-    Method(
-        "pack-quantized act-order",
-        compressed_config("pack-quantized", integers(4, 32, is_symmetric=True)),
-        packed_integers(4, 32, is_symmetric=True, has_order=True),
-        "F16",
-    ),
-    Method(
-        "pack-quantized rows of 8 bits",
-        compressed_config("pack-quantized", integers(8, None, is_symmetric=True)),
-        packed_integers(8, 0, is_symmetric=True),
-        "Q8_0",
-    ),
-    Method(
-        "int-quantized",
-        compressed_config("int-quantized", integers(8, None, is_symmetric=True)),
-        plain_integers(is_symmetric=True),
-        "Q8_0",
-    ),
+    _gptq("gptq symmetric", "Q4_0", 4, 128, is_symmetric=True),
+    _gptq("gptq zero points", "Q5_0", 4, 32, is_symmetric=False),
+    _gptq("gptq_v2", "Q5_0", 4, 64, is_symmetric=False, lacks=0),
+    _gptq("gptq act-order", "F16", 4, 32, is_symmetric=True, has_order=True),
+    _gptq("gptq whole rows", "Q4_0", 4, -1, is_symmetric=True),
+    _gptq("gptq 2 bits", "Q4_0", 2, 32, is_symmetric=False),
+    _gptq("gptq 3 bits", "Q4_0", 3, 32, is_symmetric=True),
+    _gptq("gptq 8 bits", "Q8_0", 8, 32, is_symmetric=True),
+    _gptq("gptq 8 bits, zero points", "F16", 8, 32, is_symmetric=False),
+    Method("awq", _AWQ, awq(128), "Q5_0"),
+    _packed("pack-quantized", "Q4_0", 4, 32, is_symmetric=True),
+    _packed("pack-quantized zero points", "Q5_0", 4, 128, is_symmetric=False),
+    _packed("pack-quantized act-order", "F16", 4, 32, is_symmetric=True, has_order=True),
+    _packed("pack-quantized rows of 8 bits", "Q8_0", 8, None, is_symmetric=True),
+    Method("int-quantized", compressed_config("int-quantized", _WHOLE_ROWS), plain_integers(is_symmetric=True), "Q8_0"),
     Method(
         "int-quantized zero points",
-        compressed_config("int-quantized", integers(8, None, is_symmetric=False)),
+        compressed_config("int-quantized", _WHOLE_ROWS | {"symmetric": False}),
         plain_integers(is_symmetric=False),
         "F16",
     ),
-    Method(
-        "fp8 blocks",
-        {"quant_method": "fp8", "weight_block_size": [64, 32], "modules_to_not_convert": list(_IN_FLOATS)},
-        fp8((64, 32), "weight_scale_inv", torch.float32),
-        "F16",
-    ),
-    Method(
-        "fp8 blocks of exponents",
-        {"quant_method": "fp8", "scale_fmt": "ue8m0", "modules_to_not_convert": list(_IN_FLOATS)},
-        fp8((128, 128), "weight_scale_inv", torch.uint8),
-        "F8_E4M3",
-    ),
-    Method(
-        "fp8 matrices",
-        {"quant_method": "fp8", "weight_block_size": None, "modules_to_not_convert": list(_IN_FLOATS)},
-        fp8(None, "weight_scale_inv", torch.bfloat16),
-        "F8_E4M3",
-    ),
+    _fp8("fp8 blocks", "F16", fp8((64, 32), "weight_scale_inv", torch.float32), weight_block_size=[64, 32]),
+    _fp8("fp8 blocks of exponents", "F8_E4M3", fp8((128, 128), "weight_scale_inv", torch.uint8), scale_fmt="ue8m0"),
+    _fp8("fp8 matrices", "F8_E4M3", fp8(None, "weight_scale_inv", torch.bfloat16), weight_block_size=None),
     Method("fbgemm_fp8", {"quant_method": "fbgemm_fp8"}, fp8((1, 0), "weight_scale", torch.float32), "F8_E4M3"),
     Method(
         "float-quantized",
-        compressed_config("float-quantized", _FLOATS_OF_8_BITS | {"strategy": "channel"}),
+        compressed_config("float-quantized", _ROWS),
         fp8((1, 0), "weight_scale", torch.bfloat16),
         "F8_E4M3",
     ),
     Method(
         "float-quantized blocks",
-        compressed_config("float-quantized", _FLOATS_OF_8_BITS | {"strategy": "block", "block_structure": [32, 128]}),
+        compressed_config("float-quantized", _BLOCKS),
         fp8((32, 128), "weight_scale", torch.bfloat16),
         "F8_E4M3",
     ),
@@ -355,12 +313,7 @@ METHODS = (
         nvfp4(("weight_packed", "weight_global_scale"), divides=True),
         "NVFP4_SCALED",
     ),
-    Method(
-        "modelopt nvfp4",
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": list(_IN_FLOATS)},
-        nvfp4(("weight", "weight_scale_2"), divides=False),
-        "NVFP4_SCALED",
-    ),
+    Method("modelopt nvfp4", _MODELOPT, nvfp4(("weight", "weight_scale_2"), divides=False), "NVFP4_SCALED"),
     Method("mxfp4-pack-quantized", compressed_config("mxfp4-pack-quantized", _MXFP4), mxfp4, "MXFP4"),
     Method("mlx", {"bits": 4, "group_size": 64, "mode": "affine"}, mlx(4, 64), "Q4_1", "quantization"),
     Method("mlx 8 bits", {"bits": 8, "group_size": 32}, mlx(8, 32), "F16", "quantization"),

@@ -6,45 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Exaone4Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    Gemma4UnifiedTextConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    LagunaConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MellumConfig,
-    Ministral3Config,
-    MistralConfig,
-    MixtralConfig,
-    MuseGlimmerTextConfig,
-    MuseGlimmerTextModel,
-    Olmo2Config,
-    Olmo3Config,
-    OlmoeConfig,
-    OlmoHybridConfig,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -81,270 +44,146 @@ def _longrope(pairs: int) -> dict[str, Any]:
     }
 
 
+def _ropes(full: dict[str, Any], theta: float = 10_000.0, **others: Any) -> dict[str, Any]:
+    """Return the ropes of layers that see everything, and of those with windows."""
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": theta, **others}}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A configuration of a family. It differs from the defaults in one interesting setting."""
 
     name: str
-    config: PretrainedConfig
+    config: hf.PretrainedConfig
 
     @property
     def has_experts(self) -> bool:
         return hasattr(self.config, "num_experts_per_tok")
 
 
+def _tiny(name: str, kind: type[hf.PretrainedConfig], **settings: Any) -> Tiny:
+    """Return a model of two layers, or of as many as the settings say."""
+    return Tiny(name, kind(**{"num_hidden_layers": 2} | _SIZES | settings))
+
+
 TINY = [
-    Tiny("llama", LlamaConfig(num_hidden_layers=3, **_SIZES)),
-    Tiny("llama_one_kv_head", LlamaConfig(num_hidden_layers=2, **_SIZES | {"num_key_value_heads": 1})),
-    Tiny("llama_tied", LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **_SIZES)),
-    Tiny("llama_wide_heads", LlamaConfig(num_hidden_layers=2, head_dim=32, rms_norm_eps=1e-5, **_SIZES)),
-    Tiny("llama3_rope", LlamaConfig(num_hidden_layers=2, rope_parameters=_LLAMA3_ROPE, **_SIZES)),
-    Tiny(
-        "llama_linear_rope",
-        LlamaConfig(
-            num_hidden_layers=2,
-            rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
-            **_SIZES,
-        ),
+    _tiny("llama", hf.LlamaConfig, num_hidden_layers=3),
+    _tiny("llama_one_kv_head", hf.LlamaConfig, num_key_value_heads=1),
+    _tiny("llama_tied", hf.LlamaConfig, tie_word_embeddings=True),
+    _tiny("llama_wide_heads", hf.LlamaConfig, head_dim=32, rms_norm_eps=1e-5),
+    _tiny("llama3_rope", hf.LlamaConfig, rope_parameters=_LLAMA3_ROPE),
+    _tiny(
+        "llama_linear_rope", hf.LlamaConfig,
+        rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
     ),
-    Tiny("qwen3", Qwen3Config(num_hidden_layers=3, head_dim=32, **_SIZES)),
-    Tiny("qwen3_tied", Qwen3Config(num_hidden_layers=2, head_dim=16, tie_word_embeddings=True, **_SIZES)),
-    Tiny("gemma3", Gemma3TextConfig(num_hidden_layers=7, head_dim=32, sliding_window=8, **_SIZES)),
-    Tiny(
-        "gemma3_scaled",
-        Gemma3TextConfig(
-            num_hidden_layers=6,
-            head_dim=16,
-            sliding_window=16,
-            query_pre_attn_scalar=48,
-            rope_parameters={
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-            **_SIZES,
-        ),
+    _tiny("qwen3", hf.Qwen3Config, num_hidden_layers=3, head_dim=32),
+    _tiny("qwen3_tied", hf.Qwen3Config, head_dim=16, tie_word_embeddings=True),
+    _tiny("gemma3", hf.Gemma3TextConfig, num_hidden_layers=7, head_dim=32, sliding_window=8),
+    _tiny(
+        "gemma3_scaled", hf.Gemma3TextConfig, num_hidden_layers=6, head_dim=16, sliding_window=16,
+        query_pre_attn_scalar=48,
+        rope_parameters=_ropes({"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0}),
     ),
-    Tiny(
-        "gemma3_capped",
-        Gemma3TextConfig(
-            num_hidden_layers=3,
-            head_dim=16,
-            sliding_window=8,
-            sliding_window_pattern=3,
-            final_logit_softcapping=2.0,
-            attention_bias=True,
-            tie_word_embeddings=False,
-            hidden_activation="gelu",
-            **_SIZES,
-        ),
+    _tiny(
+        "gemma3_capped", hf.Gemma3TextConfig, num_hidden_layers=3, head_dim=16, sliding_window=8,
+        sliding_window_pattern=3, final_logit_softcapping=2.0, attention_bias=True, tie_word_embeddings=False,
+        hidden_activation="gelu",
     ),
-    Tiny("llama_biases", LlamaConfig(num_hidden_layers=2, attention_bias=True, mlp_bias=True, **_SIZES)),
-    Tiny(
-        "llama_odd_sizes",
-        LlamaConfig(
-            num_hidden_layers=2,
-            head_dim=12,
-            mlp_bias=True,
-            hidden_act="gelu",
-            **_SIZES
-            | {
-                "intermediate_size": 50,
-                "vocab_size": 99,
-                "hidden_size": 60,
-                "num_attention_heads": 5,
-                "num_key_value_heads": 5,
-            },
-        ),
+    _tiny("llama_biases", hf.LlamaConfig, attention_bias=True, mlp_bias=True),
+    _tiny(
+        "llama_odd_sizes", hf.LlamaConfig, head_dim=12, mlp_bias=True, hidden_act="gelu",
+        intermediate_size=50, vocab_size=99, hidden_size=60, num_attention_heads=5, num_key_value_heads=5,
     ),
-    Tiny("llama_relu", LlamaConfig(num_hidden_layers=2, hidden_act="relu", **_SIZES)),
-    Tiny("llama_relu2", LlamaConfig(num_hidden_layers=2, hidden_act="relu2", **_SIZES)),
-    Tiny("llama_quick_gelu", LlamaConfig(num_hidden_layers=2, hidden_act="quick_gelu", **_SIZES)),
-    Tiny("llama_yarn", LlamaConfig(num_hidden_layers=2, rope_parameters=_yarn(), **_SIZES)),
-    Tiny(
-        "llama_yarn_mscale",
-        LlamaConfig(
-            num_hidden_layers=2,
-            rope_parameters=_yarn(mscale=0.7, mscale_all_dim=1.3, truncate=False, beta_fast=8.0, beta_slow=0.5),
-            **_SIZES,
-        ),
+    _tiny("llama_relu", hf.LlamaConfig, hidden_act="relu"),
+    _tiny("llama_relu2", hf.LlamaConfig, hidden_act="relu2"),
+    _tiny("llama_quick_gelu", hf.LlamaConfig, hidden_act="quick_gelu"),
+    _tiny("llama_yarn", hf.LlamaConfig, rope_parameters=_yarn()),
+    _tiny(
+        "llama_yarn_mscale", hf.LlamaConfig,
+        rope_parameters=_yarn(mscale=0.7, mscale_all_dim=1.3, truncate=False, beta_fast=8.0, beta_slow=0.5),
     ),
-    Tiny("mistral", MistralConfig(num_hidden_layers=2, sliding_window=16, **_SIZES)),
-    Tiny("mistral_full", MistralConfig(num_hidden_layers=2, sliding_window=None, head_dim=32, **_SIZES)),
-    Tiny("qwen2", Qwen2Config(num_hidden_layers=2, **_SIZES)),
-    Tiny(
-        "qwen2_yarn",
-        Qwen2Config(
-            num_hidden_layers=2, tie_word_embeddings=True, rope_parameters=_yarn(attention_factor=1.2), **_SIZES
-        ),
+    _tiny("mistral", hf.MistralConfig, sliding_window=16),
+    _tiny("mistral_full", hf.MistralConfig, sliding_window=None, head_dim=32),
+    _tiny("qwen2", hf.Qwen2Config),
+    _tiny("qwen2_yarn", hf.Qwen2Config, tie_word_embeddings=True, rope_parameters=_yarn(attention_factor=1.2)),
+    _tiny(
+        "qwen2_windows", hf.Qwen2Config, num_hidden_layers=4, use_sliding_window=True, sliding_window=8,
+        max_window_layers=2,
     ),
-    Tiny(
-        "qwen2_windows",
-        Qwen2Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2, **_SIZES),
+    _tiny(
+        "qwen3_windows", hf.Qwen3Config, num_hidden_layers=3, head_dim=32, use_sliding_window=True, sliding_window=8,
+        max_window_layers=1, attention_bias=True,
     ),
-    Tiny(
-        "qwen3_windows",
-        Qwen3Config(
-            num_hidden_layers=3,
-            head_dim=32,
-            use_sliding_window=True,
-            sliding_window=8,
-            max_window_layers=1,
-            attention_bias=True,
-            **_SIZES,
-        ),
+    _tiny(
+        "gemma2", hf.Gemma2Config, num_hidden_layers=4, head_dim=32, sliding_window=8, query_pre_attn_scalar=20,
+        attn_logit_softcapping=1.5, final_logit_softcapping=2.0,
     ),
-    Tiny(
-        "gemma2",
-        Gemma2Config(
-            num_hidden_layers=4,
-            head_dim=32,
-            sliding_window=8,
-            query_pre_attn_scalar=20,
-            attn_logit_softcapping=1.5,
-            final_logit_softcapping=2.0,
-            **_SIZES,
-        ),
+    _tiny(
+        "gemma2_uncapped", hf.Gemma2Config, head_dim=16, sliding_window=8, attn_logit_softcapping=None,
+        final_logit_softcapping=None, attention_bias=True, tie_word_embeddings=False,
     ),
-    Tiny(
-        "gemma2_uncapped",
-        Gemma2Config(
-            num_hidden_layers=2,
-            head_dim=16,
-            sliding_window=8,
-            attn_logit_softcapping=None,
-            final_logit_softcapping=None,
-            attention_bias=True,
-            tie_word_embeddings=False,
-            **_SIZES,
-        ),
+    _tiny("phi3", hf.Phi3Config, sliding_window=16),
+    _tiny(
+        "phi3_partial", hf.Phi3Config,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
     ),
-    Tiny("phi3", Phi3Config(num_hidden_layers=2, sliding_window=16, **_SIZES)),
-    Tiny(
-        "phi3_partial",
-        Phi3Config(
-            num_hidden_layers=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
-            **_SIZES,
-        ),
+    _tiny("smollm3", hf.SmolLM3Config, num_hidden_layers=5, attention_bias=True, mlp_bias=True),
+    _tiny(
+        "smollm3_windows", hf.SmolLM3Config, num_hidden_layers=4, use_sliding_window=True, sliding_window=8,
+        no_rope_layers=[1, 0, 0, 1], tie_word_embeddings=False,
     ),
-    Tiny("smollm3", SmolLM3Config(num_hidden_layers=5, attention_bias=True, mlp_bias=True, **_SIZES)),
-    Tiny(
-        "smollm3_windows",
-        SmolLM3Config(
-            num_hidden_layers=4,
-            use_sliding_window=True,
-            sliding_window=8,
-            no_rope_layers=[1, 0, 0, 1],
-            tie_word_embeddings=False,
-            **_SIZES,
-        ),
+    _tiny("olmo2", hf.Olmo2Config, num_hidden_layers=3),
+    _tiny("olmo2_biases", hf.Olmo2Config, attention_bias=True, num_key_value_heads=4),
+    _tiny("olmo3", hf.Olmo3Config, num_hidden_layers=4, sliding_window=8),
+    _tiny(
+        "olmo3_yarn", hf.Olmo3Config, num_hidden_layers=4, sliding_window=8, attention_bias=True,
+        rope_parameters=_ropes(_yarn(attention_factor=1.2)),
     ),
-    Tiny("olmo2", Olmo2Config(num_hidden_layers=3, **_SIZES)),
-    Tiny("olmo2_biases", Olmo2Config(num_hidden_layers=2, attention_bias=True, **_SIZES | {"num_key_value_heads": 4})),
-    Tiny("olmo3", Olmo3Config(num_hidden_layers=4, sliding_window=8, **_SIZES)),
-    Tiny(
-        "olmo3_yarn",
-        Olmo3Config(
-            num_hidden_layers=4,
-            sliding_window=8,
-            attention_bias=True,
-            rope_parameters={
-                "full_attention": _yarn(attention_factor=1.2),
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-            **_SIZES,
-        ),
+    _tiny("exaone4", hf.Exaone4Config, num_hidden_layers=5, sliding_window=8, rope_parameters=_LLAMA3_ROPE),
+    _tiny(
+        "exaone4_full", hf.Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 2,
+        tie_word_embeddings=True,
     ),
-    Tiny("exaone4", Exaone4Config(num_hidden_layers=5, sliding_window=8, rope_parameters=_LLAMA3_ROPE, **_SIZES)),
-    Tiny(
-        "exaone4_full",
-        Exaone4Config(
-            num_hidden_layers=2,
-            sliding_window=None,
-            layer_types=["full_attention"] * 2,
-            tie_word_embeddings=True,
-            **_SIZES,
-        ),
+    _tiny("seed_oss", hf.SeedOssConfig, head_dim=32),
+    _tiny("seed_oss_biases", hf.SeedOssConfig, head_dim=16, attention_out_bias=True, mlp_bias=True),
+    _tiny(
+        "granite", hf.GraniteConfig, num_hidden_layers=3, embedding_multiplier=12.0, residual_multiplier=0.22,
+        attention_multiplier=0.05, logits_scaling=8.0, rms_norm_eps=1e-2,
     ),
-    Tiny("seed_oss", SeedOssConfig(num_hidden_layers=2, head_dim=32, **_SIZES)),
-    Tiny(
-        "seed_oss_biases",
-        SeedOssConfig(num_hidden_layers=2, head_dim=16, attention_out_bias=True, mlp_bias=True, **_SIZES),
+    _tiny("granite_biases", hf.GraniteConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    _tiny(
+        "qwen3_moe", hf.Qwen3MoeConfig, head_dim=32, num_experts=20, num_experts_per_tok=3, moe_intermediate_size=64,
+        norm_topk_prob=True,
     ),
-    Tiny(
-        "granite",
-        GraniteConfig(
-            num_hidden_layers=3,
-            embedding_multiplier=12.0,
-            residual_multiplier=0.22,
-            attention_multiplier=0.05,
-            logits_scaling=8.0,
-            rms_norm_eps=1e-2,
-            **_SIZES,
-        ),
+    _tiny(
+        "qwen3_moe_mixed", hf.Qwen3MoeConfig, num_hidden_layers=3, head_dim=32, num_experts=8, num_experts_per_tok=1,
+        moe_intermediate_size=80, mlp_only_layers=[1],
     ),
-    Tiny(
-        "granite_biases",
-        GraniteConfig(num_hidden_layers=2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **_SIZES),
+    _tiny(
+        "qwen2_moe", hf.Qwen2MoeConfig, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
     ),
-    Tiny(
-        "qwen3_moe",
-        Qwen3MoeConfig(
-            num_hidden_layers=2, head_dim=32, num_experts=20, num_experts_per_tok=3, moe_intermediate_size=64,
-            norm_topk_prob=True, **_SIZES,
-        ),
+    _tiny(
+        "glm4_moe", hf.Glm4MoeConfig, num_hidden_layers=3, head_dim=32, n_routed_experts=10, num_experts_per_tok=3,
+        moe_intermediate_size=64, n_shared_experts=2, routed_scaling_factor=1.8, use_qk_norm=True, attention_bias=True,
     ),
-    Tiny(
-        "qwen3_moe_mixed",
-        Qwen3MoeConfig(
-            num_hidden_layers=3, head_dim=32, num_experts=8, num_experts_per_tok=1, moe_intermediate_size=80,
-            mlp_only_layers=[1], **_SIZES,
-        ),
+    _tiny(
+        "glm4_moe_plain", hf.Glm4MoeConfig, head_dim=16, n_routed_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=64, norm_topk_prob=False, first_k_dense_replace=0,
     ),
-    Tiny(
-        "qwen2_moe",
-        Qwen2MoeConfig(
-            num_hidden_layers=2, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
-            shared_expert_intermediate_size=64, **_SIZES,
-        ),
+    _tiny("mixtral", hf.MixtralConfig, num_local_experts=4, sliding_window=16),
+    _tiny("olmoe", hf.OlmoeConfig, num_experts=8, num_experts_per_tok=4),
+    _tiny(
+        "gpt_oss", hf.GptOssConfig, num_hidden_layers=4, head_dim=32, num_local_experts=6, num_experts_per_tok=2,
+        sliding_window=8, rope_parameters=_yarn(truncate=False),
     ),
-    Tiny(
-        "glm4_moe",
-        Glm4MoeConfig(
-            num_hidden_layers=3, head_dim=32, n_routed_experts=10, num_experts_per_tok=3, moe_intermediate_size=64,
-            n_shared_experts=2, routed_scaling_factor=1.8, use_qk_norm=True, attention_bias=True, **_SIZES,
-        ),
+    _tiny(
+        "gpt_oss_plain", hf.GptOssConfig, head_dim=16, num_local_experts=3, num_experts_per_tok=3, attention_bias=False,
+        layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     ),
-    Tiny(
-        "glm4_moe_plain",
-        Glm4MoeConfig(
-            num_hidden_layers=2, head_dim=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
-            norm_topk_prob=False, first_k_dense_replace=0, **_SIZES,
-        ),
-    ),
-    Tiny("mixtral", MixtralConfig(num_hidden_layers=2, num_local_experts=4, sliding_window=16, **_SIZES)),
-    Tiny("olmoe", OlmoeConfig(num_hidden_layers=2, num_experts=8, num_experts_per_tok=4, **_SIZES)),
-    Tiny(
-        "gpt_oss",
-        GptOssConfig(
-            num_hidden_layers=4, head_dim=32, num_local_experts=6, num_experts_per_tok=2, sliding_window=8,
-            rope_parameters=_yarn(truncate=False), **_SIZES,
-        ),
-    ),
-    Tiny(
-        "gpt_oss_plain",
-        GptOssConfig(
-            num_hidden_layers=2, head_dim=16, num_local_experts=3, num_experts_per_tok=3, attention_bias=False,
-            layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            **_SIZES,
-        ),
-    ),
-    Tiny(
-        "granitemoe",
-        GraniteMoeConfig(
-            num_hidden_layers=2, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=12.0,
-            residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=8.0, rms_norm_eps=1e-2, **_SIZES,
-        ),
+    _tiny(
+        "granitemoe", hf.GraniteMoeConfig, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=12.0,
+        residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=8.0, rms_norm_eps=1e-2,
     ),
 ]  # fmt: skip
 
@@ -354,269 +193,185 @@ _DELTA_NETS_MOE = _DELTA_NETS | {"num_experts": 6, "num_experts_per_tok": 2}
 _DELTA_NETS_MOE |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
 
 DELTA_NETS = [
-    Tiny("qwen3_5", Qwen3_5TextConfig(num_hidden_layers=4, **_DELTA_NETS)),
-    Tiny(
-        "qwen3_5_uneven",
-        Qwen3_5TextConfig(
-            num_hidden_layers=3, layer_types=["full_attention", "linear_attention", "linear_attention"],
-            tie_word_embeddings=True, attention_bias=True, rms_norm_eps=1e-3,
-            **_DELTA_NETS
-            | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
-            | {"linear_key_head_dim": 32, "linear_value_head_dim": 48},
-        ),
+    _tiny("qwen3_5", hf.Qwen3_5TextConfig, num_hidden_layers=4, **_DELTA_NETS),
+    _tiny(
+        "qwen3_5_uneven", hf.Qwen3_5TextConfig, num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"], tie_word_embeddings=True,
+        attention_bias=True, rms_norm_eps=1e-3,
+        **_DELTA_NETS | {
+            "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+        },
     ),
-    Tiny("qwen3_5_moe", Qwen3_5MoeTextConfig(num_hidden_layers=4, **_DELTA_NETS_MOE)),
-    Tiny("qwen3_next", Qwen3NextConfig(num_hidden_layers=4, **_DELTA_NETS_MOE)),
-    Tiny(
-        "qwen3_next_mixed",
-        Qwen3NextConfig(
-            num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
-            mlp_only_layers=[0], norm_topk_prob=False, **_DELTA_NETS_MOE | {"linear_value_head_dim": 32},
-        ),
+    _tiny("qwen3_5_moe", hf.Qwen3_5MoeTextConfig, num_hidden_layers=4, **_DELTA_NETS_MOE),
+    _tiny("qwen3_next", hf.Qwen3NextConfig, num_hidden_layers=4, **_DELTA_NETS_MOE),
+    _tiny(
+        "qwen3_next_mixed", hf.Qwen3NextConfig, num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], mlp_only_layers=[0],
+        norm_topk_prob=False, **_DELTA_NETS_MOE | {"linear_value_head_dim": 32},
     ),
 ]  # fmt: skip
 
 OLMO_HYBRID = [
-    Tiny(
-        "olmo_hybrid",
-        OlmoHybridConfig(
-            num_hidden_layers=5, rope_parameters={"rope_type": "default", "rope_theta": None}, linear_key_head_dim=16,
-            **_SIZES,
-        ),
+    _tiny(
+        "olmo_hybrid", hf.OlmoHybridConfig, num_hidden_layers=5,
+        rope_parameters={"rope_type": "default", "rope_theta": None}, linear_key_head_dim=16,
     ),
-    Tiny(
-        "olmo_hybrid_rotated",
-        OlmoHybridConfig(
-            num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
-            linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=48,
-            linear_allow_neg_eigval=False, attention_bias=True, tie_word_embeddings=True, linear_conv_kernel_dim=3,
-            rope_parameters={"rope_type": "default", "rope_theta": 5_000.0}, **_SIZES,
-        ),
+    _tiny(
+        "olmo_hybrid_rotated", hf.OlmoHybridConfig, num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=48, linear_allow_neg_eigval=False,
+        attention_bias=True, tie_word_embeddings=True, linear_conv_kernel_dim=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5_000.0},
     ),
 ]  # fmt: skip
 
 # Attention of these families has output gates and partial rotation.
 GATED = [
-    Tiny(
-        "qwen3_5_gates",
-        Qwen3_5TextConfig(
-            num_hidden_layers=2, layer_types=["full_attention"] * 2, attention_bias=True,
-            **_DELTA_NETS | {"head_dim": 256},
-        ),
+    _tiny(
+        "qwen3_5_gates", hf.Qwen3_5TextConfig, layer_types=["full_attention"] * 2, attention_bias=True,
+        **_DELTA_NETS | {"head_dim": 256},
     ),
-    Tiny(
-        "qwen3_next_gates",
-        Qwen3NextConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, **_DELTA_NETS_MOE),
-    ),
+    _tiny("qwen3_next_gates", hf.Qwen3NextConfig, layer_types=["full_attention"] * 2, **_DELTA_NETS_MOE),
 ]  # fmt: skip
 
 RECURRENT = [
-    Tiny(
-        "lfm2",
-        Lfm2Config(
-            num_hidden_layers=4, full_attn_idxs=[1, 3], block_multiple_of=32, block_ffn_dim_multiplier=1.3, **_SIZES
-        ),
+    _tiny(
+        "lfm2", hf.Lfm2Config, num_hidden_layers=4, full_attn_idxs=[1, 3], block_multiple_of=32,
+        block_ffn_dim_multiplier=1.3,
     ),
-    Tiny(
-        "lfm2_biases",
-        Lfm2Config(
-            num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"], conv_bias=True, conv_L_cache=4,
-            block_auto_adjust_ff_dim=False, tie_word_embeddings=False, norm_eps=1e-3, **_SIZES,
-        ),
+    _tiny(
+        "lfm2_biases", hf.Lfm2Config, num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"],
+        conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False, norm_eps=1e-3,
     ),
-    Tiny(
-        "lfm2_moe",
-        Lfm2MoeConfig(
-            num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1, num_experts=6,
-            num_experts_per_tok=2, moe_intermediate_size=64, **_SIZES,
-        ),
+    _tiny(
+        "lfm2_moe", hf.Lfm2MoeConfig, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2,
+        num_dense_layers=1, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
     ),
-    Tiny(
-        "lfm2_moe_plain",
-        Lfm2MoeConfig(
-            num_hidden_layers=2, layer_types=["full_attention", "conv"], num_dense_layers=0, num_experts=5,
-            num_experts_per_tok=3, moe_intermediate_size=64, use_expert_bias=False, norm_topk_prob=False,
-            routed_scaling_factor=1.8, **_SIZES,
-        ),
+    _tiny(
+        "lfm2_moe_plain", hf.Lfm2MoeConfig, layer_types=["full_attention", "conv"], num_dense_layers=0, num_experts=5,
+        num_experts_per_tok=3, moe_intermediate_size=64, use_expert_bias=False, norm_topk_prob=False,
+        routed_scaling_factor=1.8,
     ),
 ]  # fmt: skip
 
 _GEMMA4: dict[str, Any] = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "final_logit_softcapping": 30.0}
 _GEMMA4 |= {"hidden_size_per_layer_input": 0}
 GEMMA4 = [
-    Tiny(
-        "gemma4",
-        Gemma4TextConfig(
-            num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
-            num_global_key_value_heads=1, **_SIZES | _GEMMA4,
-        ),
+    _tiny(
+        "gemma4", hf.Gemma4TextConfig, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+        attention_k_eq_v=True, num_global_key_value_heads=1, **_GEMMA4,
     ),
-    Tiny(
-        "gemma4_unified",
-        Gemma4UnifiedTextConfig(
-            num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "full_attention"],
-            attention_k_eq_v=True, num_global_key_value_heads=1, head_dim=16, global_head_dim=32, sliding_window=9,
-            **_SIZES,
-        ),
+    _tiny(
+        "gemma4_unified", hf.Gemma4UnifiedTextConfig, num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "full_attention"], attention_k_eq_v=True,
+        num_global_key_value_heads=1, head_dim=16, global_head_dim=32, sliding_window=9,
     ),
-    Tiny(
-        "gemma4_per_layer",
-        Gemma4TextConfig(
-            num_hidden_layers=5, layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-            num_kv_shared_layers=2, use_double_wide_mlp=True, vocab_size_per_layer_input=96,
-            **_SIZES | _GEMMA4 | {"hidden_size_per_layer_input": 24},
-        ),
+    _tiny(
+        "gemma4_per_layer", hf.Gemma4TextConfig, num_hidden_layers=5,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"], num_kv_shared_layers=2,
+        use_double_wide_mlp=True, vocab_size_per_layer_input=96, **_GEMMA4 | {"hidden_size_per_layer_input": 24},
     ),
-    Tiny(
-        "gemma4_moe",
-        Gemma4TextConfig(
-            num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
-            num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2,
-            moe_intermediate_size=48, **_SIZES | _GEMMA4,
-        ),
+    _tiny(
+        "gemma4_moe", hf.Gemma4TextConfig, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+        attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2,
+        moe_intermediate_size=48, **_GEMMA4,
     ),
-    Tiny(
-        "gemma4_shared",
-        Gemma4TextConfig(
-            num_hidden_layers=7, layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2
-            + ["full_attention"], num_kv_shared_layers=4, use_double_wide_mlp=True, **_SIZES | _GEMMA4,
-        ),
+    _tiny(
+        "gemma4_shared", hf.Gemma4TextConfig, num_hidden_layers=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        num_kv_shared_layers=4, use_double_wide_mlp=True, **_GEMMA4,
     ),
 ]  # fmt: skip
 
 _MELLUM: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 32}
 MELLUM = [
-    Tiny(
-        "mellum",
-        MellumConfig(
-            num_hidden_layers=4, sliding_window=9, **_SIZES | _MELLUM,
-            layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            rope_parameters={
-                "full_attention": _yarn(),
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
-            },
-        ),
+    _tiny(
+        "mellum", hf.MellumConfig, num_hidden_layers=4, sliding_window=9, **_MELLUM,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters=_ropes(_yarn(), 5_000.0),
     ),
-    Tiny(
-        "mellum_mixed",
-        MellumConfig(
-            num_hidden_layers=3, attention_bias=True, norm_topk_prob=False, tie_word_embeddings=True,
-            mlp_layer_types=["sparse", "dense", "sparse"], **_SIZES | _MELLUM,
-        ),
+    _tiny(
+        "mellum_mixed", hf.MellumConfig, num_hidden_layers=3, attention_bias=True, norm_topk_prob=False,
+        tie_word_embeddings=True, mlp_layer_types=["sparse", "dense", "sparse"], **_MELLUM,
     ),
 ]  # fmt: skip
 
 _MINISTRAL3 = _yarn(mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0)
 MINISTRAL3 = [
-    Tiny(
-        "ministral3",
-        Ministral3Config(
-            num_hidden_layers=3, head_dim=32, **_SIZES,
-            rope_parameters=_MINISTRAL3 | {"original_max_position_embeddings": 16, "factor": 16.0}
-            | {"llama_4_scaling_beta": 0.3},
-        ),
+    _tiny(
+        "ministral3", hf.Ministral3Config, num_hidden_layers=3, head_dim=32,
+        rope_parameters=_MINISTRAL3 | {
+            "original_max_position_embeddings": 16, "factor": 16.0, "llama_4_scaling_beta": 0.3,
+        },
     ),
-    Tiny(
-        "ministral3_windows",
-        Ministral3Config(
-            num_hidden_layers=2, head_dim=16, sliding_window=9, tie_word_embeddings=True, **_SIZES,
-            rope_parameters=_MINISTRAL3 | {"llama_4_scaling_beta": 0.5},
-        ),
+    _tiny(
+        "ministral3_windows", hf.Ministral3Config, head_dim=16, sliding_window=9, tie_word_embeddings=True,
+        rope_parameters=_MINISTRAL3 | {"llama_4_scaling_beta": 0.5},
     ),
 ]  # fmt: skip
 
 _LAGUNA: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 32}
 _LAGUNA |= {"shared_expert_intermediate_size": 96}
 LAGUNA = [
-    Tiny(
-        "laguna",
-        LagunaConfig(
-            num_hidden_layers=4, sliding_window=9, moe_routed_scaling_factor=2.5, **_SIZES | _LAGUNA,
-            layer_types=["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
-            num_attention_heads_per_layer=[4, 6, 6, 6],
-            rope_parameters={
-                "full_attention": _yarn(partial_rotary_factor=0.5),
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0, "partial_rotary_factor": 1.0},
-            },
-        ),
+    _tiny(
+        "laguna", hf.LagunaConfig, num_hidden_layers=4, sliding_window=9, moe_routed_scaling_factor=2.5, **_LAGUNA,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+        num_attention_heads_per_layer=[4, 6, 6, 6],
+        rope_parameters=_ropes(_yarn(partial_rotary_factor=0.5), 5_000.0, partial_rotary_factor=1.0),
     ),
-    Tiny(
-        "laguna_elements",
-        LagunaConfig(
-            num_hidden_layers=3, gating="per-element", attention_bias=False, tie_word_embeddings=True,
-            mlp_layer_types=["dense", "dense", "sparse"], **_SIZES | _LAGUNA,
-        ),
+    _tiny(
+        "laguna_elements", hf.LagunaConfig, num_hidden_layers=3, gating="per-element", attention_bias=False,
+        tie_word_embeddings=True, mlp_layer_types=["dense", "dense", "sparse"], **_LAGUNA,
     ),
 ]  # fmt: skip
 
 MUSE_GLIMMER = [
-    Tiny(
-        "muse_glimmer",
-        MuseGlimmerTextConfig(
-            num_hidden_layers=5, head_dim=32, sliding_window=9, output_multiplier=0.7, qk_scale_factor=1.5,
-            post_norm_eps=1e-3, **_SIZES,
-        ),
+    _tiny(
+        "muse_glimmer", hf.MuseGlimmerTextConfig, num_hidden_layers=5, head_dim=32, sliding_window=9,
+        output_multiplier=0.7, qk_scale_factor=1.5, post_norm_eps=1e-3,
     ),
-    Tiny(
-        "muse_glimmer_listed",
-        MuseGlimmerTextConfig(
-            num_hidden_layers=2, head_dim=16, layer_types=["full_attention", "sliding_attention"], sliding_window=7,
-            layer_rope_theta=[10_000.0, 0], final_logit_softcapping=3.0, **_SIZES,
-        ),
+    _tiny(
+        "muse_glimmer_listed", hf.MuseGlimmerTextConfig, head_dim=16,
+        layer_types=["full_attention", "sliding_attention"], sliding_window=7, layer_rope_theta=[10_000.0, 0],
+        final_logit_softcapping=3.0,
     ),
 ]  # fmt: skip
 
 _LLAMA4 = _SIZES | {"head_dim": 32, "num_local_experts": 6, "intermediate_size_mlp": 128}
 LLAMA4 = [
-    Tiny("llama4", Llama4TextConfig(num_hidden_layers=5, rope_parameters=_LLAMA3_ROPE, **_LLAMA4)),
-    Tiny(
-        "llama4_chunks",
-        Llama4TextConfig(
-            num_hidden_layers=4, attention_chunk_size=23, floor_scale=16, attn_scale=0.5, interleave_moe_layer_step=2,
-            no_rope_layers=[1, 0, 1, 1], **_LLAMA4,
-        ),
+    _tiny("llama4", hf.Llama4TextConfig, num_hidden_layers=5, rope_parameters=_LLAMA3_ROPE, **_LLAMA4),
+    _tiny(
+        "llama4_chunks", hf.Llama4TextConfig, num_hidden_layers=4, attention_chunk_size=23, floor_scale=16,
+        attn_scale=0.5, interleave_moe_layer_step=2, no_rope_layers=[1, 0, 1, 1], **_LLAMA4,
     ),
-    Tiny(
-        "llama4_plain",
-        Llama4TextConfig(
-            num_hidden_layers=3, use_qk_norm=False, attn_temperature_tuning=False, attention_chunk_size=None,
-            moe_layers=[0, 1], num_experts_per_tok=2, attention_bias=True, tie_word_embeddings=True,
-            **_LLAMA4 | {"head_dim": 16},
-        ),
+    _tiny(
+        "llama4_plain", hf.Llama4TextConfig, num_hidden_layers=3, use_qk_norm=False, attn_temperature_tuning=False,
+        attention_chunk_size=None, moe_layers=[0, 1], num_experts_per_tok=2, attention_bias=True,
+        tie_word_embeddings=True, **_LLAMA4 | {"head_dim": 16},
     ),
 ]  # fmt: skip
 
-LONGROPE = Tiny(
+LONGROPE = _tiny(
     "phi3_longrope",
-    Phi3Config(
-        num_hidden_layers=2,
-        tie_word_embeddings=True,
-        original_max_position_embeddings=64,
-        rope_parameters=_longrope(6),
-        **_SIZES,
-    ),
+    hf.Phi3Config,
+    tie_word_embeddings=True,
+    original_max_position_embeddings=64,
+    rope_parameters=_longrope(6),
 )
 TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4, *OLMO_HYBRID]
+BY_NAME = {tiny.name: tiny for tiny in TINY}
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
-ON_CPUS = [
-    *RECURRENT,
-    *DELTA_NETS,
-    *GATED,
-    *GEMMA4,
-    *MINISTRAL3,
-    *LAGUNA,
-    *MUSE_GLIMMER,
-    *LLAMA4,
-    *OLMO_HYBRID,
-]  # GPUs refuse these
+# GPUs refuse these.
+ON_CPUS = [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4, *OLMO_HYBRID]
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 
 
-class TextOfMuseGlimmer(MuseGlimmerTextModel):
+class TextOfMuseGlimmer(hf.MuseGlimmerTextModel):
     """The text model with its head. In transformers, it is a part of the multimodal model."""
 
-    def __init__(self, config: MuseGlimmerTextConfig) -> None:
+    def __init__(self, config: hf.MuseGlimmerTextConfig) -> None:
         super().__init__(config)
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -635,7 +390,7 @@ class TextOfMuseGlimmer(MuseGlimmerTextModel):
         save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
 
 
-def _divide_taps(config: OlmoHybridConfig, path: Path) -> None:
+def _divide_taps(config: hf.OlmoHybridConfig, path: Path) -> None:
     """Divide the taps as in published files, by q, k and v. transformers writes three equal parts."""
     tensors, keys = load_file(path), config.linear_num_key_heads * config.linear_key_head_dim
     for at in sorted({name.partition("q_conv1d")[0] for name in tensors if "q_conv1d" in name}):
@@ -649,11 +404,11 @@ def _divide_taps(config: OlmoHybridConfig, path: Path) -> None:
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
     """Make a `transformers` model with random float32 weights and norms, save it to the folder, and return it."""
     torch.manual_seed(0)
-    if isinstance(tiny.config, MuseGlimmerTextConfig):
+    if isinstance(tiny.config, hf.MuseGlimmerTextConfig):
         tiny.config._attn_implementation = "eager"
         model: Any = TextOfMuseGlimmer(tiny.config).float().eval()
     else:
-        model = AutoModelForCausalLM.from_config(tiny.config, attn_implementation="eager").float().eval()
+        model = hf.AutoModelForCausalLM.from_config(tiny.config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5

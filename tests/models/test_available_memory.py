@@ -14,10 +14,7 @@ from test_session import make_model
 
 MB = 2**20
 MEMINFO = f"MemTotal: {64 * 1024} kB\nMemFree: 100 kB\nMemAvailable: {32 * 1024} kB\n"
-V2 = {
-    "proc/self/cgroup": "0::/a/b\n",
-    "proc/self/mountinfo": "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw\n",
-}
+V2 = {"proc/self/cgroup": "0::/a/b\n", "proc/self/mountinfo": "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup rw\n"}
 V1 = {
     "proc/self/cgroup": "5:memory:/a/b\n4:cpu,cpuacct:/\n",
     "proc/self/mountinfo": "31 24 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",

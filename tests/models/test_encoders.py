@@ -10,9 +10,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from encoder_models import BY_NAME, CONTEXT, ENCODERS, WITHOUT_MASK, Encoder, make_encoder, states_of, with_fused_qkv
+from encoder_models import (
+    BY_NAME,
+    CONTEXT,
+    ENCODERS,
+    WITHOUT_MASK,
+    Encoder,
+    config_of,
+    make_encoder,
+    states_of,
+    with_fused_qkv,
+)
+from extent import IS_SHORT
 from infer.compute import ops
+from infer.compute.backends.before_load import StepSizes
+from infer.compute.backends.cpu.workspace import step_buffers
 from infer.compute.backends.torch_backend import TorchBackend
+from infer.compute.backends.unusual_layers import check_unusual_parts
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.page_sizes import text_cache_bytes
 from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS
@@ -22,10 +36,10 @@ from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.load import load_transformer
-from infer.models.memory.memory_estimate import LoadSettings, estimate
+from infer.models.memory.memory_estimate import LoadSettings, estimate, loaded_types
 
 TOLERANCE = 1e-4
-LENGTHS = (1, 2, 17, 63, 64, 65, 256, 257, 500, 513, CONTEXT)
+LENGTHS = (1, 65, 650) if IS_SHORT else (1, 2, 17, 63, 64, 65, 256, 257, 513, CONTEXT)
 CPU = ops.backend_of(torch.device("cpu"))
 
 
@@ -57,7 +71,14 @@ def pairs() -> dict[str, tuple[Any, TextEncoder]]:
     return {}
 
 
-@pytest.fixture(params=[*ENCODERS, *WITHOUT_MASK], ids=lambda encoder: encoder.name)
+SHORT = ("bert", "modernbert", "embedding-gemma", "qwen2-windows", "granite")  # of `make test`
+PAIRS = [
+    pytest.param(each, id=each.name, marks=[] if each.name in SHORT else pytest.mark.slow)
+    for each in (*ENCODERS, *WITHOUT_MASK)
+]
+
+
+@pytest.fixture(params=PAIRS)
 def pair(
     request: pytest.FixtureRequest, pairs: dict[str, tuple[Any, TextEncoder]], tmp_path: Path
 ) -> tuple[Any, TextEncoder]:
@@ -109,6 +130,7 @@ def test_a_model_with_one_type_gives_it_to_both_texts(tmp_path: Path) -> None:
     assert torch.equal(encoded(encoder, [ids], [20])[0], encoded(encoder, [ids])[0])
 
 
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize(
     "name", ["bert-odd", "xlm-roberta", "nomic", "modernbert-biased", "embedding-gemma", "qwen2-windows"]
 )
@@ -119,6 +141,7 @@ def test_plain_torch_agrees(name: str, length: int, tmp_path: Path) -> None:
     torch.testing.assert_close(found, states_of(model, ids), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("name", ["bert", "modernbert", "embedding-gemma"])
 @pytest.mark.parametrize("length", [50, 700])
 def test_ops_one_by_one_give_the_bits_of_the_recording(name: str, length: int, tmp_path: Path) -> None:
@@ -127,6 +150,7 @@ def test_ops_one_by_one_give_the_bits_of_the_recording(name: str, length: int, t
     assert torch.equal(encoded(load(tmp_path, capture=False), [ids])[0], encoded(load(tmp_path), [ids])[0])
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("weights", "precision", "least"), [("q8", "exact", 0.999), ("q8", "fast", 0.998)])
 def test_quantised_weights_keep_the_direction(weights: Any, precision: Any, least: float, tmp_path: Path) -> None:
     model, ids = make_encoder(BY_NAME["bert"], tmp_path), some_ids(300)
@@ -254,21 +278,14 @@ def test_more_tokens_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
         ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
     ],
 )
-def test_settings_that_are_not_computed_are_refused(
-    name: str, settings: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
-    make_encoder(BY_NAME[name], tmp_path)
-    config = dict(open_checkpoint(tmp_path).config) | settings
+def test_settings_that_are_not_computed_are_refused(name: str, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises((ModelError, UnsupportedModelError), match=problem):
-        make_architecture(config)
+        make_architecture(config_of(BY_NAME[name]).to_dict() | settings)
 
 
-def test_gpus_refuse_encoders_in_one_line(tmp_path: Path) -> None:
-    from infer.compute.backends.unusual_layers import check_unusual_parts
-
-    make_encoder(BY_NAME["bert"], tmp_path)
+def test_gpus_refuse_encoders_in_one_line() -> None:
     with pytest.raises(InferError, match=r"no kernels for .*attention without a mask.*: use device cpu"):
-        check_unusual_parts(make_architecture(open_checkpoint(tmp_path).config).layers, "cuda")
+        check_unusual_parts(make_architecture(config_of(BY_NAME["bert"]).to_dict()).layers, "cuda")
 
 
 @pytest.mark.parametrize("name", ["modernbert", "embedding-gemma"])
@@ -284,10 +301,6 @@ def test_the_estimate_is_the_allocated_memory(name: str, tmp_path: Path) -> None
     assert found.cache == text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, CONTEXT, "f32")
     buffers = encoder._stages._recording._workspace  # type: ignore[attr-defined]
     fixed = {key: tensor for key, tensor in buffers.items() if "scratch" not in key[0] and "unpacked" not in key[0]}
-    from infer.compute.backends.before_load import StepSizes
-    from infer.compute.backends.cpu.workspace import step_buffers
-    from infer.models.memory.memory_estimate import loaded_types
-
     sizes = StepSizes(CONTEXT, HOST_STEP.tokens, 1, "exact", CPU.num_threads())
     expected = step_buffers(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings()), sizes, 1)
     counted = {key: size for key, size in expected.items() if "scratch" not in key[0] and "unpacked" not in key[0]}

@@ -18,6 +18,9 @@ from infer.models.transformer import Transformer
 from steps import join, load_network
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
+# Settings that `make test` tries, besides a model of each family.
+SHORT = {"llama_odd_sizes", "llama_yarn_mscale", "llama3_rope", "phi3_partial", "qwen2_windows", "gemma3_scaled"}
+SHORT |= {"smollm3_windows", "gemma2_uncapped", "qwen3_moe_mixed", "qwen3_next_mixed", "llama4_chunks", "gemma4_moe"}
 LENGTH = 100  # fills the windows several times over
 TOLERANCE = 1e-4
 # Some results of random delta nets are so small that their norms enlarge rounding: `transformers` in float64 is up to
@@ -85,7 +88,8 @@ def chunk_cases() -> Iterator[Any]:
     """Return every size of chunks for one model of each family, and two sizes for each setting."""
     for tiny in TINY:
         for chunk in (LENGTH, 1, 7, 16, 64) if IS_WHOLE or tiny in ONE_EACH else (LENGTH, 7):
-            yield pytest.param(tiny, chunk, id=f"{tiny.name}-{chunk}")
+            marks = [] if chunk == 7 and (tiny in ONE_EACH or tiny.name in SHORT) else [pytest.mark.slow]
+            yield pytest.param(tiny, chunk, id=f"{tiny.name}-{chunk}", marks=marks)
 
 
 @pytest.mark.parametrize(("pair", "chunk"), list(chunk_cases()), indirect=["pair"])
@@ -99,6 +103,7 @@ def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[A
     assert (wanted.exp() * (wanted - found)).sum(-1).mean() <= 0.1 * tolerance_of(oracle) ** 2  # mean KL
 
 
+@pytest.mark.slow(cases=6)
 def test_ragged_rows_equal_single_rows(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     prompts = [random_ids(length, seed=length) for length in (1, 33, 17, 50)]
@@ -123,6 +128,7 @@ def test_ragged_rows_equal_single_rows(pair: tuple[Any, Transformer]) -> None:
         assert (torch.cat(parts) - expected_logits(oracle, ids)).abs().max() <= tolerance_of(oracle)
 
 
+@pytest.mark.slow(cases=3)
 def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     token_ids = random_ids(20)
@@ -131,6 +137,7 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
     assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= tolerance_of(oracle)
 
 
+@pytest.mark.slow(cases=6)
 @torch.inference_mode()
 def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
@@ -142,6 +149,7 @@ def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, T
     assert (found - expected).abs().max() <= tolerance_of(oracle)
 
 
+@pytest.mark.slow(cases=8)
 def test_uncommitted_tokens_leave_no_trace(pair: tuple[Any, Transformer]) -> None:
     _, model = pair
     token_ids, drafts = random_ids(40), random_ids(12, seed=9)

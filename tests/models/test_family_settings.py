@@ -8,7 +8,8 @@ from infer.compute.operands.architecture import Architecture, Norms
 from infer.compute.operands.mixers import GatedDeltaNet, LongRope
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families import make_architecture
-from tiny import GEMMA4
+from refusals import refusal
+from tiny import BY_NAME
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
@@ -16,7 +17,10 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LAGUNA: dict[str, Any] = {"num_experts": 8, "num_key_value_heads": 2}
 LLAMA4: dict[str, Any] = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size_mlp": 32}
+LLAMA4_CHUNKS = LLAMA4 | {"layer_types": ["chunked_attention"] * 4}
+UNMASKED: dict[str, Any] = {"is_causal": False, "num_key_value_heads": 2}
 LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}
+LONGROPE: dict[str, Any] = {"partial_rotary_factor": 0.75, "rope_scaling": {"type": "longrope", **LONG}}
 
 
 def make(family: str, **settings: Any) -> Architecture:
@@ -102,31 +106,15 @@ def test_settings_missing_in_published_configs_are_the_defaults_of_transformers(
     [
         ("gpt2", {}, "model_type 'gpt2' is not supported"),
         ("glm4", {}, "model_type 'glm4' is not supported: it needs a rotation of neighbouring elements"),
-        (
-            "cohere2",
-            {},
-            "model_type 'cohere2' is not supported: it needs LayerNorm, and attention in parallel to the MLP",
-        ),
+        ("cohere2", {}, "it needs LayerNorm, and attention in parallel to the MLP"),
         ("hunyuan_v1_dense", {}, "it needs norms of q and k after their rotation"),
-        (
-            "llama4",
-            LLAMA4 | {"layer_types": ["sliding_attention"] * 4},
-            "layer type 'sliding_attention' is not supported",
-        ),
+        ("llama4", LLAMA4 | {"layer_types": ["sliding_attention"] * 4}, "layer type 'sliding_attention' is not"),
         ("llama4", LLAMA4 | {"attention_chunk_size": 0}, "attention_chunk_size must be a whole number from 1 to"),
         ("llama4", LLAMA4 | {"moe_layers": 3}, "moe_layers must list the numbers of layers, got 3"),
         ("llama4", LLAMA4 | {"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' is not supported for llama4"),
-        (
-            "llama4",
-            LLAMA4 | {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": None},
-            "layer_types has chunked_attention, but attention_chunk_size is not set",
-        ),
+        ("llama4", LLAMA4_CHUNKS | {"attention_chunk_size": None}, "has chunked_attention, but attention_chunk_size"),
         ("gemma3n_text", {}, "it needs four parallel residual streams"),
-        (
-            "muse_glimmer",
-            {"head_dim": 16, "num_key_value_heads": 2, "attention_bias": True},
-            "whose gates have no bias",
-        ),
+        ("muse_glimmer", {"num_key_value_heads": 2, "attention_bias": True}, "whose gates have no bias"),
         ("muse_glimmer", {"layer_rope_theta": [1]}, "layer_rope_theta must list num_hidden_layers=4 numbers, got [1]"),
         ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for olmo_hybrid"),
         ("mistral3", {}, "it needs the model_type of its text_config"),
@@ -155,66 +143,31 @@ def test_settings_missing_in_published_configs_are_the_defaults_of_transformers(
         ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
         ("gemma2", {"sliding_window": None}, "sliding_window must be a whole number from 1"),
         ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping must be a number above 0, got -1"),
-        (
-            "gemma2",
-            {"use_bidirectional_attention": True},
-            "use_bidirectional_attention=True is not supported for gemma2",
-        ),
+        ("gemma2", {"use_bidirectional_attention": True}, "attention=True is not supported for gemma2"),
         ("gemma3_text", {"use_bidirectional_attention": 1}, "use_bidirectional_attention must be true or false, got 1"),
         ("llama", {"is_causal": "no"}, "is_causal must be true or false, got 'no'"),
         ("mellum", {"is_causal": False, "num_experts": 8}, "mellum without a mask is not supported with experts"),
-        (
-            "gpt_oss",
-            {"is_causal": False, "num_local_experts": 4, "num_key_value_heads": 2},
-            "gpt_oss without a mask is not supported with attention sinks, experts",
-        ),
-        (
-            "lfm2",
-            {"is_causal": False, "num_key_value_heads": 2, "full_attn_idxs": [1]},
-            "lfm2 without a mask is not supported with short convolutions",
-        ),
-        (
-            "phi3",
-            {"is_causal": False, "partial_rotary_factor": 0.75, "rope_scaling": {"type": "longrope", **LONG}},
-            "phi3 without a mask is not supported with ropes of two lengths",
-        ),
+        ("gpt_oss", UNMASKED | {"num_local_experts": 4}, "is not supported with attention sinks, experts"),
+        ("lfm2", UNMASKED | {"full_attn_idxs": [1]}, "without a mask is not supported with short convolutions"),
+        ("phi3", {"is_causal": False} | LONGROPE, "without a mask is not supported with ropes of two lengths"),
         ("llama", {"architectures": ["LlamaEncoderModel"]}, "architectures='LlamaEncoderModel' is not supported"),
         ("qwen3", {"architectures": ["Qwen3BidirectionalModel"]}, "'Qwen3BidirectionalModel' is not supported"),
-        (
-            "llama_bidirec",
-            {"architectures": ["LlamaBidirectionalForSequenceClassification"]},
-            "architectures='LlamaBidirectionalForSequenceClassification' is not supported",
-        ),
+        ("llama_bidirec", {"architectures": ["LlamaBidirectionalForTokens"]}, "LlamaBidirectionalForTokens' is not"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window and sliding_window are not set"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must list num_hidden_layers=4 zeros and ones"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole number from 1"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0, got 0"),
-        (
-            "laguna",
-            LAGUNA | {"gating": False},
-            "gating=False is not supported for laguna: true, per-head or",
-        ),
+        ("laguna", LAGUNA | {"gating": False}, "gating=False is not supported for laguna: true, per-head or"),
         ("laguna", LAGUNA | {"attention_bias": True}, "attention_bias=true is not supported for laguna"),
-        (
-            "laguna",
-            LAGUNA | {"num_attention_heads_per_layer": [4]},
-            "num_attention_heads_per_layer must list 4",
-        ),
+        ("laguna", LAGUNA | {"num_attention_heads_per_layer": [4]}, "num_attention_heads_per_layer must list 4"),
         ("laguna", LAGUNA | {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping=5.0 is not supported"),
         ("laguna", LAGUNA | {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input=True is not"),
-        (
-            "mellum",
-            {"rope_parameters": {"rope_theta": 1e4}},
-            "rope_parameters must have full_attention, got rope_theta",
-        ),
+        ("mellum", {"rope_parameters": {"rope_theta": 1e4}}, "must have full_attention, got rope_theta"),
         ("mellum", {"num_experts": 8, "mlp_layer_types": ["moe"] * 4}, "mlp_layer_types must list 4 times dense or"),
     ],
 )
 def test_settings_that_cannot_be_run_are_refused_by_name(family: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        make(family, **settings)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in refusal(lambda: make(family, **settings), ModelError)
 
 
 def test_ropes_that_change_at_different_lengths_are_refused() -> None:
@@ -229,7 +182,7 @@ def test_ropes_that_change_at_different_lengths_are_refused() -> None:
 
 
 def test_layers_of_one_kind_have_the_same_heads_in_gemma_4() -> None:
-    config = next(tiny for tiny in GEMMA4 if tiny.name == "gemma4").config.to_dict()
+    config = BY_NAME["gemma4"].config.to_dict()
     layers = config["per_layer_config"]
     assert make_architecture({**config, "per_layer_config": {str(index): own for index, own in layers.items()}})
     changed = {str(index): {**own, "head_dim": 32 + 16 * int(index)} for index, own in layers.items()}

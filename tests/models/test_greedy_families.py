@@ -15,6 +15,7 @@ from tiny import ONE_EACH, Tiny, make_tiny
 LENGTH = 40  # fills the windows several times over
 
 
+@pytest.mark.slow(cases=5)
 @pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
 def test_greedy_with_speculation_is_the_argmax_of_transformers(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,14 +17,14 @@ from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.load import load_transformer
 from infer.models.transformer import Transformer
-from tiny import TINY, make_tiny
+from tiny import BY_NAME, make_tiny
 
 IDS = [(i * 37) % 90 + 3 for i in range(40)]
 
 
 def load_both(folder: Path) -> tuple[Transformer, Transformer]:
     """Return a tiny Gemma, and the same with each layer as two, one without a feed-forward and one without a mixer."""
-    make_tiny(next(tiny for tiny in TINY if tiny.name == "gemma3"), folder)
+    make_tiny(BY_NAME["gemma3"], folder)
     checkpoint = open_checkpoint(folder)
     architecture, weights = make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors)
     halves = [

@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from byte_tokenizer import write_byte_tokenizer
 from converted import convert
-from infer.cli import main
-from infer.compute.backends.unusual_layers import check_unusual_parts
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.step import Step
 from infer.engine.runner.caches import make_cache
-from infer.errors import UnsupportedModelError
 from infer.files.config import config_from_gguf
 from infer.files.gguf.gguf import read_gguf
 from infer.models.families import make_architecture
@@ -22,9 +18,9 @@ from infer.models.transformer import Transformer
 from test_families import load
 from test_recurrent_rows import CAPACITY, SETTINGS, go_on_at_random
 from test_shared_keys import ModelRows
-from tiny import LLAMA4, Tiny, make_tiny
+from tiny import BY_NAME, LLAMA4, Tiny, make_tiny
 
-CHUNKS = next(tiny for tiny in LLAMA4 if tiny.name == "llama4_chunks")
+CHUNKS = BY_NAME["llama4_chunks"]
 CONFIG = CHUNKS.config.to_dict()
 
 
@@ -36,6 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load(folder)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("seed", range(2))
 @torch.inference_mode()
 def test_rows_continue_as_one_text_after_any_operations(model: Transformer, seed: int) -> None:
@@ -70,23 +67,6 @@ def test_an_empty_list_of_layers_without_rope_is_the_usual_order() -> None:
     layers = make_architecture(plain | {"no_rope_layers": []}).attention
     assert [layer.rope is None for layer in layers] == [False, False, False, True]
     assert [layer.chunk for layer in layers] == [23, 23, 23, None]
-
-
-def test_devices_without_kernels_refuse_chunks_in_a_line() -> None:
-    layers = make_architecture(CONFIG).layers
-    names = "attention in chunks, experts, scaled queries"
-    with pytest.raises(UnsupportedModelError, match=rf"^device opencl has no kernels for {names}: use device cpu$"):
-        check_unusual_parts(layers, "opencl")
-
-
-def test_explain_names_chunks_and_weighted_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_tiny(CHUNKS, tmp_path)
-    write_byte_tokenizer(tmp_path)
-    assert main(["explain", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "chunks of 23 tokens, " in said
-    assert "1 of 6 chosen by sigmoid of chosen, weighted inputs of experts" in said
-    assert "beyond the windows)" in said
 
 
 def architecture_of_file(tmp_path: Path, settings: dict[str, int]) -> Architecture:

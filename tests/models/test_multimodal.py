@@ -5,51 +5,40 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Llama4Config,
-    Llama4ForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    SiglipVisionConfig,
-)
+import transformers as hf
 
 from steps import logits_of
 from test_families import expected_logits, load
-from tiny import DELTA_NETS, GEMMA4, LLAMA4
+from tiny import BY_NAME
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-CONFIG_BY_NAME = {tiny.name: tiny.config.to_dict() for tiny in (*DELTA_NETS, *GEMMA4, *LLAMA4)}
-GEMMA3_TEXT = Gemma3TextConfig(
+GEMMA3_TEXT = hf.Gemma3TextConfig(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=8, sliding_window_pattern=2,
     pad_token_id=0,
 )  # fmt: skip
 
 
+def text_config(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = BY_NAME[name].config.to_dict()
+    return found
+
+
 def gemma4(name: str) -> tuple[Any, Any, float]:
     vision = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
     ids = {"image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92, "audio_token_id": 93}
-    config = Gemma4Config(text_config=CONFIG_BY_NAME[name], vision_config=vision, audio_config=None, **ids)
-    return Gemma4ForConditionalGeneration, config, 4e-4
+    config = hf.Gemma4Config(text_config=text_config(name), vision_config=vision, audio_config=None, **ids)
+    return hf.Gemma4ForConditionalGeneration, config, 4e-4
 
 
-LLAMA4_VISION = SMALL | {
-    "vision_output_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-    "image_size": 28,
-}
+LLAMA4_VISION = SMALL | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+LLAMA4_VISION |= {"image_size": 28}
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 MODELS: dict[str, tuple[Any, Any, float]] = {  # a class of `transformers`, its config, and the tolerance of logits
     "gemma3": (
-        Gemma3ForConditionalGeneration,
-        Gemma3Config(
-            text_config=GEMMA3_TEXT, vision_config=SiglipVisionConfig(**SMALL, image_size=8, patch_size=4),
+        hf.Gemma3ForConditionalGeneration,
+        hf.Gemma3Config(
+            text_config=GEMMA3_TEXT, vision_config=hf.SiglipVisionConfig(**SMALL, image_size=8, patch_size=4),
             mm_tokens_per_image=4, image_token_index=90, boi_token_index=91,
         ),
         1e-4,
@@ -57,14 +46,14 @@ MODELS: dict[str, tuple[Any, Any, float]] = {  # a class of `transformers`, its 
     "gemma4_per_layer": gemma4("gemma4_per_layer"),
     "gemma4_moe": gemma4("gemma4_moe"),
     "llama4_chunks": (
-        Llama4ForConditionalGeneration,
-        Llama4Config(text_config=CONFIG_BY_NAME["llama4_chunks"], vision_config=LLAMA4_VISION, image_token_index=90),
+        hf.Llama4ForConditionalGeneration,
+        hf.Llama4Config(text_config=text_config("llama4_chunks"), vision_config=LLAMA4_VISION, image_token_index=90),
         1e-4,
     ),
     "qwen3_5": (
-        Qwen3_5ForConditionalGeneration,
-        Qwen3_5Config(
-            text_config=CONFIG_BY_NAME["qwen3_5"], vision_config=QWEN_VISION, image_token_id=90, video_token_id=91,
+        hf.Qwen3_5ForConditionalGeneration,
+        hf.Qwen3_5Config(
+            text_config=text_config("qwen3_5"), vision_config=QWEN_VISION, image_token_id=90, video_token_id=91,
             vision_start_token_id=92, vision_end_token_id=93,
         ),
         1e-3,

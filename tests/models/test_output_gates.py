@@ -21,7 +21,7 @@ from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from layer_caches import make_layer
 from steps import load_network
-from tiny import GATED, MINISTRAL3, Tiny, make_tiny
+from tiny import BY_NAME, GATED, MINISTRAL3, Tiny, make_tiny
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,9 @@ from tiny import GATED, MINISTRAL3, Tiny, make_tiny
     [
         (GATED[0], "output gates", ", q and k norms (head), output gates, "),
         (MINISTRAL3[0], "scaled queries", ", queries that grow every 16 tokens"),
+        (BY_NAME["qwen3_moe"], "experts", ", experts, 3 of 20 chosen by softmax, mlp 64, silu"),
+        (BY_NAME["llama4_chunks"], "attention in chunks, experts, scaled queries", "chunks of 23 tokens, "),
+        (BY_NAME["llama4_chunks"], "attention in chunks, experts, scaled queries", "weighted inputs of experts"),
     ],
 )
 def test_opencl_refuses_a_part_that_cuda_computes_and_explain_names_it(

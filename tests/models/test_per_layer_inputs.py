@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from extent import IS_WHOLE
 from infer.compute.backends import reference
 from infer.compute.backends.cpu import operations as cpu
 from infer.compute.operands.weights import FilePlace, Norm, PerLayerWeights, Projection, StoredWeight, UnreadWeight
@@ -23,11 +24,11 @@ from test_cpu_kernels import CPU, make_weight
 from test_families import load
 from test_recurrent_rows import CAPACITY, go_on_at_random
 from test_shared_keys import ModelRows
-from tiny import GEMMA4, Tiny, make_tiny
+from tiny import BY_NAME, Tiny, make_tiny
 
-BY_NAME = {tiny.name: tiny for tiny in GEMMA4}
 VOCAB, LAYERS, DIM, HIDDEN = 40, 6, 256, 64
 TOKENS = torch.tensor([3, 0, 39, 3, 17])
+TYPES = [kind.name for kind in GGML_TYPES.values()]
 
 
 def table_in(folder: Path, type_: str) -> tuple[UnreadWeight, int]:
@@ -46,7 +47,8 @@ def weights_with(table: UnreadWeight) -> PerLayerWeights:
     return PerLayerWeights(table, 0.75, Projection((rows,)), Norm(torch.rand(DIM, generator=generator), 1e-6))
 
 
-@pytest.mark.parametrize("type_", [kind.name for kind in GGML_TYPES.values()])
+@pytest.mark.slow(cases=3)
+@pytest.mark.parametrize("type_", TYPES if IS_WHOLE else TYPES[::3])
 def test_rows_of_a_table_in_a_file_have_the_values_of_the_table(type_: str, tmp_path: Path) -> None:
     table, descriptor = table_in(tmp_path, type_)
     weights = weights_with(table)
@@ -77,6 +79,7 @@ def test_a_table_that_became_shorter_gives_no_numbers_for_the_rows_that_are_gone
     os.close(descriptor)
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("first", [0, 256, 512])
 @pytest.mark.parametrize("num_tokens", [1, 19])
 def test_gates_of_inputs_agree_with_reference(first: int, num_tokens: int) -> None:
@@ -95,6 +98,7 @@ def folder_of(name: str, folder: Path, **changed: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("name", ["gemma4_per_layer", "gemma4_moe"])
 @torch.inference_mode()
 def test_rows_continue_as_one_text_after_any_operations(name: str, tmp_path: Path) -> None:

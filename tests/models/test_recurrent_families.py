@@ -9,15 +9,15 @@ import gguf
 import numpy as np
 import pytest
 
+from gguf_files import write_file
 from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, Rope, ShortConv
 from infer.errors import ModelError
 from infer.files import open_checkpoint
 from infer.files.config import config_from_folder
 from infer.models.families import make_architecture
-from tiny import DELTA_NETS, RECURRENT
-
-BY_NAME = {tiny.name: tiny for tiny in (*RECURRENT, *DELTA_NETS)}
+from refusals import refusal
+from tiny import BY_NAME
 
 
 def test_published_configs_of_lfm2_use_older_names() -> None:
@@ -68,11 +68,7 @@ def lfm2_file(path: Path, kv_heads: list[int], *, gating: int = 2, cache: int = 
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType(gating))
     for name in "abc":  # a file has as many layers as tensors, at most
         writer.add_tensor(name, np.zeros((3, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_file(writer, path)
 
 
 def test_layers_without_heads_of_keys_are_convolutions_in_a_gguf_file(tmp_path: Path) -> None:
@@ -96,10 +92,7 @@ def test_layers_without_heads_of_keys_are_convolutions_in_a_gguf_file(tmp_path: 
     ],
 )
 def test_metadata_that_cannot_be_is_refused_in_a_line(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
-        open_checkpoint(lfm2_file(tmp_path / "model.gguf", **settings))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in refusal(lambda: open_checkpoint(lfm2_file(tmp_path / "model.gguf", **settings)), ModelError)
 
 
 @pytest.mark.parametrize(
@@ -121,23 +114,11 @@ def test_metadata_that_cannot_be_is_refused_in_a_line(settings: dict[str, Any], 
         ("lfm2_moe", {"routed_scaling_factor": 0}, "routed_scaling_factor must be a number above 0, got 0"),
         ("qwen3_5", {"layer_types": ["conv"] * 4}, "layer type 'conv' is not supported"),
         ("qwen3_5", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval must be a whole"),
-        (
-            "qwen3_5",
-            {"linear_num_value_heads": 5},
-            "linear_num_value_heads=5 must be a multiple of linear_num_key_heads=2",
-        ),
+        ("qwen3_5", {"linear_num_value_heads": 5}, "must be a multiple of linear_num_key_heads=2"),
         ("qwen3_5", {"linear_num_key_heads": 0}, "linear_num_key_heads must be a whole number from 1"),
-        (
-            "qwen3_5",
-            {"linear_key_head_dim": 5000},
-            "linear_key_head_dim must be a whole number from 1 to 4096, got 5000",
-        ),
+        ("qwen3_5", {"linear_key_head_dim": 5000}, "must be a whole number from 1 to 4096, got 5000"),
         ("qwen3_5", {"linear_value_head_dim": "x"}, "linear_value_head_dim must be a whole number from 1 to 4096"),
-        (
-            "qwen3_5",
-            {"linear_conv_kernel_dim": 65},
-            "linear_conv_kernel_dim must be a whole number from 1 to 64, got 65",
-        ),
+        ("qwen3_5", {"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim must be a whole number from 1 to 64"),
         ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen3_5_text: it must be 'silu'"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=false is not supported for qwen3_5_text"),
         ("qwen3_next", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most num_experts=6, got 7"),
@@ -145,7 +126,4 @@ def test_metadata_that_cannot_be_is_refused_in_a_line(settings: dict[str, Any], 
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_line(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        make_architecture(BY_NAME[name].config.to_dict() | settings)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert message in refusal(lambda: make_architecture(BY_NAME[name].config.to_dict() | settings), ModelError)

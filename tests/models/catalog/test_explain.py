@@ -17,7 +17,7 @@ from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.mixers import Attention, Rope
 from infer.models.catalog.explanation import _kv_types, explain, group_layers
 from infer.models.from_checkpoint import load_tokenizer
-from tiny import TINY, Tiny, make_tiny
+from tiny import BY_NAME, Tiny, make_tiny
 from watched import python_command
 
 ATTENTION = Attention(4, 2, 16, Rope(10_000.0, 16), 0.25)
@@ -55,7 +55,7 @@ def test_a_summary_of_a_gguf_tokenizer_is_the_tokenizers(name: str) -> None:
 
 
 def test_a_folder_is_explained_without_torch(tmp_path: Path) -> None:
-    folder = make_folder(next(tiny for tiny in TINY if tiny.name == "gemma3"), tmp_path)
+    folder = make_folder(BY_NAME["gemma3"], tmp_path)
     code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
     done = subprocess.run(
         python_command(code, "explain", str(folder), "--json"), capture_output=True, text=True, check=True
@@ -78,7 +78,7 @@ def test_a_folder_is_explained_without_torch(tmp_path: Path) -> None:
 
 
 def test_lines_name_each_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_folder(next(tiny for tiny in TINY if tiny.name == "gemma3"), tmp_path)
+    folder = make_folder(BY_NAME["gemma3"], tmp_path)
     assert main(["explain", str(folder)]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["layers 0–4, 6"].strip() == "rope of 32 at 10,000, window 8"
@@ -89,7 +89,7 @@ def test_lines_name_each_difference(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_lines_name_convolutions_and_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_folder(next(tiny for tiny in TINY if tiny.name == "lfm2"), tmp_path)
+    folder = make_folder(BY_NAME["lfm2"], tmp_path)
     assert main(["explain", str(folder)]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["layers 0, 2"].strip().startswith("short conv, num channels 64, num taps 3")

@@ -1,6 +1,7 @@
 """Claims about `infer models`: it lists each installed model under the name that loads it, without torch."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from gguf_files import write_model
 from infer.cli import main
 from infer.files import open_checkpoint, resolve
 from infer.files.hub.find import INSTALLED_MODELS, InstalledModel
+from infer.models.catalog.header_facts import read_facts
 from infer.models.catalog.models_at_hand import ModelAtHand, models_at_hand
 from test_hub import fill
 from watched import python_command
@@ -126,3 +128,14 @@ def test_listing_loads_no_torch() -> None:
     models, has_torch = done.stdout.splitlines()
     assert has_torch == "False"
     assert "smollm2" in {model["name"] for model in json.loads(models)}
+
+
+def test_the_facts_are_those_of_the_file_that_has_the_name_now(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for seconds, name in enumerate(("Q8_0", "Q4_0")):  # their headers have the same size
+        file_type = gguf.LlamaFileType[f"MOSTLY_{name}"]
+        write_model(path, extend=lambda writer, of=file_type: writer.add_file_type(of))
+        os.utime(path, (seconds, seconds))
+        facts = read_facts(str(path))
+        assert (facts.weights, facts.modified_at) == (name, seconds)
+        assert read_facts(str(path)) is facts

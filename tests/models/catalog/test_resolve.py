@@ -102,12 +102,6 @@ def test_a_file_that_is_no_model_is_a_bad_model(tmp_path: Path, name: str, reaso
     assert caught.value.exit_status == 3
 
 
-def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(ModelError, match="is not a regular file"):
-        open_checkpoint(tmp_path / "pipe.gguf")
-
-
 def test_parts_are_assembled_once_and_nothing_is_imported(packaged: Path) -> None:
     path = resolve("parted")
     assert path.read_bytes() == b"".join(PARTS)

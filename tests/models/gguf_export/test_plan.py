@@ -1,6 +1,7 @@
 """Claims about the plan of a GGUF file: the file has the folder's model, or one line names what GGUF lacks."""
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,8 @@ from infer.files.tensors.lazy_weights import LazyWeights, as_float32
 from infer.models.gguf_export.plan import ExportPlan, export_plan, network_plan
 from infer.models.gguf_export.tensors import ExportTensor
 from quantised_folders import by_name, write_quantised
-from tiny import TINY, make_tiny
-
-BY_NAME = {tiny.name: tiny for tiny in TINY}
+from refusals import refusal
+from tiny import BY_NAME, make_tiny
 
 
 def write(plan: ExportPlan, path: Path, rows: int = 7) -> Path:
@@ -60,11 +60,10 @@ def test_a_network_that_gguf_cannot_describe_is_refused_by_its_difference(
     tmp_path: Path, name: str, message: str
 ) -> None:
     make_tiny(BY_NAME[name], tmp_path)
-    with pytest.raises(UnsupportedModelError, match=message) as caught:
-        network_plan(open_checkpoint(tmp_path))
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refusal(lambda: network_plan(open_checkpoint(tmp_path)), UnsupportedModelError))
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("name", ["smollm3", "gemma3"])
 def test_a_written_file_answers_as_the_folder_to_the_bit(tmp_path: Path, name: str) -> None:
     config = copy.deepcopy(BY_NAME[name].config)

@@ -1,6 +1,7 @@
 """Claims about tokenizers in GGUF's format: they have the ids of the `tokenizers` library, or are refused in a line."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from infer.models.gguf_export.pre_tokenizer_names import _TEXTS, _all_triples
 from infer.models.gguf_export.tokenizer_values import tokenizer_values
 from infer.text.tokenizer import Tokenizer as OurTokenizer
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from refusals import refusal
 
 _ENDS = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
 _TWO_BEGINNINGS = processors.TemplateProcessing(single="<s> </s> $A", special_tokens=[("<s>", 0), ("</s>", 1)])
@@ -120,10 +122,7 @@ def changed(**parts: Any) -> Tokenizer:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: changed(pre_tokenizer=pre_tokenizers.Split(Regex(r"\d{2}"), "isolated")),
-            r"no pre-tokenizer .*\\d\{2\}",
-        ),
+        (lambda: changed(pre_tokenizer=pre_tokenizers.Split(Regex(r"\d{2}"), "isolated")), r"no pre-tokeni.*\\d\{2\}"),
         (lambda: changed(normalizer=normalizers.Lowercase()), "with the normalizer Lowercase has no form in GGUF"),
         (lambda: changed(post_processor=_TWO_BEGINNINGS), r"from \['</s>', "),
         (lambda: without_a_merge(marked(has_prefix=False)), "cannot be written as SentencePiece's scores"),
@@ -134,9 +133,8 @@ def changed(**parts: Any) -> Tokenizer:
 def test_a_tokenizer_that_gguf_cannot_describe_is_refused_in_a_line(
     tmp_path: Path, make: Callable[[], Tokenizer], message: str
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=message) as caught:
-        tokenizer_values(save(tmp_path, make()), "llama", 500)
-    assert "\n" not in str(caught.value)
+    folder = save(tmp_path, make())
+    assert re.search(message, refusal(lambda: tokenizer_values(folder, "llama", 500), UnsupportedModelError))
 
 
 def test_a_flag_that_changes_no_token_does_not_matter(tmp_path: Path) -> None:

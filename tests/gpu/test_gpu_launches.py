@@ -45,6 +45,8 @@ def forward_launches(shape: str, type_: str, num_tokens: int) -> list[str]:
     runner.reserve(0, num_tokens)
     with recorded_launches() as launches, torch.inference_mode():
         model.forward(Step.of([1] * num_tokens), runner.cache)
+    warps = {entry[1] for launch in launches for entry in launch.variant if entry[0] == "num_warps"}
+    assert warps <= {1, 2, 4, 8, 16, 32}, "a program has at most 1,024 threads"
     names = [launch.kernel for launch in launches]
     return names[next(index for index, name in enumerate(names) if name.startswith("embed")) :]
 

@@ -35,6 +35,7 @@ _SPAN = re.compile(r"(`+)((?:(?!\n\s*\n)[^`])+)\1")
 _REPOSITORY_PATH = re.compile(
     rf"(?<![\w./:~$}}-])(?<!--report )(?:{'|'.join(map(re.escape, FOLDERS))})/(?:[\w./*-]*[\w/*])?(?:::\w+)*"
 )
+_NAMED_IN_COMMENT = re.compile(rf"#.*(?:`|(?:{'|'.join(map(re.escape, FOLDERS))})/)")
 _HOUSE_PATH = re.compile(r"\w+(?:/\w+)*(?:/|/\w+(?:\.\w+)?)")
 _FILE = re.compile(r"\w+\.(?:cl|js|md|py|svg|toml)")
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(.*\))?")
@@ -140,9 +141,9 @@ def faults_of_page(text: str, names: CodeNames) -> Iterator[Fault]:
 
 def faults_of_module(text: str, names: CodeNames) -> Iterator[Fault]:
     """Yield the wrong names of a module's docstrings and comments."""
-    tree = ast.parse(text)
-    variables = variables_of(tree)
-    texts = [(node.lineno, str(node.value)) for node in docstrings(tree)]
+    nodes = list(ast.walk(ast.parse(text)))
+    variables = variables_of(nodes)
+    texts = [(node.lineno, str(node.value)) for node in docstrings(nodes)]
     for line, found in [*texts, *_comments(text)]:
         for fault in faults_of_text(found, names, variables):
             yield fault._replace(line=line + fault.line - 1)
@@ -151,7 +152,7 @@ def faults_of_module(text: str, names: CodeNames) -> Iterator[Fault]:
 def _comments(text: str) -> list[tuple[int, str]]:
     """Return the comments of a module with their first lines. Comments on adjacent lines are one text."""
     found: list[tuple[int, str]] = []
-    if not re.search("#.*[`/]", text):
+    if not _NAMED_IN_COMMENT.search(text):
         return found
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -165,12 +166,8 @@ def _comments(text: str) -> list[tuple[int, str]]:
 
 def files(root: Path) -> Iterator[Path]:
     """Yield the files that are checked."""
-    yield from (
-        page
-        for pattern in PAGES
-        for page in sorted(root.glob(pattern))
-        if page.relative_to(root).as_posix() not in HISTORY
-    )
+    pages = [page for pattern in PAGES for page in sorted(root.glob(pattern))]
+    yield from (page for page in pages if page.relative_to(root).as_posix() not in HISTORY)
     for folder in PYTHON_FOLDERS:
         yield from sorted((root / folder).rglob("*.py"))
 

@@ -24,6 +24,7 @@ class CodeNames:
 
     paths: set[str] = field(default_factory=set)
     modules: dict[str, set[str]] = field(default_factory=dict)
+    modules_by_end: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     members: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     bases: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     variables: set[str] = field(default_factory=set)
@@ -34,7 +35,7 @@ class CodeNames:
     def modules_ending_with(self, parts: Sequence[str]) -> Iterator[str]:
         """Yield the modules whose last names are `parts`: `requests.loop` is found as `infer.engine.requests.loop`."""
         ending = "." + ".".join(parts)
-        yield from (name for name in self.modules if f".{name}".endswith(ending))
+        yield from (name for name in self.modules_by_end[parts[-1]] if f".{name}".endswith(ending))
 
     def has_member(self, cls: str, name: str) -> bool:
         """Return True if a class of this name, or one of its bases, has the member."""
@@ -84,9 +85,12 @@ def module_name(path: Path) -> str:
 
 
 def _add_module(names: CodeNames, path: Path, tree: ast.Module) -> None:
-    defined = names.modules[module_name(path)] = set(_bound_names(tree.body))
-    documented = {id(text) for text in docstrings(tree)}
-    for node in ast.walk(tree):
+    name = module_name(path)
+    defined = names.modules[name] = set(_bound_names(tree.body))
+    names.modules_by_end[name.rpartition(".")[2]].append(name)
+    nodes = list(ast.walk(tree))
+    documented = {id(text) for text in docstrings(nodes)}
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             _add_class(names, node)
         match node:
@@ -100,7 +104,7 @@ def _add_module(names: CodeNames, path: Path, tree: ast.Module) -> None:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 defined.add(name)
     names.words |= defined
-    names.variables |= variables_of(tree)
+    names.variables |= variables_of(nodes)
 
 
 def _add_class(names: CodeNames, node: ast.ClassDef) -> None:
@@ -108,8 +112,9 @@ def _add_class(names: CodeNames, node: ast.ClassDef) -> None:
     members.update(_bound_names(node.body))
     names.bases[node.name].update(found[-1] for base in node.bases if (found := _WORD.findall(ast.unparse(base))))
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and _is_stored(inner) and ast.unparse(inner.value) == "self":
-            members.add(inner.attr)
+        match inner:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                members.add(name)
 
 
 def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
@@ -135,17 +140,16 @@ def _is_prose(word: str) -> bool:
     return word.islower() and "_" not in word
 
 
-def variables_of(tree: ast.Module) -> set[str]:
+def variables_of(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names of all arguments and variables of a module."""
-    found = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    return found | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and _is_stored(node)}
+    found = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return found | {node.id for node in nodes if isinstance(node, ast.Name) and _is_stored(node)}
 
 
-def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+def docstrings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
     """Yield the docstrings of a module, its classes and its functions."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, *_DEFINITIONS)) and ast.get_docstring(node, clean=False) is not None:
-            first = node.body[0]
-            assert isinstance(first, ast.Expr)
-            assert isinstance(first.value, ast.Constant)
-            yield first.value
+    for node in nodes:
+        if isinstance(node, (ast.Module, *_DEFINITIONS)):
+            match node.body:
+                case [ast.Expr(value=ast.Constant(value=str()) as text), *_]:
+                    yield text

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _TEXTS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
 
 
@@ -37,13 +38,14 @@ class Source:
     def num_code_lines(self) -> int:
         lines = enumerate(self.text.splitlines(), 1)
         code = {number for number, line in lines if line.strip() and not line.lstrip().startswith("#")}
-        texts = (node for node in self.nodes if isinstance(node, ast.Constant | ast.JoinedStr))
-        return len(code.union(*map(_lines, texts)) - self._docstring_lines)
+        texts = (node for node in self.nodes if isinstance(node, (ast.Constant, ast.JoinedStr)))
+        long_texts = (node for node in texts if node.end_lineno != node.lineno)
+        return len(code.union(*map(_lines, long_texts)) - self._docstring_lines)
 
     @cached_property
     def _docstring_lines(self) -> set[int]:
-        owners = ast.Module | ast.ClassDef | Function
-        bodies = (node.body for node in self.nodes if isinstance(node, owners) and ast.get_docstring(node) is not None)
+        owners = (node for node in self.nodes if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)))
+        bodies = (node.body for node in owners if ast.get_docstring(node, clean=False) is not None)
         return {line for body in bodies for line in _lines(body[0])}
 
     @property
@@ -77,8 +79,11 @@ class Source:
         pattern = re.compile(rf"[#:]\s*{words}", re.IGNORECASE)
         if not pattern.search(self.text):
             return 0
-        comments = (token.string for token in self._tokens() if token.type == tokenize.COMMENT)
-        return sum(pattern.search(comment) is not None for comment in comments)
+        return sum(pattern.search(comment) is not None for comment in self._comments)
+
+    @cached_property
+    def _comments(self) -> list[str]:
+        return [token.string for token in self._tokens() if token.type == tokenize.COMMENT]
 
     def names_and_texts(self) -> Iterator[str]:
         """Yield each identifier, its words joined by "_", and each string, except docstrings."""

@@ -1,12 +1,12 @@
-"""Every public call, for mypy alone: nothing here is run. `assert_type` fails if a result has become Any.
+"""Every public call and attribute, for mypy alone: `assert_type` fails if a result has become Any.
 
+Fields and properties have their types in tests/data/surface.json. Some are here too, so that no class becomes Any.
 A call with `type: ignore` is wrong: mypy reports the comment as unused if the parameter's type has become Any.
 tests/project/test_public_calls.py compares the names with tests/data/surface.json.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Event
 from typing import Any, Literal, assert_type
 
 import tokenizers
@@ -56,10 +56,8 @@ from infer.engine.step.request import Request
 from infer.engine.step.sequence import Sequence as Answer
 from infer.engine.texts.vector_options import Computed, VectorOptions
 from infer.models.transformer import Transformer
-from infer.outputs import GenerationStats, SampleTrace, TokenLogprob, TraceCandidate, TraceStage
-from infer.parameters import HasJsonSchema
+from infer.outputs import SampleTrace, TokenLogprob, TraceCandidate, TraceStage
 from infer.text.tokenizer.detokenizer import Detokenizer
-from infer.text.tokenizer.infill import InfillMarks
 from infer.text.tokenizer.pairs import EncodedPair
 
 Messages = Sequence[Mapping[str, Any]]
@@ -128,13 +126,6 @@ def look_at_llm(llm: LLM, later: AsyncLLM, stream: Stream) -> None:
     assert_type(llm.sampling_defaults, SamplingDefaults)
     assert_type(later.llm, LLM)
     assert_type(stream.answer, OpenAnswer)
-    assert_type(llm.model, Transformer)
-    assert_type(llm.tokenizer, Tokenizer)
-    assert_type(llm.architecture, Architecture)
-    assert_type(llm.max_seq_len, int)
-    assert_type(llm.can_chat, bool)
-    assert_type(llm.prompt_names, tuple[str, ...])
-    assert_type(llm.system_fingerprint, str)
 
 
 async def use_async_llm(llm: AsyncLLM, params: SamplingParams, options: RequestOptions, messages: Messages) -> None:
@@ -172,9 +163,6 @@ def use_session(session: Session, params: SamplingParams, options: RequestOption
     assert_type(session.generate(params, on_token=lambda token_id, text: None), GenerationResult)
     assert_type(session.fork(), Session)
     assert_type(session.load(Path("saved")), Json)
-    assert_type(session.token_ids, list[int])
-    assert_type(session.messages, list[Json])
-    assert_type(session.num_cached_tokens, int)
     session.append("text")
     session.rewind(1)
     session.save("saved", note={"title": "a"})
@@ -233,144 +221,34 @@ def look_at_tokenizer(tokenizer: Tokenizer) -> None:
     assert_type(tokenizer.adds_bos, bool)
     assert_type(tokenizer.allow_special, bool)
     assert_type(tokenizer.backend, tokenizers.Tokenizer)
-    assert_type(tokenizer.eos_token_id, int | None)
-    assert_type(tokenizer.token_bytes, tuple[bytes, ...])
-    assert_type(tokenizer.rewrites_text, bool)
-    assert_type(tokenizer.vocab_size, int)
-    assert_type(tokenizer.chat_template, str | None)
-    assert_type(tokenizer.chat_templates, tuple[str, ...])
-    assert_type(tokenizer.chat_template_names, tuple[str, ...])
-    assert_type(tokenizer.infill_marks, InfillMarks | None)
 
 
-def look_at_params(params: SamplingParams) -> None:
+def look_at_results(
+    params: SamplingParams, options: RequestOptions, result: GenerationResult, timing: GenerationTiming, piece: Piece
+) -> None:
     assert_type(SamplingParams.from_mapping({"top_p": 0.9}), SamplingParams)
-    assert_type(params.is_greedy, bool)
-    assert_type(params.temperature, float)
-    assert_type(params.temperature_last, bool)
     assert_type(params.top_k, int | None)
-    assert_type(params.top_p, float)
-    assert_type(params.min_p, float)
-    assert_type(params.repetition_penalty, float)
-    assert_type(params.repetition_window, int | None)
-    assert_type(params.frequency_penalty, float)
-    assert_type(params.presence_penalty, float)
-    assert_type(params.logit_bias, Mapping[int, float] | None)
-    assert_type(params.allowed_token_ids, Collection[int] | None)
-    assert_type(params.max_new_tokens, int | None)
-    assert_type(params.min_new_tokens, int)
-    assert_type(params.stop, str | Sequence[str] | None)
-    assert_type(params.stop_token_ids, Collection[int] | None)
-    assert_type(params.include_stop_str_in_output, bool)
-    assert_type(params.ignore_eos, bool)
-    assert_type(params.seed, int | None)
-    assert_type(params.logprobs, int | None)
-    assert_type(params.logprobs_mode, Literal["raw", "processed"])
-    assert_type(params.json_schema, str | Mapping[str, Any] | HasJsonSchema | None)
-    assert_type(params.regex, str | None)
-    assert_type(params.grammar, str | None)
-    assert_type(params.choice, Sequence[str] | None)
-
-
-def look_at_options(options: RequestOptions) -> None:
-    assert_type(options.cancel, Event | None)
-    assert_type(options.speculation, Literal["ngram"] | None)
-    assert_type(options.num_draft_tokens, int)
-    assert_type(options.prefill_chunk, int | None)
     assert_type(options.overflow, Literal["error", "truncate_left"])
-    assert_type(options.tenant, str)
-    assert_type(options.priority, int)
-    assert_type(options.timeout, float | None)
-    assert_type(options.cache_salt, str)
-    assert_type(options.answer_prefix, Sequence[int])
-    assert_type(options.tools, Sequence[Mapping[str, Any] | Callable[..., Any]] | None)
-    assert_type(options.tool_choice, Any)
-    assert_type(options.parallel_tool_calls, bool | None)
-    assert_type(options.tool_format, str | None)
-    assert_type(options.reasoning_format, Literal["auto", "none"])
-    assert_type(options.reasoning_budget, int | None)
-
-
-def look_at_result(result: GenerationResult) -> None:
-    assert_type(result.token_ids, list[int])
-    assert_type(result.text, str)
     assert_type(result.finish_reason, FinishReason)
-    assert_type(result.prompt_tokens, int)
-    assert_type(result.generated_tokens, int)
-    assert_type(result.timing, GenerationTiming)
-    assert_type(result.stop_reason, str | int | None)
-    assert_type(result.seed, int | None)
-    assert_type(result.logprobs, list[TokenLogprob] | None)
-    assert_type(result.grammar_complete, bool | None)
-    assert_type(result.reused_tokens, int)
-    assert_type(result.disk_tokens, int)
-    assert_type(result.dropped_tokens, int)
-    assert_type(result.truncated_tokens, int)
-    assert_type(result.stats, GenerationStats)
-    assert_type(result.error, str | None)
-    assert_type(result.reasoning, str | None)
-    assert_type(result.reasoning_tokens, int)
-    assert_type(result.tool_calls, tuple[ToolCall, ...])
-    assert_type(result.warnings, tuple[str, ...])
     assert_type(result.to_message(), Json)
     assert_type(result.to_json(), Json)
-
-
-def look_at_timing(timing: GenerationTiming, stats: GenerationStats) -> None:
-    assert_type((timing.prefill_time_s, timing.ttft_s, timing.decode_time_s), tuple[float, float, float])
-    assert_type(timing.sampling_time_s, float)
-    assert_type(timing.total_time_s, float)
-    assert_type(timing.decode_times_s, list[float])
-    assert_type(timing.sampling_times_s, list[float])
-    assert_type(timing.arrival_times_s, list[float])
-    assert_type(timing.arrival_gaps_s, list[float])
-    assert_type(timing.inter_token_times_s, list[float])
     assert_type(timing.inter_token_p50_s, float | None)
-    assert_type(timing.inter_token_p95_s, float | None)
-    assert_type(timing.inter_token_p99_s, float | None)
-    assert_type(timing.decode_tokens_per_second, float | None)
     assert_type(timing.to_json(), Json)
-    assert_type((stats.prefill_steps, stats.single_steps, stats.multi_steps), tuple[int, int, int])
-    assert_type((stats.multi_step_tokens, stats.masks_filled, stats.tokens_forced), tuple[int, int, int])
-    assert_type((stats.drafts_proposed, stats.drafts_accepted, stats.preemptions), tuple[int, int, int])
-
-
-def look_at_piece(piece: Piece, call: ToolCall, delta: ToolCallDelta, reasoning: ReasoningDelta) -> None:
-    assert_type(piece.token_id, int)
-    assert_type(piece.text, str)
-    assert_type(piece.logprob, TokenLogprob | None)
-    assert_type(piece.finish_reason, FinishReason | None)
     assert_type(piece.deltas, tuple[ReasoningDelta | ToolCallDelta, ...])
-    assert_type(piece.origin, Literal["sampled", "draft", "forced", "given"])
-    assert_type((call.id, call.name, call.arguments), tuple[str, str, str])
+
+
+def look_at_parts(
+    call: ToolCall, label: Classification, document: RankedDocument, logprob: TokenLogprob, trace: SampleTrace
+) -> None:
     assert_type(call.parsed(), Json)
     assert_type(call.to_json(), Json)
-    assert_type((delta.index, delta.id, delta.name, delta.arguments), tuple[int, str | None, str | None, str])
-    assert_type(reasoning.text, str)
-
-
-def look_at_texts(label: Classification, document: RankedDocument, logprob: TokenLogprob) -> None:
-    assert_type((label.label, label.probability), tuple[str, float])
-    assert_type((label.labels, label.probabilities), tuple[tuple[str, ...], tuple[float, ...]])
     assert_type(label.to_json(), Json)
-    assert_type((document.index, document.score, document.document), tuple[int, float, str])
-    assert_type((logprob.token_id, logprob.logprob, logprob.rank), tuple[int, float, int])
+    assert_type((label.label, label.probability), tuple[str, float])
+    assert_type(document.document, str)
     assert_type(logprob.top, tuple[tuple[int, float], ...])
-
-
-def look_at_trace(trace: SampleTrace, stage: TraceStage, candidate: TraceCandidate) -> None:
-    assert_type((trace.token_id, trace.position, trace.step), tuple[int, int, int])
-    assert_type((trace.seed, trace.text_before), tuple[int | None, str])
     assert_type(trace.stages, tuple[TraceStage, ...])
-    assert_type(trace.candidates, tuple[TraceCandidate, ...])
     assert_type(trace.chosen, TraceCandidate)
     assert_type(trace.to_json(), Json)
-    assert_type((stage.name, stage.value, stage.num_kept), tuple[str, int | float | None, int])
-    assert_type((stage.removed, stage.moved, stage.others), tuple[float, float, float])
-    assert_type((candidate.token_id, candidate.text, candidate.rank), tuple[int, str, int])
-    assert_type((candidate.logits, candidate.probabilities), tuple[tuple[float | None, ...], tuple[float, ...]])
-    assert_type((candidate.noise, candidate.score), tuple[float | None, float | None])
-    assert_type(candidate.dropped_by, str | None)
 
 
 def answer_a_table(engine: BatchEngine, table: object) -> object:

@@ -1,8 +1,10 @@
 """Real weights and files: where they are, or a skip that says how to get them."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,15 +13,15 @@ from extent import IS_WHOLE
 from infer.errors import InvalidRequestError
 from infer.files import resolve
 
+if TYPE_CHECKING:  # files without models must not load torch
+    from infer import LLM
+    from served import Served
+
 # Clients of others, which take seconds to import, and fuzzing. INFER_TESTS=all runs them.
 _SLOW_TO_IMPORT = [
-    "test_agents.py",
-    "test_ollama_client.py",
-    "test_other_clients.py",
-    "test_retrieval_clients.py",
-    "test_served_fuzzing.py",
+    *("test_agents.py", "test_ollama_client.py", "test_other_clients.py", "test_retrieval_clients.py"),
+    *("test_served_fuzzing.py", "test_tool_clients.py"),
 ]
-_SLOW_TO_IMPORT.append("test_tool_clients.py")
 collect_ignore = [] if IS_WHOLE else _SLOW_TO_IMPORT
 if find_spec("ray") is None:  # 660 MB, which `make ray` installs
     collect_ignore.append("test_ray.py")
@@ -35,6 +37,38 @@ def installed_model(name: str) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     return installed_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path: Path) -> "Iterator[Served]":
+    """Serve SmolLM2 to the clients of a module."""
+    from infer import LLM
+    from served import serving
+
+    settings: dict[str, Any] = {"model": "smollm2", "model_path": str(smollm2_path), "allow_embeddings": True}
+    with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, **settings) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def llm(served: "Served") -> "LLM":
+    return served.state.llm().llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm: "LLM") -> str:
+    """Return the library's answer to the first question of clients."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    return llm.chat([question], temperature=0, max_new_tokens=24).text
+
+
+@pytest.fixture
+def idle_afterwards(served: "Served") -> Iterator[None]:
+    """Wait until nothing of a test's requests is active."""
+    from idle import until_idle
+
+    yield
+    until_idle(served)
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +106,13 @@ def qwen3_tokenizer_folder() -> Path:
 @pytest.fixture(scope="session")
 def gemma3_tokenizer_folder() -> Path:
     return asset("tokenizers/gemma3")
+
+
+@pytest.fixture(scope="session")
+def node() -> str:
+    if (path := shutil.which("node")) is None:
+        pytest.skip("node is not installed")
+    return path
 
 
 @pytest.fixture(scope="session")

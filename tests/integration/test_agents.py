@@ -5,7 +5,6 @@ A gateway in the test forces the first call, of a harmless tool, because the mod
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,16 +103,9 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     work = folder / "work"
     for each in (home, work):
         each.mkdir(exist_ok=True)
-    done = subprocess.run(
-        command,
-        cwd=work,
-        env=kept | {"HOME": str(home)} | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    environment |= kept | {"HOME": str(home)}
+    settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": SECONDS}
+    done = subprocess.run(command, cwd=work, env=environment, check=False, **settings)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -124,17 +116,10 @@ def test_claude_code_runs_a_tool_and_gets_a_text(
     (program,) = agents.glob("node_modules/@anthropic-ai/claude-code-*/claude*")
     command = [str(program), "-p", PROMPT, "--output-format", "stream-json", "--verbose", "--model", "smollm2"]
     command += ["--tools", "Read", "--disable-slash-commands", "--system-prompt", "You are an assistant."]
-    printed = run(
-        [*command, "--dangerously-skip-permissions"],
-        tmp_path,
-        ANTHROPIC_BASE_URL=served.url,
-        ANTHROPIC_AUTH_TOKEN="none",
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-        CLAUDE_CODE_MAX_OUTPUT_TOKENS="256",
-        DISABLE_AUTOUPDATER="1",
-        DISABLE_TELEMETRY="1",
-        IS_SANDBOX="1",
-    )
+    environment = {"ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": "none", "IS_SANDBOX": "1"}
+    environment |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "256"}
+    environment |= {"DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1"}
+    printed = run([*command, "--dangerously-skip-permissions"], tmp_path, **environment)
     lines = [json.loads(line) for line in printed.splitlines()]
     assert lines[-1]["type"] == "result"
     assert set(gateway.statuses) == {200}
@@ -148,28 +133,17 @@ def blocks_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def test_codex_cli_runs_a_tool_and_gets_a_text(served: Served, gateway: Gateway, agents: Path, tmp_path: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
+def test_codex_cli_runs_a_tool_and_gets_a_text(
+    served: Served, gateway: Gateway, node: str, agents: Path, tmp_path: Path
+) -> None:
     provider = {"name": "infer", "base_url": f"{served.url}/v1", "wire_api": "responses", "env_key": "NO_KEY"}
     settings = {"model_provider": "infer", "model": "smollm2"}
     settings |= {f"model_providers.infer.{name}": value for name, value in provider.items()}
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
     program = agents / "node_modules/@openai/codex/bin/codex.js"
-    command = [
-        node,
-        str(program),
-        "exec",
-        "--skip-git-repo-check",
-        "--json",
-        "--sandbox",
-        "read-only",
-        *options,
-        PROMPT,
-    ]
+    command = [node, str(program), "exec", "--skip-git-repo-check", "--json", "--sandbox", "read-only"]
     (tmp_path / "codex").mkdir()
-    printed = run(command, tmp_path, CODEX_HOME=str(tmp_path / "codex"), NO_KEY="none")
+    printed = run([*command, *options, PROMPT], tmp_path, CODEX_HOME=str(tmp_path / "codex"), NO_KEY="none")
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert "turn.completed" in [line["type"] for line in lines]
     assert set(gateway.statuses) == {200}

@@ -1,29 +1,16 @@
 """The log-likelihoods that lm-evaluation-harness requests over HTTP are those of `LLM.prompt_logprobs`."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infer import LLM
 from openai_shapes import check
-from served import Served, serving
+from served import Served
 
 pytestmark = pytest.mark.slow
 
 CONTEXT, CONTINUATIONS = "The capital of France is", (" Paris.", " a city in the south of Italy.")
-
-
-@pytest.fixture(scope="module")
-def served(smollm2_path: Path) -> Iterator[Served]:
-    with LLM(smollm2_path, max_seq_len=512) as llm, serving(llm, model="smollm2") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def llm(served: Served) -> LLM:
-    return served.state.llm().llm
 
 
 def asked(served: Served, prompts: list[Any], **others: Any) -> list[dict[str, Any]]:

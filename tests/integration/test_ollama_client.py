@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
 
 from infer import LLM
-from served import Served, serving
+from served import Served
 
 pytestmark = pytest.mark.slow
 
@@ -26,20 +25,12 @@ class City(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def served(smollm2_path: Path) -> Iterator[Served]:
-    settings: dict[str, Any] = {"model": "smollm2", "model_path": str(smollm2_path), "allow_embeddings": True}
-    with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, **settings) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[Any]:
     with ollama.Client(served.url) as client:
         yield client
 
 
-def test_answers_and_streams_are_the_library_s(client: Any, served: Served) -> None:
-    llm = served.state.llm().llm
+def test_answers_and_streams_are_the_library_s(client: Any, served: Served, llm: LLM) -> None:
     expected = llm.chat(MESSAGES, temperature=0, max_new_tokens=24)
     whole = client.chat("smollm2", MESSAGES, options=GREEDY, logprobs=True, top_logprobs=2)
     assert (whole.message.content, whole.eval_count) == (expected.text, expected.generated_tokens)

@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
 
-from idle import until_idle
-from infer import LLM
-from served import SECONDS, Served, serving
+from served import SECONDS, Served
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it requests prices from the network
 anthropic = pytest.importorskip("anthropic")
@@ -27,7 +24,7 @@ QUESTION = "What is the capital of France?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 LONG = "Tell me a very long story."
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
+pytestmark = [pytest.mark.usefixtures("idle_afterwards"), pytest.mark.filterwarnings("ignore")]  # theirs
 
 
 class City(BaseModel):
@@ -44,23 +41,6 @@ FORMAT = {
         "schema": {**City.model_json_schema(), "additionalProperties": False},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def served(smollm2_path: Path) -> Iterator[Served]:
-    with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, model="smollm2") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def expected(served: Served) -> str:
-    return str(served.state.llm().llm.chat(MESSAGES, temperature=0, max_new_tokens=24).text)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_goes_on_afterwards(served: Served) -> Iterator[None]:
-    yield
-    until_idle(served)
 
 
 # litellm
@@ -83,12 +63,6 @@ def test_litellm_gets_a_schema_and_an_error(lite: dict[str, Any]) -> None:
     City.model_validate_json(found.choices[0].message.content)
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=MESSAGES, **lite | {"temperature": 9})
-
-
-def test_litellm_leaves_a_stream(lite: dict[str, Any]) -> None:
-    stream = litellm.completion(messages=[{"role": "user", "content": LONG}], stream=True, **lite | {"max_tokens": 900})
-    next(iter(stream))
-    stream.completion_stream.response.close()
 
 
 # LangChain
@@ -114,20 +88,6 @@ def test_langchain_gets_a_schema_and_an_error(chain: Any) -> None:
         chain.bind(temperature=9).invoke(QUESTION)
 
 
-def test_langchain_binds_a_tool(chain: Any) -> None:
-    bound = chain.bind_tools([City], tool_choice="any").bind(max_tokens=200)
-    (call, *_) = bound.invoke(QUESTION).tool_calls
-    assert City(**call["args"])
-    streamed = list(bound.stream(QUESTION))
-    assert sum(streamed[1:], streamed[0]).tool_calls[0]["args"] == call["args"]
-
-
-def test_langchain_leaves_a_stream(chain: Any) -> None:
-    stream = chain.bind(max_tokens=900).stream(LONG)
-    next(stream)
-    stream.close()
-
-
 # Anthropic's client
 
 
@@ -146,27 +106,6 @@ def test_anthropic_s_client_converses_and_streams(claude: Any, expected: str) ->
         assert stream.get_final_message().usage == message.usage
     counted = claude.messages.count_tokens(model="smollm2", messages=MESSAGES)
     assert counted.input_tokens == message.usage.input_tokens
-
-
-def test_anthropic_s_client_calls_a_tool_and_gives_its_result(claude: Any) -> None:
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    asked: dict[str, Any] = {"model": "smollm2", "max_tokens": 200, "messages": MESSAGES}
-    asked |= {"tools": [{"name": "get_weather", "input_schema": schema}], "extra_body": {"temperature": 0}}
-    choice = {"type": "any", "disable_parallel_tool_use": True}
-    message = claude.messages.create(**asked, tool_choice=choice)
-    (block,) = message.content
-    assert (block.type, block.name, message.stop_reason) == ("tool_use", "get_weather", "tool_use")
-    assert isinstance(block.input["city"], str)
-    with claude.messages.stream(**asked, tool_choice=choice) as stream:
-        (streamed,) = stream.get_final_message().content
-    assert (streamed.name, streamed.input) == (block.name, block.input)
-    result = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
-    asked["messages"] = [
-        *MESSAGES,
-        {"role": "assistant", "content": message.content},
-        {"role": "user", "content": [result]},
-    ]
-    assert claude.messages.create(**asked, tool_choice={"type": "none"}).content[0].type == "text"
 
 
 def test_anthropic_s_client_gets_an_error_and_leaves_a_stream(claude: Any) -> None:

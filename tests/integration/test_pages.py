@@ -1,9 +1,13 @@
-"""The pages show the output of their commands and their Python to the letter, except for times and speeds.
+"""Pages and docstrings show the output of their commands and their Python to the letter, but for times and speeds.
 
 The examples of a page run in order in one folder. "Save it as `NAME`:" before a block, or `$ cat NAME`, is a file.
 The Python of a tutorial runs in one namespace. A block without a language after it is its output.
 """
 
+import ast
+import asyncio
+import doctest
+import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import infer
 from infer.cli import main, subcommands
@@ -18,12 +23,10 @@ from infer.cli.options.command_options import BatchOptions, LoadOptions
 from infer.cli.options.model_loading import load_model
 from infer.llm import LLM
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 TUTORIALS = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 COMMANDS = [ROOT / "docs" / "command-line.md", ROOT / "docs" / "how-to" / "model-files.md"]
-PAGES = [ROOT / "README.md", *COMMANDS, *TUTORIALS]
+PAGES = [*TUTORIALS, ROOT / "README.md", *COMMANDS]
 MEASURED = re.compile(r"[\d,]+(?:\.\d+)? (?:ms|s|tokens/sec|rows/s|tok/s)\b")
 BLOCK = re.compile(
     r"(?:as `(?P<file>[\w.-]+)`[^\n]*:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -72,6 +75,7 @@ def lines_of(text: str) -> list[str]:
     return [MEASURED.sub("#", line.rstrip()) for line in text.strip("\n").splitlines()]
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_a_page_shows_what_its_examples_print(
     page: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -108,3 +112,50 @@ def needs_own_model(options: LoadOptions) -> bool:
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path) -> LLM:
     return LLM(smollm2_path)
+
+
+# Docstrings. Their examples may await, as in `python -m asyncio`.
+
+# The server calls these methods. Programs have better ones.
+FOR_THE_SERVER = {
+    *("AsyncLLM.compute_vectors", "AsyncLLM.compute_labels", "AsyncLLM.score_pairs", "AsyncLLM.trace_answer"),
+    "AsyncStream.of",
+}
+
+
+def public_objects() -> Iterator[tuple[str, Any]]:
+    """Yield each exported name and each public method of an exported class, with its object."""
+    for name in infer.__all__:
+        value = getattr(infer, name)
+        yield name, value
+        for member, given in vars(value).items() if inspect.isclass(value) else ():
+            function = inspect.unwrap(getattr(given, "__func__", given))
+            if inspect.isfunction(function) and not member.startswith("_"):
+                yield f"{name}.{member}", function
+
+
+DOCSTRINGS = {
+    name: doctest.DocTestParser().get_examples(inspect.getdoc(value) or "", name) for name, value in public_objects()
+}
+
+
+def test_each_public_class_and_method_has_an_example() -> None:
+    assert {name for name, examples in DOCSTRINGS.items() if not examples} == FOR_THE_SERVER
+
+
+@pytest.mark.slow(cases=10)
+@pytest.mark.parametrize("name", [name for name, examples in DOCSTRINGS.items() if examples])
+def test_a_docstring_shows_what_its_example_gives(
+    name: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace = {each: getattr(infer, each) for each in infer.__all__}
+    namespace |= {"llm": llm, "asyncio": asyncio, "torch": torch, "Path": Path}
+    with asyncio.Runner() as runner:
+        for example in DOCSTRINGS[name]:
+            if doctest.SKIP in example.options:
+                continue
+            code = compile(example.source, name, "single", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if inspect.iscoroutine(found := eval(code, namespace)):
+                runner.run(found)
+            assert capsys.readouterr().out == example.want, example.source

@@ -3,7 +3,6 @@
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,15 +10,11 @@ import torch
 
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM, SamplingParams
-from infer.compute import ops
-from infer.compute.backends.cpu.capture.forward import CapturedForward
-from infer.compute.operands.step import Chunk, Step
+from infer.compute.operands.step import Chunk
 from infer.compute.ops import backend_of
-from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner
 from infer.files import open_checkpoint
 from oracle import make_oracle, mean_kl, oracle_logits
-from steps import join
 from watched import python_command
 
 pytestmark = pytest.mark.slow
@@ -29,32 +24,16 @@ TEXT = (
     "def add(a, b):\n    return a + b\n\nÜber den Wolken ist die Freiheit wohl grenzenlos. 日本語も少し。 "
 ) * 3
 PROMPTS = [
-    "Once upon a time",
-    "The capital of France is",
-    "def fibonacci(n):",
-    "Water boils at",
-    "My favourite colour is",
-    "In the beginning",
-    "The three laws of robotics are",
-    "1, 2, 3, 4,",
-    "Dear Sir or Madam,",
-    "Photosynthesis is the process by which",
-    "It was a dark and stormy night",
-    "import numpy as np\n",
-    "Q: What is 2 + 2?\nA:",
-    "The recipe needs flour, sugar and",
-    "Shakespeare wrote",
-    "Breaking news:",
-    "To be or not to be,",
-    "La vie est",
-    "An apple a day",
-    "The meaning of life",
+    *("Once upon a time", "The capital of France is", "def fibonacci(n):", "Water boils at", "My favourite colour is"),
+    *("In the beginning", "The three laws of robotics are", "1, 2, 3, 4,", "Dear Sir or Madam,", "Shakespeare wrote"),
+    *("Photosynthesis is the process by which", "It was a dark and stormy night", "import numpy as np\n", "La vie est"),
+    *("Q: What is 2 + 2?\nA:", "The recipe needs flour, sugar and", "Breaking news:", "To be or not to be,"),
+    *("An apple a day", "The meaning of life"),
 ]
 
 
-CPU = torch.device("cpu")
 NUM_LONG = 4  # prompts whose answers are of full length; the others' have a quarter of it, or half
-LENGTHS = {"smollm2": (96, 32), "gemma3-270m": (24, 12)}
+LENGTHS = {"smollm2": (80, 16), "gemma3-270m": (16, 8)}
 TIE = 1e-3
 
 
@@ -76,14 +55,6 @@ def pair(oracle: Oracle) -> tuple[Any, LLM]:
 @pytest.fixture(scope="module")
 def smollm2() -> LLM:
     return LLM("smollm2", max_seq_len=1024)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = ops.backend_of(CPU).num_threads()
-    ops.set_num_threads(2)
-    yield
-    ops.set_num_threads(before)
 
 
 def test_float32_logits_equal_transformers(pair: tuple[Any, LLM]) -> None:
@@ -127,38 +98,8 @@ def test_greedy_text_equals_transformers_for_twenty_prompts(oracle: Oracle) -> N
     assert ties <= 2
 
 
-@pytest.mark.usefixtures("two_threads")
-def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones(smollm2: LLM) -> None:
-    """Prompts in chunks of other sizes, then greedy steps of three rows at once, through a page and more, beside each
-    row alone."""
-    llm = smollm2
-    prompts = [llm.tokenizer.encode(text) for text in (TEXT, PROMPTS[9], PROMPTS[13])]
-    caches = [make_cache(llm.model, 512, num_rows=3) for _ in range(2)]
-    for cache in caches:
-        for row in range(3):
-            cache.reserve(row, 512)
-    captured = CapturedForward(lambda step: llm.model.forward(step, caches[0]), capacity=48)
-    with torch.inference_mode(), backend_of(llm.model.device).threads():
-        rows = list(range(3))
-        last = []
-        for row, ids in enumerate(prompts):
-            for start in range(0, len(ids), 37):
-                logits = captured.run(Step.of(ids[start : start + 37], start, row=row)).clone()
-            expected = llm.model.forward(Step.of(ids, row=row), caches[1])
-            assert torch.equal(logits, expected)
-            last.append(int(logits.argmax()))
-        alone = list(last)
-        for index in range(usual_or_all(24, 200)):
-            positions = [len(ids) + index for ids in prompts]
-            steps = [Step.of([last[row]], positions[row], row=row) for row in rows]
-            logits = captured.run(join(steps)).clone()
-            for row in rows:
-                expected = llm.model.forward(Step.of([alone[row]], positions[row], row=row), caches[1])
-                assert torch.equal(logits[row], expected[0])
-                last[row], alone[row] = int(logits[row].argmax()), int(expected[0].argmax())
-
-
 def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps(smollm2: LLM) -> None:
+    """The chain passes the end of a page."""
     llm, num_tokens = smollm2, usual_or_all(70, 400)
     ids = llm.tokenizer.encode(PROMPTS[10])
     chained = llm.generate(ids, SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)).token_ids

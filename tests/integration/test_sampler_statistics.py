@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from extent import usual_or_all
+from extent import IS_WHOLE, usual_or_all
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
@@ -23,11 +23,13 @@ from sampling_statistics import (
     total_variation_bound,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(cases=1)
 
 FALSE_ALARM = 1e-6
 NUM_SEEDS, NUM_POSITIONS = 4000, 50  # 200,000 draws
-implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+# Both choose the same tokens (test_batched_sampler), so one is enough for most.
+CHOSEN = IMPLEMENTATIONS if IS_WHOLE else {"ops": IMPLEMENTATIONS["ops"]}
+implementations = pytest.mark.parametrize("choose", CHOSEN.values(), ids=CHOSEN)
 
 
 @implementations
@@ -40,7 +42,8 @@ def test_200_000_draws_follow_the_exact_distribution(choose: Choose, name: str) 
     assert total_variation(tokens, probabilities) < total_variation_bound(probabilities, tokens.size, FALSE_ALARM)
 
 
-@implementations
+@pytest.mark.slow(cases=2)
+@pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choose: Choose) -> None:
     """One batch has 8 configurations without history × 500 seeds × 50 positions, interleaved."""
     free = {
@@ -61,10 +64,11 @@ def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choos
             assert goodness_of_fit(tokens, exact_distribution(logits[name], values)) > FALSE_ALARM / len(free)
 
 
+@pytest.mark.slow
 def test_random_configurations_follow_their_distributions() -> None:
     """Each has 20,000 draws of the CPU's sampler."""
     random = np.random.default_rng(5)
-    for index in range(usual_or_all(80, 200)):
+    for index in range(usual_or_all(40, 200)):
         choices = {
             "temperature": float(random.uniform(0.3, 2)),
             "top_k": int(random.integers(2, 31)),
@@ -82,6 +86,7 @@ def test_random_configurations_follow_their_distributions() -> None:
         assert goodness_of_fit(tokens, exact_distribution(logits, values)) > FALSE_ALARM / 200, values
 
 
+@pytest.mark.slow
 @implementations
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_neighbouring_positions_rows_and_seeds_are_independent(choose: Choose, name: str) -> None:

@@ -1,9 +1,7 @@
 """Tool helpers of others against a served SmolLM2: each asks, runs the called tool, and answers with its result."""
 
 import json
-import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from idle import until_idle
-from infer import LLM
-from served import SECONDS, Served, serving
+from served import Served
 
 anthropic = pytest.importorskip("anthropic")
 instructor = pytest.importorskip("instructor")
@@ -28,7 +24,7 @@ from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 AI_SDK = Path(__file__).parent / "ai_sdk_client.mjs"
 QUESTION = "What is the weather in Paris?"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
+pytestmark = [pytest.mark.usefixtures("idle_afterwards"), pytest.mark.filterwarnings("ignore")]  # theirs
 
 
 class City(BaseModel):
@@ -52,18 +48,6 @@ class Weather:
         """
         self.asked.append(city)
         return f"{city}: rain"
-
-
-@pytest.fixture(scope="module")
-def served(smollm2_path: Path) -> Iterator[Served]:
-    with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, model="smollm2") as served:
-        yield served
-
-
-@pytest.fixture(autouse=True)
-def _nothing_goes_on_afterwards(served: Served) -> Iterator[None]:
-    yield
-    until_idle(served)
 
 
 @pytest.fixture
@@ -159,12 +143,9 @@ def test_anthropic_s_tool_runner_goes_on_with_results(served: Served, weather: W
 # Vercel's client
 
 
-def test_vercel_s_ai_sdk_runs_tools_in_steps(served: Served, ai_sdk: Path) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
+def test_vercel_s_ai_sdk_runs_tools_in_steps(served: Served, node: str, ai_sdk: Path) -> None:
     command = [node, str(AI_SDK), str(ai_sdk), f"{served.url}/v1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for way in ("generated", "streamed"):

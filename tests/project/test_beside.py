@@ -15,6 +15,8 @@ import beside
 from harness import Figures
 from random_weights import write_gguf
 
+pytestmark = pytest.mark.slow
+
 BESIDE = [sys.executable, beside.__file__]
 
 
@@ -74,7 +76,6 @@ def test_an_unknown_commit_is_refused_in_one_line() -> None:
     assert ended.stderr.splitlines()[-1].endswith("'no-such-commit' is no commit of this repository")
 
 
-@pytest.mark.slow
 def test_the_last_commit_runs_beside_this_tree_and_its_work_tree_is_removed(tmp_path: Path) -> None:
     rows = [row for row in beside.UNITS if row not in {"prefill", "http", "host-16", "host-60"}]
     write_gguf(tmp_path / "model.gguf", beside.TINY_CONFIG, 1, "F32", beside.TINY_CONFIG["vocab_size"])

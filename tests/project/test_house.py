@@ -4,7 +4,6 @@ import ast
 import importlib
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -18,22 +17,14 @@ from shapes import SOURCE, checked, checked_modules
 from watched import python_command
 
 ROOT = SOURCE.parents[1]
+TREES: dict[str, ast.Module] = {}
 SOURCES = sorted(SOURCE.rglob("*.py"))
-FAMILIES = ("llama", "smollm", "qwen", "gemma", "mistral", "phi")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
 
 # A function may import these: heavy dependencies that most programs never need, loaded on their first use.
 LAZY_DEPENDENCIES = {
-    "huggingface_hub",
-    "importlib",
-    "llguidance",
-    "prompt_toolkit",
-    "prometheus_client",
-    "rich",
-    "torch",
-    "triton",
-    "uvicorn",
-    "xgrammar",
+    *("huggingface_hub", "importlib", "llguidance", "prompt_toolkit", "prometheus_client", "rich", "torch", "triton"),
+    *("uvicorn", "xgrammar"),
 }
 LIGHT_MODULES = ["infer", "infer.sampling_params", "infer.outputs", "infer.errors", "infer.cli", "infer.files"]
 # Modules that answer --help, or are imported, before torch is: they may load the rest of infer late.
@@ -44,23 +35,20 @@ def module_name(path: Path) -> str:
     return ".".join(["infer", *path.relative_to(SOURCE).with_suffix("").parts])
 
 
-def syntax_trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in SOURCES:
-        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+def syntax_trees() -> dict[str, ast.Module]:
+    """Return the syntax trees of the package by the paths of its files, parsed once for several files of tests."""
+    if not TREES:
+        TREES.update((str(path.relative_to(SOURCE)), ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES)
+    return TREES
 
 
-def run_python(code: str) -> str:
+@pytest.mark.parametrize(
+    ("modules", "library"), [(", ".join(LIGHT_MODULES), "torch"), ("infer.llm, infer.compute.ops", "triton")]
+)
+def test_light_modules_load_no_torch_and_only_the_kernels_for_gpus_load_triton(modules: str, library: str) -> None:
+    code = f"import sys, {modules}; print({library!r} in sys.modules)"
     done = subprocess.run(python_command(code), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_light_modules_do_not_load_torch() -> None:
-    assert run_python(f"import sys, {', '.join(LIGHT_MODULES)}; print('torch' in sys.modules)").strip() == "False"
-
-
-def test_only_the_kernels_for_gpus_load_triton() -> None:
-    assert run_python("import sys, infer.llm, infer.compute.ops; print('triton' in sys.modules)").strip() == "False"
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_a_wrong_shape_is_caught_at_the_call() -> None:
@@ -100,25 +88,10 @@ def test_arguments_and_results_are_checked_together() -> None:
 
 
 def test_every_module_but_compiled_kernels_is_checked() -> None:
-    unchecked = [
-        name
-        for name, _ in syntax_trees()
-        if not any(module_name(SOURCE / name).startswith(m) for m in checked_modules())
-    ]
-    allowed = (
-        "infer.__",
-        "infer.compute.__init__",
-        "infer.compute.backends.__init__",
-        "infer.compute.backends.cpu",
-        "infer.compute.backends.cuda",
-    )
-    assert [name for name in unchecked if not module_name(SOURCE / name).startswith(allowed)] == []
-
-
-def test_the_transformer_names_no_family() -> None:
-    for name in ("models/transformer.py", "compute/ops/__init__.py", "compute/operands/architecture.py"):
-        text = (SOURCE / name).read_text(encoding="utf-8").lower()
-        assert [family for family in FAMILIES if family in text] == [], name
+    names, known = [module_name(path) for path in SOURCES], tuple(checked_modules())
+    backends = [f"infer.compute.backends.{name}" for name in ("__init__", "cpu", "cuda")]
+    allowed = ("infer.__", "infer.compute.__init__", *backends)
+    assert [name for name in names if not name.startswith((*known, *allowed))] == []
 
 
 def test_no_file_name_occurs_twice() -> None:
@@ -135,7 +108,7 @@ def files_named_once() -> list[str]:
 
 def test_no_hasattr_global_or_type_checking() -> None:
     found = []
-    for name, tree in syntax_trees():
+    for name, tree in syntax_trees().items():
         for node in ast.walk(tree):
             called = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
             if isinstance(node, ast.Global) or called in ("hasattr", "TYPE_CHECKING"):
@@ -145,7 +118,7 @@ def test_no_hasattr_global_or_type_checking() -> None:
 
 def test_functions_import_only_heavy_dependencies() -> None:
     found = []
-    for name, tree in syntax_trees():
+    for name, tree in syntax_trees().items():
         for function in ast.walk(tree):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
@@ -176,7 +149,7 @@ def modules_that_know_kernels() -> list[str]:
         modules = {module for node in ast.walk(tree) for module in imported_modules(node)}
         return any(module.startswith("infer.compute.backends") for module in modules - without_torch)
 
-    return [module_name(SOURCE / name) for name, tree in syntax_trees() if knows_kernels(tree)]
+    return [module_name(SOURCE / name) for name, tree in syntax_trees().items() if knows_kernels(tree)]
 
 
 def test_kernel_modules_export_every_op() -> None:
@@ -204,11 +177,11 @@ def test_kernel_modules_export_every_op() -> None:
 
 
 def test_no_test_asserts_a_time() -> None:
-    found = []
+    clock, found = re.compile(r"perf_counter|monotonic\(|time\.time\("), []
     for path in python_files_of_tests():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Assert) and re.search(r"perf_counter|monotonic\(|time\.time\(", ast.unparse(node)):
-                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        if clock.search(text := path.read_text(encoding="utf-8")):
+            asserts = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert)]
+            found += [f"{path.relative_to(ROOT)}:{each.lineno}" for each in asserts if clock.search(ast.unparse(each))]
     assert found == []
     assert hypothesis.settings().deadline is None
 
@@ -224,8 +197,8 @@ def test_files_name_no_registry_and_no_path_of_this_machine() -> None:
     found = []
     for path in project_files():
         if path.suffix in TEXT_SUFFIXES:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            found += [f"{path.relative_to(ROOT)}:{i}" for i, line in enumerate(lines, 1) if pattern.search(line)]
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found += [f"{path.relative_to(ROOT)}: {each[0]}" for each in pattern.finditer(text)]
     assert found == []
 
 

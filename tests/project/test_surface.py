@@ -36,51 +36,6 @@ def test_the_changelog_names_every_removed_row() -> None:
     assert not missing, "\n".join(["CHANGELOG.md must name these under ### Removed:", *missing])
 
 
-def test_every_kind_of_public_thing_has_rows(found: dict[str, Rows]) -> None:
-    some = {
-        "python": [
-            *("Tokenizer.bos_token_id", "LLM.sampling_defaults", "TruncationWarning"),
-            *("LLM", "LLM(kv_type) 'q8'", "LLM.generate, overload 2(prompt)", "LLM.__enter__", "SamplingParams.top_p"),
-            *(
-                "apply_top_k(k)",
-                "TokenLogprob.rank",
-                "RequestKeywords['temperature']",
-                "ModelError.exit_status",
-            ),
-        ],
-        "commands": [
-            "infer serve --max-seq-len",
-            "infer generate --kv-type q8",
-            "infer ray deploy --fronts",
-            "infer embed FILE",
-        ],
-        "commands of a chat": ["/help"],
-        "options of other programs": ["--max-tokens", "--zero-copy"],
-        "routes": [
-            "POST /v1/chat/completions request messages[].content",
-            "POST /v1/chat/completions response choices[].message.tool_calls[].function.name",
-            "POST /v1/chat/completions request messages[].role 'developer'",
-            "POST /api/chat request options",
-            "POST /models/load request model",
-            "GET /v1/engine/events query interval",
-        ],
-        "chunks of streams": ["chat.completion.chunk choices[].finish_reason"],
-        "events of streams": ["content_block_delta", "response.output_text.delta"],
-        "fields of other servers": ["max_completion_tokens", "guided_json"],
-        "metrics": ["infer:prompt_tokens_total", "infer:step_seconds", "infer:cache_config_info"],
-        "environment variables": ["INFER_CACHE", "INFER_HISTORY", "INFER_URL"],
-        "exit statuses": ["0", "1", "2", "3", "130", "141", "143"],
-        "error codes": ["context_length_exceeded", "engine_failed", "model_in_use", "invalid_type"],
-        "extras": ["infer-engine[serve]", "infer"],
-        "models": ["llama", "modernbert", "Q4_K"],
-        "package": ["requires-python", "needs torch", "py.typed", "infer.serving.distributed.ray_serve:app"],
-        "events of the engine": ["num_preemptions", "sequences[].num_tokens", "pools[].num_free"],
-        "headers and logs": ["x-infer-warnings", "infer.queue_seconds", "infer.server"],
-    }
-    assert found.keys() == some.keys()
-    assert [name for section, names in some.items() for name in names if name not in found[section]] == []
-
-
 def test_rows_name_no_module_of_the_package(found: dict[str, Rows]) -> None:
     rows = [f"{name}: {promise}" for section in ("python", "commands") for name, promise in found[section].items()]
     assert [row for row in rows if re.search(r"\b[a-z_]+\.[A-Za-z_]+\b|\b0x[0-9a-f]{6}", row)] == []

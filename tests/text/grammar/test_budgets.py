@@ -22,7 +22,6 @@ from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.trial import trial_lane, try_grammar
 from looping import beside, in_threads
 from served import Served, serving
-from test_session import make_model
 
 ECHO = """
 import json, os, sys, time
@@ -43,11 +42,6 @@ for line in sys.stdin:
         time.sleep(0.01)
     print(json.dumps(len(found)), flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

@@ -141,25 +141,7 @@ def test_streaming_equals_decoding_for_random_ids(strip: bool | None) -> None:
 
 @pytest.mark.parametrize("cleans_up", [True, False])
 def test_wordpiece_puts_spaces_between_words_as_its_decoder_says(cleans_up: bool) -> None:
-    texts = [
-        "a",
-        "%%b",
-        ".",
-        "?",
-        "!",
-        ",",
-        "'",
-        "n't",
-        "'m",
-        "'s",
-        "'ve",
-        "'re",
-        "x . y",
-        " ' ",
-        "do",
-        "%%",
-        " do not",
-    ]
+    texts = ["a", "%%b", *".?!,'", "n't", "'m", "'s", "'ve", "'re", "x . y", " ' ", "do", "%%", " do not"]
     backend = Backend(models.WordPiece({text: token_id for token_id, text in enumerate(texts)}, unk_token="a"))
     backend.decoder = decoders.WordPiece("%%", cleans_up)
     tokenizer = Tokenizer(backend, named_tokens={})

@@ -105,9 +105,9 @@ def test_a_stop_string_may_begin_in_one_piece_and_end_three_later() -> None:
 
 
 def test_long_stop_strings_cost_linear_time() -> None:
-    matcher = StopStrings(["a" * 20_000 + "b"])
-    shown = sum(len(matcher.push("aaaa").text) for _ in range(20_000))
-    assert shown + len(matcher.flush()) == 80_000
+    matcher = StopStrings(["a" * 8_000 + "b"])
+    shown = sum(len(matcher.push("aaaa").text) for _ in range(8_000))
+    assert shown + len(matcher.flush()) == 32_000
 
 
 def test_a_stop_string_is_looked_at_only_as_far_as_a_text_agrees_with_it() -> None:

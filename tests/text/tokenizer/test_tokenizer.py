@@ -370,7 +370,6 @@ def test_the_end_sets_of_real_models() -> None:
     assert load("llama3_1").eos_token_ids == {128001, 128009}  # this file calls <|eom_id|> reserved
 
 
-@pytest.mark.slow
 def test_llama3s_end_set_takes_eom_from_the_generation_config(tmp_path: Path) -> None:
     for file in folder("llama3_1").iterdir():
         (tmp_path / file.name).symlink_to(file)

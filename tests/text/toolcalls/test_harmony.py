@@ -245,13 +245,8 @@ def test_a_history_with_calls_is_rendered_as_transformers_does(
     for messages in (ASKED, [system, *ASKED, turn, heard], [*ASKED, turn, heard, {**ASKED[0], "role": "assistant"}]):
         asked = conversation(tokenizer, given, tools=TOOLS)
         shown, variables = asked.shown(list(messages))
-        expected = oracle.apply_chat_template(
-            messages,
-            chat_template=TEMPLATES["harmony"],
-            tokenize=False,
-            add_generation_prompt=True,
-            **variables,
-        )
+        variables |= {"chat_template": TEMPLATES["harmony"]}
+        expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         assert tokenizer.render_chat_template(shown, **variables) == expected
         assert f"Reasoning: {effort or 'medium'}<|end|>" in expected  # there are no built-in tools
 

@@ -16,11 +16,8 @@ from tool_templates import ALTERNATING, LFM2_LISTS, LFM25_CALLS, QWEN35, TEMPLAT
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = read_tools([{"name": "get_weather", "description": "Of a city.", "parameters": PARAMETERS}])
-CALL = {
-    "id": "abcdefghi",
-    "type": "function",
-    "function": {"name": "get_weather", "arguments": '{"city": "Paris", "days": 3}'},
-}
+FUNCTION = {"name": "get_weather", "arguments": '{"city": "Paris", "days": 3}'}
+CALL = {"id": "abcdefghi", "type": "function", "function": FUNCTION}
 MESSAGES = [
     {"role": "user", "content": "weather?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -35,6 +32,10 @@ def probed(source: str, name: str | None = None) -> TemplateFormats:
         return template.render(messages, tools=tools, add_generation_prompt=False)
 
     return probe_template(render, source, name)
+
+
+def shown_parts(formats: TemplateFormats) -> tuple[bool, bool, bool]:
+    return formats.shows_tools, formats.shows_calls, formats.shows_results
 
 
 def rendered(source: str, formats: TemplateFormats, tools: tuple[Tool, ...] = TOOLS) -> str:
@@ -59,9 +60,8 @@ def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
 
 def test_parts_that_a_template_does_not_show_are_written_as_text() -> None:
     formats = probed(ALTERNATING)
-    assert (formats.calls.name, formats.shows_tools, formats.shows_calls, formats.shows_results) == (
-        ("json", False, False, False)
-    )
+    assert formats.calls.name == "json"
+    assert shown_parts(formats) == (False, False, False)
     shown = shown_messages([*MESSAGES, MESSAGES[2]], (), formats)
     assert [message["role"] for message in shown] == ["user", "assistant", "user"]
     twice = shown_messages([*MESSAGES, *[MESSAGES[2], *MESSAGES[1:3]] * 2], (), formats)
@@ -110,9 +110,8 @@ def test_a_template_that_writes_texts_in_single_quotes_shows_the_calls_itself() 
 
 def test_qwen3_5_s_template_writes_calls_as_qwen3_coder_s_and_refuses_a_chat_without_a_question() -> None:
     formats = probed(QWEN35)
-    assert (formats.calls.name, formats.shows_tools, formats.shows_calls, formats.shows_results) == (
-        ("qwen3-coder", True, True, True)
-    )
+    assert formats.calls.name == "qwen3-coder"
+    assert shown_parts(formats) == (True, True, True)
     text = rendered(QWEN35, formats)
     assert "<think>\n\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>" in text
     assert text.endswith("rain\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n")

@@ -47,7 +47,8 @@ def is_left_out(file: Path) -> bool:
 def has_only_slow_tests(text: str) -> bool:
     """Return True if a file marks all of its tests as slow, and has no mark that lets some of their cases run."""
     return (
-        bool(re.search(r"^pytestmark = pytest\.mark\.slow\b(?!\()", text, re.MULTILINE)) and "slow(cases=" not in text
+        bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow\b(?!\()", text, re.MULTILINE))
+        and "slow(cases=" not in text
     )
 
 

@@ -189,7 +189,7 @@ def test_an_answer_streams_and_each_token_shows_its_funnel(page: Page, served: S
     messages = [{"role": "user", "content": QUESTION}]
     llm = served.state.llm().llm
     assert text == llm.chat(messages, seed=7, max_new_tokens=24, **SAMPLED).text
-    assert "tok/s" in page.run("document.querySelector('.answer .facts').textContent")
+    assert "24 tokens" in page.run("document.querySelector('.answer .facts').textContent")
     page.hover('.answer [data-i="2"]')
     page.until("document.querySelector('#token .candidates')")
     page.click('.answer [data-i="2"]')
@@ -531,6 +531,7 @@ def test_an_answer_goes_on_when_the_server_is_back(browser: Browser, smollm2_pat
         )
         assert [each[0] for each in answer["tokens"]] == expected.token_ids
         assert answer["content"] == expected.text
+        assert "tok/s" in page.run("document.querySelector('.answer .facts').textContent")
         page.close()
 
 

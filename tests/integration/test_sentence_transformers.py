@@ -1,6 +1,7 @@
 """The library agrees with sentence-transformers on tiny random weights: vectors, prompts, dense layers, scores."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from byte_tokenizer import EOS
 from classifier_model import join_pairs, make_classifier
 from embedding_model import make_embedding_model
+from extent import usual_or_all
 from infer import LLM
 from reranker_model import NO, YES, make_logit_score
 from test_encoder_heads import DOCUMENTS, QUERY, make_folder, scores_of
@@ -20,12 +22,15 @@ TEXTS = ["hello", "", "once upon a time " * 9, "hello"]
 PAIRS: list[Any] = [("cats", "a roof"), ("cats", ""), ("a " * 40, "b"), ("x", "x")]
 DENSE = [(96, True, "Tanh"), (64, True, "GELU"), (40, True, "SiLU"), (24, False, "ReLU"), (20, False, "Identity")]
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of sentence-transformers
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of sentence-transformers
 
 
-@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
-@pytest.mark.parametrize("include_prompt", [True, False])
-@pytest.mark.parametrize(("dense", "is_normalized"), [([], True), (DENSE, False), (DENSE[:1], True), ([], False)])
+MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+ENDS = (([], True), (DENSE, False), (DENSE[:1], True), ([], False))
+CASES = [(mode, include, *end) for mode, include, end in product(MODES, (True, False), ENDS)]
+
+
+@pytest.mark.parametrize(("mode", "include_prompt", "dense", "is_normalized"), CASES[:: usual_or_all(5, 1)])
 def test_vectors_are_those_of_the_pipeline(
     tmp_path: Path, mode: str, include_prompt: bool, dense: Any, is_normalized: bool
 ) -> None:

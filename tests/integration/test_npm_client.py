@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from served import Served
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "openai_client.mjs"

@@ -29,12 +29,13 @@ serve: $(VENV)/.demo ## set up, then serve SmolLM2 at http://127.0.0.1:8000
 	$(BIN)/infer serve smollm2
 
 .PHONY: test
-test: $(VENV)/.models ## every check, and a test for each promise: some minutes
+test: $(VENV)/.dev ## every check, and a test for each promise: some minutes
 	@TIMEFORMAT='make test: %R s, and %U s + %S s of CPU time (user and system)'; time $(MAKE) --no-print-directory lint promises
 
 .PHONY: promises
+promises: export INFER_TESTS = promises
 promises: assets ## a test for each promise, without the checks
-	INFER_TESTS=promises $(PYTEST) tests
+	$(PYTEST) tests
 
 .PHONY: test-all
 test-all: lint tests more ## every check and every test; with INFER_TESTS=all whole matrices and other programs' clients too
@@ -48,8 +49,9 @@ near: $(VENV)/.dev ## the tests beside files that are not committed; SINCE=main:
 	@tests=$$($(BIN)/python scripts/near_tests.py $(SINCE)); if [ -n "$$tests" ]; then $(PYTEST) $$tests; else echo "no tests are beside what changed"; fi
 
 .PHONY: rest
+rest: export INFER_TESTS = rest
 rest: assets ## the tests that `make test` leaves out
-	INFER_TESTS=rest $(PYTEST) tests
+	$(PYTEST) tests
 
 # Each check has a core. What they need comes first: two at once would install into one environment.
 .PHONY: more

@@ -69,3 +69,14 @@ def test_a_run_that_leaves_a_row_does_not_end_with_status_0(folder: Path, tmp_pa
     monkeypatch.setattr(LLM, "__init__", load)
     lines, told = lines_of(folder, tmp_path, [GOOD % 0, GOOD % 1], "--quiet")
     assert (len(lines), "1 of 2 rows are answered" in told) == (1, True)
+
+
+def test_the_rows_that_are_answered_together_change_no_byte(folder: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"id": str(index), "prompt": "abc" * index, "max_new_tokens": index}) for index in range(1, 8)]
+    (source := tmp_path / "in.jsonl").write_text("\n".join(rows) + "\n")
+    written = set[tuple[str, ...]]()
+    for size in ("1", "3"):
+        output = tmp_path / f"{size}.jsonl"
+        run("batch", source, output, "-m", folder, "--threads", "1", "--batch-size", size)
+        written.add(tuple(sorted(output.read_text().splitlines())))
+    assert [len(lines) for lines in written] == [7]

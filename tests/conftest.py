@@ -1,4 +1,4 @@
-"""Conditions of every test: shapes are checked at each call, a worker has one thread, and no skip is silent in CI."""
+"""Conditions of every test: its extent, one thread per worker, shapes that are checked, and no skip that CI hides."""
 
 import gc
 import os
@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # files without models must not load torch
 HARDWARE = "hardware: "
 ALLOWED_IN_CI = (HARDWARE, CARRIER)  # beginnings of the reasons of skips
 
-shapes.install()
+if not extent.IS_SHORT:  # these checks are a third of the CPU time
+    shapes.install()
 FOLDERS = sorted(path for path in Path(__file__).parent.rglob("[!_]*") if path.is_dir())
 sys.path += map(str, FOLDERS)  # for parts of other tests
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU

@@ -2,7 +2,7 @@
 
 import sys
 
-LIMIT_SECONDS = 150
+LIMIT_SECONDS = 600
 _WATCH = "import faulthandler; faulthandler.dump_traceback_later({seconds}, exit=True)\n"
 _RUN_SCRIPT = """
 import os, runpy, sys

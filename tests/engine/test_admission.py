@@ -5,14 +5,7 @@ from math import inf
 import pytest
 
 from infer.compute.operands.limits import HOST_STEP
-from infer.engine.step.fair_queueing import (
-    KEPT_SECONDS,
-    AnswerLengths,
-    Blocked,
-    KeptSlots,
-    Tenants,
-    may_pass,
-)
+from infer.engine.step.fair_queueing import KEPT_SECONDS, AnswerLengths, Blocked, KeptSlots, Tenants, may_pass
 from infer.engine.step.scheduler import Demand, Scheduler
 from infer.engine.step.step_costs import Costs, StepCosts, StepWork
 from infer.engine.step.step_shares import MOST_OWED, StepPart, StepShares
@@ -36,15 +29,12 @@ def test_a_tenant_that_has_had_as_much_work_as_another_is_owed_and_one_with_more
     tenants = Tenants({"heavy": 2.0})
     for tenant in ("a", "b", "heavy"):
         tenants.come(tenant)
-    assert tenants.is_owed("a", ["b", "heavy"])
-    tenants.charge("a", 10)
-    assert not tenants.is_owed("a", ["b"])
-    assert tenants.is_owed("b", ["a"])
-    tenants.charge("b", 10)
-    assert tenants.is_owed("a", ["b"])
-    assert not tenants.is_owed("a", ["b", "heavy"])
-    tenants.charge("heavy", 20)
-    assert tenants.is_owed("a", ["b", "heavy"])
+    found = list[tuple[bool, ...]]()
+    for tenant, work in (("a", 0), ("a", 10), ("b", 10), ("heavy", 20)):
+        tenants.charge(tenant, work)
+        found.append(tuple(tenants.is_owed(one, others) for one, others in (("a", "b"), ("b", "a"))))
+        found[-1] += (tenants.is_owed("a", ["b", "heavy"]),)
+    assert found == [(True, True, True), (False, True, False), (True, True, False), (True, True, True)]
 
 
 def test_a_slot_that_changed_hands_is_kept_for_some_seconds_until_its_tenant_runs_again() -> None:
@@ -53,12 +43,10 @@ def test_a_slot_that_changed_hands_is_kept_for_some_seconds_until_its_tenant_run
     assert kept.count([], 100.0, 8) == 0, "its sequence runs"
     kept.left("a", 1, 100.0)
     kept.left("b", 2, 100.0)  # it had its own slot
-    assert kept.count([], 100.0, 8) == 1
-    assert kept.count(["b"], 100.0, 8) == 1
+    assert (kept.count([], 100.0, 8), kept.count(["b"], 100.0, 8)) == (1, 1)
     assert kept.count(["b", "a"], 100.0, 8) == 0, "a tenant that runs needs no slot to be kept"
     assert kept.count([], 100.0, 7) == 0, "one of eight slots"
-    assert kept.count([], 100.0 + KEPT_SECONDS - 0.01, 8) == 1
-    assert kept.count([], 100.0 + KEPT_SECONDS, 8) == 0
+    assert (kept.count([], 100.0 + KEPT_SECONDS - 0.01, 8), kept.count([], 100.0 + KEPT_SECONDS, 8)) == (1, 0)
     assert kept.count([], 100.0, 8) == 0, "forgotten"
 
 
@@ -85,11 +73,10 @@ def test_at_most_one_of_eight_slots_is_kept() -> None:
 
 def test_a_sequence_passes_others_until_they_were_passed_by_their_own_work() -> None:
     blocked = Blocked(num_tokens=400, work=1000, passed=900)
-    assert may_pass(100, 100, [blocked])
-    assert not may_pass(100, 101, [blocked])
-    assert not may_pass(101, 100, [blocked])
-    assert not may_pass(100, 100, [blocked, blocked._replace(passed=901)])
-    assert not may_pass(100, 100, [blocked._replace(num_tokens=399), blocked])
+    assert [may_pass(*each, [blocked]) for each in ((100, 100), (100, 101), (101, 100))] == [True, False, False]
+    for other in (blocked._replace(passed=901), blocked._replace(num_tokens=399)):
+        assert not may_pass(100, 100, [blocked, other])
+        assert not may_pass(100, 100, [other, blocked])
     assert may_pass(401, 2000, [])
 
 
@@ -100,10 +87,9 @@ def test_a_prompt_gets_a_token_of_a_step_that_others_fill() -> None:
     scheduler = Scheduler(HOST_STEP)
     for step_tokens in (1, 4, 5):
         plan = scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], step_tokens)
-        assert plan.num_tokens == [1, 1, 1, 1, 1]
-        assert plan.num_drafts == [0] * 5
-    assert scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], 7).num_tokens == [1, 1, 1, 1, 1]
-    assert scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], 7).num_drafts == [2, 0, 0, 0, 0]
+        assert (plan.num_tokens, plan.num_drafts) == ([1, 1, 1, 1, 1], [0] * 5)
+    plan = scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], 7)
+    assert (plan.num_tokens, plan.num_drafts) == ([1, 1, 1, 1, 1], [2, 0, 0, 0, 0])
 
 
 def test_a_prompt_that_ends_in_a_step_is_followed_by_as_many_drafts_as_the_step_holds() -> None:
@@ -140,16 +126,14 @@ def test_the_time_of_a_step_with_prompts_is_that_which_was_set_last() -> None:
 
 def test_the_pace_goes_a_part_of_the_way_at_each_step_and_comes_back() -> None:
     costs, work = StepCosts(), StepWork(2, 2, 100)
-    for _ in range(400):
-        costs.learn(work, 0.010)
-    assert costs.predict(work) == pytest.approx(0.010, rel=1e-3)
     predictions = list[float]()
-    for _ in range(4):
-        costs.learn(work, 0.011)
+    for seconds in (*[0.010] * 400, *[0.011] * 4):
+        costs.learn(work, seconds)
         predictions.append(costs.predict(work))
-    assert predictions == sorted(predictions)
-    assert 0.0101 < predictions[0] < 0.0104
-    assert 0.0104 < predictions[3] < 0.011
+    before, *after = predictions[-5:]
+    assert before == pytest.approx(0.010, rel=1e-3)
+    assert after == sorted(after)
+    assert 0.0101 < after[0] < 0.0104 < after[3] < 0.011
 
 
 # Shares of steps
@@ -193,15 +177,15 @@ def test_a_tenant_is_owed_as_many_steps_as_its_time_is_worth_one_by_one(num_step
 def test_a_tenant_pays_for_its_grammar_besides_what_it_computes() -> None:
     """10 steps take 50 ms and 20 ms of waiting for the quiet tenant's grammar, so it owes 20 + 20 ms; its share of 70
     ms is 40.25: 0.25 ms are left, not a step. Without that debt it would be owed steps."""
-    shares = make_shares()
-    shares.choose(ALL)
-    shares.computed([LOUD, LOUD, LOUD, QUIET._replace(delay=20e-3)], 10, 50e-3)
-    assert set(shares.choose(ALL)) == {"loud", "quiet"}
-    other = make_shares()
-    other.choose(ALL)
-    other.computed([LOUD, LOUD, LOUD._replace(delay=20e-3), QUIET], 10, 50e-3)
-    assert set(other.choose(ALL)) == {"quiet"}
-    assert other.most_steps == steps_alone(10.125)  # of 70 ms 40.25 are its share, and 20 of these were paid
+    slow_quiet, slow_loud = (each._replace(delay=20e-3) for each in (QUIET, LOUD))
+    for parts, chosen, most_steps in (
+        ([LOUD, LOUD, LOUD, slow_quiet], {"loud", "quiet"}, None),
+        ([LOUD, LOUD, slow_loud, QUIET], {"quiet"}, steps_alone(10.125)),  # its share is 40.25, and 20 of it were paid
+    ):
+        shares = make_shares()
+        shares.choose(ALL)
+        shares.computed(parts, 10, 50e-3)
+        assert (set(shares.choose(ALL)), shares.most_steps) == (chosen, most_steps)
 
 
 def test_a_tenant_that_sat_out_for_long_is_owed_a_second_at_most() -> None:
@@ -219,18 +203,10 @@ def test_a_tenant_that_sat_out_for_long_is_owed_a_second_at_most() -> None:
 def test_a_prompt_s_step_ends_at_a_checkpoint_whose_state_it_would_not_keep() -> None:
     """A step keeps the states of its last two page borders, and of the end of its last page."""
     scheduler, end = Scheduler(HOST_STEP), 600
-    for num_computed, checkpoints, expected in (
-        (0, (), end),
-        (0, (63,), end),
-        (0, (300,), 256),
-        (0, (200, 400), 192),
-        (0, (300, 400), 384),
-        (0, (450, 595), 448),
-        (0, (512, 599), end),
-        (0, (511,), 448),
-        (256, (300, 400), 384),
-        (384, (300, 400), end),
-    ):
+    expected_by_checkpoints = {(): end, (63,): end, (300,): 256, (200, 400): 192, (300, 400): 384, (450, 595): 448}
+    expected_by_checkpoints |= {(512, 599): end, (511,): 448}
+    cases = [(0, *each) for each in expected_by_checkpoints.items()]
+    for num_computed, checkpoints, expected in [*cases, (256, (300, 400), 384), (384, (300, 400), end)]:
         demand = Demand(end - num_computed, 3, num_computed=num_computed, checkpoints=checkpoints)
         plan = scheduler.plan([demand], end)
         assert plan.num_tokens == [expected - num_computed], checkpoints

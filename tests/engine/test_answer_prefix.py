@@ -2,22 +2,18 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
-from infer.outputs import GenerationResult, SampleTrace
+from infer import LLM, AsyncLLM, SamplingParams
+from refusals import check_refused
 from test_session import GREEDY, SAMPLED
 
 PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "min_new_tokens": 9, "stop": "zq"}
-CASES = [
-    GREEDY,
-    SAMPLED,
-    replace(SAMPLED, **PENALTIES, max_new_tokens=30),
-    SamplingParams(regex="[a-f ]{20}", seed=4),
-    replace(SAMPLED, logprobs=2),
-]
+CASES = [GREEDY, SAMPLED, replace(SAMPLED, **PENALTIES, max_new_tokens=30)]
+CASES += [SamplingParams(regex="[a-f ]{20}", seed=4), replace(SAMPLED, logprobs=2)]
 
 
 @pytest.mark.slow(cases=3)
@@ -38,10 +34,9 @@ def test_another_token_makes_another_answer_with_the_same_beginning(llm: LLM) ->
     other = [*whole.token_ids[:4], whole.token_ids[4] ^ 1]
     pieces = list(llm.stream("hello", SAMPLED, answer_prefix=other))
     found = llm.generate("hello", SAMPLED, answer_prefix=tuple(other))
-    assert found.token_ids[:5] == other
-    assert len(found.token_ids) == len(whole.token_ids) == 12
-    assert [piece.token_id for piece in pieces] == found.token_ids
-    assert "".join(piece.text for piece in pieces) == found.text
+    assert (found.token_ids[:5], len(found.token_ids), len(whole.token_ids)) == (other, 12, 12)
+    said = [piece.token_id for piece in pieces], "".join(piece.text for piece in pieces)
+    assert said == (found.token_ids, found.text)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +51,12 @@ def test_another_token_makes_another_answer_with_the_same_beginning(llm: LLM) ->
     ],
 )
 def test_a_prefix_that_no_answer_can_continue_is_refused(llm: LLM, values: Any, prefix: Any, message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        llm.generate("hello", answer_prefix=prefix, **values)
+    check_refused(lambda: llm.generate("hello", answer_prefix=prefix, **values), message)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, **PENALTIES)])
 def test_the_trace_of_an_answer_is_that_of_each_of_its_tokens(llm: LLM, params: SamplingParams) -> None:
-    async def trace(**values: Any) -> tuple[GenerationResult, list[SampleTrace]]:
-        return await AsyncLLM(llm).trace("hello", params, num_candidates=5, **values)
-
+    trace = partial(AsyncLLM(llm).trace, "hello", params, num_candidates=5)
     result, traces = asyncio.run(trace())
     assert result.token_ids == llm.generate("hello", params).token_ids
     expected = [llm.sample_trace("hello", params, step=step + 1, num_candidates=5) for step in range(len(traces))]

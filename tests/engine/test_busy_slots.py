@@ -5,7 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,9 +20,8 @@ from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
 from infer.errors import ConstraintError
 from infer.sampling_params import SamplingParams
-from infer.text.grammar.constraint import Constraint
 from looping import loop_of, open_stream
-from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, check_ends, make_sequence
 
 LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
@@ -37,9 +39,7 @@ def make_engine(world: World, max_steps: int = 4) -> Engine:
 # Batches
 
 
-def test_a_slot_that_an_answer_frees_is_filled_before_the_next_step(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_that_is_freed_is_filled_before_the_next_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [5 + 7 * (number % 4) for number in range(20)]
     cases = [replace(LONG, params=replace(LONG.params, max_new_tokens=length)) for length in lengths]
     engine, backlogs, taken, counts = make_engine(world), list[Backlog](), list[Sequence](), list[int]()
@@ -94,9 +94,7 @@ def steps_of_a_batch(world: World, count: int, monkeypatch: pytest.MonkeyPatch) 
     return steps
 
 
-def test_answers_that_wait_for_their_own_batch_shorten_no_multi_step(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_wait_for_their_batch_shorten_no_multi_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages of a caller that adds answers while it has its share of the slots do not shorten one either."""
     alone = steps_of_a_batch(world, NUM_SLOTS, monkeypatch)
     together = steps_of_a_batch(world, 4 * NUM_SLOTS, monkeypatch)
@@ -132,35 +130,29 @@ def fail_once(
 
 @pytest.mark.slow(cases=3)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_step_that_raises_once_ends_no_answer_and_changes_none(
-    world: World, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_raises_once_changes_no_answer(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [LONG, SHORT, BOUND, LONG, SHORT]
-    for at_call in (0, 1):
-        for before in (True, False):
-            engine = make_engine(world)
-            loop = loop_of(engine)
-            with monkeypatch.context() as patch:
-                raised = fail_once(patch, engine.runner, name, at_call=at_call, before=before)
-                streams = [
-                    open_stream(loop, make_sequence(world, case, Way(), tenant=str(index % 2)))
-                    for index, case in enumerate(cases)
-                ]
-                for stream in streams:
-                    stream.answer.begin()
-                for stream, case in zip(streams, cases, strict=True):
-                    assert [piece.token_id for piece in stream] == by_definition(world, case).token_ids
-                    assert Outcome.of(stream.result) == by_definition(world, case)
-            assert len(raised) == 1, "the fault was met"
-            snapshot = loop.run(engine.snapshot)
-            assert not snapshot.sequences
-            assert all(pool.num_free == pool.num_pages for pool in snapshot.pools)
-            assert not loop.run(lambda engine=engine: dict(engine._queue.tenants._num_active))
-            loop.close()
+    for at_call, before in product((0, 1), (True, False)):
+        engine = make_engine(world)
+        loop = loop_of(engine)
+        with monkeypatch.context() as patch:
+            raised = fail_once(patch, engine.runner, name, at_call=at_call, before=before)
+            made = [make_sequence(world, case, Way(), tenant=str(place % 2)) for place, case in enumerate(cases)]
+            streams = [open_stream(loop, sequence) for sequence in made]
+            for stream in streams:
+                stream.answer.begin()
+            for stream, case in zip(streams, cases, strict=True):
+                assert [piece.token_id for piece in stream] == by_definition(world, case).token_ids
+                assert Outcome.of(stream.result) == by_definition(world, case)
+        assert len(raised) == 1, "the fault was met"
+        snapshot, active = loop.run(engine.snapshot), loop.run(partial(dict, engine._queue.tenants._num_active))
+        assert (list(snapshot.sequences), active) == ([], {})
+        assert all(pool.num_free == pool.num_pages for pool in snapshot.pools)
+        loop.close()
 
 
 @pytest.mark.parametrize("name", ["truncate", "multi_step"])
-def test_an_answer_that_ended_before_the_fault_of_a_step_ends_for_its_reader_too(
+def test_an_answer_that_ended_before_a_fault_ends_for_its_reader(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(world)
@@ -174,30 +166,15 @@ def test_an_answer_that_ended_before_the_fault_of_a_step_ends_for_its_reader_too
     assert cancelled in engine.step()
     assert cancelled.has_ended
     assert engine._queue.tenants._num_active == {"": 1}
-    while engine.step():
-        pass
-    assert Outcome.of(going.result()) == by_definition(world, LONG)
+    check_ends(world, engine, [going], [LONG])
 
 
 @pytest.mark.parametrize("happening", ["preempted", "recovered"])
 def test_a_grammar_that_cannot_be_made_again_fails_only_its_answer(world: World, happening: str) -> None:
     engine = make_engine(world)
-    free, bound = (make_sequence(world, case, Way()) for case in (LONG, BOUND))
-    for sequence in (free, bound):
-        engine.submit(sequence)
+    free, bound = (engine.submit(make_sequence(world, case, Way())) for case in (LONG, BOUND))
     engine.step()
-    assert bound.grammar is not None
-    bound.grammar._make = refuse
-    if happening == "preempted":
-        engine._slots.preempt(bound)
-    else:
-        engine.recover()
-    while engine.step():
-        pass
-    assert (bound.has_ended, bound.finish_reason) == (True, "error")
-    assert "too complex" in str(bound.error)
-    assert Outcome.of(free.result()) == by_definition(world, LONG)
-
-
-def refuse() -> Constraint:
-    raise ConstraintError("too complex")
+    bound.grammar._make = Mock(side_effect=ConstraintError("too complex"))
+    engine._slots.preempt(bound) if happening == "preempted" else engine.recover()
+    check_ends(world, engine, [free], [LONG])
+    assert (bound.has_ended, bound.finish_reason, "too complex" in str(bound.error)) == (True, "error", True)

@@ -4,11 +4,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from inspect import signature
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
 
 from infer import LLM, InvalidRequestError, RequestOptions, SamplingParams, Session
+from refusals import check_refused
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 PROMPTS = ["hello", "abc abc abc", "go on", "b", "once upon a time"]
@@ -28,34 +30,26 @@ def test_all_prompts_of_a_list_are_checked_before_one_is_answered(llm: LLM) -> N
 
 
 def test_prompts_are_taken_when_there_is_room_for_them_and_results_come_as_they_end(llm: LLM) -> None:
-    num_taken, most = 0, 0
-    expected = [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
+    taken, expected = list[str](), [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
 
     def endless() -> Iterator[str]:
-        nonlocal num_taken
-        while True:
-            num_taken += 1
-            yield PROMPTS[(num_taken - 1) % len(PROMPTS)]
+        for prompt in cycle(PROMPTS):
+            taken.append(prompt)
+            yield prompt
 
     found = llm.generate_iter(endless(), replace(GREEDY), batch_size=3)
-    for count, (index, result) in enumerate(found, 1):
-        most = max(most, num_taken - count)
+    for count, (index, result) in enumerate(islice(found, 12), 1):
         assert result.token_ids == expected[index % len(PROMPTS)]
-        if count == 12:
-            break
+        assert len(taken) - count <= 2 * 3, "those that are answered, and as many that wait for their turn"
     found.close()  # type: ignore[attr-defined]  # it is a generator
-    assert most <= 2 * 3, "those that are answered, and as many that wait for their turn"
     assert not llm._opened.engine.sequences, "what was under way has ended"
 
 
 def test_a_prompt_that_cannot_be_answered_is_named_when_its_turn_comes(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="prompt 1: "):
-        list(llm.generate_iter(iter(["a", [10**6]]), GREEDY, batch_size=1))
+    check_refused(lambda: list(llm.generate_iter(iter(["a", [10**6]]), GREEDY, batch_size=1)), "prompt 1: ")
     assert not llm._opened.engine.sequences
-    with pytest.raises(InvalidRequestError, match="prompts must be a list or an iterable"):
-        llm.generate_iter("abc", GREEDY)
-    with pytest.raises(InvalidRequestError, match="batch_size must be"):
-        llm.generate_iter(["a"], GREEDY, batch_size=65)
+    check_refused(lambda: llm.generate_iter("abc", GREEDY), "prompts must be a list or an iterable")
+    check_refused(lambda: llm.generate_iter(["a"], GREEDY, batch_size=65), "batch_size must be")
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
@@ -64,10 +58,7 @@ def test_pieces_carry_what_was_asked_for_and_the_last_one_why_it_ended(llm: LLM,
     pieces = list(stream)
     assert [piece.finish_reason for piece in pieces] == [None] * 7 + ["length"]
     assert [piece.token_id for piece in pieces] == stream.result.token_ids
-    if logprobs is None:
-        assert not any(piece.logprob for piece in pieces)
-    else:
-        assert [piece.logprob for piece in pieces] == stream.result.logprobs
+    assert [piece.logprob for piece in pieces] == (stream.result.logprobs or [None] * 8)
     stopped = list(llm.stream("hello", replace(GREEDY, stop=[stream.result.text[2:4]])))
     assert stopped[-1].finish_reason == "stop"
 
@@ -111,10 +102,10 @@ def test_every_call_takes_the_same_options(llm: LLM) -> None:
 
 
 def test_calls_that_wait_for_an_answer_take_both_callbacks() -> None:
-    for call in (LLM.generate, LLM.chat, Session.send, Session.answer, Session.generate):
-        assert {"on_token", "on_prefill", "options"} <= set(signature(call).parameters), call
-    for call in (LLM.stream, LLM.stream_chat, Session.stream):
-        assert {"on_prefill", "options"} <= set(signature(call).parameters), call
+    waiting = LLM.generate, LLM.chat, Session.send, Session.answer, Session.generate
+    for call in (*waiting, LLM.stream, LLM.stream_chat, Session.stream):
+        callbacks = {"on_token", "on_prefill"} if call in waiting else {"on_prefill"}
+        assert callbacks | {"options"} <= set(signature(call).parameters), call
 
 
 def test_keywords_change_the_options_that_are_given(llm: LLM) -> None:

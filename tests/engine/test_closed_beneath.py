@@ -4,11 +4,11 @@ import asyncio
 import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from infer import AsyncLLM, InvalidRequestError, SamplingParams
-from infer.engine.requests.host import Host
 from infer.errors import ClosedError
 from infer.serving.server.asking import while_connected
 from infer.serving.server.endpoint import ClientGoneError
@@ -31,27 +31,23 @@ def test_a_server_whose_model_is_closed_continues_and_reports_the_failure(llm: A
     llm.llm.close()
     state.tick(0.0)
     assert (state.phase, str(state.failure)) == ("failed", "the model was closed")
-    assert state.step_began is None
-    assert not state.has_engine_failed
+    assert (state.step_began, state.has_engine_failed) == (None, False)
 
 
 def test_a_thread_that_prepares_a_request_sees_that_the_model_closes(llm: AsyncLLM) -> None:
-    host: Host = llm.host
-    host.close()
+    llm.host.close()
     with pytest.raises(ClosedError):
-        _ = host.system_fingerprint
+        _ = llm.host.system_fingerprint
 
 
 def test_no_answer_continues_after_the_error_that_ends_all(llm: AsyncLLM) -> None:
-    async def ask() -> list[Any]:
-        def refuse(number: int, result: Any) -> None:
-            raise InvalidRequestError("enough")
+    refuse = Mock(side_effect=InvalidRequestError("enough"))
+    params = [SamplingParams(max_new_tokens=1), ANSWER]
 
+    async def ask() -> list[Any]:
         before = asyncio.all_tasks()
         with pytest.raises(InvalidRequestError, match="enough"):
-            await llm.generate_all(
-                ["a", "b"], [SamplingParams(max_new_tokens=1), ANSWER], batch_size=2, on_result=refuse
-            )
+            await llm.generate_all(["a", "b"], params, batch_size=2, on_result=refuse)
         return [task for task in asyncio.all_tasks() - before if not task.done()]
 
     assert asyncio.run(ask()) == []
@@ -59,11 +55,7 @@ def test_no_answer_continues_after_the_error_that_ends_all(llm: AsyncLLM) -> Non
 
 
 def test_errors_for_a_disconnected_client_are_not_logged() -> None:
-    logged = list[Any]()
-
-    class Gone:
-        async def receive(self) -> dict[str, str]:
-            return {"type": "http.disconnect"}
+    logged, gone = list[Any](), Mock(receive=AsyncMock(return_value={"type": "http.disconnect"}))
 
     async def fail_when_cancelled() -> None:
         try:
@@ -74,7 +66,7 @@ def test_errors_for_a_disconnected_client_are_not_logged() -> None:
     async def ask() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
         with pytest.raises(ClientGoneError):
-            await while_connected(Gone(), fail_when_cancelled())  # type: ignore[arg-type]
+            await while_connected(gone, fail_when_cancelled())
         await asyncio.sleep(0.01)
         gc.collect()
 

@@ -10,16 +10,20 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Stream
+from infer import LLM, SamplingParams, Stream
 from infer.engine.requests.conversation import Conversation, TemplateProbes
 from infer.engine.requests.request_options import RequestOptions
-from infer.errors import ClosedError, InferError
+from infer.errors import ClosedError
+from looping import in_threads
 from programs import Programs
+from refusals import check_refused
 
 LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
 SHORT = replace(LONG, max_new_tokens=5)
@@ -36,30 +40,12 @@ def is_idle(llm: LLM) -> bool:
     return not engine.sequences and not list(engine._slots.sequences)
 
 
-def in_thread(call: Callable[[], Any]) -> Any:
-    """Return the result or the exception of a call in another thread."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 class Reader:
     """A thread that reads a stream. It has read the first piece, and the loop waits in the next step."""
 
     def __init__(self, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stream, self.error = stream, None
-        self.is_within, self.has_read, self.may_go = threading.Event(), threading.Event(), threading.Event()
-        self.pieces: list[Any] = []
-        accept = stream.sequence.accept
+        self.stream, self.error, self.pieces, accept = stream, None, list[Any](), stream.sequence.accept
+        self.is_within, self.has_read, self.may_go = (threading.Event() for _ in range(3))
 
         def held_accept(*token: Any) -> Any:
             if len(stream.sequence.pieces) == 2:
@@ -96,7 +82,7 @@ def close_while_read(stream: Stream, close: Callable[[], None], monkeypatch: pyt
     return reader
 
 
-def test_a_stream_that_another_thread_closes_ends_for_its_reader_and_frees_the_session(
+def test_a_stream_that_another_thread_closes_ends_and_frees_the_session(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = llm.session()
@@ -117,10 +103,8 @@ def test_a_stream_is_read_by_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.
     stream = llm.stream("hello", LONG)
     reader = Reader(stream, monkeypatch)
     try:
-        with pytest.raises(InvalidRequestError, match="only one thread may read it at a time"):
-            next(stream)
-        with pytest.raises(InvalidRequestError, match="only one thread may read it at a time"):
-            stream.run()
+        check_refused(lambda: next(stream), "only one thread may read it at a time")
+        check_refused(stream.run, "only one thread may read it at a time")
     finally:
         reader.may_go.set()
     reader.thread.join()
@@ -129,17 +113,15 @@ def test_a_stream_is_read_by_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.
 
 
 def test_a_callback_may_close_its_caller(llm: LLM) -> None:
-    session = llm.session()
+    session, seen = llm.session(), list[int]()
     stream = session.stream("hello", LONG)
-    seen: list[int] = []
 
     def on_token(token_id: int, text: str) -> None:
         seen.append(token_id)
         if len(seen) == 4:
             stream.close()
 
-    assert stream.run(on_token).token_ids == seen
-    assert len(seen) == 4
+    assert (stream.run(on_token).token_ids, len(seen)) == (seen, 4)
     assert session.send("go on", SHORT).generated_tokens == 5
 
 
@@ -151,23 +133,19 @@ def test_a_callback_of_the_prompt_may_close_the_stream(llm: LLM, closes_elsewher
     def on_prefill(done: int, total: int) -> None:
         assert done < total
         if closes_elsewhere:
-            assert in_thread(opened[0].close) is None
+            in_threads([opened[0].close])
         else:
             opened[0].close()
-            with pytest.raises(InvalidRequestError, match="its own callbacks may not"):
-                next(opened[0])
+            check_refused(lambda: next(opened[0]), "its own callbacks may not")
         assert is_idle(llm)
 
     opened.append(llm.stream([5] * 40, LONG, prefill_chunk=8, on_prefill=on_prefill))
-    assert list(opened[0]) == []
-    assert opened[0].result.finish_reason == "abort"
+    assert (list(opened[0]), opened[0].result.finish_reason) == ([], "abort")
     assert is_idle(llm)
 
 
 def test_an_exception_of_a_callback_frees_everything(llm: LLM) -> None:
-    def fail(*values: object) -> None:
-        raise KeyError("mine")
-
+    fail = Mock(side_effect=KeyError("mine"))
     for call in (
         lambda: llm.generate("hello", LONG, on_token=fail),
         lambda: llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=fail),
@@ -214,9 +192,9 @@ def test_a_burst_of_answers_leaves_nothing(llm: LLM) -> None:
     del stream, session, streams, sessions
     assert llm.generate("hello", SHORT).token_ids
     llm.trim()
-    assert not any(lengths)
-    llm._opened.runner.cache.check_integrity()
-    assert llm._opened.runner.cache.free_pages == llm._opened.runner.cache.pool_pages
+    cache = llm._opened.runner.cache
+    cache.check_integrity()
+    assert (any(lengths), cache.free_pages) == (False, cache.pool_pages)
 
 
 def test_scores_of_a_prompt_begin_again_where_an_idle_session_held_the_pages(folder: Path) -> None:
@@ -242,15 +220,13 @@ def test_scores_are_computed_between_steps_and_again_where_others_took_their_slo
 
     def change_and_trim(lease: Any, compute: Any) -> Any:
         nonlocal num_turns
-        found = change(lease, compute)
-        num_turns += 1
+        found, num_turns = change(lease, compute), num_turns + 1
         if num_turns in taken:
             engine.trim()
         return found
 
     monkeypatch.setattr(engine, "change", change_and_trim)
-    assert llm.prompt_logprobs(token_ids, num=2) == expected
-    assert num_turns == turns
+    assert (llm.prompt_logprobs(token_ids, num=2), num_turns) == (expected, turns)
 
 
 # Models and sessions that are closed
@@ -270,22 +246,22 @@ def test_a_closed_model_refuses_every_call_in_one_line(folder: Path) -> None:
     gc.collect()
     assert model() is cache() is None, "their memory is the system's again"
     assert stream.result.finish_reason == open_stream.result.finish_reason == "abort"
-    assert repr(llm).endswith(", closed)")
-    assert repr(session).endswith(", closed)")
+    assert [repr(each)[-9:] for each in (llm, session)] == [", closed)"] * 2
     assert session.messages[: len(said)] == said
     of_model = {"generate": "a", "stream": "a", "generate_all": ["a"], "chat": said, "load_session": "a"}
     of_model |= {"prompt_logprobs": "a", "sample_trace": "a", "logits": [1], "embed": ["a"]}
     of_session = {"send": "a", "stream": "a", "answer": said, "append": "a", "rewind": 0, "save": "a", "load": "a"}
-    calls: list[tuple[Callable[[], object], str]] = []
-    for thing, kind, arguments in ((llm, "model", of_model), (session, "session", of_session)):
-        calls += [(partial(getattr(thing, name), argument), kind) for name, argument in arguments.items()]
-    calls += [(each, "model") for each in (llm.session, llm.__enter__)]
+    calls = [(partial(getattr(llm, name), argument), "model") for name, argument in of_model.items()]
+    calls += [(partial(getattr(session, name), argument), "session") for name, argument in of_session.items()]
     calls += [(partial(getattr, llm, name), "model") for name in ("model", "tokenizer", "max_seq_len", "can_chat")]
+    calls += [
+        (llm.session, "model"),
+        (llm.__enter__, "model"),
+        (session.generate, "session"),
+        (session.fork, "session"),
+    ]
     for call, kind in [*calls, (session.generate, "session"), (session.fork, "session")]:
-        with pytest.raises(ClosedError, match=f"^the {kind} is closed: ") as caught:
-            call()
-        assert isinstance(caught.value, InferError)
-        assert "\n" not in str(caught.value)
+        check_refused(call, f"^the {kind} is closed: ", ClosedError)
 
 
 def test_answers_under_way_end_when_their_model_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,13 +271,8 @@ def test_answers_under_way_end_when_their_model_is_closed(folder: Path, monkeypa
     assert reader.error is None
     assert stream.result.finish_reason == "abort"
     llm = LLM(folder, capture=False)
-    found: list[GenerationResult] = []
-
-    def on_progress(done: int, total: int) -> None:
-        llm.close()
-
     longer = [replace(LONG, max_new_tokens=count) for count in (5, 300, 300)]
-    found += llm.generate_all(["hello"] * 3, longer, batch_size=2, on_progress=on_progress)
+    found = llm.generate_all(["hello"] * 3, longer, batch_size=2, on_progress=lambda done, total: llm.close())
     assert [result.finish_reason for result in found] == ["length", "abort", "abort"]
 
 
@@ -320,7 +291,6 @@ def test_a_closed_session_gives_its_slot_back(llm: LLM) -> None:
     with llm.session() as session:
         session.append("hello")
         slot = session._cache.lease.slot
-        assert slot is not None
         assert llm._opened.runner.lengths[slot] == 5
     llm.trim()
     assert llm._opened.runner.lengths[slot] == 0
@@ -334,24 +304,17 @@ def test_a_closed_session_gives_its_slot_back(llm: LLM) -> None:
     stream = kept.stream("hello", LONG)
     next(stream)
     kept.close()
-    assert stream.result.finish_reason == "abort"
-    assert len(kept.messages) == 2
+    assert (stream.result.finish_reason, len(kept.messages)) == ("abort", 2)
 
 
 def test_models_sessions_and_streams_are_not_copied(llm: LLM) -> None:
-    for thing, instead in (
-        (llm, "load it again"),
-        (llm.session(), r"fork\(\) copies it"),
-        (llm.stream("a"), "a running answer"),
-    ):
-        for way in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=instead):
-                way(thing)
+    reasons = {llm: "load it again", llm.session(): r"fork\(\) copies it", llm.stream("a"): "a running answer"}
+    for (thing, instead), way in product(reasons.items(), (copy.copy, copy.deepcopy, pickle.dumps)):
+        with pytest.raises(TypeError, match=instead):
+            way(thing)
 
 
-def test_a_forked_child_does_not_wait_for_a_reader_that_it_does_not_have(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_child_does_not_wait_for_a_reader_that_it_lacks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("hello", LONG)
     reader = Reader(stream, monkeypatch)
     pid = os.fork()
@@ -360,5 +323,4 @@ def test_a_forked_child_does_not_wait_for_a_reader_that_it_does_not_have(
         os._exit(7)
     reader.may_go.set()
     reader.thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    assert len(reader.pieces) == 60
+    assert (os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(reader.pieces)) == (7, 60)

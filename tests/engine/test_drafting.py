@@ -9,7 +9,7 @@ from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Guess, Priors
 from infer.sampling_params import SamplingParams
-from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
+from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, check_ends, make_sequence
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 
@@ -20,11 +20,9 @@ class BatchDrafter:
     priors = Priors((0.2, 0.5), {1: (0.9, 0.9, 0.9), 2: (0.99, 0.99, 0.99)})
 
     def __init__(self, texts: list[list[int]]) -> None:
-        self._texts = texts
+        self._texts, self._num_known = texts, dict[int, int]()
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # the whole text, and the ids so far
-        self._num_known: dict[int, int] = {}
-        self.batches = list[set[int]]()
-        self.guesses = list[Guess]()
+        self.batches, self.guesses = list[set[int]](), list[Guess]()
 
     def begin(self, slot: int, token_ids: list[int]) -> None:
         (text,) = (text for text in self._texts if text[: len(token_ids)] == token_ids)
@@ -35,11 +33,8 @@ class BatchDrafter:
 
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         self.batches.append(set(counts))
-        return {slot: self._following(slot)[:count] for slot, count in counts.items()}
-
-    def _following(self, slot: int) -> list[int]:
-        text, ids = self.rows[slot]
-        return text[len(ids) :]
+        rows = {slot: self.rows[slot] for slot in counts}
+        return {slot: text[len(ids) :][: counts[slot]] for slot, (text, ids) in rows.items()}
 
     def observe(self, slot: int) -> list[Guess]:
         text, ids = self.rows[slot]
@@ -59,9 +54,7 @@ def test_a_drafter_proposes_for_all_sequences_in_one_batch_and_changes_no_token(
     expected = all_by_definition(world, cases)
     drafter = BatchDrafter([[*case.prompt, *outcome.token_ids] for case, outcome in zip(cases, expected, strict=True)])
     engine = Engine(Runner(world.model, CONTEXT, num_slots=3), drafter=drafter)
-    waiting = [make_sequence(world, case, Way("adaptive")) for case in cases]
-    for sequence in waiting:
-        engine.submit(sequence)
+    waiting = [engine.submit(make_sequence(world, case, Way("adaptive"))) for case in cases]
     num_steps = 0
     while engine.step():
         num_steps += 1
@@ -69,8 +62,7 @@ def test_a_drafter_proposes_for_all_sequences_in_one_batch_and_changes_no_token(
             assert engine._slots.preempt_one()
             assert len(drafter.rows) == 2
     results = [sequence.result() for sequence in waiting]
-    assert [Outcome.of(result) for result in results] == expected
-    assert max(map(len, drafter.batches)) == 3
+    assert ([Outcome.of(result) for result in results], max(map(len, drafter.batches))) == (expected, 3)
     assert len(drafter.batches) < num_steps
     assert sum(result.stats.drafts_accepted for result in results) > 30
     assert all(guess.is_right for guess in drafter.guesses)
@@ -81,7 +73,5 @@ def test_a_sequence_without_drafts_is_never_begun(world: World) -> None:
     drafter = BatchDrafter([])
     engine = Engine(Runner(world.model, CONTEXT, num_slots=2), drafter=drafter)
     case = Case("", tuple(b"abc"), replace(GREEDY, max_new_tokens=4))
-    engine.submit(make_sequence(world, case, Way("none")))
-    while engine.step():
-        pass
+    check_ends(world, engine, [engine.submit(make_sequence(world, case, Way("none")))], [case])
     assert drafter.batches == []

@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from idle import in_event_loop
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.compute import ops
 from infer.compute.operands.step import Step
@@ -49,8 +51,7 @@ def test_the_mean_and_the_last_are_those_of_the_hidden_states(llm: LLM, normaliz
 @pytest.mark.parametrize("pooling", get_args(Pooling))
 def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     together = llm.embed(TEXTS, pooling)
-    assert llm.embed([]).shape == (0, together.shape[1])
-    assert together.dtype == torch.float32
+    assert (llm.embed([]).shape, together.dtype) == ((0, together.shape[1]), torch.float32)
     assert torch.equal(together, torch.cat([llm.embed([text], pooling) for text in TEXTS]))
     assert torch.equal(together.flip(0), llm.embed(TEXTS[::-1], pooling))
     ids = [llm.tokenizer.encode(text) for text in TEXTS]
@@ -75,8 +76,7 @@ def test_steps_are_as_short_as_the_engine_s_while_it_answers(llm: LLM) -> None:
 def test_memory_is_given_back(llm: LLM) -> None:
     llm.embed(TEXTS)
     cache = llm._opened.hidden_states()._cache
-    assert cache.free_pages == cache.pool_pages
-    assert set(cache.lengths) == {0}
+    assert (cache.free_pages, set(cache.lengths)) == (cache.pool_pages, {0})
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -96,44 +96,33 @@ def test_a_task_gets_what_a_call_returns(kind: str, request: pytest.FixtureReque
 
 
 def test_answers_and_embeddings_of_tasks_run_concurrently(llm: LLM) -> None:
-    async def ask() -> tuple[list[Tensor], list[int]]:
+    async def ask() -> list[Any]:
         shared = AsyncLLM(llm)
-        answer = asyncio.create_task(shared.generate("go on", GREEDY))
-        found = await asyncio.gather(*(shared.embed(TEXTS) for _ in range(3)))
-        return found, (await answer).token_ids
+        return await asyncio.gather(shared.generate("go on", GREEDY), *(shared.embed(TEXTS) for _ in range(3)))
 
-    found, token_ids = asyncio.run(ask())
+    answer, *found = asyncio.run(ask())
     assert all(torch.equal(each, llm.embed(TEXTS)) for each in found)
-    assert token_ids == llm.generate("go on", GREEDY).token_ids
+    assert answer.token_ids == llm.generate("go on", GREEDY).token_ids
 
 
-def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_steps = 0
+@in_event_loop
+async def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, began, may_go_on, run = AsyncLLM(llm), threading.Event(), threading.Event(), HiddenStates._run
 
-    async def cancel() -> None:
-        shared, loop, began = AsyncLLM(llm), asyncio.get_running_loop(), asyncio.Event()
-        run, may_go_on = HiddenStates._run, asyncio.Event()
+    def held(*arguments: Any) -> Tensor:
+        began.set()
+        may_go_on.wait()
+        return run(*arguments)
 
-        async def wait() -> None:
-            await may_go_on.wait()
-
-        def counted(*arguments: Any) -> Tensor:
-            nonlocal num_steps
-            num_steps += 1
-            loop.call_soon_threadsafe(began.set)
-            asyncio.run_coroutine_threadsafe(wait(), loop).result()
-            return run(*arguments)
-
-        monkeypatch.setattr(HiddenStates, "_run", counted)
-        task = asyncio.create_task(shared.embed(TEXTS))
-        await began.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        may_go_on.set()
-        await shared.host.answers.run(bool)
-
-    asyncio.run(cancel())
-    assert num_steps == 1
+    held_run = Mock(side_effect=held)
+    monkeypatch.setattr(HiddenStates, "_run", lambda *arguments: held_run(*arguments))
+    task = asyncio.create_task(shared.embed(TEXTS))
+    await asyncio.to_thread(began.wait)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    may_go_on.set()
+    await shared.host.answers.run(bool)
+    assert held_run.call_count == 1
 
 
 def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -> None:
@@ -157,10 +146,8 @@ def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -
 @pytest.mark.parametrize("pooling", ["mean", "last"])  # with the last state, calls share the beginning of their texts
 def test_a_call_of_many_texts_lets_others_continue(llm: LLM, pooling: Any) -> None:
     host, gate, ended = llm._opened, threading.Event(), list[str]()
-    texts = {
-        "many": [f"{'go on ' * 40}{number}" for number in range(40)],
-        "few": [f"{'go in ' * 40}{end}" for end in "ab"],
-    }
+    texts = {"many": [f"{'go on ' * 40}{number}" for number in range(40)]}
+    texts["few"] = [f"{'go in ' * 40}{end}" for end in "ab"]
     expected = {name: torch.cat([llm.embed([text], pooling) for text in given]) for name, given in texts.items()}
 
     def recorded(name: str) -> Work[Tensor]:

@@ -18,12 +18,12 @@ from infer import LLM
 from infer.cli.model_commands.explain_command import lines
 from infer.errors import (
     ContextLengthError,
-    InvalidRequestError,
     ModelFormatError,
     TruncationWarning,
     UnsupportedModelError,
 )
 from infer.models.catalog.explanation import explain
+from refusals import check_refused
 from served import serving
 
 
@@ -69,26 +69,24 @@ def test_a_text_has_the_same_bits_in_every_call(bert: tuple[LLM, Any, Any]) -> N
 
 
 def test_calls_that_generate_are_refused_in_one_line(bert: tuple[LLM, Any, Any]) -> None:
-    llm = bert[0]
-    for call in (
-        lambda: llm.generate("x", max_new_tokens=1),
-        lambda: llm.generate(["x", "y"]),
-        lambda: next(llm.stream("x")),
-        lambda: llm.chat([{"role": "user", "content": "x"}]),
-        lambda: llm.session(),
+    llm, chat = bert[0], [{"role": "user", "content": "x"}]
+    calls = [lambda: llm.generate("x"), lambda: llm.generate(["x", "y"]), lambda: next(llm.stream("x")), llm.trim]
+    calls += [
+        lambda: llm.chat(chat),
+        llm.session,
         lambda: llm.logits([1, 2]),
         lambda: llm.prompt_logprobs("x"),
-        lambda: llm.trim(),
-    ):
-        with pytest.raises(InvalidRequestError, match="bert is an encoder and generates no text: use embed"):
-            call()
+        llm.trim,
+    ]
+    for call in calls:
+        check_refused(call, "bert is an encoder and generates no text: use embed")
 
 
 def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) -> None:
     llm, _, tokenizer = bert
     long = " ".join(SENTENCES * 40)
-    with pytest.raises(ContextLengthError, match=f"the text has .* tokens and the context holds {CONTEXT}"):
-        llm.embed([long])
+    message = f"the text has .* tokens and the context holds {CONTEXT}"
+    check_refused(lambda: llm.embed([long]), message, ContextLengthError)
     with pytest.warns(TruncationWarning, match=f"1 of 1 texts were cut to {CONTEXT} tokens"):
         found = llm.embed([long], truncate=True)
     ids = tokenizer(long)["input_ids"]
@@ -97,24 +95,18 @@ def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) ->
 
 @pytest.mark.slow(cases=2)
 @pytest.mark.parametrize(
-    ("file", "settings"),
-    [
-        ("sentence_bert_config.json", {"max_seq_length": 9}),
-        ("tokenizer_config.json", {"model_max_length": 9}),
-        ("tokenizer_config.json", {"model_max_length": 10**30}),
-    ],
+    ("file", "key", "length"),
+    [("sentence_bert", "max_seq_length", 9), *(("tokenizer", "model_max_length", each) for each in (9, 10**30))],
 )
-def test_texts_have_the_limit_of_sentence_transformers(file: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_texts_have_the_limit_of_sentence_transformers(file: str, key: str, length: int, tmp_path: Path) -> None:
     make_folder(tmp_path, "bert", pooling_mode_mean_tokens=True)
-    path = tmp_path / file
-    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | settings))
-    limit = min(*settings.values(), CONTEXT)
+    path, limit = tmp_path / f"{file}_config.json", min(length, CONTEXT)
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | {key: length}))
     long = " ".join(SENTENCES * 40)
     with LLM(tmp_path) as llm, warnings.catch_warnings(action="ignore"):
         assert llm.max_seq_len == limit
         found = llm.embed([long], truncate=True)
-        with pytest.raises(ContextLengthError, match=f"the context holds {limit}"):
-            llm.embed([long])
+        check_refused(lambda: llm.embed([long]), f"the context holds {limit}", ContextLengthError)
     with LLM(tmp_path, max_seq_len=CONTEXT) as llm:  # a caller may raise the limit up to the positions
         ids = llm.tokenizer.encode(long)
         assert torch.equal(found, llm.embed([[*ids[: limit - 1], ids[-1]]]))
@@ -125,14 +117,13 @@ def test_texts_have_the_limit_of_sentence_transformers(file: str, settings: dict
 def test_a_broken_limit_of_texts_names_its_key(found: Any, tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": found}))
-    with pytest.raises(ModelFormatError, match="key 'max_seq_length': expected a number from 1, got"):
-        LLM(tmp_path)
+    check_refused(lambda: LLM(tmp_path), "key 'max_seq_length': expected a number from 1, got", ModelFormatError)
 
 
 def test_an_eviction_policy_is_refused(tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
-    with pytest.raises(InvalidRequestError, match="eviction_policy sliding needs a model that generates"):
-        LLM(tmp_path, eviction_policy="sliding")
+    message = "eviction_policy sliding needs a model that generates"
+    check_refused(lambda: LLM(tmp_path, eviction_policy="sliding"), message)
 
 
 def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None:
@@ -144,12 +135,9 @@ def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None
         bits = [base64.b64decode(each["embedding"]) for each in answer["data"]]
         found = [torch.frombuffer(bytearray(each), dtype=torch.float32) for each in bits]
         assert torch.equal(torch.stack(found), llm.embed(texts))
-        for path, body in (
-            ("/v1/completions", {"prompt": "x"}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-            ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
-            ("/v1/responses", {"input": "x"}),
-        ):
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        bodies = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+        for path, body in (bodies | {"/v1/chat/completions": chat, "/v1/messages": chat}).items():
             refused = served.client.post(path, json={"model": "bert", **body})
             assert refused.status_code == 400, path
             assert "is an encoder and generates no text" in refused.text, path
@@ -160,9 +148,8 @@ def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None
 def test_explain_says_what_an_encoder_is_for(tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
     shown = "\n".join(lines(explain(tmp_path)))
-    assert "an encoder: it embeds texts, and generates no text" in shown
-    assert "no mask" in shown
-    assert "1000 tokens" not in shown
+    told = "an encoder: it embeds texts, and generates no text", "no mask", "1000 tokens"
+    assert [each in shown for each in told] == [True, True, False]
 
 
 def test_explain_names_the_norm_that_one_layer_lacks(tmp_path: Path) -> None:
@@ -191,5 +178,4 @@ def test_a_gguf_encoder_with_parts_that_are_not_run_is_refused(tmp_path: Path) -
     model, _ = make_folder(tmp_path, "bert", pooling_mode_mean_tokens=True)
     path = tmp_path / "model.gguf"
     write_gguf(model, path, as_bert_gguf(tmp_path), 1, **{"attention.causal": True})
-    with pytest.raises(UnsupportedModelError, match=r"model\.gguf: bert with a mask is not supported"):
-        LLM(path)
+    check_refused(lambda: LLM(path), r"model\.gguf: bert with a mask is not supported", UnsupportedModelError)

@@ -16,7 +16,6 @@ from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.step.place import Lease
 from infer.engine.step.sequence import Sequence
-from infer.engine.step.slots import Slots
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -28,6 +27,7 @@ from path_cases import (
     World,
     all_by_definition,
     by_definition,
+    check_ends,
     make_sequence,
     make_world,
 )
@@ -109,8 +109,8 @@ class Trace:
             assert found == expected, case.name
 
     def submit(self, case: Case, lease: Lease | None = None) -> None:
-        sequence = make_sequence(self.world, case, self.way, by_definition(self.world, case).token_ids)
-        self.engine.submit(sequence, lease)
+        made = make_sequence(self.world, case, self.way, by_definition(self.world, case).token_ids)
+        sequence = self.engine.submit(made, lease)
         self.asked.append((sequence, case))
         if lease is not None:
             self.told.append((lease, case, sequence))
@@ -205,9 +205,7 @@ class Trace:
 
 
 @pytest.mark.parametrize("launches_behind", [False, True], ids=["", "launched before the tokens of others are known"])
-def test_every_answer_is_that_of_the_sequence_alone(
-    world: World, launches_behind: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_answer_is_as_alone(world: World, launches_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few cases have a grammar if steps are launched early, because none is launched behind a step with a grammar."""
     if launches_behind:
         free = [case for case in CASES if case.name.endswith("free")]
@@ -226,23 +224,11 @@ def test_every_answer_is_that_of_the_sequence_alone(
 
 @pytest.mark.slow
 def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted, preempt = list[Sequence](), Slots.preempt
-
-    def note(slots: Slots, sequence: Sequence) -> None:
-        preempted.append(sequence)
-        preempt(slots, sequence)
-
-    monkeypatch.setattr(Slots, "preempt", note)
     monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 8)  # so all may enter
     monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
     runner = Runner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
     engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]
-    sequences = [make_sequence(world, case, Way()) for case in cases]
-    for sequence in sequences:
-        engine.submit(sequence)
-    while engine.sequences:
-        engine.step()
-        runner.cache.check_integrity()
-    assert [Outcome.of(sequence.result()) for sequence in sequences] == all_by_definition(world, cases)
-    assert preempted or world.settings is None or world.settings.evicts
+    sequences = [engine.submit(make_sequence(world, case, Way())) for case in cases]
+    check_ends(world, engine, sequences, cases)
+    assert engine.snapshot().num_preemptions or world.settings is None or world.settings.evicts

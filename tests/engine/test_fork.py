@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux
 
 PRELUDE = """
 import asyncio, multiprocessing, os, signal, sys, threading, warnings
+from concurrent.futures import ThreadPoolExecutor
 import torch
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.errors import ClosedError
@@ -36,13 +37,14 @@ ALL = GREEDY, PENALISED
 def answers(llm):
     return {params: [llm.generate(prompt, params).token_ids for prompt in PROMPTS] for params in ALL}
 
-def is_refused(call):
+def refusal(call):
     try:
-        call()
+        return f"{call()}: it was not refused"
     except ClosedError as error:
-        assert "\\n" not in str(error) and "not to its fork: load it again here" in str(error), error
-    else:
-        raise AssertionError("it was not refused")
+        return str(error)
+
+def is_refused(call):
+    assert "\\n" not in (said := refusal(call)) and "not to its fork: load it again here" in said, said
 
 def check():
     assert answers(llm) == EXPECTED
@@ -111,20 +113,17 @@ def ask_all():
     session.close()
     llm.close()
 
-def answer(prompt):
-    try:
-        return llm.generate(prompt, PENALISED).token_ids
-    except ClosedError as error:
-        return str(error)
+def ask(prompt):
+    is_refused(lambda: llm.generate(prompt, PENALISED))
 
 join(in_child(ask_all))
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    assert all("load it again here" in each for each in pool.map_async(answer, PROMPTS).get())
+    pool.map_async(ask, PROMPTS).get()
 assert [piece.token_id for piece in stream] == whole.token_ids[1:]
 assert len(list(talk)) == 299
 assert session.send("go on", GREEDY).token_ids
 check()
-""",
+"""
     )
 
 
@@ -132,26 +131,20 @@ check()
 def test_a_fork_while_other_threads_answer_harms_no_answer(run: Callable[[str], None]) -> None:
     run(
         """
-ended, wrong = threading.Event(), []
+ended = threading.Event()
 
 def answer():
     while not ended.is_set():
-        try:
-            check()
-        except BaseException as error:
-            wrong.append(error)
-            return
+        check()
 
-threads = [threading.Thread(target=answer) for _ in range(2)]
-for thread in threads:
-    thread.start()
-for _ in range(6):
-    join(in_child(lambda: is_refused(lambda: llm.generate("a"))))
-ended.set()
-for thread in threads:
-    thread.join()
-assert not wrong, wrong
-""",
+with ThreadPoolExecutor(2) as threads:
+    asked = [threads.submit(answer) for _ in range(2)]
+    for _ in range(6):
+        join(in_child(lambda: is_refused(lambda: llm.generate("a"))))
+    ended.set()
+for each in asked:
+    each.result()
+"""
     )
 
 
@@ -202,7 +195,7 @@ load()
 for child in children:
     join(child)
 check()
-""",
+"""
     )
 
 
@@ -225,7 +218,7 @@ join(in_child(compute))
 assert torch.get_num_threads() == 2
 with torch.inference_mode():
     torch.randn(1 << 20).exp().sum()
-""",
+"""
     )
 
 
@@ -245,19 +238,17 @@ def use_all(llm):
     assert answers(llm) == EXPECTED
 
 use_all(llm)
-short = [addresses._lock, packed_weight._pieces._taking]
-for lane in (trial_lane("llguidance"), template_process._lane()):
-    short.append(lane._changed)
-long = [lane._children[-1]._lock for lane in (trial_lane("llguidance"), template_process._lane())]
+lanes = trial_lane("llguidance"), template_process._lane()
+short = [addresses._lock, packed_weight._pieces._taking, *(lane._changed for lane in lanes)]
+long = [lane._children[-1]._lock for lane in lanes]
 for lock, most in [*((lock, 0.1) for lock in short), *((lock, None) for lock in long)]:
     held, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=hold, args=(lock, held, ended, most))
     thread.start()
     held.wait()
-    child = in_child(lambda: use_all(LLM(folder)))
-    join(child)
+    join(in_child(lambda: use_all(LLM(folder))))
     ended.set()
     thread.join()
 use_all(llm)
-""",
+"""
     )

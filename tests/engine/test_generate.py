@@ -1,7 +1,6 @@
 """The decode loop with a scripted model: its answers, their ends, and the pieces that a caller receives."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -64,18 +63,20 @@ class Scripted(Rowwise):
         return logits
 
 
-def make_request(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, limit: int) -> Request:
-    return Request(tokenizer, tuple(prompt), params, limit, tokenizer.vocab_size)
-
-
-def make_stream(request: Request, runner: Runner, **options: Any) -> Stream:
-    return open_stream(loop_of(Engine(runner)), Answering(request), **options)
-
-
-def run(tokenizer: Tokenizer, script: Sequence[int] | bytes, limit: int = 1000, **values: Any) -> GenerationResult:
+def make_stream(
+    tokenizer: Tokenizer,
+    runner: Runner | Sequence[int],
+    prompt: Sequence[int] = (1, 2, 3),
+    limit: int = 1000,
+    **values: Any,
+) -> Stream:
     params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 50, "seed": 0} | values)
-    request = make_request(tokenizer, [1, 2, 3], params, limit)
-    return make_stream(request, Scripted(list(script))).run()
+    request = Request(tokenizer, tuple(prompt), params, limit, tokenizer.vocab_size, prefill_chunk=4)
+    return open_stream(loop_of(Engine(made)), Answering(request))
+
+
+def run(tokenizer: Tokenizer, script: Sequence[int], **values: Any) -> GenerationResult:
+    return make_stream(tokenizer, script, **values).run()
 
 
 def test_greedy_decoding_samples_the_likeliest_tokens_up_to_the_length(tokenizer: Tokenizer) -> None:
@@ -99,12 +100,8 @@ def test_ignore_eos_continues_but_stop_token_ids_still_stop(tokenizer: Tokenizer
 
 
 def test_a_stop_string_across_tokens_is_cut_and_never_shown(tokenizer: Tokenizer) -> None:
-    seen: list[str] = []
-    params = SamplingParams(temperature=0, stop=["END", "\n\n"], seed=0)
-    request = make_request(tokenizer, [1], params, 100)
-    stream = make_stream(request, Scripted(b"one\nEN two END three"))
-    for piece in stream:
-        seen.append(piece.text)
+    stream = make_stream(tokenizer, b"one\nEN two END three", stop=["END", "\n\n"])
+    seen = [piece.text for piece in stream]
     assert "".join(seen) == stream.result.text == "one\nEN two "
     assert (stream.result.finish_reason, stream.result.stop_reason) == ("stop", "END")
     assert not any("END" in "".join(seen[:count]) for count in range(len(seen)))
@@ -120,8 +117,7 @@ def test_held_back_text_is_shown_when_the_stop_string_does_not_come(tokenizer: T
 
 
 def test_stop_strings_and_end_of_sequence_wait_for_min_new_tokens(tokenizer: Tokenizer) -> None:
-    result = run(tokenizer, b"aXbXc", stop="X", min_new_tokens=3)
-    assert result.text == "aXb"
+    assert run(tokenizer, b"aXbXc", stop="X", min_new_tokens=3).text == "aXb"
     result = run(tokenizer, [EOS, EOS, ord("a"), EOS], min_new_tokens=2)
     assert result.generated_tokens >= 2
     assert EOS not in result.token_ids[:2]
@@ -139,9 +135,7 @@ def test_a_full_context_ends_the_answer_with_its_own_reason(tokenizer: Tokenizer
 
 def test_characters_come_whole(tokenizer: Tokenizer) -> None:
     text = "né 日本 🎉"
-    params = SamplingParams(temperature=0, seed=0)
-    request = make_request(tokenizer, [1], params, 100)
-    pieces = list(make_stream(request, Scripted([*text.encode(), EOS])))
+    pieces = list(make_stream(tokenizer, [*text.encode(), EOS]))
     assert "".join(piece.text for piece in pieces) == text
     assert not any("�" in piece.text for piece in pieces)
 
@@ -157,17 +151,14 @@ def test_the_callback_sees_every_token_and_false_cancels(tokenizer: Tokenizer) -
         seen.append(token_id)
         return False if len(seen) == 3 else None
 
-    params = SamplingParams(temperature=0, seed=0)
-    stream = make_stream(make_request(tokenizer, [1], params, 100), Scripted(b"abcdef"))
-    result = stream.run(on_token)
+    result = make_stream(tokenizer, b"abcdef").run(on_token)
     assert seen == list(b"abc") == result.token_ids
     assert (result.text, result.finish_reason, result.stop_reason) == ("abc", "abort", "cancelled")
 
 
 def test_a_prompt_runs_in_chunks_and_then_token_by_token(tokenizer: Tokenizer) -> None:
     context = Scripted(b"ab")
-    params = SamplingParams(temperature=0, seed=0, max_new_tokens=2)
-    make_stream(replace(make_request(tokenizer, list(range(10)), params, 100), prefill_chunk=4), context).run()
+    make_stream(tokenizer, context, range(10), max_new_tokens=2).run()
     assert context.chunks == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [ord("a")]]
 
 
@@ -179,8 +170,7 @@ def test_the_first_token_is_sampled_like_every_other(tokenizer: Tokenizer) -> No
             return torch.zeros(VOCAB_SIZE)
 
     def first(seed: int) -> int:
-        params = SamplingParams(temperature=2.0, seed=seed, max_new_tokens=1)
-        return make_stream(make_request(tokenizer, [1], params, 10), Flat()).run().token_ids[0]
+        return make_stream(tokenizer, Flat(), temperature=2.0, seed=seed, max_new_tokens=1).run().token_ids[0]
 
     assert len({first(seed) for seed in range(30)}) > 15
     assert [first(seed) for seed in range(5)] == [first(seed) for seed in range(5)]

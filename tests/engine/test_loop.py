@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,8 +30,8 @@ from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
 from looping import in_threads, loop_of, open_stream
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+from refusals import check_refused
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 FAILED = "the engine has failed: MemoryError"
 LONG = Case("long", tuple(b"abc ab"), SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True))
 SHORT = replace(LONG, params=replace(LONG.params, max_new_tokens=4))
@@ -124,9 +125,7 @@ def check(asked: Asked, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize("num_event_loops", [1, 2])
-def test_an_event_loop_is_called_once_per_step_for_all_its_streams(
-    world: World, place: Place, num_event_loops: int
-) -> None:
+def test_an_event_loop_is_called_once_a_step_for_all_streams(world: World, place: Place, num_event_loops: int) -> None:
     num_calls = [0] * num_event_loops
     have_begun = threading.Barrier(num_event_loops + 1)
 
@@ -147,8 +146,7 @@ def test_an_event_loop_is_called_once_per_step_for_all_its_streams(
         streams = [await answers.stream(sequence).begin() for sequence in sequences]
         have_begun.wait()
         for sequence, pieces in zip(sequences, await asyncio.gather(*map(read, streams)), strict=True):
-            assert pieces == sequence.pieces
-            assert len(pieces) == 120
+            assert (pieces, len(pieces)) == (sequence.pieces, 120)
         event_loop.call_soon_threadsafe = call_soon  # type: ignore[method-assign]
 
     def let_go() -> None:
@@ -162,21 +160,11 @@ def test_an_event_loop_is_called_once_per_step_for_all_its_streams(
     assert all(0 < num <= len(place.num_of_step) for num in num_calls)
 
 
-@pytest.mark.parametrize("only_end", [False, True], ids=["read", "run"])
-def test_the_thread_of_the_loop_waits_for_no_answer(world: World, place: Place, only_end: bool) -> None:
+@pytest.mark.parametrize("read", [next, Stream.run])
+def test_the_thread_of_the_loop_waits_for_no_answer(world: World, place: Place, read: Callable[[Stream], Any]) -> None:
     """Finalizers may run on it. If one asks for an answer, it is refused and does not hang."""
-
-    def ask() -> None:
-        stream = place.stream(SHORT)
-        if only_end:
-            stream.run()
-        else:
-            next(stream)
-
-    with pytest.raises(InferError, match="the engine's own thread"):
-        place.loop.run(ask)
-    with pytest.raises(InferError, match="the engine's own thread"):
-        place.loop.run(lambda: place.loop.run(bool))
+    check_refused(lambda: place.loop.run(lambda: read(place.stream(SHORT))), "the engine's own thread", InferError)
+    check_refused(lambda: place.loop.run(lambda: place.loop.run(bool)), "the engine's own thread", InferError)
     check(place.submit(SHORT), by_definition(world, SHORT))
 
 
@@ -242,9 +230,7 @@ def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
     assert [stream.sequence.finish_reason for stream in left] == ["abort"] * 2
 
 
-def test_a_paused_answer_ends_when_its_event_loop_is_closed(
-    world: World, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_answer_ends_with_its_event_loop(world: World, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is delivered to it, so no call of the event loop shows that it is closed."""
     monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", 8)
 
@@ -263,8 +249,7 @@ def test_a_drained_loop_finishes_its_answers_and_takes_no_others(world: World, p
     asked = [place.submit(LONG) for _ in range(3)]
     place.may_step.clear()
     assert not place.loop.drain(0.01)
-    with pytest.raises(InferError, match="accepts no more requests: it is shutting down"):
-        place.submit(SHORT)
+    check_refused(lambda: place.submit(SHORT), "accepts no more requests: it is shutting down", InferError)
     place.may_step.set()
     assert place.loop.drain()
     assert [Outcome.of(each.sequence.result()) for each in asked] == [by_definition(world, LONG)] * 3
@@ -280,10 +265,8 @@ def test_closing_cancels_active_answers(place: Place, closes_on_the_loop: bool) 
     assert [each.outcome().finish_reason for each in asked] == ["abort"] * 10
     place.loop.close()
     assert not place.loop._thread.is_alive()
-    with pytest.raises(ClosedError, match="the model is closed"):
-        place.submit(SHORT)
-    with pytest.raises(ClosedError, match="the model is closed"):
-        place.loop.run(bool)
+    check_refused(lambda: place.submit(SHORT), "the model is closed", ClosedError)
+    check_refused(lambda: place.loop.run(bool), "the model is closed", ClosedError)
 
 
 def test_sequences_that_arrive_while_the_loop_is_closed_are_ended_or_refused(world: World) -> None:
@@ -323,30 +306,23 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     stream.answer.begin()
     asked = [place.submit(LONG) for _ in range(12)]
     place.may_step.set()
-    for each in asked:
-        found = each.outcome()
+    for found in [each.outcome() for each in asked]:
         assert (found.finish_reason, found.stop_reason) == ("error", "internal")
-        assert found.error is not None
         assert found.error in ("the engine has failed: RuntimeError: planted in two lines", FAILED)
         assert found.token_ids == by_definition(world, LONG).token_ids[: len(found.token_ids)]
     assert asked[0].pieces
     with pytest.raises(EngineFailedError, match="the engine has failed") as caught:
         list(stream)
-    assert caught.value.__cause__ is error
     assert place.loop.drain()
+    assert caught.value.__cause__ is place.loop.failure is error
     assert said == [error]
-    assert place.loop.failure is error
-    with pytest.raises(EngineFailedError, match=r"the engine has failed: .*: load the model again"):
-        place.submit(SHORT)
-    with pytest.raises(EngineFailedError, match=r"the engine has failed: .*: load the model again"):
-        place.stream(SHORT).run()
+    check_refused(lambda: place.submit(SHORT), r"the engine has failed: .*: load the model again", EngineFailedError)
+    check_refused(place.stream(SHORT).run, r"the engine has failed: .*: load the model again", EngineFailedError)
     assert not place.engine.sequences
 
 
 @pytest.mark.slow
-def test_steps_that_fail_now_and_then_change_no_answer(
-    world: World, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_fail_now_and_then_change_no_answer(world: World, place: Place) -> None:
     sample, num_steps = place.engine._sample, count(1)
 
     def fail_sometimes(*arguments: Any) -> Any:
@@ -355,7 +331,7 @@ def test_steps_that_fail_now_and_then_change_no_answer(
             raise MemoryError  # after the forward has written into the cache
         return found
 
-    monkeypatch.setattr(place.engine, "_sample", fail_sometimes)
+    place.engine._sample = fail_sometimes  # type: ignore[method-assign]
     asked = [(place.submit(case), case) for case in (SHORT, LONG, *CASES[:8])]
     assert Outcome.of(place.stream(LONG).run()) == by_definition(world, LONG)
     for each, case in asked:
@@ -367,20 +343,14 @@ def test_steps_that_fail_now_and_then_change_no_answer(
 # Its thread
 
 
-def processor_seconds(thread: threading.Thread) -> float:
-    assert thread.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
-
-@needs_linux
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 def test_an_idle_loop_uses_no_processor_time_and_begins_again(world: World, place: Place) -> None:
     for _ in range(2):
         check(place.submit(SHORT), by_definition(world, SHORT))
-        thread = place.loop._thread
-        used = [processor_seconds(thread)]
-        while len(used) < 20 and used[-1] not in used[:-1]:  # on a busy machine, it falls asleep later
+        clock, used = time.pthread_getcpuclockid(place.loop._thread.ident), list[float]()
+        while len(used) < 2 or (used[-1] != used[-2] and len(used) < 20):  # on a busy machine, it falls asleep later
             time.sleep(0.3)
-            used.append(processor_seconds(thread))
+            used.append(time.clock_gettime(clock))
         assert used[-1] == used[-2], "a thread that looks again and again uses some each time"
         assert not place.loop.heartbeat.is_stepping
 
@@ -433,12 +403,8 @@ def test_work_is_done_in_slices_while_others_are_answered(world: World, place: P
 
 def test_an_exception_of_work_is_raised_in_its_caller(world: World, place: Place) -> None:
     asked, error = place.submit(LONG), KeyError("mine")
-
-    def fail() -> None:
-        raise error
-
     with pytest.raises(KeyError) as caught:
-        place.loop.run(fail)
+        place.loop.run(Mock(side_effect=error))
     assert caught.value is error
     assert asked.outcome() == by_definition(world, LONG)
     assert place.loop.failure is None
@@ -459,25 +425,16 @@ class Endless:
             self.is_ended.set()
 
 
-def test_work_that_is_cancelled_ends_at_its_next_yield(place: Place) -> None:
+@pytest.mark.parametrize(("is_closed", "message"), [(False, "the call was cancelled"), (True, "the model is closed")])
+def test_work_that_is_cancelled_or_closed_ends_at_its_next_yield(place: Place, is_closed: bool, message: str) -> None:
+    """After closing, a drain waits for nothing."""
     endless = Endless()
     reply = place.loop.call(endless.work())
     endless.has_begun.wait()
-    reply.cancel()
-    with pytest.raises(InferError, match="the call was cancelled"):
-        reply.get()
+    (place.loop.close if is_closed else reply.cancel)()
+    check_refused(reply.get, message, ClosedError if is_closed else InferError)
     assert endless.is_ended.is_set()
-
-
-def test_work_is_ended_when_the_loop_is_closed_and_a_later_drain_waits_for_nothing(place: Place) -> None:
-    endless = Endless()
-    reply = place.loop.call(endless.work())
-    endless.has_begun.wait()
-    place.loop.close()
-    with pytest.raises(ClosedError):
-        reply.get()
-    assert endless.is_ended.is_set()
-    assert place.loop.drain(30.0)
+    assert not is_closed or place.loop.drain(30.0)
 
 
 def test_work_whose_task_is_cancelled_ends_at_its_next_yield(place: Place) -> None:

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from idle import in_event_loop
 from infer.engine.engine import Engine
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
@@ -46,9 +47,7 @@ def pieces_of(count: int) -> list[Piece]:
 
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("case", [LONG, DRAWN], ids=["greedy", "sampled"])
-def test_an_unread_answer_pauses_and_another_takes_its_slot(
-    world: World, engine: Engine, loop: Loop, case: Case
-) -> None:
+def test_an_unread_answer_pauses_and_another_has_its_slot(world: World, engine: Engine, loop: Loop, case: Case) -> None:
     stream = open_stream(loop, make_sequence(world, case, Way()))
     found = [next(stream)]
     for _ in range(3):  # each answer waits for the slot
@@ -81,9 +80,7 @@ def test_a_paused_answer_that_is_closed_or_dropped_has_the_pieces_read(world: Wo
     assert loop.num_sequences == 0
 
 
-def test_a_paused_answer_ends_with_the_timeout_of_its_request(
-    world: World, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_answer_ends_with_its_timeout(world: World, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("infer.engine.engine.time.perf_counter", lambda: now)
     stream = open_stream(loop, make_sequence(world, LONG, Way(), timeout=0.5))
@@ -93,51 +90,37 @@ def test_a_paused_answer_ends_with_the_timeout_of_its_request(
     assert stream.sequence.result().stop_reason == "timeout"
 
 
-def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
+@in_event_loop
+async def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
     """Its pieces are not read before the end, except for the first ones in some cases."""
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
     assert Outcome.of(stream.run()) == by_definition(world, LONG)
-
-    async def ask() -> None:
-        stream = AsyncAnswers(loop).stream(make_sequence(world, LONG, Way()))
-        await anext(stream)
-        while not (await stream._begun()).mailbox.is_paused:
-            await asyncio.sleep(0)
-        assert Outcome.of(await stream.result()) == by_definition(world, LONG)
-
-    asyncio.run(ask())
+    stream = AsyncAnswers(loop).stream(make_sequence(world, LONG, Way()))
+    await anext(stream)
+    while not (await stream._begun()).mailbox.is_paused:
+        await asyncio.sleep(0)
+    assert Outcome.of(await stream.result()) == by_definition(world, LONG)
 
 
 @pytest.mark.parametrize("num_unread", [0, 1, MOST - 1, MOST, MOST + 3])
-def test_a_mailbox_is_full_from_its_limit_on_and_has_room_at_half(
-    num_unread: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mailbox_is_full_at_its_limit_and_has_room_at_half(num_unread: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", MOST)
-    mailbox, num_calls = Mailbox(), 0
-
-    def on_room() -> None:
-        nonlocal num_calls
-        num_calls += 1
-
-    mailbox.on_room = on_room
+    mailbox = Mailbox()
+    mailbox.on_room = on_room = Mock()
     mailbox.put(pieces_of(num_unread), 0, has_ended=False)
     assert mailbox.pause_if_full() is (num_unread >= MOST)
-    left = num_unread
-    while left:
-        (piece,) = mailbox.take(1)
-        left -= 1
-        assert piece.token_id == num_unread - left - 1
-        assert num_calls == (num_unread >= MOST and left <= MOST // 2), "once, from half on"
-    assert mailbox.take() == []
-    assert (mailbox.num_put, mailbox.num_taken) == (num_unread, num_unread)
+    for number in range(num_unread):
+        assert [piece.token_id for piece in mailbox.take(1)] == [number]
+        has_room = num_unread - number - 1 <= MOST // 2
+        assert on_room.call_count == (num_unread >= MOST and has_room), "once, from half on"
+    assert (mailbox.take(), mailbox.num_put, mailbox.num_taken) == ([], num_unread, num_unread)
 
 
 def test_a_mailbox_that_is_closed_gives_nothing_and_wakes_its_readers() -> None:
-    mailbox, found = Mailbox(), list[Any]()
+    mailbox = Mailbox()
     with beside([mailbox.wait] * 3):
         mailbox.close()
     mailbox.put(pieces_of(4), 0, has_ended=True)
-    found += mailbox.take()
-    assert (found, mailbox.num_taken, mailbox.num_put) == ([], 0, 4)
+    assert (mailbox.take(), mailbox.num_taken, mailbox.num_put) == ([], 0, 4)
     mailbox.wait()
     mailbox.wait_for_end()

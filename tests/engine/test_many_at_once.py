@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from extent import usual_or_all
-from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
+from infer import LLM, AsyncLLM, GenerationResult, SamplingParams
 from infer.system.processes import child_process
 from looping import in_threads
+from refusals import check_refused
 from watched import python_command
 
 NUM_REQUESTS = usual_or_all(120, 2000)
@@ -70,17 +71,15 @@ def watch_steps(llm: LLM) -> None:
 
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("settings", [{}, {"pool_pages": 8, "threads": 2}, {"reuse_prefixes": True}], ids=str)
-def test_every_answer_under_load_is_that_of_the_request_alone(
+def test_every_answer_under_load_is_as_alone(
     folder: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tasks of an event loop stream, wait or are cancelled early, while threads call the same model."""
     monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 1)  # so more sequences enter than have pages
     monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
-    draw = random.Random(len(settings))
+    draw, alone, llm = random.Random(len(settings)), LLM(folder), LLM(folder, **settings)
     asked = [draw_request(draw) for _ in range(NUM_REQUESTS // 3)]
-    alone = LLM(folder)
     expected = [key(alone.generate(prompt, params)) for prompt, params, _ in asked]
-    llm = LLM(folder, **settings)
     watch_steps(llm)
     same = AsyncLLM(llm)
     kinds = [draw.choice(("whole", "stream", "cut", "cancelled")) for _ in asked]
@@ -112,10 +111,9 @@ def test_every_answer_under_load_is_that_of_the_request_alone(
     def in_thread(number: int) -> None:
         if number < 2:
             asyncio.run(answer_all(list(range(number, len(asked), 3))))
-        else:
-            for index in range(2, len(asked), 3):
-                prompt, params, options = asked[index]
-                assert key(llm.generate(prompt, params, **options)) == expected[index]
+            return
+        for (prompt, params, options), wanted in zip(asked[2::3], expected[2::3], strict=True):
+            assert key(llm.generate(prompt, params, **options)) == wanted
 
     in_threads(partial(in_thread, index) for index in range(3))
     assert llm._opened.loop.drain()
@@ -141,10 +139,8 @@ def test_a_grammar_whose_process_is_killed_is_tried_twice(folder: Path, monkeypa
         write(process, line, deadline)
 
     monkeypatch.setattr(child_process, "_write", kill_before)
-    with pytest.raises(InvalidRequestError, match="too large or too deep"):
-        llm.generate("a", regex="[a-f]{7}")
-    assert len(llm.generate("a", regex="[a-f]{8}").text) == 8
-    assert len(killed) == 3
+    check_refused(lambda: llm.generate("a", regex="[a-f]{7}"), "too large or too deep")
+    assert (len(llm.generate("a", regex="[a-f]{8}").text), len(killed)) == (8, 3)
 
 
 CHURN = """
@@ -171,10 +167,9 @@ async def ask():
             if num_read < 0:
                 break
         how = draw.choice(("close", "cancel", "drop"))
-        if how == "close":
-            await stream.close()
-        elif how == "cancel":
+        if how == "cancel":
             stream.cancel()
+        await (stream.close() if how == "close" else asyncio.sleep(0))
 
 async def ask_many(count):
     async def some():

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pydantic
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, TokenLogprob, percentile
 from infer.sampling_params import PARAMETER_NAMES, SamplingParams, UnknownParameterError
+from refusals import check_refused
 
 INVALID: list[tuple[str, list[Any]]] = [
     ("temperature", [-1.0, -1e-9, 2.1, math.nan, math.inf, "1", None, True, 10**400]),
@@ -48,11 +50,9 @@ INVALID: list[tuple[str, list[Any]]] = [
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in INVALID for value in values])
 def test_an_invalid_value_is_an_error_that_names_the_parameter(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=name) as raised:
+    with pytest.raises(ValueError, match=f"^(?=.*{name}).{{,199}}\\Z") as raised:  # one line
         SamplingParams(**{name: value})
-    assert isinstance(raised.value, ValueError)
-    assert "\n" not in str(raised.value)
-    assert len(str(raised.value)) < 200
+    assert isinstance(raised.value, InvalidRequestError)
 
 
 def test_every_parameter_has_a_test_that_it_is_validated() -> None:
@@ -68,14 +68,10 @@ def test_the_message_gives_name_rule_and_value() -> None:
     ("name", "meant"), [("top_pp", "top_p"), ("temprature", "temperature"), ("max_token", "max_new_tokens")]
 )
 def test_an_unknown_name_says_what_was_meant(name: str, meant: str) -> None:
-    with pytest.raises(UnknownParameterError, match=f"did you mean {meant}"):
-        SamplingParams(**{name: 1})
-    with pytest.raises(TypeError):
-        SamplingParams(**{name: 1})
-    with pytest.raises(InvalidRequestError):
-        SamplingParams.from_mapping({name: 1})
-    with pytest.raises(InvalidRequestError, match="use one of temperature, top_k"):
-        SamplingParams(zzzzzz=1)  # type: ignore[call-arg]
+    assert issubclass(UnknownParameterError, TypeError)
+    for make in (lambda given: SamplingParams(**given), SamplingParams.from_mapping):
+        check_refused(partial(make, {name: 1}), f"did you mean {meant}", UnknownParameterError)
+        check_refused(partial(make, {"zzzzzz": 1}), "use one of temperature, top_k")
     with pytest.raises(TypeError, match="by name"):
         SamplingParams(0.5)  # type: ignore[misc]
 
@@ -113,12 +109,10 @@ def test_the_minimum_is_at_most_the_maximum() -> None:
 @pytest.mark.parametrize("alias", ["max_tokens", "num_tokens", "max_completion_tokens"])
 def test_the_constructor_knows_aliases(alias: str) -> None:
     params = SamplingParams(**{alias: 7})
-    assert params == SamplingParams(max_new_tokens=7)
-    assert dataclasses.replace(params, seed=1).max_new_tokens == 7
-    with pytest.raises(InvalidRequestError, match=f"max_new_tokens is given twice, as {alias} and as max_new_tokens"):
-        SamplingParams(**{alias: 7, "max_new_tokens": 7})
-    with pytest.raises(InvalidRequestError, match=r"^max_new_tokens must be"):
-        SamplingParams(**{alias: 0})
+    assert (params, dataclasses.replace(params, seed=1).max_new_tokens) == (SamplingParams(max_new_tokens=7), 7)
+    twice = f"max_new_tokens is given twice, as {alias} and as max_new_tokens"
+    check_refused(lambda: SamplingParams(**{alias: 7, "max_new_tokens": 7}), twice)
+    check_refused(lambda: SamplingParams(**{alias: 0}), r"^max_new_tokens must be")
 
 
 def test_the_constructors_help_names_every_parameter() -> None:
@@ -136,8 +130,7 @@ def test_params_are_shown_by_their_differences_from_the_defaults() -> None:
 
 def test_a_schema_is_a_mapping_or_a_class_of_pydantic_and_the_only_constraint() -> None:
     assert SamplingParams(json_schema={"type": "object"}).json_schema == '{"type": "object"}'
-    with pytest.raises(InvalidRequestError, match="at most one of"):
-        SamplingParams(regex="a", choice=["b"])
+    check_refused(lambda: SamplingParams(regex="a", choice=["b"]), "at most one of")
 
     class Person(pydantic.BaseModel):
         name: str
@@ -151,35 +144,30 @@ def test_a_schema_is_a_mapping_or_a_class_of_pydantic_and_the_only_constraint() 
         value: Callable[[], int]
 
     for wrong in (pydantic.BaseModel, Odd):
-        with pytest.raises(InvalidRequestError, match=r"^json_schema: model_json_schema\(\) fails: ") as raised:
-            SamplingParams(json_schema=wrong)
-        assert "\n" not in str(raised.value)
+        check_refused(partial(SamplingParams, json_schema=wrong), r"^json_schema: model_json_schema\(\) fails: ")
 
 
 def test_a_schema_that_json_cannot_write_is_one_clear_line() -> None:
-    deep: dict[str, Any] = {}
+    deep, cyclic = dict[str, Any](), dict[str, Any]()
     for _ in range(100_000):
         deep = {"items": deep}
-    cyclic: dict[str, Any] = {}
     cyclic["self"] = cyclic
     for wrong, message in ((deep, "nested too deep"), (cyclic, "must be JSON: Circular reference")):
-        with pytest.raises(InvalidRequestError, match=f"^json_schema .*{message}"):
-            SamplingParams(json_schema=wrong)
+        check_refused(partial(SamplingParams, json_schema=wrong), f"^json_schema .*{message}")
 
 
 @pytest.mark.parametrize("name", ["stop", "choice", "regex", "grammar", "json_schema"])
 def test_text_that_no_model_can_write_is_refused(name: str) -> None:
     for text in ("\ud800", "a\udfff"):
-        with pytest.raises(InvalidRequestError, match=f"^{name} must be Unicode text without the lone surrogate U\\+D"):
-            SamplingParams(**{name: [text] if name in ("stop", "choice") else text})
+        given, rule = {name: [text] if name in ("stop", "choice") else text}, "Unicode text without the lone surrogate"
+        check_refused(partial(SamplingParams, **given), f"^{name} must be {rule} U\\+D")
 
 
 def test_edges_accept_top_k_off_and_bias_ids_as_text() -> None:
     for off in (0, -1, None):
         assert SamplingParams.from_mapping({"top_k": off}).top_k is None
     for wrong in (-2, False, 0.0):
-        with pytest.raises(InvalidRequestError, match="top_k"):
-            SamplingParams.from_mapping({"top_k": wrong})
+        check_refused(partial(SamplingParams.from_mapping, {"top_k": wrong}), "top_k")
     assert SamplingParams.from_mapping({"logit_bias": {"12": -5}}).logit_bias == {12: -5.0}
 
 
@@ -214,8 +202,7 @@ def test_any_values_give_params_or_one_clear_line(values: dict[str, Any]) -> Non
 
 def test_timing_adds_up() -> None:
     timing = GenerationTiming(prefill_time_s=0.5, decode_times_s=[0.1, 0.3], sampling_times_s=[0.05, 0.05])
-    assert timing.ttft_s == 0.5
-    assert timing.decode_time_s == pytest.approx(0.4)
+    assert (timing.ttft_s, timing.decode_time_s) == (0.5, pytest.approx(0.4))
     assert timing.total_time_s == pytest.approx(1.0)
     assert timing.total_time_s >= timing.prefill_time_s + timing.decode_time_s
     assert timing.decode_tokens_per_second == pytest.approx(2 / 0.5)
@@ -264,10 +251,8 @@ def test_a_result_is_shown_in_one_readable_line() -> None:
     long = dataclasses.replace(result, text="word " * 1000, finish_reason="length", stop_reason="max_new_tokens")
     assert repr(long).endswith("…, length: max_new_tokens, 5 tokens, 100.0 tok/s)")
     assert len(repr(long)) < 160
-    failed = dataclasses.replace(
-        result, finish_reason="error", stop_reason="logits", error="a row of NaN", token_ids=[]
-    )
+    values = {"finish_reason": "error", "stop_reason": "logits", "error": "a row of NaN", "token_ids": []}
+    failed = dataclasses.replace(result, **values)
     assert repr(failed) == "GenerationResult('one\\ntwo', error: a row of NaN, 0 tokens, 100.0 tok/s)"
     assert repr(GenerationTiming()) == "GenerationTiming(ttft 0.0 ms, 0 steps)"
-    stats = GenerationStats(single_steps=2, multi_steps=1)
-    assert repr(stats) == "GenerationStats(single_steps=2, multi_steps=1)"
+    assert repr(GenerationStats(multi_steps=1, single_steps=2)) == "GenerationStats(single_steps=2, multi_steps=1)"

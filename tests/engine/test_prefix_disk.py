@@ -3,7 +3,9 @@
 import json
 import random
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from infer.cli.subcommands import infer as commands
 from infer.compute.kvcache.page_exchange import PageExchange
 from infer.compute.kvcache.prefix_store import PrefixStore
 from infer.engine.prefixes.prefix_ends import prefix_end
-from infer.errors import InvalidRequestError
 from path_cases import EOS, make_folder
 from programs import Programs
+from refusals import check_refused
 from served import serving
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
@@ -60,9 +62,7 @@ def test_a_second_process_finds_what_the_first_one_read(name: str, tmp_path: Pat
     model = long_model(name, tmp_path / "model")
     plain = LLM(model, kv_type=kv_type).generate(PROMPT, GREEDY).token_ids
     assert answer(model, kv_type=kv_type) == (plain, 0, 0)
-    token_ids, num_reused, num_from_disk = answer(model, kv_type=kv_type)
-    assert token_ids == plain
-    assert num_reused == num_from_disk == 192
+    assert answer(model, kv_type=kv_type) == (plain, 192, 192)
 
 
 def test_the_answer_is_found_too_and_memory_comes_first(folder: Path) -> None:
@@ -73,16 +73,14 @@ def test_the_answer_is_found_too_and_memory_comes_first(folder: Path) -> None:
         result = llm.generate([*PROMPT, *said, 1], GREEDY)
         assert (result.reused_tokens, result.disk_tokens) == (256, 128)
         again = llm.generate([*PROMPT, *said, 1], GREEDY)
-        assert (again.reused_tokens, again.disk_tokens) == (256, 0)
-        assert again.token_ids == result.token_ids
+        assert (again.reused_tokens, again.disk_tokens, again.token_ids) == (256, 0, result.token_ids)
 
 
 def test_another_salt_model_or_precision_finds_nothing(folder: Path, tmp_path: Path) -> None:
     answer(folder)
     assert answer(folder)[2] == 192
     assert answer(folder, max_seq_len=400, pool_pages=9)[2] == 192  # another size of the cache
-    assert answer(folder, kv_type="bf16")[2] == 0
-    assert answer(folder, precision="fast", weights="q8")[2] == 0
+    assert (answer(folder, kv_type="bf16")[2], answer(folder, precision="fast", weights="q8")[2]) == (0, 0)
     assert answer(long_model("llama", tmp_path / "copy"))[2] == 0  # written at another time
     with LLM(folder, prefix_disk="1GB") as llm:
         assert llm.generate(PROMPT, GREEDY, cache_salt="another").disk_tokens == 0
@@ -117,10 +115,7 @@ def test_pages_that_cannot_be_stored_or_read_fail_no_answer(
     assert "less than 1 GB free" in caplog.text
     answer(folder)
 
-    def fail(*arguments: object) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(PrefixStore, "read", fail)
+    monkeypatch.setattr(PrefixStore, "read", Mock(side_effect=OSError(5, "Input/output error")))
     assert answer(folder) == (plain, 0, 0)
     assert "cannot be read (Input/output error)" in caplog.text
 
@@ -150,13 +145,10 @@ def test_sizes_are_texts_or_numbers_and_others_are_refused(folder: Path, tmp_pat
         llm.generate(PROMPT, GREEDY)
     assert not files_of(tmp_path)
     for wrong in ("much", -1, True, 1.5):
-        with pytest.raises(InvalidRequestError, match="prefix_disk must be a number of bytes or a size"):
-            LLM(folder, prefix_disk=wrong)  # type: ignore[arg-type]
+        check_refused(partial(LLM, folder, prefix_disk=wrong), "prefix_disk must be a number of bytes or a size")
 
 
-def test_a_prompt_that_changes_near_its_beginning_is_logged_once(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_that_changes_near_its_start_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     generator = random.Random(3)
     text = [generator.randrange(3, EOS) for _ in range(400)]
     with LLM(folder, reuse_prefixes=True) as llm:
@@ -164,8 +156,7 @@ def test_a_prompt_that_changes_near_its_beginning_is_logged_once(
             llm.generate([*text[:79], *[5] * count, *text[90:]], GREEDY)  # only a counter differs
             llm.generate([*text[:100], *text[200:]], GREEDY)  # from here on, the text differs
     told = [record.getMessage() for record in caplog.records if "differs from an earlier one" in record.getMessage()]
-    assert len(told) == 1
-    assert "differs from an earlier one at token 79, and" in told[0]
+    assert ["differs from an earlier one at token 79, and" in each for each in told] == [True]
     assert str(text[90:95]) not in caplog.text
 
 
@@ -175,12 +166,11 @@ def test_the_place_of_a_change_is_found_and_a_new_ending_is_none(num_gone: int, 
     new = np.arange(30_000, 30_000 + num_new, dtype=np.int32)
     changed = np.concatenate([ids[:300], new, ids[300 + num_gone :]])
     end = prefix_end(ids, changed)
-    assert end is not None
     assert end.position == 300
     assert end.num_again >= 2000 - 300 - max(num_gone, 32)
-    assert prefix_end(ids, np.concatenate([ids[:300], ids[1000:]])) is None
-    assert prefix_end(ids[:900], ids) is None  # the longer prompt continues the shorter one
-    assert prefix_end(ids, ids[:900]) is None
+    # A prompt that continues a shorter one has no such place, and neither has one that lacks too much.
+    for one, other in ((ids[:900], ids), (ids, ids[:900]), (ids, np.concatenate([ids[:300], ids[1000:]]))):
+        assert prefix_end(one, other) is None
 
 
 def test_a_disk_that_is_slower_than_the_model_is_left(
@@ -191,7 +181,6 @@ def test_a_disk_that_is_slower_than_the_model_is_left(
     for seconds, num_loaded in ((60.0, 192), (0.0, 64), (None, 192)):
         with LLM(folder, prefix_disk="1GB") as llm:
             prefixes = llm._opened.engine.prefixes
-            assert prefixes is not None
             monkeypatch.setattr(prefixes, "seconds_to_compute", lambda num_tokens, start, found=seconds: found)
             result = llm.generate(PROMPT, GREEDY)
         assert (result.token_ids, result.disk_tokens) == (plain, num_loaded)
@@ -204,10 +193,7 @@ def test_a_fault_of_the_thread_leaves_no_prompt_waiting(
 ) -> None:
     plain = answer(folder)[0]
 
-    def fail(*arguments: object) -> None:
-        raise ValueError("a fault")
-
-    monkeypatch.setattr(PageExchange, "put", fail)
+    monkeypatch.setattr(PageExchange, "put", Mock(side_effect=ValueError("a fault")))
     with LLM(folder, prefix_disk="1GB") as llm:
         for _ in range(2):
             assert llm.generate(PROMPT, GREEDY, timeout=300).token_ids == plain
@@ -229,13 +215,11 @@ SIZES = {"": 8 * 10**9, "--prefix-disk 1.5GiB": 3 << 29, "--prefix-disk 0": 0, "
 
 
 @pytest.mark.parametrize(("arguments", "expected"), SIZES.items())
-def test_a_server_keeps_prefixes_unless_it_has_keys(
-    arguments: str, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_keeps_prefixes_without_keys(arguments: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFER_PREFIX_DISK")
     assert bytes_for_prefixes(parsed(arguments.split())) == expected
-    with pytest.raises(InvalidRequestError, match="--prefix-disk stores the prompts of all users"):
-        bytes_for_prefixes(parsed(["--api-key-file", "F", "--prefix-disk", "1GB"]))
+    with_keys = parsed(["--api-key-file", "F", "--prefix-disk", "1GB"])
+    check_refused(lambda: bytes_for_prefixes(with_keys), "--prefix-disk stores the prompts of all users")
 
 
 def parsed(arguments: list[str]) -> ServeOptions:
@@ -255,10 +239,7 @@ llm.generate([(7 * index + index // 9) % int(sys.argv[3]) for index in range(220
 
 
 @pytest.mark.slow
-def test_a_program_that_closes_nothing_has_stored_all_at_its_end(
-    folder: Path, tmp_path: Path, programs: Programs
-) -> None:
+def test_a_program_that_closes_nothing_stores_all_at_its_end(folder: Path, tmp_path: Path, programs: Programs) -> None:
     ended = programs.run(_UNCLOSED, tmp_path / "cache", folder, EOS)
     assert ended.returncode == 0, ended.stderr
-    assert len(files_of(tmp_path)) == 3
-    assert answer(folder)[2] == 192
+    assert (len(files_of(tmp_path)), answer(folder)[2]) == (3, 192)

@@ -11,7 +11,7 @@ from infer.engine.step.fair_queueing import FEWEST_KEPT, work_of
 from infer.engine.step.queue import Queue
 from infer.engine.step.sequence import Sequence
 from infer.sampling_params import SamplingParams
-from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
+from path_cases import CONTEXT, Case, Way, World, check_ends, make_sequence
 
 
 def ask(world: World, queue: Queue, num_prompt: int, max_new: int, **options: object) -> Sequence:
@@ -107,8 +107,7 @@ def test_sequences_that_pass_a_long_prompt_count_together(world: World) -> None:
 
 def test_a_sequence_of_an_idle_tenant_passes_one_that_waits_for_pages(world: World) -> None:
     queue = Queue()
-    long = ask(world, queue, 92, 4, tenant="one")
-    other = ask(world, queue, 92, 4, tenant="other")
+    long, other = (ask(world, queue, 92, 4, tenant=tenant) for tenant in ("one", "other"))
     assert queue.passing([long, other], [], [long]) == [other]
     assert queue.passing([long, other], [other], [long]) == []
     queue.tenants.charge("other", 1)
@@ -132,17 +131,14 @@ def submit(engine: Engine, sequence: Sequence) -> Sequence:
 def test_a_tenant_with_one_long_text_has_more_than_one_with_two_short_ones(world: World, engine: Engine) -> None:
     """The long text has 8 of 20 pages, and each short one counts as one slot: an eighth."""
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-    texts = {"first": b"abc", "long": b"abc ab c" * 14, "one": b"cab", "two": b"bac"}
-    tenants = {"first": "short", "long": "long", "one": "short", "two": "short"}
-    cases = [Case(name, tuple(text), params) for name, text in texts.items()]
-    asked = [submit(engine, make_sequence(world, case, Way(), tenant=tenants[case.name])) for case in cases]
+    texts = (b"abc", "short"), (b"abc ab c" * 14, "long"), (b"cab", "short"), (b"bac", "short")
+    cases = [Case(tenant, tuple(text), params) for text, tenant in texts]
+    asked = [submit(engine, make_sequence(world, case, Way(), tenant=case.name)) for case in cases]
     while not all(sequence.has_slot for sequence in asked):
         engine.step()
     assert engine._slots.preempt_one()
     assert [sequence.has_slot for sequence in asked] == [True, False, True, True]
-    while engine.sequences:
-        engine.step()
-    assert [Outcome.of(sequence.result()) for sequence in asked] == all_by_definition(world, cases)
+    check_ends(world, engine, asked, cases)
     assert engine.snapshot().num_preemptions == 1
 
 
@@ -153,10 +149,8 @@ def test_an_engine_counts_the_preemptions_of_all_its_answers(world: World, engin
     for _ in range(4):
         engine.step()
         assert engine._slots.preempt_one()
-    while engine.sequences:
-        engine.step()
+    check_ends(world, engine, asked, cases)
     assert engine.snapshot().num_preemptions == sum(each.stats.preemptions for each in asked) == 4
-    assert [Outcome.of(each.result()) for each in asked] == all_by_definition(world, cases)
 
 
 def test_tokens_of_answers_that_have_ended_count_until_a_slot_changes_hands_again(world: World) -> None:
@@ -167,12 +161,11 @@ def test_tokens_of_answers_that_have_ended_count_until_a_slot_changes_hands_agai
         give(each, 2)
     other = ask(world, queue, 10, 20, tenant="other")
     giver = queue.giver_for(other, asked, size)
-    assert giver is not None
     queue.gave(giver, other)
     running = [each for each in asked if each is not giver]
     assert queue.giver_for(other, running, size) is None, "what the change wasted was not given yet"
-    give(running[0], 18)
-    give(running[1], 18)
+    for each in running[:2]:
+        give(each, 18)
     assert queue.giver_for(other, running, size) is not None, "3 times 12 tokens were given"
     for ended in running[:2]:
         queue.leave(ended)

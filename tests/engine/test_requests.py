@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from infer.engine.requests.prompt_encoding import fitted
 from infer.errors import ContextLengthError
 from infer.sampling_params import UnknownParameterError
 from programs import Programs
-from test_session import CONTEXT
+from refusals import check_refused
+from test_session import CONTEXT, check_turn
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "hello"}]
@@ -36,20 +38,15 @@ def llm(folder: Path) -> LLM:
 def test_keywords_and_mappings_say_how_every_call_samples(llm: LLM) -> None:
     values: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
     text, chat = llm.generate("ab", GREEDY).token_ids, llm.chat(QUESTION, GREEDY).token_ids
-    assert llm.generate("ab", **values).token_ids == llm.generate("ab", values).token_ids == text
-    assert llm.stream("ab", **values).result.token_ids == llm.stream("ab", values).result.token_ids == text
-    assert [result.token_ids for result in llm.generate_all(["ab"] * 2, **values)] == [text] * 2
-    assert [result.token_ids for result in llm.generate_all(["ab"] * 2, [values, GREEDY])] == [text] * 2
-    assert llm.chat(QUESTION, **values).token_ids == llm.chat(QUESTION, values).token_ids == chat
     session = llm.session()
     session.append("ab")
-    assert session.generate(**values).token_ids == text
-    for ask in (
-        lambda: llm.session().send("hello", **values),
-        lambda: llm.session().stream("hello", values).result,
-        lambda: llm.session().answer(QUESTION, **values),
-    ):
-        assert ask().token_ids == chat
+    found = [llm.generate("ab", **values), llm.generate("ab", values), session.generate(**values)]
+    found += [llm.stream("ab", **values).result, llm.stream("ab", values).result]
+    found += [*llm.generate_all(["ab"] * 2, **values), *llm.generate_all(["ab"] * 2, [values, GREEDY])]
+    assert [result.token_ids for result in found] == [text] * 9
+    found = [llm.chat(QUESTION, **values), llm.chat(QUESTION, values), llm.session().answer(QUESTION, **values)]
+    found += [llm.session().send("hello", **values), llm.session().stream("hello", values).result]
+    assert [result.token_ids for result in found] == [chat] * 5
     assert llm.sample_trace("ab", temperature=0).token_id == text[0]
 
 
@@ -62,8 +59,7 @@ def test_keywords_are_over_the_models_own_defaults_and_params_are_exact() -> Non
 
 
 def test_params_and_keywords_together_are_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="params and temperature= are both given"):
-        llm.generate("ab", GREEDY, temperature=0)
+    check_refused(lambda: llm.generate("ab", GREEDY, temperature=0), "params and temperature= are both given")
 
 
 MEANT = {"temprature": "temperature", "max_token": "max_new_tokens", "on_tokens": "on_token", "overflw": "overflow"}
@@ -78,16 +74,12 @@ def test_an_unknown_keyword_says_what_was_meant(llm: LLM, name: str, meant: str)
 
 
 def test_variables_of_a_template_are_distinguished_from_misspelt_keywords() -> None:
-    template = "{% if temprature %}{{ tone }}{% endif %}"
-    assert split_keywords({"temprature": 1, "seed": 2, "anything": 3}, [template]) == (
-        {"seed": 2},
-        {"temprature": 1, "anything": 3},
-    )
+    template, keywords = "{% if temprature %}{{ tone }}{% endif %}", {"temprature": 1, "seed": 2, "anything": 3}
+    assert split_keywords(keywords, [template]) == ({"seed": 2}, {"temprature": 1, "anything": 3})
 
 
 def test_a_session_takes_no_sampling_for_all_turns(llm: LLM) -> None:
-    with pytest.raises(UnknownParameterError, match=r"temperature .*pass it to send\(\)"):
-        llm.session(temperature=0)
+    check_refused(lambda: llm.session(temperature=0), r"temperature .*pass it to send\(\)", UnknownParameterError)
 
 
 # Prompts
@@ -106,8 +98,7 @@ def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
 
 def test_a_long_text_keeps_its_last_tokens_and_the_answer_its_room(llm: LLM) -> None:
     prompt = [65 + index % 26 for index in range(CONTEXT + 50)]
-    with pytest.raises(ContextLengthError, match="overflow='truncate_left'"):
-        llm.generate(prompt, GREEDY)
+    check_refused(lambda: llm.generate(prompt, GREEDY), "overflow='truncate_left'", ContextLengthError)
     result = llm.generate(prompt, GREEDY, overflow="truncate_left")
     kept = prompt[-(CONTEXT - 6) :]
     assert result.token_ids == llm.generate(kept, GREEDY).token_ids
@@ -122,35 +113,25 @@ def test_a_long_text_keeps_its_last_tokens_and_the_answer_its_room(llm: LLM) -> 
 def test_the_answers_room_is_its_limit_and_half_of_the_context_at_most(limit: int | None, room: int) -> None:
     params = SamplingParams(max_new_tokens=limit)
     ids = list(range(10_000))
-    kept, num_truncated, _ = fitted(ids, list, None, CONTEXT, params, "truncate_left")
-    assert kept == ids[-(CONTEXT - room) :]
-    assert num_truncated == 10_000 - len(kept)
-    kept, num_truncated, _ = fitted(ids, list, 0, CONTEXT, params, "truncate_left")
-    assert kept == [0, *ids[len(ids) - (CONTEXT - room) + 1 :]], "BOS stays"
-    assert num_truncated == 10_000 - len(kept)
+    for begins_with, kept in ((None, ids[-(CONTEXT - room) :]), (0, [0, *ids[len(ids) - (CONTEXT - room) + 1 :]])):
+        found = fitted(ids, list, begins_with, CONTEXT, params, "truncate_left")
+        assert found[:2] == (kept, 10_000 - len(kept)), "BOS stays"
 
 
 def test_a_long_conversation_loses_its_oldest_turns_and_keeps_its_system_message(llm: LLM) -> None:
     system = {"role": "system", "content": "be brief"}
-    turns = [
-        message
-        for index in range(20)
-        for message in (
-            {"role": "user", "content": f"question {index:02} {'x' * 20}"},
-            {"role": "assistant", "content": f"answer {index:02}"},
-        )
-    ]
-    messages = [system, *turns, {"role": "user", "content": "last"}]
+    messages = [system]
+    for index in range(20):
+        messages.append({"role": "user", "content": f"question {index:02} {'x' * 20}"})
+        messages.append({"role": "assistant", "content": f"answer {index:02}"})
+    messages.append({"role": "user", "content": "last"})
     with pytest.raises(ContextLengthError):
         llm.chat(messages, GREEDY)
     result = llm.chat(messages, GREEDY, overflow="truncate_left")
-    fitting = [
-        kept
-        for start in range(1, len(messages), 2)
-        if len(llm.tokenizer.encode_chat(kept := [system, *messages[start:]])) <= CONTEXT - 6
-    ]
-    assert result.token_ids == llm.chat(fitting[0], GREEDY).token_ids
-    whole, kept = len(llm.tokenizer.encode_chat(messages)), len(llm.tokenizer.encode_chat(fitting[0]))
+    shorter = [[system, *messages[start:]] for start in range(1, len(messages), 2)]
+    whole, *counts = (len(llm.tokenizer.encode_chat(each)) for each in (messages, *shorter))
+    kept = next(count for count in counts if count <= CONTEXT - 6)
+    assert result.token_ids == llm.chat(shorter[counts.index(kept)], GREEDY).token_ids
     assert (result.prompt_tokens, result.truncated_tokens) == (kept, whole - kept)
     assert llm.generate(messages, GREEDY, overflow="truncate_left").token_ids == result.token_ids
     with pytest.raises(ContextLengthError, match="the last turn has"):
@@ -159,20 +140,17 @@ def test_a_long_conversation_loses_its_oldest_turns_and_keeps_its_system_message
 
 def test_a_session_forgets_its_oldest_turns_and_goes_on(llm: LLM) -> None:
     session = llm.session(system="be brief")
-    lost = 0
+    system, lost = session.messages, 0
     for index in range(12):
-        result = session.send(f"question {index:02} {'x' * 30}", GREEDY, overflow="truncate_left")
-        prompt = session.token_ids[: -len(result.token_ids)]
-        assert result.token_ids == llm.generate(prompt, GREEDY).token_ids
-        assert result.prompt_tokens == len(prompt) <= CONTEXT - 6
+        result = check_turn(llm, session, f"question {index:02} {'x' * 30}", GREEDY, overflow="truncate_left")
+        assert result.prompt_tokens <= CONTEXT - 6
         lost += result.truncated_tokens > 0
     assert lost > 0
     roles = [message["role"] for message in session.messages]
     assert roles == ["system", *["user", "assistant"] * (len(roles) // 2)]
-    assert session.messages[0]["content"] == "be brief"
     assert "question 11" in session.messages[-2]["content"]
     session.rewind(len(result.token_ids) + 1)
-    assert session.messages == [{"role": "system", "content": "be brief"}], "what was read again is one turn"
+    assert session.messages == system == [{"role": "system", "content": "be brief"}], "what was read again is one turn"
 
 
 def test_ids_of_a_session_lose_their_beginning_too(llm: LLM) -> None:
@@ -180,16 +158,12 @@ def test_ids_of_a_session_lose_their_beginning_too(llm: LLM) -> None:
     session.append([65 + index % 26 for index in range(CONTEXT - 2)])
     before = session.token_ids
     result = session.generate(GREEDY, overflow="truncate_left")
-    assert result.truncated_tokens == 4
-    assert session.token_ids == before[4:] + result.token_ids
+    assert (result.truncated_tokens, session.token_ids) == (4, before[4:] + result.token_ids)
     assert result.token_ids == llm.generate(before[4:], GREEDY).token_ids
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*values: object) -> None:
-        raise AssertionError("it was tokenized")
-
-    monkeypatch.setattr("infer.text.tokenizer.tokenizer.encode", fail)
+    monkeypatch.setattr("infer.text.tokenizer.tokenizer.encode", Mock(side_effect=AssertionError("it was tokenized")))
     text = "ab e " * 1000
     for call in (lambda: llm.generate(text, GREEDY), lambda: llm.session().append(text)):
         with pytest.raises(ContextLengthError, match=rf"at least 500 tokens and the context holds {CONTEXT}"):
@@ -344,10 +318,8 @@ found = {}
 for call in json.loads(sys.argv[2]):
     try:
         found[call] = repr(eval(call))
-    except InvalidRequestError as error:
-        found[call] = "refused: " + str(error)
     except Exception as error:
-        found[call] = repr(error)
+        found[call] = "refused: " + str(error) if isinstance(error, InvalidRequestError) else repr(error)
 print(json.dumps(found))
 """
 

@@ -1,8 +1,10 @@
 """`LLM.rerank`: scores are those of `transformers`, and depend only on query, document and instruction."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -13,11 +15,12 @@ from transformers import AutoTokenizer
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer import LLM, AsyncLLM, InvalidRequestError, ModelError, RankedDocument
 from infer.engine.requests.reranker import make_reranker
-from infer.engine.runner.hidden_states import MAX_TEXTS, HiddenStates
+from infer.engine.runner.hidden_states import MAX_TEXTS
 from infer.engine.texts import text_states
 from infer.engine.texts.reranking import pairs_to_score, reranker_of
 from infer.errors import TruncationWarning
 from infer.files import open_checkpoint
+from refusals import check_refused
 from reranker_model import CONTEXT, NO, YES, make_logit_score, make_reranker_model, qwen3_prompt
 
 QUERY = "where do cats sleep?"
@@ -55,10 +58,8 @@ def test_documents_come_by_score_and_equal_ones_by_place(judge: LLM) -> None:
     found = judge.rerank(QUERY, DOCUMENTS)
     assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
     places = [each.index for each in found]
-    assert places.index(0) + 1 == places.index(3)
-    assert judge.rerank(QUERY, DOCUMENTS, top_n=2) == found[:2]
-    assert judge.rerank(QUERY, DOCUMENTS, top_n=99) == found
-    assert judge.rerank(QUERY, []) == []
+    assert (places.index(0) + 1, judge.rerank(QUERY, DOCUMENTS, top_n=2)) == (places.index(3), found[:2])
+    assert (judge.rerank(QUERY, DOCUMENTS, top_n=99), judge.rerank(QUERY, [])) == (found, [])
 
 
 def test_the_bits_of_a_score_depend_on_its_pair_alone(judge: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +74,11 @@ def test_the_bits_of_a_score_depend_on_its_pair_alone(judge: LLM, monkeypatch: p
 
 
 def test_the_beginning_of_all_prompts_is_read_once(judge: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_tokens, run = [], HiddenStates._run
-
-    def counted(self: HiddenStates, step: Any) -> Any:
-        num_tokens.append(len(step.tokens))
-        return run(self, step)
-
-    monkeypatch.setattr(HiddenStates, "_run", counted)
+    run = Mock(wraps=judge._opened.hidden_states()._run)
+    monkeypatch.setattr(judge._opened.hidden_states(), "_run", run)
     judge.rerank(QUERY, DOCUMENTS)
     prompts = [len(judge.tokenizer.encode(qwen3_prompt(QUERY, each))) for each in DOCUMENTS]
-    assert sum(num_tokens) < sum(prompts) / 2
+    assert sum(len(call.args[0].tokens) for call in run.call_args_list) < sum(prompts) / 2
     cache = judge._opened.hidden_states()._cache
     judge.embed(["a"])
     assert cache.free_pages == cache.pool_pages
@@ -99,9 +95,7 @@ def test_a_copy_under_another_name_is_a_reranker_if_asked(tmp_path: Path, judge:
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("false_id", [NO, None])
 @pytest.mark.parametrize("prompts", [{}, {"prompts": {"web": "find"}, "default_prompt_name": "web"}])
-def test_sentence_transformers_files_name_the_tokens_and_the_template(
-    tmp_path: Path, false_id: int | None, prompts: dict[str, Any]
-) -> None:
+def test_sentence_transformers_name_the_template(tmp_path: Path, false_id: int | None, prompts: dict[str, Any]) -> None:
     model = make_logit_score(tmp_path, YES, false_id, **prompts)
     task = "<task>find" if prompts else ""
     texts = [f"{task}<q>{QUERY}<d>{each}<|im_end|>" for each in DOCUMENTS]
@@ -131,9 +125,7 @@ def test_a_classifier_of_one_label_is_a_reranker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_instruction", [True, False])
-def test_a_gguf_file_has_the_rows_of_both_answers_and_a_prompt(
-    tmp_path: Path, judge: LLM, has_instruction: bool
-) -> None:
+def test_a_gguf_file_has_rows_of_both_answers_and_a_prompt(tmp_path: Path, judge: LLM, has_instruction: bool) -> None:
     prompt = qwen3_prompt("{query}", "{document}", *([] if has_instruction else ["find"]))
     rows = np.random.default_rng(0).standard_normal((2, HIDDEN), dtype=np.float32)
 
@@ -146,7 +138,6 @@ def test_a_gguf_file_has_the_rows_of_both_answers_and_a_prompt(
     checkpoint, tokenizer = open_checkpoint(path), judge.tokenizer
     assert "cls.output.weight" not in checkpoint.tensors
     reranker = make_reranker(checkpoint, tokenizer, "auto")
-    assert reranker is not None
     state = torch.randn(HIDDEN).double()
     yes, no = (torch.from_numpy(row).double() @ state for row in rows)
     assert reranker.score(state) == pytest.approx(float((yes - no).sigmoid()))
@@ -166,43 +157,43 @@ def test_control_text_in_a_document_is_text(judge: LLM) -> None:
 
 def test_a_document_is_cut_before_the_end_of_the_prompt(judge: LLM) -> None:
     long = "x" * 5000
-    with pytest.raises(InvalidRequestError, match=f"document 1: the text has .* and the context holds {CONTEXT}"):
-        judge.rerank(QUERY, ["a", long])
+    message = f"document 1: the text has .* and the context holds {CONTEXT}"
+    check_refused(lambda: judge.rerank(QUERY, ["a", long]), message)
     with pytest.warns(TruncationWarning, match=f"1 of 2 texts were cut to {CONTEXT} tokens"):
         found = judge.rerank(QUERY, ["a", long], truncate=True)
     room = CONTEXT - len(reranker_of(judge._opened).encode(judge.tokenizer, None, QUERY, "").ids)
     assert scores_of(found)[1] == judge.rerank(QUERY, ["x" * room])[0].score
-    with pytest.raises(InvalidRequestError, match="document 0: the first text of the pair has"):
-        judge.rerank("q" * 5000, ["a"], truncate=True)
+    check_refused(lambda: judge.rerank("q" * 5000, ["a"], truncate=True), "document 0: the first text of the pair has")
 
 
 @pytest.mark.parametrize(
-    ("query", "documents", "options", "message"),
+    ("given", "message"),
     [
-        ("a", "b", {}, "documents must be a list of texts, got str"),
-        ("a", ["b"], {"top_n": 0}, "top_n must be a whole number of at least 1, got 0"),
-        ("\ud800", ["b"], {}, "document 0: the text contains a lone surrogate"),
+        (("a", "b"), "documents must be a list of texts, got str"),
+        (("a", ["b"], 0), "top_n must be a whole number of at least 1, got 0"),
+        (("\ud800", ["b"]), "document 0: the text contains a lone surrogate"),
     ],
 )
-def test_documents_that_cannot_be_ranked_give_one_line(
-    judge: LLM, query: Any, documents: Any, options: Any, message: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        judge.rerank(query, documents, **options)
-    for pair, problem in (((5, "a"), "query must be a text, got int"), (("a", None), "document 0 must be a text, got")):
-        with pytest.raises(InvalidRequestError, match=problem):
-            pairs_to_score(judge._opened, [pair], None, truncate=False)  # type: ignore[list-item]
+def test_documents_that_cannot_be_ranked_give_one_line(judge: LLM, given: Any, message: str) -> None:
+    check_refused(lambda: judge.rerank(*given), message)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [((5, "a"), "query must be a text, got int"), (("a", None), "document 0 must be a text, got")],
+)
+def test_a_pair_of_no_texts_gives_one_line(judge: LLM, pair: Any, message: str) -> None:
+    check_refused(lambda: pairs_to_score(judge._opened, [pair], None, truncate=False), message)
 
 
 def test_broken_files_are_an_error_of_the_model(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="reranker must be one of auto, qwen3, got 'bert'"):
-        LLM(tmp_path, reranker="bert")
-    make_logit_score(tmp_path / "b", "yes")
-    with pytest.raises(ModelError, match="LogitScore must have ids as true_token_id and false_token_id, got 'yes'"):
-        LLM(tmp_path / "b")
-    make_logit_score(tmp_path / "c", 4000)
-    with pytest.raises(ModelError, match="the reranker's token 4000 is not one of the 261 rows"):
-        LLM(tmp_path / "c")
+    check_refused(lambda: LLM(tmp_path, reranker="bert"), "reranker must be one of auto, qwen3, got 'bert'")
+    for token, message in (
+        ("yes", "LogitScore must have ids as true_token_id and false_token_id, got 'yes'"),
+        (4000, "the reranker's token 4000 is not one of the 261 rows"),
+    ):
+        make_logit_score(tmp_path / str(token), token)
+        check_refused(partial(LLM, tmp_path / str(token)), message, ModelError)
 
 
 def test_an_embedding_model_ranks_by_the_cosine_of_its_vectors(embedder: LLM) -> None:
@@ -211,5 +202,5 @@ def test_an_embedding_model_ranks_by_the_cosine_of_its_vectors(embedder: LLM) ->
     assert scores_of(found) == pytest.approx([float(query @ each) for each in vectors], abs=1e-6)
     assert scores_of(found) == scores_of(asyncio.run(AsyncLLM(embedder).rerank(QUERY, DOCUMENTS)))
     assert scores_of(found) == [embedder.rerank(QUERY, [each])[0].score for each in DOCUMENTS]
-    with pytest.raises(InvalidRequestError, match="instruction must be left out: this model compares vectors"):
-        embedder.rerank(QUERY, DOCUMENTS, instruction="find")
+    message = "instruction must be left out: this model compares vectors"
+    check_refused(lambda: embedder.rerank(QUERY, DOCUMENTS, instruction="find"), message)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from infer.engine.step.request import make_request
 from infer.files import open_checkpoint, resolve
 from infer.files.generation_config import defaults_of, sampling_defaults
 from infer.files.hub.find import INSTALLED_MODELS
-from test_llm import folder  # noqa: F401  # a fixture
 
 
 def test_files_go_before_the_card_and_the_card_before_neutral_values() -> None:
@@ -39,15 +39,11 @@ def test_a_card_s_repetition_penalty_goes_with_the_card_s_temperature() -> None:
 
 
 def test_only_the_card_that_needs_it_and_the_seeds_preset_penalise_repetition() -> None:
-    tables: dict[str, dict[str, Any]] = {name: dict(model.sampling) for name, model in INSTALLED_MODELS.items()}
-    penalised = {
-        name
-        for name, values in {**tables, "neutral": {}}.items()
-        for is_chat in (False, True)
-        if default_params(values, is_chat=is_chat).repetition_penalty != 1.0
-    }
-    assert penalised == {"smollm2"}
-    assert PRESETS["seed"]["repetition_penalty"] == 1.1
+    tables = {"neutral": dict[str, Any]()} | {name: dict(each.sampling) for name, each in INSTALLED_MODELS.items()}
+    penalised = set[str]()
+    for (name, values), is_chat in product(tables.items(), (False, True)):
+        penalised |= {name} if default_params(values, is_chat=is_chat).repetition_penalty != 1.0 else set()
+    assert (penalised, PRESETS["seed"]["repetition_penalty"]) == ({"smollm2"}, 1.1)
 
 
 def test_a_top_p_of_0_in_a_models_file_keeps_one_token() -> None:
@@ -61,14 +57,8 @@ def test_a_top_p_of_0_in_a_models_file_keeps_one_token() -> None:
         ("top_k", -2), ("top_k", 1.5), ("min_p", 1), ("repetition_penalty", 0), ("repetition_penalty", [1]),
     ],
 )  # fmt: skip
-def test_a_bad_value_in_a_models_file_is_named_and_ignored(
-    name: str,
-    value: Any,
-    tmp_path: Path,
-    folder: Path,  # noqa: F811
-) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
+def test_a_bad_value_in_a_models_file_is_named_and_ignored(name: str, value: Any, tmp_path: Path, folder: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "model")
     (copy / "generation_config.json").write_text(json.dumps({"min_p": 0.1, "top_k": 5} | {name: value}))
     with pytest.warns(UserWarning, match=rf"\Amodel/generation_config.json: {name} must be .*: ignored\Z"):
         found = defaults_of(open_checkpoint(copy))
@@ -83,8 +73,12 @@ def test_a_bad_value_in_a_gguf_file_is_named_with_its_key(tmp_path: Path) -> Non
         assert dict(defaults_of(open_checkpoint(path))) == {}
 
 
-def test_a_call_without_parameters_takes_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    llm = LLM(folder, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+def test_a_call_without_parameters_takes_the_table(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "model")
+    (copy / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
+    llm = LLM(copy, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     seen: list[SamplingParams] = []
 
     def watch(limits: Any, tokenizer: Any, prompt: Any, params: SamplingParams, *others: Any, **named: Any) -> Any:
@@ -93,12 +87,10 @@ def test_a_call_without_parameters_takes_the_table(folder: Path, monkeypatch: py
 
     monkeypatch.setattr("infer.engine.requests.request_maker.make_request", watch)
     message = {"role": "user", "content": "ab"}
-    llm.generate("ab")
-    llm.generate([message])
-    llm.chat([message])
-    llm.session().send("ab")
-    llm.session().answer([message])
-    llm.generate_all(["ab"])
+    for call, given in ((llm.generate, "ab"), (llm.generate, [message]), (llm.chat, [message])):
+        call(given)
+    for call, given in ((llm.session().send, "ab"), (llm.session().answer, [message]), (llm.generate_all, ["ab"])):
+        call(given)
     llm.generate("ab", top_k=3)
     values = [(params.temperature, params.top_k, params.top_p, params.max_new_tokens) for params in seen]
     plain, chat = (0.6, 20, 1.0, 512), (0.6, 20, 0.95, 512)

@@ -43,18 +43,11 @@ def random_life(seed: int) -> Simulation:
         now += draw.choice((0.0, 0.0, draw.expovariate(10), draw.expovariate(1)))
         num_prompt = draw.choice((1, draw.randint(1, 40), draw.randint(1, longest)))
         max_new = draw.choice((1, 16, draw.randint(1, min(longest, most_new))))
-        requests.append(
-            Request(
-                now,
-                num_prompt,
-                max_new if draw.random() < 0.5 else draw.randint(1, max_new),
-                max_new,
-                tenant=draw.choice(tenants),
-                priority=draw.randint(-3, 3) if has_priorities else 0,
-                patience=draw.expovariate(2) if may_leave and draw.random() < 0.2 else float("inf"),
-                is_streamed=draw.random() < 0.7,
-            )
-        )
+        request = Request(now, num_prompt, max_new if draw.random() < 0.5 else draw.randint(1, max_new), max_new)
+        request.tenant, request.priority = draw.choice(tenants), draw.randint(-3, 3) if has_priorities else 0
+        request.patience = draw.expovariate(2) if may_leave and draw.random() < 0.2 else float("inf")
+        request.is_streamed = draw.random() < 0.7
+        requests.append(request)
     weights = {tenant: draw.choice((1.0, 1.0, 3.0)) for tenant in tenants}
     return Simulation(machine, requests, weights, 1 if is_crowded else EXPECTED_ANSWER)
 
@@ -62,8 +55,7 @@ def random_life(seed: int) -> Simulation:
 def test_all_are_answered_within_the_wait_that_was_computed() -> None:
     num_bounded = num_preempted = 0
     for seed in range(TRACES):
-        life = random_life(seed)
-        life.run()
+        life = random_life(seed).run()
         assert life.free == life.machine.num_pages, seed
         assert not life.tenants._num_active, seed
         is_preempted = any(request.num_preemptions for request in life.requests)
@@ -88,7 +80,6 @@ def test_a_request_that_is_passed_by_priorities_waits_no_longer_than_their_head_
     stream = [Request(0.05 * index, 64, 16, 16, priority=2) for index in range(600)]
     last = Request(0.01, 64, 16, 16)
     Simulation(machine, [*stream, last]).run()
-    assert last.entered_at is not None
     passed = [each for each in stream if each.arrives_at > 0.01 and (each.entered_at or 0) < last.entered_at]
     assert len(passed) > 100
     assert max(each.arrives_at for each in passed) <= 0.01 + 2 * HEAD_START + 0.1
@@ -104,25 +95,22 @@ def test_a_tenant_that_sends_ten_times_as_much_gets_no_more(name: str) -> None:
         for tenant, number in (("loud", 10 * count), ("quiet", count))
         for _ in range(number)
     ]
-    life = Simulation(machine, requests)
-    shares = list[dict[str, int]]()
+    life, served = Simulation(machine, requests), list[int]()
     step = life.step
 
     def note() -> None:
         step()
         if any(each.tenant == "quiet" for each in life.waiting):
-            shares.append(dict(life.served))
+            served[:] = life.served.values()
 
     life.step = note  # type: ignore[method-assign]
     life.run()
-    served = shares[-1].values()
     assert sum(served) ** 2 / (len(served) * sum(share**2 for share in served)) >= 0.95
 
 
 def test_a_weight_is_a_share() -> None:
     requests = [Request(0.0, 100, 50, 50, tenant=tenant) for tenant in ("one", "three") for _ in range(200)]
-    life = Simulation(MACHINES["2 cores"], requests, {"three": 3.0})
-    life.run()
+    Simulation(MACHINES["2 cores"], requests, {"three": 3.0}).run()
     order = sorted(requests, key=lambda each: each.entered_at or 0)
     among_first = sum(each.tenant == "three" for each in order[:100])
     assert 70 <= among_first <= 80
@@ -150,9 +138,6 @@ def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, no
     life.run()
     alone = Request(0.0, 8000, 8, 8)
     Simulation(machine, [alone]).run()
-    assert short.ended_at is not None
-    assert long.ended_at is not None
-    assert alone.ended_at is not None
     assert short.ended_at - short.arrives_at <= 0.15
     assert percentile(gaps, 99.0) <= (0.045 if noise else 0.04)
     assert long.ended_at - long.arrives_at <= 1.4 * alone.ended_at
@@ -223,8 +208,7 @@ def test_a_prompt_whose_tokens_cost_their_positions_alone_keeps_to_the_time_too(
 def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:
     scheduler = Scheduler(HOST_STEP, 64)
     few, many = Demand(1, 0, 1000, 3), Demand(1, 0, 1000, 60)
-    assert scheduler.plan([few], 512).num_steps == 3
-    assert scheduler.plan([few, many], 512).num_steps == 3
+    assert [scheduler.plan(each, 512).num_steps for each in ([few], [few, many])] == [3, 3]
     assert scheduler.plan([few, *[many] * 15], 512).num_steps > 3
     assert scheduler.plan([Demand(1, 0, 2, 2), *[many] * 15], 512).num_steps == 2  # one sequence needs a return
 
@@ -234,24 +218,21 @@ def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
     drafting, plain = Demand(1, 7, 1000, 60, steps_to_draft=1), Demand(1, 0, 1000, 60)
     assert scheduler.plan([drafting], 512).num_drafts == [7]
     assert scheduler.plan([drafting, plain], 512).num_drafts == [7, 0]
-    first = scheduler.plan([drafting, plain, plain], 512)
-    assert first.num_drafts == [7, 0, 0]  # after these plain steps it is the drafts' turn
-    scheduler.update(first, 1, 0.01, None)
-    second = scheduler.plan([drafting, plain, plain], 512)
-    assert (second.num_drafts, second.num_steps) == ([0, 0, 0], PLAIN_STEPS)
-    scheduler.update(second, PLAIN_STEPS, 0.01, None)
-    assert scheduler.plan([drafting, plain, plain], 512).num_drafts == [7, 0, 0]
+    for num_drafts, num_steps in ((7, 1), (0, PLAIN_STEPS), (7, 1)):  # after the plain steps it is the drafts' turn
+        plan = scheduler.plan([drafting, plain, plain], 512)
+        assert (plan.num_drafts, plan.num_steps) == ([num_drafts, 0, 0], num_steps)
+        scheduler.update(plan, num_steps, 0.01, None)
 
 
 def test_the_victim_of_preemption() -> None:
-    assert victim([]) is None
-    assert victim([Running(1, 0, False)]) is None
-    assert victim([Running(1, 0, False), Running(2, 99, False), Running(3, 0, False)]) == Running(3, 0, False)
+    first, second, third = (Running(number, given, False) for number, given in ((1, 0), (2, 99), (3, 0)))
+    assert victim([]) is victim([first]) is None
+    assert victim([first, second, third]) == third
     came_back = Running(3, FEWEST_KEPT - 1, True)
-    assert victim([Running(1, 0, False), Running(2, 99, False), came_back]) == Running(2, 99, False)
-    assert victim([Running(1, 99, False), came_back]) == came_back  # never the oldest one
+    assert victim([first, second, came_back]) == second
+    assert victim([first, came_back]) == came_back  # never the oldest one
     came_back = came_back._replace(num_given=FEWEST_KEPT)
-    assert victim([Running(1, 0, False), Running(2, 99, False), came_back]) == came_back
+    assert victim([first, second, came_back]) == came_back
 
 
 def test_a_tenant_whose_account_was_kept_does_not_come_back_below_the_others() -> None:
@@ -291,10 +272,7 @@ QUIET = Request(0.5, 20, 400, 400, tenant="quiet")
 def quiet_rate(machine: Machine, others: list[Request], weight: float = 1.0) -> float:
     """Return the tokens per second of one stream while others run."""
     quiet, *crowd = deepcopy([QUIET, *others])
-    life = Simulation(machine, [quiet, *crowd], {"quiet": weight})
-    life.run()
-    assert quiet.first_token_at is not None
-    assert quiet.ended_at is not None
+    Simulation(machine, [quiet, *crowd], {"quiet": weight}).run()
     return quiet.num_new / (quiet.ended_at - quiet.first_token_at)
 
 
@@ -313,12 +291,9 @@ def test_every_step_is_for_all_where_that_gives_each_tenant_its_share() -> None:
     machine = Machine(8, 10_000)
     for tenants in ("abcdefgh", "aaaabbbb"):
         requests = [Request(0.0, 1, 500, 500, tenant=tenant) for tenant in tenants]
-        alone = Simulation(machine, [replace(each, tenant="a") for each in requests])
-        shared = Simulation(machine, requests)
-        shared.run()
-        alone.run()
-        assert shared.num_steps == alone.num_steps
-        assert shared.now == pytest.approx(alone.now)
+        alone = Simulation(machine, [replace(each, tenant="a") for each in requests]).run()
+        shared = Simulation(machine, requests).run()
+        assert (shared.num_steps, shared.now) == (alone.num_steps, pytest.approx(alone.now))
 
 
 @pytest.mark.slow

@@ -22,19 +22,21 @@ from infer.engine.step.scheduler import Demand, Plan
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.step_costs import StepCosts
 from infer.engine.step.step_shares import StepShares
-from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
-from looping import loop_of, open_stream
-from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+from looping import in_threads, loop_of, open_stream
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, check_ends, make_sequence
+from refusals import check_refused
 
 LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
 
 
+SETTINGS = CacheSettings(page_tokens=16, reuse_prefixes=True)
+
+
 @pytest.fixture
 def engine(world: World) -> Iterator[Engine]:
-    settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
-    engine = Engine(Runner(world.model, CONTEXT, num_slots=4, settings=settings), max_steps=4)
+    engine = Engine(Runner(world.model, CONTEXT, num_slots=4, settings=SETTINGS), max_steps=4)
     yield engine
     engine.close()
 
@@ -47,9 +49,7 @@ def loop(engine: Engine) -> Iterator[Loop]:
 
 
 def submit(world: World, engine: Engine, case: Case, **options: object) -> Sequence:
-    sequence = make_sequence(world, case, Way())
-    sequence.request = replace(sequence.request, **options)  # type: ignore[arg-type]
-    return engine.submit(sequence)
+    return engine.submit(make_sequence(world, case, Way(), **options))
 
 
 def run(engine: Engine) -> list[Sequence]:
@@ -65,8 +65,7 @@ def test_waiting_sequences_enter_by_priority_and_keep_their_answers(world: World
     engine.max_running = 1
     asked = [submit(world, engine, LONG, priority=priority) for priority in (0, -2, 5, 0)]
     assert run(engine) == [asked[2], asked[0], asked[3], asked[1]]
-    for sequence in asked:
-        assert Outcome.of(sequence.result()) == by_definition(world, LONG)
+    check_ends(world, engine, asked, [LONG] * 4)
 
 
 def test_all_that_are_submitted_while_a_step_runs_take_part_in_the_next(
@@ -96,15 +95,10 @@ def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine)
     engine.max_running = 1
     loud = [submit(world, engine, LONG, tenant="loud") for _ in range(6)]
     quiet = [submit(world, engine, LONG, tenant="quiet") for _ in range(3)]
-    order = run(engine)
-    assert [each.request.tenant for each in order[:6]] == ["loud", "quiet"] * 3
-    assert [each for each in order if each in loud] == loud
-    assert [each for each in order if each in quiet] == quiet
+    assert run(engine) == [each for pair in zip(loud, quiet, strict=False) for each in pair] + loud[3:]
 
 
-def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
-    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_owed_to_a_tenant_are_for_it_alone(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the clock of this test, each sequence takes as long as the step itself."""
     monkeypatch.setattr(StepCosts, "predict", lambda self, work: 1e-3 * (1 + work.num_sequences))
     computed, counts, alone = StepShares.computed, list[int](), 0
@@ -119,9 +113,7 @@ def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
         return found._replace(num_steps=1)
 
     monkeypatch.setattr(engine.scheduler, "plan", counted)
-    for _ in range(3):
-        submit(world, engine, LONG, tenant="loud")
-    quiet = submit(world, engine, LONG, tenant="quiet")
+    *_, quiet = [submit(world, engine, LONG, tenant=tenant) for tenant in ("loud", "loud", "loud", "quiet")]
     while not quiet.has_ended:
         tenants = sorted(each.request.tenant for each in engine.step())
         alone += tenants == ["quiet"]
@@ -131,22 +123,17 @@ def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
 
 
 @pytest.mark.parametrize("salt", ["", "another"])
-def test_a_prompt_that_another_is_reading_is_read_once(
+def test_a_prompt_of_several_is_read_once(
     world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch, salt: str
 ) -> None:
     monkeypatch.setattr("infer.engine.step.slots._SHARED_TOKENS", 32)
     beginning, params = tuple(b"abc cab " * 15), SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-    first, second, short = (
-        Case(name, beginning[:count] + tuple(rest), params)
-        for name, count, rest in (("first", 120, b"ab"), ("second", 120, b"ca"), ("short", 30, b"b"))
-    )
-    asked = [submit(world, engine, case, prefill_chunk=16) for case in (first, second, short)]
-    asked[1].request = replace(asked[1].request, cache_salt=salt)
+    cases = [Case("", (*beginning[:count], *end), params) for count, end in ((120, b"ab"), (120, b"ca"), (30, b"b"))]
+    options = [{"cache_salt": each, "prefill_chunk": 16} for each in ("", salt, "")]
+    asked = [submit(world, engine, case, **each) for case, each in zip(cases, options, strict=True)]
     engine.step()
     assert [each.has_slot for each in asked] == [True, bool(salt), True]
-    run(engine)
-    for sequence, case in zip(asked, (first, second, short), strict=True):
-        assert Outcome.of(sequence.result()) == by_definition(world, case)
+    check_ends(world, engine, asked, cases)
     assert asked[1].num_reused == 0 if salt else asked[1].num_reused >= 120 - 32 - 16
 
 
@@ -160,7 +147,7 @@ def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: W
     assert begun == [asked[0], asked[2], asked[1]]
 
 
-def test_a_timeout_ends_an_answer_with_what_it_has_and_one_that_waits(
+def test_a_timeout_ends_answers_with_what_they_have(
     world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -172,25 +159,19 @@ def test_a_timeout_ends_an_answer_with_what_it_has_and_one_that_waits(
     engine.step()
     engine.step()
     now = 105.0
-    run(engine)
+    check_ends(world, engine, [patient], [LONG])
     for sequence in (running, waiting):
         assert (sequence.result().finish_reason, sequence.result().stop_reason) == ("abort", "timeout")
     given = running.result().token_ids
-    assert given == by_definition(world, LONG).token_ids[: len(given)]
-    assert given
-    assert not waiting.result().token_ids
-    assert Outcome.of(patient.result()) == by_definition(world, LONG)
+    assert given == by_definition(world, LONG).token_ids[: len(given)] != waiting.result().token_ids == []
 
 
 def test_prefixes_are_shared_only_with_the_same_salt(world: World, engine: Engine) -> None:
     case = replace(SHORT, name="a page", prompt=tuple(b"abc " * 10))
-    reused = []
-    for salt in ("", "", "one", "one", "two"):
+    for salt, num_reused in (("", 0), ("", 32), ("one", 0), ("one", 32), ("two", 0)):
         sequence = submit(world, engine, case, cache_salt=salt)
-        run(engine)
-        assert Outcome.of(sequence.result()) == by_definition(world, case)
-        reused.append(sequence.num_reused)
-    assert reused == [0, 32, 0, 32, 0]
+        check_ends(world, engine, [sequence], [case])
+        assert sequence.num_reused == num_reused
 
 
 def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(world: World, engine: Engine) -> None:
@@ -202,9 +183,8 @@ def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(wor
         run(engine)
         assert sequence.num_reused == expected
         accounts.append(engine.snapshot().work_by_tenant["one"])
-    first, second, third = (after - before for before, after in pairwise(accounts))
-    assert first == work_of(40, 4)
-    assert second == third == first - work_of(32, 0)
+    whole, less = work_of(40, 4), work_of(40, 4) - work_of(32, 0)
+    assert [after - before for before, after in pairwise(accounts)] == [whole, less, less]
     cancelled = submit(world, engine, replace(LONG, prompt=tuple(b"xyz")), tenant="one")
     while len(cancelled.pieces) < 3:
         engine.step()
@@ -213,7 +193,7 @@ def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(wor
     assert engine.snapshot().work_by_tenant["one"] - accounts[-1] == work_of(3, len(cancelled.pieces))
 
 
-def test_a_reader_is_woken_for_its_prompt_only_after_progress(
+def test_a_reader_is_woken_only_after_progress(
     world: World, engine: Engine, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.max_running, told, step = 1, list[tuple[int, int]](), engine.step
@@ -228,8 +208,7 @@ def test_a_reader_is_woken_for_its_prompt_only_after_progress(
     before = open_stream(loop, make_sequence(world, SHORT, Way()))
     before.answer.begin()
     pieces = list(open_stream(loop, sequence, on_prefill=lambda *found: told.append(found)))
-    assert told == [(3, 7), (6, 7)]
-    assert len(pieces) == LONG.params.max_new_tokens
+    assert (told, len(pieces)) == ([(3, 7), (6, 7)], LONG.params.max_new_tokens)
     assert Outcome.of(before.run()) == by_definition(world, SHORT)
 
 
@@ -244,21 +223,17 @@ def test_a_preempted_sequence_returns_when_one_of_two_others_ends(world: World, 
     while not preempted.has_slot:
         engine.step()
         assert not running.has_ended
-    run(engine)
-    for sequence in (running, preempted):
-        assert Outcome.of(sequence.result()) == by_definition(world, LONG)
+    check_ends(world, engine, [running, preempted], [LONG, LONG])
 
 
 def test_one_prompt_is_remembered_for_at_most_half_of_the_pool(world: World) -> None:
-    settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
-    runner = Runner(world.model, CONTEXT, num_slots=2, settings=settings, pool_pages=CONTEXT // 16)
+    runner = Runner(world.model, CONTEXT, num_slots=2, settings=SETTINGS, pool_pages=CONTEXT // 16)
     engine = Engine(runner)
     case = replace(SHORT, name="long prompt", prompt=tuple(b"abc " * 35))
     for expected in (0, 80):
         sequence = submit(world, engine, case)
         run(engine)
-        assert sequence.num_reused == expected
-        assert Outcome.of(sequence.result()) == by_definition(world, case)
+        assert (sequence.num_reused, Outcome.of(sequence.result())) == (expected, by_definition(world, case))
         runner.cache.check_integrity()
 
 
@@ -271,8 +246,7 @@ def test_a_snapshot_has_running_and_waiting_sequences_and_costs(world: World, en
     for _ in range(4):
         engine.step()
     busy = engine.snapshot()
-    assert [each.tenant for each in busy.running] == ["one"]
-    assert [each.tenant for each in busy.waiting] == ["two"]
+    assert [[each.tenant for each in part] for part in (busy.running, busy.waiting)] == [["one"], ["two"]]
     assert busy.running[0].num_computed > len(LONG.prompt)
     assert busy.pools[0].num_free < busy.pools[0].num_pages
     assert busy.num_steps >= 2  # a step that the machine delayed does not count
@@ -286,19 +260,14 @@ def test_a_snapshot_has_running_and_waiting_sequences_and_costs(world: World, en
     assert costs.keys() == {"base", "per_sequence", "per_token", "per_context"}
 
 
-INVALID = {
-    r"priority must be a whole number in \[-9, 9\], got ": (10, 1.5),
-    "tenant must be a string, got ": (None,),
-    "cache_salt must be a string, got ": (b"x",),
-    "timeout must be a number of seconds above 0 or None, got ": (0, float("nan"), "5"),
-}
+INVALID = [*(("priority", value, r"a whole number in \[-9, 9\]") for value in (10, 1.5))]
+INVALID += [("timeout", value, "a number of seconds above 0 or None") for value in (0, float("nan"), "5")]
+INVALID += [("tenant", None, "a string"), ("cache_salt", b"x", "a string")]
 
 
-def test_an_option_that_is_no_value_is_refused() -> None:
-    for message, values in INVALID.items():
-        for value in values:
-            with pytest.raises(InvalidRequestError, match=f"{message}{value!r}"):
-                RequestOptions(**{message.partition(" ")[0]: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "value", "rule"), INVALID)
+def test_an_option_that_is_no_value_is_refused(name: str, value: Any, rule: str) -> None:
+    check_refused(lambda: RequestOptions(**{name: value}), f"{name} must be {rule}, got {value!r}")
 
 
 def test_a_call_has_these_options(llm: LLM) -> None:
@@ -320,17 +289,14 @@ def test_a_sequence_that_arrives_while_a_slot_is_free_waits_for_one_step(
 
     def meanwhile(*arguments: Any) -> Any:
         if not counts:
-            begun = threading.Thread(target=coming.answer.begin)
-            begun.start()
-            begun.join()
+            in_threads([coming.answer.begin])
         found = multi_step(*arguments)
         counts.append(len(found[1]))
         return found
 
     monkeypatch.setattr(engine.runner, "multi_step", meanwhile)
     assert Outcome.of(first.run()) == by_definition(world, LONG)
-    assert Outcome.of(coming.run()) == by_definition(world, SHORT)
-    assert counts[0] == num_tokens
+    assert (Outcome.of(coming.run()), counts[0]) == (by_definition(world, SHORT), num_tokens)
     loop.close()
 
 
@@ -343,5 +309,4 @@ def test_the_own_tokens_of_a_preempted_sequence_do_not_count_as_reused(world: Wo
     engine.step()
     assert sequence.num_computed > 32, "two pages of its own were found"
     run(engine)
-    assert sequence.result().reused_tokens == 0
-    assert Outcome.of(sequence.result()) == by_definition(world, LONG)
+    assert (sequence.result().reused_tokens, Outcome.of(sequence.result())) == (0, by_definition(world, LONG))

@@ -10,7 +10,7 @@ from infer.engine.runner.runner import Runner
 from infer.engine.step.fair_queueing import Running, Tenants, Waiting, victim, work_of
 from infer.outputs import percentile
 from infer.sampling_params import SamplingParams
-from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
+from path_cases import CONTEXT, Case, Way, World, check_ends, make_sequence
 from simulation import Machine, Request, Simulation
 
 SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))
@@ -36,9 +36,8 @@ def test_slots_that_change_hands_waste_little() -> None:
     """One tenant sends three requests per second, and the answers of the other have 600 tokens."""
     flood = [Request(0.005 * index, 64, 600, 600, tenant="alice") for index in range(60)]
     quiet = [Request(2.0 + 0.3 * index, 32, 4, 4, tenant="bob") for index in range(150)]
-    alone, beside = Simulation(SERVER, [replace(each) for each in flood]), Simulation(SERVER, [*flood, *quiet])
-    alone.run()
-    beside.run()
+    alone = Simulation(SERVER, [replace(each) for each in flood]).run()
+    beside = Simulation(SERVER, [*flood, *quiet]).run()
     assert beside.now < 1.3 * alone.now
     assert sum(each.num_recomputed for each in flood) < 0.34 * sum(each.num_given for each in flood)
     assert not any(each.num_preemptions for each in quiet)
@@ -120,8 +119,6 @@ def test_a_long_prompt_is_passed_by_as_much_work_as_its_own_and_no_more() -> Non
     stream = [Request(0.1 * index, 32, 32, 32) for index in range(500)]
     first, second = Request(1.0, 8000, 32, 32), Request(1.1, 8000, 32, 32)
     Simulation(machine, [*stream, first, second]).run()
-    assert first.entered_at is not None
-    assert second.entered_at is not None
     assert first.entered_at < second.entered_at
     assert 0 < second.passed <= work_of(8000, 32)
     after = [each for each in stream if each.arrives_at > 1.1 and (each.entered_at or 0) < second.entered_at]
@@ -134,8 +131,7 @@ def test_a_long_prompt_is_passed_by_as_much_work_as_its_own_and_no_more() -> Non
 def test_a_slot_that_is_given_to_another_tenant_changes_no_answer(world: World) -> None:
     params = SamplingParams(temperature=0.7, seed=5, max_new_tokens=40, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (2 + index)), replace(params, seed=index)) for index in range(5)]
-    runner = Runner(world.model, CONTEXT, num_slots=2, settings=world.settings)
-    engine = Engine(runner, max_steps=1)
+    engine = Engine(Runner(world.model, CONTEXT, num_slots=2, settings=world.settings), max_steps=1)
     alice = [make_sequence(world, case, Way(), tenant="alice") for case in cases[:4]]
     bob = make_sequence(world, cases[4], Way(), tenant="bob")
     for sequence in alice:
@@ -145,11 +141,7 @@ def test_a_slot_that_is_given_to_another_tenant_changes_no_answer(world: World) 
     assert [each.has_slot for each in alice] == [True, True, False, False]
     engine.submit(bob)
     engine.step()
-    assert bob.has_slot
-    assert [each.has_slot for each in alice] == [True, False, False, False]
-    while engine.sequences:
-        engine.step()
-        runner.cache.check_integrity()
-    assert [Outcome.of(each.result()) for each in (*alice, bob)] == all_by_definition(world, cases)
+    assert [each.has_slot for each in (bob, *alice)] == [True, True, False, False, False]
+    check_ends(world, engine, [*alice, bob], cases)
     assert [each.stats.preemptions for each in (*alice, bob)] == [0, 1, 0, 0, 0]
     assert engine.snapshot().expected_answer < 256  # five answers of 40 tokens

@@ -11,13 +11,14 @@ import torch
 from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from byte_tokenizer import write_byte_tokenizer
-from infer import LLM, InvalidRequestError, ModelError
+from infer import LLM, ModelError
 from infer.cli import main
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.ops import backend_of
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import PROCESS_BYTES, VOCABULARY_BYTES, LoadSettings, estimate
+from refusals import check_refused, refusal
 from test_session import GREEDY, NUM_TOKENS, SAMPLED, TEMPLATE
 from tiny import Tiny, make_tiny
 
@@ -45,12 +46,8 @@ def large(folder: Path) -> LLM:
 
 def smallest(folder: Path, num_tokens: int = CONTEXT) -> int:
     """Return the bytes that `infer estimate` names, without those of the process."""
-    checkpoint = open_checkpoint(folder)
-    model = (
-        make_architecture(checkpoint.config),
-        checkpoint.tensors,
-        LoadSettings(num_threads=backend_of(torch.device("cpu")).num_threads()),
-    )
+    checkpoint, settings = open_checkpoint(folder), LoadSettings(backend_of(torch.device("cpu")).num_threads())
+    model = make_architecture(checkpoint.config), checkpoint.tensors, settings
     return estimate(*model, CacheSettings(), num_tokens=num_tokens).model
 
 
@@ -64,7 +61,7 @@ def state_pages(llm: LLM) -> int:
     return llm._opened.runner.pool_pages[-1]
 
 
-def test_states_take_a_share_of_the_memory_and_the_estimated_minimum_opens(
+def test_states_take_a_share_of_memory_and_the_minimum_opens(
     folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert state_pages(large) == 2 * 64 + 8
@@ -79,11 +76,10 @@ def test_states_take_a_share_of_the_memory_and_the_estimated_minimum_opens(
         assert count * page_bytes <= 5 * page_bytes + (needed + spare) / 8 + 2**20
     set_available(monkeypatch, needed - 1)
     monkeypatch.setattr("infer.models.from_checkpoint.load_transformer", None)  # it is not called
-    with pytest.raises(ModelError, match="max_seq_len="):
-        LLM(folder, max_seq_len=CONTEXT)
+    check_refused(lambda: LLM(folder, max_seq_len=CONTEXT), "max_seq_len=", ModelError)
 
 
-def test_requests_wait_for_the_states_of_one_row_and_their_answers_are_the_same(
+def test_requests_wait_for_states_and_have_the_same_answers(
     folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also drafts, forks and sessions, whose rows hold states between their answers."""
@@ -96,9 +92,7 @@ def test_requests_wait_for_the_states_of_one_row_and_their_answers_are_the_same(
     for each, answers in zip(params, wanted, strict=True):
         for drafts in ({}, {"speculation": "ngram"}):
             found = small.generate_all(PROMPTS, each, batch_size=6, **drafts)
-            assert [(result.finish_reason, result.token_ids) for result in found] == [
-                ("length", ids) for ids in answers
-            ]
+            assert [(each.finish_reason, each.token_ids) for each in found] == [("length", ids) for ids in answers]
     sessions = [small.session() for _ in range(2)]
     for session in (*sessions, sessions[0].fork()):
         for text in (PROMPTS[0], "and now"):
@@ -117,20 +111,16 @@ def test_a_refusal_comes_before_loading_and_names_an_option_that_opens(
     set_available(monkeypatch, smallest(folder) + 4_000_000)
     with monkeypatch.context() as within:
         within.setattr("infer.models.from_checkpoint.load_transformer", None)
-        with pytest.raises(ModelError, match=f"{name}=\\d+ fits") as error:
-            LLM(folder, **options)
-    value = int(re.findall(rf"{name}=(\d+) fits", str(error.value))[0])
+        value = int(re.findall(rf"{name}=(\d+) fits", refusal(lambda: LLM(folder, **options), ModelError))[0])
     assert LLM(folder, **{name: value}).generate("a", GREEDY).token_ids
-    with pytest.raises(ModelError, match=f"{name}={value} fits"):
-        LLM(folder, **{name: value + 2})
+    check_refused(lambda: LLM(folder, **{name: value + 2}), f"{name}={value} fits", ModelError)
     assert main(["estimate", str(folder), f"--{name.replace('_', '-')}", str(options[name])]) == 0
     assert f"it does not fit; {name}=" in capsys.readouterr().out
 
 
 def test_the_least_memory_for_states_in_a_message_opens(folder: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"state_memory_mb must be at least \d+, the states of") as error:
-        LLM(folder, state_memory_mb=1)
-    assert f"at least {STATES_MB}," in str(error.value)
+    message = f"state_memory_mb must be at least {STATES_MB}, the states of"
+    check_refused(lambda: LLM(folder, state_memory_mb=1), message)
     assert state_pages(LLM(folder, state_memory_mb=STATES_MB)) == 5
 
 
@@ -162,5 +152,4 @@ def test_the_estimated_minimum_of_a_model_with_windows_opens(tmp_path: Path, mon
     set_available(monkeypatch, smallest(tmp_path, num_tokens=8 * CONTEXT))
     assert LLM(tmp_path, max_seq_len=8 * CONTEXT).generate("a", GREEDY).token_ids
     set_available(monkeypatch, smallest(tmp_path, num_tokens=8 * CONTEXT) - 1)
-    with pytest.raises(ModelError, match=r"max_seq_len=\d+ fits"):
-        LLM(tmp_path, max_seq_len=8 * CONTEXT)
+    check_refused(lambda: LLM(tmp_path, max_seq_len=8 * CONTEXT), r"max_seq_len=\d+ fits", ModelError)

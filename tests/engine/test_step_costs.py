@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -64,9 +65,8 @@ def test_many_equal_steps_do_not_change_the_cost_of_a_sequence(seed: int) -> Non
 
 def test_one_delayed_step_changes_nothing_and_a_second_one_does() -> None:
     costs, work = StepCosts(), StepWork(1, 1, 100)
-    for _ in range(20):
-        costs.learn(work, 0.003)
-    costs.learn(work, 5.0)
+    for seconds in (*[0.003] * 20, 5.0):
+        costs.learn(work, seconds)
     assert costs.predict(work) == pytest.approx(0.003, rel=0.01)
     costs.learn(work, 5.0)
     assert costs.predict(work) > 0.0032
@@ -77,16 +77,14 @@ def test_tokens_in_is_the_inverse_of_predict() -> None:
     assert costs.tokens_in(1.0, 0) == 0
     for work in steps(draw, 300):
         costs.learn(work, seconds_of(work))
-    for seconds in (0.01, 0.03, 0.1):
-        for start in (0, 1000, 7000):
-            count = costs.tokens_in(seconds, start)
-            spent = costs.predict(StepWork(1, 1 + count, context_of(count, start))) - costs.predict(StepWork(1, 1, 0))
-            assert spent == pytest.approx(seconds, rel=0.1)
+    for seconds, start in product((0.01, 0.03, 0.1), (0, 1000, 7000)):
+        count = costs.tokens_in(seconds, start)
+        spent = costs.predict(StepWork(1, 1 + count, context_of(count, start))) - costs.predict(StepWork(1, 1, 0))
+        assert spent == pytest.approx(seconds, rel=0.1)
 
 
 def test_invalid_times_are_not_learnt() -> None:
     costs = StepCosts()
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         costs.learn(StepWork(1, 1, 0), seconds)
-    assert costs.num_steps == 0
-    assert costs.predict(StepWork(1, 1, 0)) == 0
+    assert (costs.num_steps, costs.predict(StepWork(1, 1, 0))) == (0, 0)

@@ -1,7 +1,7 @@
 """A step takes at most the chunk of each sequence, and every sequence advances, over plans of every kind."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +12,7 @@ from infer.engine.step.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
 MOST_ROWS = 8
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     pending: int
     num_drafts: int
     max_steps: int
@@ -29,10 +28,9 @@ ROWS = st.builds(
 
 def plan(rows: Sequence[Row], step_tokens: int) -> Plan:
     scheduler = Scheduler(HOST_STEP, 64)
-    most = scheduler.max_drafts(len(rows))
-    demands = [
-        Demand(row.pending, min(row.num_drafts, most), row.max_steps, number=number) for number, row in enumerate(rows)
-    ]
+    most, demands = scheduler.max_drafts(len(rows)), list[Demand]()
+    for pending, num_drafts, max_steps in rows:
+        demands.append(Demand(pending, min(num_drafts, most), max_steps, number=len(demands)))
     return scheduler.plan(demands, step_tokens)
 
 

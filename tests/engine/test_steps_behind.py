@@ -11,14 +11,12 @@ from infer.engine.runner.runner import Runner
 from infer.engine.step.place import Lease
 from infer.engine.step.sequence import Sequence
 from infer.sampling_params import SamplingParams
-from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+from path_cases import CONTEXT, Case, Way, World, by_definition, check_ends, make_sequence
 from steps_behind import RunsOnItsOwn
 
 LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True))
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
-PROMPT = Case(
-    "prompt", tuple(b"cab abc" * 12), SamplingParams(temperature=0.7, seed=4, max_new_tokens=3, ignore_eos=True)
-)
+PROMPT = replace(SHORT, prompt=tuple(b"cab abc" * 12), params=replace(SHORT.params, max_new_tokens=3))
 PENALISED = SamplingParams(temperature=0.8, seed=1, max_new_tokens=20, ignore_eos=True, frequency_penalty=0.7)
 COUNTED = Case("counted", tuple(b"bca"), PENALISED)
 
@@ -34,17 +32,11 @@ class Place:
         self.engine = Engine(self.runner, max_steps=1)
 
     def submit(self, case: Case, lease: Lease | None = None, **options: object) -> Sequence:
-        sequence = make_sequence(self.world, case, Way(chunk=7))
-        sequence.request = replace(sequence.request, **options)  # type: ignore[arg-type]
-        return self.engine.submit(sequence, lease)
+        return self.engine.submit(make_sequence(self.world, case, Way(chunk=7), **options), lease)
 
-    def run(self) -> None:
-        while self.engine.sequences:
-            self.engine.step()
-            self.runner.cache.check_integrity()
-
-    def check(self, sequence: Sequence, case: Case) -> None:
-        assert Outcome.of(sequence.result()) == by_definition(self.world, case)
+    def check(self, *asked: tuple[Sequence, Case]) -> None:
+        """Run to the end, and check the answers."""
+        check_ends(self.world, self.engine, [sequence for sequence, _ in asked], [case for _, case in asked])
 
 
 @pytest.fixture
@@ -53,9 +45,7 @@ def place(world: World) -> Place:
 
 
 def test_each_step_is_launched_before_the_one_before_it_is_waited_for(place: Place) -> None:
-    sequence = place.submit(PROMPT)
-    place.run()
-    place.check(sequence, PROMPT)
+    place.check((place.submit(PROMPT), PROMPT))
     num_steps = place.device.num_launched
     assert num_steps == len(PROMPT.prompt) // 7 + 2  # three tokens; the prompt's last chunk gives the first
     expected = [("launch", 0)]
@@ -67,10 +57,7 @@ def test_each_step_is_launched_before_the_one_before_it_is_waited_for(place: Pla
 @pytest.mark.parametrize("tenants", ["aaaa", "abba"])
 def test_answers_beside_prompts_do_not_depend_on_the_sampler_or_the_tenants(place: Place, tenants: str) -> None:
     cases = [LONG, COUNTED, PROMPT, SHORT]
-    asked = [(place.submit(case, tenant=tenant), case) for case, tenant in zip(cases, tenants, strict=True)]
-    place.run()
-    for sequence, case in asked:
-        place.check(sequence, case)
+    place.check(*((place.submit(case, tenant=tenant), case) for case, tenant in zip(cases, tenants, strict=True)))
     assert place.device.num_behind > 20
 
 
@@ -87,15 +74,13 @@ def test_a_step_behind_the_last_token_is_dropped_and_the_lease_is_unchanged(worl
         place, lease = Place(world), Lease()
         place.device.is_alone = is_behind
         sequence = place.submit(case, lease)
-        place.run()
-        place.check(sequence, case)
+        place.check((sequence, case))
         assert place.runner.lengths[lease.slot] == len(lease.token_ids)
         held.append(list(lease.token_ids))
         assert place.device.num_launched == count + is_behind
         turn = replace(SHORT, prompt=(*case.prompt, *sequence.generated, *b" b"))
         then = place.submit(turn, lease)
-        place.run()
-        place.check(then, turn)
+        place.check((then, turn))
         assert then.num_reused == len(held[-1])
     assert held[0] == held[1] == [*case.prompt, *sequence.generated[:-1]]
 
@@ -107,14 +92,11 @@ def test_a_cancelled_sequence_ends_beside_others_and_its_slot_serves_another(wor
         place.engine.step()
     waiting = place.submit(COUNTED)
     place.engine.cancel(cancelled)
-    found = place.engine.step()
-    assert cancelled in found
+    assert cancelled in place.engine.step()
     assert cancelled.has_ended
     assert cancelled not in place.engine.step()
-    place.run()
+    place.check((other, LONG), (waiting, COUNTED))
     assert cancelled.generated == by_definition(world, COUNTED).token_ids[: len(cancelled.generated)]
-    place.check(other, LONG)
-    place.check(waiting, COUNTED)
 
 
 def test_a_paused_sequence_gets_the_token_that_is_under_way_and_then_none(place: Place) -> None:
@@ -126,9 +108,7 @@ def test_a_paused_sequence_gets_the_token_that_is_under_way_and_then_none(place:
         place.engine.step()
     assert len(paused.pieces) == 4
     place.engine.proceed(paused)
-    place.run()
-    place.check(paused, LONG)
-    place.check(other, COUNTED)
+    place.check((paused, LONG), (other, COUNTED))
 
 
 def test_after_an_exception_of_a_wait_all_is_computed_again(place: Place) -> None:
@@ -139,16 +119,14 @@ def test_after_an_exception_of_a_wait_all_is_computed_again(place: Place) -> Non
     with pytest.raises(RuntimeError, match="planted"):
         place.engine.step()
     place.engine.recover()
-    place.run()
-    for sequence, case in asked:
-        place.check(sequence, case)
+    place.check(*asked)
 
 
 def test_times_of_steps_do_not_overlap(place: Place) -> None:
     """These steps wait for the host, so the sum of their times is at most the whole time."""
     started = time.perf_counter()
     asked = [place.submit(LONG), place.submit(PROMPT)]
-    place.run()
+    place.check()
     whole = time.perf_counter() - started
     taken = [step.seconds for step in place.engine.scheduler.taken]
     assert len(taken) == place.device.num_launched
@@ -163,7 +141,5 @@ def test_a_step_with_a_grammar_or_drafts_has_none_behind_it(world: World) -> Non
     constrained = Case("regex", tuple(b"ab"), SamplingParams(temperature=0, max_new_tokens=8, regex="[a-c]{6}"))
     for case, way in ((constrained, Way(chunk=7)), (LONG, Way("ngram", chunk=7))):
         place = Place(world)
-        sequence = place.engine.submit(make_sequence(world, case, way))
-        place.run()
-        place.check(sequence, case)
+        place.check((place.engine.submit(make_sequence(world, case, way)), case))
         assert not place.device.num_behind

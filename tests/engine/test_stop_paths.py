@@ -8,30 +8,15 @@ from hypothesis import strategies as st
 
 from extent import IS_SHORT, usual_or_all
 from infer.sampling_params import SamplingParams
-from path_cases import (
-    DRAFTS,
-    EOS,
-    Case,
-    Outcome,
-    Place,
-    Way,
-    World,
-    make_sequence,
-    run_alone,
-)
+from path_cases import DRAFTS, EOS, Case, Outcome, Place, Way, World, make_sequence, run_alone
 from test_stop_strings import naive
 
 NUM_TOKENS = 24
 # Letters, tokens of several letters, and the bytes of é, so that tokens can be parts of characters.
 ALLOWED = [*b"ab c", *range(256, EOS), *"é".encode()]
 
-ways = st.builds(
-    Way,
-    st.sampled_from(DRAFTS),
-    st.sampled_from([1, 7, 512]),
-    st.sampled_from([1, 8, 64]),
-    st.sampled_from([True, True, True, False]),
-)
+SETTINGS = [DRAFTS, (1, 7, 512), (1, 8, 64), (True, True, True, False)]  # of a way
+ways = st.builds(Way, *map(st.sampled_from, SETTINGS))
 stops = st.lists(st.text(alphabet='abc é"', min_size=1, max_size=4), min_size=1, max_size=4)
 
 
@@ -51,9 +36,8 @@ def expected_of(world: World, token_ids: list[int], stop: list[str], include: bo
 def test_the_text_ends_where_a_search_of_the_decoded_text_says(
     world: World, seed: int, temperature: float, stop: list[str], include: bool, way: Way
 ) -> None:
-    params = SamplingParams(
-        temperature=temperature, seed=seed, allowed_token_ids=ALLOWED, max_new_tokens=NUM_TOKENS, frequency_penalty=0.2
-    )
+    values = {"allowed_token_ids": ALLOWED, "max_new_tokens": NUM_TOKENS, "frequency_penalty": 0.2}
+    params = SamplingParams(temperature=temperature, seed=seed, **values)
     prompt = tuple(b"ab abc ab c"[: 1 + seed % 11])
     whole = run_alone(world, Case("whole", prompt, params), Way()).token_ids
     expected = expected_of(world, whole, stop, include)
@@ -63,8 +47,8 @@ def test_the_text_ends_where_a_search_of_the_decoded_text_says(
     stream = place.stream(make_sequence(world, case, way, whole))  # the drafts continue after the stop
     pieces = list(stream)
     assert Outcome.of(stream.result) == expected
-    assert [piece.token_id for piece in pieces] == expected.token_ids
-    assert "".join(piece.text for piece in pieces) == expected.text
+    said = [piece.token_id for piece in pieces], "".join(piece.text for piece in pieces)
+    assert said == (expected.token_ids, expected.text)
 
     # Tokens after the stop are in neither cache nor history, so the same context continues like a new one.
     then = Case("then", (*prompt, *expected.token_ids, ord("b")), replace(params, max_new_tokens=6))

@@ -245,7 +245,6 @@ def _answer(world: World, case: Case) -> Generator[list[int], torch.Tensor | Non
     logprobs, is_complete = list[TokenLogprob](), False
     while output.finish_reason is None:
         logits, allowed = (yield token_ids), None
-        assert logits is not None
         if constraint is not None:
             words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
             constraint.fill(words)
@@ -262,15 +261,8 @@ def _answer(world: World, case: Case) -> Generator[list[int], torch.Tensor | Non
             is_complete = constraint.done
         token_ids.append(token_id)
         text += output.push(token_id, is_complete=is_complete).text
-    return Outcome(
-        token_ids[len(case.prompt) :],
-        text,
-        output.finish_reason,
-        output.stop_reason,
-        None if constraint is None else is_complete,
-        None,
-        None if params.logprobs is None else logprobs,
-    )
+    ends = output.finish_reason, output.stop_reason, None if constraint is None else is_complete, None
+    return Outcome(token_ids[len(case.prompt) :], text, *ends, None if params.logprobs is None else logprobs)
 
 
 def _logprob(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
@@ -296,6 +288,9 @@ class Always:
         assert confidence or not is_right
 
 
+SHARES = {"right": 1.0, "half": 0.7}  # of right drafts
+
+
 class Oracle:
     """A drafter that knows the answer. Its drafts are all right, half right, wrong, or the end of the answer."""
 
@@ -316,13 +311,12 @@ class Oracle:
         return 4
 
     def propose(self, max_tokens: int) -> list[int]:
-        right = self._expected[len(self._ids) - self._num_given :]
-        drafts = []
-        for index in range(max_tokens):
-            wrong = self._rng.randrange(EMBEDDING)
-            end = (EOS, END_OF_TURN, ord("q"))[index % 3]
-            is_right = index < len(right) and self._rng.random() < {"right": 1.0, "half": 0.7}.get(self._kind, 0.0)
-            drafts.append(right[index] if is_right else end if self._kind == "ends" else wrong)
+        drafts, share = list(self._expected[len(self._ids) - self._num_given :][:max_tokens]), SHARES.get(self._kind, 0)
+        drafts += [EMBEDDING] * (max_tokens - len(drafts))
+        for index, right in enumerate(drafts):
+            wrong, end = self._rng.randrange(EMBEDDING), (EOS, END_OF_TURN, ord("q"))[index % 3]
+            if right == EMBEDDING or self._rng.random() >= share:
+                drafts[index] = end if self._kind == "ends" else wrong
         return drafts
 
 
@@ -344,13 +338,10 @@ class Way:
 def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = (), **options: Any) -> Answering:
     """Return a sequence. `options` are the options of its request."""
     request = make_request(limits_of(world.model, world.tokenizer), world.tokenizer, list(case.prompt), case.params)
-    grammar = grammar_of(case.params)
-    made = {
-        "make_constraint": None if grammar is None else partial(world.compiler.compile, grammar),
-        "num_draft_tokens": 0 if way.drafts == "none" else 8,
-        "prefill_chunk": way.chunk,
-    }
-    sequence = Answering(replace(request, **{**made, **options}))
+    made = {"num_draft_tokens": 0 if way.drafts == "none" else 8, "prefill_chunk": way.chunk}
+    if (grammar := grammar_of(case.params)) is not None:
+        made["make_constraint"] = partial(world.compiler.compile, grammar)
+    sequence = Answering(replace(request, **made | options))
     fake: Any = sequence
     if way.drafts not in ("none", "adaptive"):
         fake.test_policy = Always()
@@ -369,6 +360,14 @@ def _enter(drafting: Drafting, sequence: Any, enter: Any = Drafting.enter) -> No
 
 
 Drafting.enter = _enter  # type: ignore[method-assign]
+
+
+def check_ends(world: World, engine: Engine, sequences: Sequence[Answering], cases: Sequence[Case]) -> None:
+    """Run an engine to the end, and check the answers. The cache is consistent after each step."""
+    while engine.sequences:
+        engine.step()
+        engine.runner.cache.check_integrity()  # type: ignore[attr-defined]
+    assert [Outcome.of(sequence.result()) for sequence in sequences] == all_by_definition(world, cases)
 
 
 def make_runner(
@@ -407,9 +406,7 @@ def run_alone(
     return result
 
 
-def run_batch(
-    world: World, cases: Sequence[Case], way: Way, num_slots: int, expected: Sequence[Sequence[int]]
-) -> list[GenerationResult]:
+def run_batch(world: World, cases: Sequence[Case], way: Way, num_slots: int, expected: Any) -> list[GenerationResult]:
     waiting = [make_sequence(world, case, way, ids) for case, ids in zip(cases, expected, strict=True)]
     return run_all(world, waiting, way, num_slots)
 

@@ -7,6 +7,7 @@ from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import product
 from math import ceil, inf
 from typing import final
 
@@ -135,7 +136,7 @@ class Simulation:
     num_given: int = 0
     num_come: int = 0
 
-    def run(self) -> None:
+    def run(self) -> "Simulation":
         machine = self.machine
         self.scheduler, self.tenants = Scheduler(HOST_STEP, prompt_seconds=0.1), Tenants(self.weights)
         self.shares = StepShares(self.scheduler.costs, self.tenants.weight)
@@ -159,13 +160,12 @@ class Simulation:
             self.admit()
             if self.running:
                 self.step()
+        return self
 
     def learn_costs(self) -> None:
-        for count in (1, 2, 4, 8):
-            for tokens in (0, 64, 256):
-                for context in (0, 2048):
-                    work = StepWork(count, count + tokens, (count + tokens) * context)
-                    self.scheduler.costs.learn(work, self.machine.seconds(work))
+        for count, tokens, context in product((1, 2, 4, 8), (0, 64, 256), (0, 2048)):
+            work = StepWork(count, count + tokens, (count + tokens) * context)
+            self.scheduler.costs.learn(work, self.machine.seconds(work))
 
     def come(self, request: Request) -> None:
         self.tenants.come(request.tenant)
@@ -193,10 +193,7 @@ class Simulation:
 
     def leave(self, request: Request) -> None:
         request.ended_at = self.now
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        (self.running if request in self.running else self.waiting).remove(request)
         self.give_up_pages(request)
         if request.charged is not None:
             used = work_of(min(request.num_computed, request.num_prompt), request.num_given)

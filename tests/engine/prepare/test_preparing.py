@@ -1,17 +1,19 @@
 """The server's own process takes the same number of steps for small and large schemas of a request."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import llguidance
 import pytest
 
 from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
-from infer import LLM, InvalidRequestError
+from infer import LLM
 from infer.engine.prepare.answer import AnswerGrammars
 from infer.engine.prepare.tool_rules import ToolRules
 from infer.text.grammar.grammar import Grammar
@@ -23,6 +25,7 @@ from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.formats import FORMATS
 from infer.text.toolcalls.tool_schemas import ToolSchemas
 from infer.text.toolcalls.tools import read_tools
+from refusals import check_refused
 from test_session import make_model
 
 TEXT = {"type": "string"}
@@ -93,7 +96,6 @@ def counted_calls(compiler: Compiler, form: AnswerFormat) -> int:
     sys.setprofile(count)
     try:
         found = AnswerGrammars(compiler).prepare(form, None)
-        assert found.source is not None
         compiler.compile_answer(found.source)
     finally:
         sys.setprofile(None)
@@ -103,9 +105,7 @@ def counted_calls(compiler: Compiler, form: AnswerFormat) -> int:
 @pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("name", SYNTAXES if IS_WHOLE else ["hermes", "qwen3-coder"])
 @pytest.mark.parametrize("hostile", HOSTILE)
-def test_the_steps_of_the_server_s_process_do_not_grow_with_a_schema(
-    name: str, hostile: str, compiler: Compiler
-) -> None:
+def test_steps_of_the_server_s_process_do_not_grow_with_a_schema(name: str, hostile: str, compiler: Compiler) -> None:
     small, large = HOSTILE[hostile](9), HOSTILE[hostile](usual_or_all(2_000, 6_000))
     assert len(json.dumps(large)) > 50 * len(json.dumps(small))
     usual = counted_calls(compiler, format_of(small, name=name))
@@ -116,50 +116,42 @@ def test_the_steps_of_the_server_s_process_do_not_grow_with_a_schema(
 def test_tools_that_take_too_long_together_lose_their_schemas(compiler: Compiler) -> None:
     slow = much_that_is_shared(2_000)
     found = AnswerGrammars(compiler).prepare(format_of(slow, {"properties": {"a": TEXT}}, name="qwen3-coder"), None)
-    assert found.form.calls is not None
     assert [tool.parameters.get("additionalProperties") for tool in found.form.calls.tools] == [True, True]
     (said,) = found.form.warnings
-    assert "tools f0, f1: their schemas are left out" in said
-    assert "take more than 1 s to compile: give fewer or smaller ones" in said
-    with pytest.raises(InvalidRequestError, match="take more than 1 s to compile: give fewer or smaller ones") as error:
-        AnswerGrammars(compiler).prepare(format_of(slow, name="qwen3-coder", is_strict=True), None)
-    assert "\n" not in str(error.value)
+    assert re.search("tools f0, f1: their schemas are left out.*take more than 1 s to compile: give fewer or sm", said)
+    strict = format_of(slow, name="qwen3-coder", is_strict=True)
+    message = "take more than 1 s to compile: give fewer or smaller ones"
+    check_refused(lambda: AnswerGrammars(compiler).prepare(strict, None), message)
 
 
 def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, a long schema was written again for each further tool of the same name."""
-    num_written, write = 0, json.dumps
+    written, write = list[str](), json.dumps
 
-    def counted(value: Any, **options: Any) -> str:
-        nonlocal num_written
-        num_written += len(found := write(value, **options))
-        return found
+    def noted(*given: Any, **options: Any) -> str:
+        written.append(write(*given, **options))
+        return written[-1]
 
-    monkeypatch.setattr("infer.text.toolcalls.tools.json.dumps", counted)
+    monkeypatch.setattr("infer.text.toolcalls.tools.json.dumps", noted)
     long = {"type": "object", "properties": {"a": {**TEXT, "description": "x" * 100_000}}}
     assert len(read_tools([{"name": "f", "parameters": long}] * 100)) == 1
-    assert num_written < 102 * len(write(long))
+    assert sum(map(len, written)) < 102 * len(write(long))
 
 
 # Caches
 
 
-def test_repeated_preparations_are_requested_once_and_cached_up_to_a_limit(
+def test_repeated_preparations_are_asked_for_once_up_to_a_limit(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = list[Any]()
-
-    def counted(backend: str, question: Any, name: str) -> dict[str, Any]:
-        asked.append(question)
-        return {"source": "x" * 10_000, "tools": [], "warnings": [], "ignored": []}
-
-    monkeypatch.setattr("infer.engine.prepare.answer.ask_trial", counted)
+    asked = Mock(return_value={"source": "x" * 10_000, "tools": [], "warnings": [], "ignored": []})
+    monkeypatch.setattr("infer.engine.prepare.answer.ask_trial", asked)
     monkeypatch.setattr("infer.engine.prepare.answer.MAX_PREPARED_BYTES", 100_000)
     grammars = AnswerGrammars(compiler)
     forms = [format_of({"properties": {name: TEXT}}) for name in names(30)]
     for form in [*forms, forms[-1], forms[-9], forms[0]]:
         grammars.prepare(form, None)
-    assert len(asked) == 31
+    assert asked.call_count == 31
     assert grammars._kept._num_bytes <= 100_000
 
 
@@ -169,11 +161,9 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
     compiler.compile(Grammar("json_schema", json.dumps(long)))
     grammars = AnswerGrammars(compiler)
     found = grammars.prepare(format_of({"properties": {"a": long}}), None)
-    assert found.source is not None
     compiler.compile_answer(found.source)
-    for key in [*compiler._compiled._kept, *grammars._kept._kept]:
-        assert isinstance(key, bytes)
-        assert len(key) == 32
+    keys = {*compiler._compiled._kept, *grammars._kept._kept}
+    assert {(type(key), len(key)) for key in keys} == {(bytes, 32)}
 
 
 def test_the_caches_of_the_preparing_process_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +174,9 @@ def test_the_caches_of_the_preparing_process_are_bounded_by_bytes(monkeypatch: p
     schemas = ToolSchemas(rules)
     for name in names(30):
         schemas.enforceable(format_of({"properties": {name: {**TEXT, "description": "x" * 3_000}}}))
-    assert 1 <= len(schemas._known._kept) <= 5
-    assert schemas._known._num_bytes <= 200_000
-    assert 1 <= len(rules._parts._kept) <= 6
-    assert rules._parts._num_bytes <= 20_000
+    for kept, most, num_bytes in ((schemas._known, 5, 200_000), (rules._parts, 6, 20_000)):
+        assert 1 <= len(kept._kept) <= most
+        assert kept._num_bytes <= num_bytes
 
 
 def test_templates_are_cached_up_to_a_number_of_characters() -> None:
@@ -199,9 +188,7 @@ def test_templates_are_cached_up_to_a_number_of_characters() -> None:
 
 
 @pytest.mark.slow
-def test_a_tokenizer_forgets_the_templates_that_were_not_used_for_longest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_forgets_the_templates_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.engine.requests.conversation.MAX_TEMPLATE_BYTES", 20_000)
     with LLM(make_model(tmp_path)) as llm:
         for index in range(6):

@@ -1,11 +1,11 @@
 """`Session` on a tiny random model: an answer depends only on its ids, not on earlier turns or their removal."""
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError, SamplingParams, Session
-from infer.compute.operands.step import Chunk
 from infer.engine.requests.stream import Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.session.token_spelling import keep_spelling
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ContextLengthError
 from infer.outputs import GenerationResult
+from refusals import check_refused, refusal
 from tiny import Tiny, make_tiny
 
 CONTEXT = 400
@@ -51,8 +51,7 @@ def make_model(folder: Path, *, num_layers: int = 2, context: int = CONTEXT, **t
 def check_fresh(llm: LLM, prompt: list[int], params: SamplingParams, result: GenerationResult) -> None:
     """Check that a newly loaded model gives the same answer."""
     fresh = llm.generate(prompt, params)
-    assert (result.token_ids, result.text) == (fresh.token_ids, fresh.text)
-    assert result.prompt_tokens == len(prompt)
+    assert (result.token_ids, result.text, result.prompt_tokens) == (fresh.token_ids, fresh.text, len(prompt))
 
 
 def check_turn(llm: LLM, session: Session, text: str, params: SamplingParams = GREEDY, **options: Any) -> Any:
@@ -77,9 +76,8 @@ def test_turns_answer_as_one_long_prompt_and_run_only_new_tokens(llm: LLM, param
 @BOTH
 def test_appended_ids_are_a_prompt(llm: LLM, params: SamplingParams) -> None:
     session = llm.session()
-    session.append("once upon")
-    session.append([])
-    session.append(list(b" a time"))
+    for part in ("once upon", [], list(b" a time")):
+        session.append(part)
     result = session.generate(params)
     check_fresh(llm, llm.tokenizer.encode("once upon") + list(b" a time"), params, result)
     assert result.reused_tokens == result.prompt_tokens - 1
@@ -111,19 +109,16 @@ def test_with_a_template_that_drops_thoughts_the_shared_part_is_kept(llm: LLM) -
 def test_an_answer_keeps_the_spelling_in_which_it_was_said(llm: LLM) -> None:
     """The tokenizer would write "ab" as one token."""
     session = llm.session()
-    bias = SamplingParams(temperature=0, max_new_tokens=2, allowed_token_ids=[ord("a")])
-    session.send("hello", bias)
-    bias = SamplingParams(temperature=0, max_new_tokens=1, allowed_token_ids=[ord("b")])
-    said = session.generate(bias)
+    session.send("hello", SamplingParams(temperature=0, max_new_tokens=2, allowed_token_ids=[ord("a")]))
+    said = session.generate(SamplingParams(temperature=0, max_new_tokens=1, allowed_token_ids=[ord("b")]))
     assert said.reused_tokens == said.prompt_tokens - 1
     messages = session.messages
     messages[-1]["content"] = "aab"
     result = session.answer([*messages, {"role": "user", "content": "ab"}], GREEDY)
     assert result.dropped_tokens == 0
     assert list(b"aab") == session.token_ids[result.reused_tokens - 2 : result.reused_tokens + 1]
-    assert llm.tokenizer.decode(session.token_ids[: result.prompt_tokens], False).endswith(
-        "[assistant]aab<|im_end|>\n[user]ab<|im_end|>\n[assistant]"
-    )
+    prompt = llm.tokenizer.decode(session.token_ids[: result.prompt_tokens], False)
+    assert prompt.endswith("[assistant]aab<|im_end|>\n[user]ab<|im_end|>\n[assistant]")
     check_fresh(llm, session.token_ids[: result.prompt_tokens], GREEDY, result)
 
 
@@ -146,9 +141,7 @@ CONTROL = 5
         ([99, 0], [0, 0], [0, 0]),
     ],
 )
-def test_spellings_agree_where_bytes_and_control_tokens_do(
-    said: list[int], rendered: list[int], expected: list[int]
-) -> None:
+def test_spellings_agree_where_bytes_and_control_tokens_do(said: Any, rendered: Any, expected: Any) -> None:
     assert keep_spelling(said, rendered, BYTES, {CONTROL}) == expected
 
 
@@ -157,16 +150,14 @@ def test_spellings_agree_where_bytes_and_control_tokens_do(
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_a_stopped_answer_is_kept_and_the_session_continues(llm: LLM, num_tokens: int) -> None:
-    session, cancel = llm.session(), threading.Event()
+    session, cancel, left = llm.session(), threading.Event(), iter(range(num_tokens - 1))
     session.send("hello", GREEDY)
     before = session.token_ids, session.messages
 
-    def on_token(token_id: int, text: str) -> None:
-        seen.append(text)
-        if len(seen) == num_tokens:
+    def on_token(*token: object) -> None:
+        if next(left, None) is None:
             cancel.set()
 
-    seen: list[str] = []
     if num_tokens == 0:
         cancel.set()
     result = session.send("tell me more", GREEDY, on_token=on_token, cancel=cancel)
@@ -180,11 +171,7 @@ def test_a_stopped_answer_is_kept_and_the_session_continues(llm: LLM, num_tokens
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, error: type[BaseException]) -> None:
-    session = llm.session()
-
-    def fail(token_id: int, text: str) -> None:
-        raise error
-
+    session, fail = llm.session(), Mock(side_effect=error)
     for call in (lambda: session.send("hello", GREEDY, on_token=fail), lambda: session.generate(GREEDY, on_token=fail)):
         with pytest.raises(error):
             call()
@@ -192,27 +179,18 @@ def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, er
     check_turn(llm, session, "go on")
 
 
-def test_a_fault_while_ids_are_appended_leaves_a_session_that_goes_on(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, forward, calls = llm.session(), Runner.forward, list[int]()
+def test_a_session_goes_on_after_a_fault_while_ids_are_appended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, runner = llm.session(), llm._opened.runner
     session.append("hello")
-
-    def fail(context: Runner, parts: Sequence[Chunk]) -> torch.Tensor:
-        calls.append(len(parts))
-        if len(calls) == 2:
-            raise MemoryError
-        return forward(context, parts)
-
-    monkeypatch.setattr(llm._opened.runner, "_step_tokens", 4)
-    monkeypatch.setattr(Runner, "forward", fail)
+    monkeypatch.setattr(runner, "_step_tokens", 4)
+    forward = Mock(wraps=runner.forward, side_effect=[DEFAULT, MemoryError, *[DEFAULT] * 99])
+    monkeypatch.setattr(runner, "forward", forward)
     with pytest.raises(MemoryError):
         session.append(" and more than four")
     assert session.token_ids == llm.tokenizer.encode("hello")
     assert not session._cache.token_ids, "what stood there is not known"
     session.append(" and more than five")
-    result = session.generate(GREEDY)
-    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+    check_fresh(llm, session.token_ids, GREEDY, session.generate(GREEDY))
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 4])
@@ -259,7 +237,7 @@ def test_the_second_thread_that_enters_a_session_is_refused(llm: LLM, monkeypatc
 
 
 @pytest.mark.parametrize("has_fault", [False, True], ids=["logits", "fault after four tokens"])
-def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(
+def test_a_turn_that_fails_midway_changes_no_session(
     llm: LLM, has_fault: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, accept = llm.session(), Answering.accept
@@ -302,23 +280,14 @@ def test_a_refused_turn_changes_nothing(llm: LLM) -> None:
     session = llm.session()
     session.send("hello", GREEDY)
     before = session.token_ids, session.messages, session.num_cached_tokens
-    with pytest.raises(ContextLengthError):
-        session.send("x" * CONTEXT, GREEDY)
-    with pytest.raises(ContextLengthError):
-        session.append([1] * CONTEXT)
-    for call in (
-        lambda: session.send("\ud800", GREEDY),
-        lambda: session.append([NUM_TOKENS + 4]),
-        lambda: session.rewind(-1),
-        lambda: session.rewind(CONTEXT),
-        lambda: session.send("x", GREEDY, speculation="magic"),
-    ):
-        with pytest.raises(InvalidRequestError):
-            call()
+    too_long = [lambda: session.send("x" * CONTEXT, GREEDY), lambda: session.append([1] * CONTEXT)]
+    wrong = [lambda: session.send("\ud800", GREEDY), lambda: session.send("x", GREEDY, speculation="magic")]
+    wrong += [lambda: session.append([NUM_TOKENS + 4]), lambda: session.rewind(-1), lambda: session.rewind(CONTEXT)]
+    for call in (*too_long, *wrong):
+        refusal(call, ContextLengthError if call in too_long else InvalidRequestError)
     assert (session.token_ids, session.messages, session.num_cached_tokens) == before
     session.append("raw")
-    with pytest.raises(InvalidRequestError, match=r"rewind\(3\)"):
-        session.send("x", GREEDY)
+    check_refused(lambda: session.send("x", GREEDY), r"rewind\(3\)")
 
 
 def test_rewinding_forgets_the_turns_it_cuts_and_their_messages(llm: LLM) -> None:
@@ -343,8 +312,7 @@ def test_a_fork_goes_its_own_way(llm: LLM, params: SamplingParams) -> None:
     assert (other.token_ids, other.messages) == (session.token_ids, session.messages)
     for each, text in ((session, "left"), (other, "right"), (session, "left again"), (other, "right again")):
         result = check_turn(llm, each, text, params)
-        assert result.reused_tokens > 0
-        assert result.dropped_tokens == 0
+        assert result.reused_tokens > result.dropped_tokens == 0
     assert session.messages != other.messages
     third, before = other.fork(), other.num_cached_tokens
     third.rewind(len(third.token_ids))
@@ -358,7 +326,6 @@ def test_a_prompts_logprobs_are_those_of_its_logits(llm: LLM) -> None:
     assert first is None
     assert len(found) == len(prompt) - 1 > 128
     for index, entry in enumerate(found):
-        assert entry is not None
         assert entry.token_id == prompt[index + 1]
         assert entry.logprob == pytest.approx(float(expected[index, entry.token_id]), abs=1e-6)
         assert entry.rank == 1 + int((expected[index] > expected[index, entry.token_id]).sum())

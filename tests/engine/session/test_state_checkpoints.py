@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
@@ -73,27 +74,20 @@ def test_a_turn_reads_only_new_tokens(both: Both, params: Any) -> None:
         assert result.dropped_tokens == 0
 
 
-@pytest.mark.slow(cases=1)
-def test_another_conversation_reads_at_most_a_page_of_the_system_message(both: Both) -> None:
+@pytest.mark.slow(cases=2)
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_another_conversation_reads_at_most_a_page_of_the_system_message(both: Both, batch_size: int) -> None:
+    """Conversations that come together read it once."""
     llm, cold = both
     prompts = [llm.tokenizer.encode_chat(conversation(question)) for question in QUESTIONS]
     num_shared = common_length(*prompts[:2])
     assert num_shared > 4 * PAGE
-    for number, (question, prompt) in enumerate(zip(QUESTIONS, prompts, strict=True)):
-        result = llm.chat(conversation(question), PARAMS)
-        check_cold(cold, prompt, result)
-        check_reused(result, num_shared if number else 0)
-        assert result.stats.prefill_steps == 1 - min(number, 1), "only the first prompt is read in two steps"
-
-
-@pytest.mark.slow(cases=1)
-def test_conversations_that_come_together_read_the_system_message_once(both: Both) -> None:
-    llm, cold = both
-    prompts = [llm.tokenizer.encode_chat(conversation(question)) for question in QUESTIONS]
-    results = llm.generate_all([conversation(question) for question in QUESTIONS], PARAMS, batch_size=4)
+    results = llm.generate_all([conversation(question) for question in QUESTIONS], PARAMS, batch_size=batch_size)
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         check_cold(cold, prompt, result)
-        check_reused(result, common_length(*prompts[:2]) if number else 0)
+        check_reused(result, num_shared if number else 0)
+        if batch_size == 1:
+            assert result.stats.prefill_steps == 1 - min(number, 1), "only the first prompt is read in two steps"
 
 
 @pytest.mark.slow(cases=1)
@@ -125,17 +119,13 @@ def test_the_third_prompt_that_begins_alike_finds_a_state_without_a_template(bot
 def test_a_short_prompt_and_a_template_that_refuses_have_no_checkpoints(tmp_path: Path) -> None:
     llm, cold = make_both(tmp_path, "states", REFUSING)
     for messages in (conversation(QUESTIONS[0]), [{"role": "user", "content": "short"}]):
-        request = llm._opened.requests.request(Ask(messages, PARAMS))
-        assert request.checkpoints == ()
+        assert llm._opened.requests.request(Ask(messages, PARAMS)).checkpoints == ()
     result = llm.chat(conversation(QUESTIONS[0]), PARAMS)
     check_cold(cold, llm.tokenizer.encode_chat(conversation(QUESTIONS[0])), result)
 
 
 def test_a_model_without_states_computes_no_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> tuple[int, ...]:
-        raise AssertionError("a model without states has no checkpoints")
-
-    monkeypatch.setattr(Conversation, "checkpoints", refuse)
+    monkeypatch.setattr(Conversation, "checkpoints", Mock(side_effect=AssertionError("there are no states")))
     llm = LLM(make_model(tmp_path, context=1600), reuse_prefixes=True)
     prompts = [llm.tokenizer.encode_chat(conversation(question)) for question in QUESTIONS]
     for number, question in enumerate(QUESTIONS):
@@ -148,12 +138,9 @@ def test_qwen3_5_s_template_has_checkpoints_after_the_tools_and_before_the_gener
     """The template refuses a conversation without a question."""
     llm, _ = make_both(tmp_path, "states", QWEN35)
     tool = {"type": "function", "function": {"name": "look", "description": "Look. " * 30, "parameters": {}}}
-    options = RequestOptions(tools=[tool])
-    first, second = (
-        llm._opened.requests.request(Ask(conversation(question), PARAMS, options)) for question in QUESTIONS[:2]
-    )
+    asks = [Ask(conversation(question), PARAMS, RequestOptions(tools=[tool])) for question in QUESTIONS[:2]]
+    first, second = map(llm._opened.requests.request, asks)
     num_shared = common_length(first.prompt_token_ids, second.prompt_token_ids)
     ending = list(b"\n<|im_start|>assistant\n<think>\n")
     end = len(first.prompt_token_ids) - len(ending) - 1
-    assert list(first.prompt_token_ids[end + 1 :]) == ending
-    assert first.checkpoints == (num_shared, end)
+    assert (list(first.prompt_token_ids[end + 1 :]), first.checkpoints) == (ending, (num_shared, end))

@@ -61,12 +61,10 @@ class Naive:
 def test_proposals_are_those_of_a_naive_search(prompt: list[int], said: list[int], max_tokens: int) -> None:
     draft, naive = NgramDraft(list(prompt)), Naive(prompt)
     for token_id in said:
-        assert draft.propose(max_tokens) == naive.propose(max_tokens)
-        assert draft.match() == naive.guess[1]
+        assert (draft.propose(max_tokens), draft.match()) == (naive.propose(max_tokens), naive.guess[1])
         naive.append(token_id)
         follow(draft, [token_id])
-    assert draft.propose(max_tokens) == naive.propose(max_tokens)
-    assert draft.num_new == 0
+    assert (draft.propose(max_tokens), draft.num_new) == (naive.propose(max_tokens), 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,8 +92,7 @@ def test_the_next_tokens_show_the_guesses(prompt: list[int], said: list[int]) ->
 def test_a_copy_continues_after_a_change_or_an_omission(said: list[int], proposed: list[int]) -> None:
     draft = NgramDraft([*range(10, 30), 1])
     follow(draft, said)
-    assert draft.propose(3) == proposed
-    assert draft.match() == (1 if proposed else 0)
+    assert (draft.propose(3), draft.match()) == (proposed, 1 if proposed else 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,8 +106,7 @@ def test_a_drafter_of_many_slots_guesses_as_each_draft_does_alone(prompt: list[i
         for slot, draft in enumerate(alone):
             ids[slot] += tokens
             found = [follow(draft, [token_id])[0] for token_id in tokens]
-            assert drafter.observe(slot) == found
-            assert drafter.confidence(slot) == draft.match()
+            assert (drafter.observe(slot), drafter.confidence(slot)) == (found, draft.match())
         assert drafter.propose({0: 5, 1: 3}) == {0: alone[0].propose(5), 1: alone[1].propose(3)}
     drafter.release(0)
     drafter.release(0)

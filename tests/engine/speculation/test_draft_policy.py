@@ -43,14 +43,14 @@ def test_no_draft_is_verified_only_to_learn_its_cost() -> None:
 
 
 def test_the_next_look_for_a_draft_comes_sooner_where_guesses_are_right() -> None:
-    policy, times, waits = DraftPolicy(7, PRIORS), StepTimes(), []
-    assert policy.tokens_between(times) == 1  # nothing is known yet
+    policy, times = DraftPolicy(7, PRIORS), StepTimes()
+    waits = [policy.tokens_between(times)]  # nothing is known yet
     times.learn(1, 1.0)
     for _ in range(40):
         policy.observe(0, False)
         waits.append(policy.tokens_between(times))
     assert waits == sorted(waits)
-    assert {4, 8, 16, 64} <= set(waits)
+    assert {1, 4, 8, 16, 64} <= set(waits)
 
 
 def test_tokens_that_a_step_has_anyway_make_drafts_cheaper() -> None:
@@ -80,9 +80,8 @@ def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, co
 def test_drafts_that_are_always_right_have_the_largest_size_also_in_the_next_request() -> None:
     times = StepTimes()
     asked = run(DraftPolicy(8, PRIORS), times, 60, 1.0, 0.05)
-    assert asked[-1] == 8
     assert sum(number == 8 for number in asked) > 40
-    assert run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
+    assert asked[-1] == run(DraftPolicy(8, PRIORS), times, 10, 1.0, 0.05)[2] == 8
 
 
 def test_drafts_that_are_never_right_are_not_made() -> None:
@@ -109,10 +108,7 @@ def test_times_that_are_over_are_measured_anew() -> None:
 
 
 # Time of a step by its tokens, relative to one token: measured with SmolLM2 on two cores with AMX, and wanted.
-COSTS = {
-    "now": {1: 1.0, 2: 1.17, 4: 1.45, 8: 2.35, 16: 4.4},
-    "wanted": {1: 1.0, 2: 1.08, 4: 1.35, 8: 1.8, 16: 3.3},
-}
+COSTS = {"now": {1: 1.0, 2: 1.17, 4: 1.45, 8: 2.35, 16: 4.4}, "wanted": {1: 1.0, 2: 1.08, 4: 1.35, 8: 1.8, 16: 3.3}}
 RETURN = 0.07  # time of a return to Python between two multi-steps or steps
 PLAIN_CHAIN = 32
 
@@ -219,19 +215,19 @@ def test_steps_that_were_slow_once_decide_nothing_later(slowed: Callable[[float,
 
 def test_a_busy_moment_slows_all_steps_and_changes_no_choice() -> None:
     """Steps of drafted answers count with the time that they would have taken on an idle machine."""
-    asked = []
+    asked = list[int]()
     for slowed in (busy_for_a_while, lambda *_: 1.0):
         machine, times = Machine(COSTS["now"], noise=0.0, slowed=slowed), StepTimes()
-        policy = DraftPolicy(15, PRIORS)
+        policy, num_asked = DraftPolicy(15, PRIORS), 0
         for number in range(2000):
             proposed = policy.num_draft_tokens(times, 20)
             times.learn(1 + proposed, machine.step(1 + proposed))
             if number % 4 == 0:
                 times.learn(1, machine.step(1))
-            asked.append(proposed)
-    busy, quiet = asked[:2000], asked[2000:]
-    assert sum(quiet) > 10000
-    assert abs(sum(busy) - sum(quiet)) < 0.1 * sum(quiet)
+            num_asked += proposed
+        asked.append(num_asked)
+    busy, quiet = asked
+    assert abs(busy - quiet) < 0.1 * quiet > 1000
 
 
 def test_one_delayed_step_changes_little() -> None:

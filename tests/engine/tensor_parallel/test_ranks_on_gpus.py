@@ -1,5 +1,6 @@
 """Ranks on GPUs: their kernels, in Triton's interpreter and over gloo, have the bits of one rank; lists are checked."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
 from gpu_ranks import check_ranks
 from random_weights import write_gguf
+from refusals import check_refused
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
@@ -113,17 +115,13 @@ def test_a_wrong_list_is_refused_in_one_line(
     monkeypatch.setattr(gpus, "visible_gpus", lambda: made)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
-    with pytest.raises(InvalidRequestError) as caught:
-        LLM(folder, **settings)
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)
+    check_refused(lambda: LLM(folder, **settings), re.escape(problem))
 
 
 def test_gpus_that_nothing_connects_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "trouble_with", lambda index: None)
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(InvalidRequestError, match=r"^devices cuda:0, cuda:1: this torch has no NCCL"):
-        LLM(folder, device="cuda:0,1")
+    check_refused(lambda: LLM(folder, device="cuda:0,1"), r"^devices cuda:0, cuda:1: this torch has no NCCL")
 
 
 def test_the_command_line_takes_a_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,9 +159,7 @@ class FakeNccl:
         self.is_aborted = True
 
 
-def test_gpus_are_connected_by_nccl_which_is_aborted_when_a_rank_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_connected_by_nccl_which_is_aborted_at_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[FakeNccl]()
     make: Callable[..., FakeNccl] = lambda *arguments: made.append(FakeNccl(*arguments)) or made[-1]  # noqa: E731
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", make, raising=False)
@@ -174,8 +170,7 @@ def test_gpus_are_connected_by_nccl_which_is_aborted_when_a_rank_has_ended(
     assert not made[0].is_aborted
     group.fail()
     assert made[0].is_aborted
-    with pytest.raises(InferError, match="load again"):
-        group.begin_anew()
+    check_refused(group.begin_anew, "load again", InferError)
 
 
 def test_each_rank_loads_on_its_own_device() -> None:

@@ -34,6 +34,7 @@ from infer.models.from_checkpoint import load_checked
 from infer.sampling_params import SamplingParams
 from looping import loop_of
 from path_cases import CASES, CONFIGS, CONTEXT, Outcome, Way, World, make_sequence, make_world
+from refusals import check_refused
 from tiny import GATED, GEMMA4, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
@@ -85,9 +86,8 @@ def runner_of(
 ) -> Runner:
     """Return the runner of one process, or of rank 0."""
     settings, group = settings or CacheSettings(), None if ranks is None else ranks.group
-    model = load_checked(
-        open_checkpoint(folder), None, "cpu", "auto", weights, "exact", capacity, None, settings, group=group
-    )
+    kinds = "cpu", "auto", weights, "exact"
+    model = load_checked(open_checkpoint(folder), None, *kinds, capacity, None, settings, group=group)
     asked = RunnerSettings(capacity, settings, NUM_SLOTS, None, capture)
     if ranks is None:
         return Runner(model, **asked._asdict())
@@ -185,26 +185,19 @@ def test_more_ranks_have_the_bits_of_one(families: Families, size: int, transpor
         ranks.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kv_type", "capture"), [("f32", False), ("q8", True), ("q4", False)])
-def test_every_cache_has_the_bits_of_one_rank(families: Families, pair: Ranks, kv_type: str, capture: bool) -> None:
-    settings = CacheSettings(kv_type=kv_type)
-    wide = families["gemma3"]  # heads of 32
-    expected = steps(runner_of(wide, settings=settings))
-    check_same(runner_of(wide, pair, capture=capture, settings=settings), expected)
-
-
-QUANTISED = [("q8", True, "qwen2_moe"), ("q4", False, "qwen2_moe"), ("q4", True, "qwen3_moe")]
+EXPERTS = [("qwen2_moe", "q8", True), ("qwen2_moe", "q4", False), ("qwen3_moe", "q4", True)]
+KINDS: list[tuple[str, dict[str, Any], bool]] = [(name, {"weights": each}, capture) for name, each, capture in EXPERTS]
+for each, capture in (("f32", False), ("q8", True), ("q4", False)):
+    KINDS.append(("gemma3", {"settings": CacheSettings(kv_type=each)}, capture))  # heads of 32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "capture", "experts"), QUANTISED)
-def test_quantised_experts_have_the_bits_of_one_rank(
-    families: Families, pair: Ranks, weights: str, capture: bool, experts: str
+@pytest.mark.parametrize(("family", "kind", "capture"), KINDS, ids=str)
+def test_every_cache_and_quantised_experts_have_the_bits_of_one_rank(
+    families: Families, pair: Ranks, family: str, kind: dict[str, Any], capture: bool
 ) -> None:
-    folder = families[experts]
-    expected = steps(runner_of(folder, weights=weights))
-    check_same(runner_of(folder, pair, capture=capture, weights=weights), expected)
+    expected = steps(runner_of(families[family], **kind))
+    check_same(runner_of(families[family], pair, capture=capture, **kind), expected)
 
 
 @pytest.mark.slow
@@ -275,25 +268,21 @@ def check_answers(world: World, pair: Ranks, settings: CacheSettings) -> None:
 @pytest.mark.slow
 def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families: Families, pair: Ranks) -> None:
     expected, runner = steps(runner_of(families[FIRST])), runner_of(families[FIRST], pair)
-    for name in ("forward", "multi_step", "extend"):
-        pair.lead(
-            name, *([[Chunk(0, [5])], [0]] if name != "extend" else [0, [5]]), *([4] if name == "multi_step" else [])
-        )
+    chunks: tuple[Any, ...] = ([Chunk(0, [5])], [0])
+    for name, given in (("forward", chunks), ("multi_step", (*chunks, 4)), ("extend", (0, [5]))):
+        pair.lead(name, *given)
         runner.reset()  # rank 0 runs nothing of the step
         check_same(runner, expected)
 
 
 @pytest.mark.slow
-def test_no_rank_restarts_while_another_may_still_wait(
-    families: Families, pair: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_rank_restarts_while_another_waits(families: Families, pair: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slower rank may be in a step that rank 0 has finished, until it reports that it has left the step."""
     runner, told = runner_of(families[FIRST], pair), list[str]()
     send, begin_anew = Ranks._send, type(pair.group).begin_anew
     monkeypatch.setattr(Ranks, "_send", lambda self, calls: [told.append(calls[0][0]), send(self, calls)])
-    monkeypatch.setattr(
-        Ranks, "_answers", lambda self: [told.append("answered"), *[each.recv() for each in self._pipes]]
-    )
+    answers = Ranks._answers
+    monkeypatch.setattr(Ranks, "_answers", lambda self: (told.append("answered"), answers(self))[1])
     monkeypatch.setattr(type(pair.group), "begin_anew", lambda self: [told.append("rank 0"), begin_anew(self)])
     runner.reset()
     assert told == ["leave", "answered", "rank 0", "begin_anew", "answered"]
@@ -310,15 +299,13 @@ def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: 
         with ThreadPoolExecutor() as threads:
             step = threads.submit(runner.forward, [Chunk(0, [5])])
             process.kill()
-            with pytest.raises(InferError, match=r"^rank 2 of the model's 3 ended by signal 9: load the model again$"):
-                step.result()
-        with pytest.raises(InferError, match="rank 2"):
-            runner.reset()
+            check_refused(step.result, r"^rank 2 of the model's 3 ended by signal 9: load the model again$", InferError)
+        check_refused(runner.reset, "rank 2", InferError)
     finally:
         ranks.close()
 
 
-def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
+def test_dropped_answers_of_a_dead_rank_print_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -360,14 +347,13 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
         ids = one.tokenizer.encode("abc bar abc")
         assert torch.equal(two.logits(ids), one.logits(ids))
         assert two.prompt_logprobs(ids) == one.prompt_logprobs(ids)
-        params, path = SamplingParams(temperature=0.8, seed=1, max_new_tokens=9), tmp_path / "session"
-        found = []
+        path, found = tmp_path / "session", list[list[int]]()
         for saving, loading in ((one, two), (two, one), (two, two)):
             session = saving.session()
             session.append(ids)
-            session.generate(params)
+            session.generate(**asked)
             session.save(path)
-            found.append(loading.load_session(path).generate(params).token_ids)
+            found.append(loading.load_session(path).generate(**asked).token_ids)
         assert found == [found[0]] * 3
         processes = two._opened._ranks._processes
     assert [process.poll() for process in processes] == [-signal.SIGKILL]

@@ -63,13 +63,9 @@ class Scripted(Rowwise):
         return logits
 
 
-def make_stream(
-    tokenizer: Tokenizer,
-    runner: Runner | Sequence[int],
-    prompt: Sequence[int] = (1, 2, 3),
-    limit: int = 1000,
-    **values: Any,
-) -> Stream:
+def make_stream(tokenizer: Tokenizer, runner: Any, prompt: Sequence[int] = (1, 2, 3), **values: Any) -> Stream:
+    """Return a stream of a scripted answer, or of a runner's."""
+    limit, made = values.pop("limit", 1000), runner if isinstance(runner, Runner) else Scripted(runner)
     params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 50, "seed": 0} | values)
     request = Request(tokenizer, tuple(prompt), params, limit, tokenizer.vocab_size, prefill_chunk=4)
     return open_stream(loop_of(Engine(made)), Answering(request))

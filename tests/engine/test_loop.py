@@ -265,8 +265,8 @@ def test_closing_cancels_active_answers(place: Place, closes_on_the_loop: bool) 
     assert [each.outcome().finish_reason for each in asked] == ["abort"] * 10
     place.loop.close()
     assert not place.loop._thread.is_alive()
-    check_refused(lambda: place.submit(SHORT), "the model is closed", ClosedError)
-    check_refused(lambda: place.loop.run(bool), "the model is closed", ClosedError)
+    for call in (lambda: place.submit(SHORT), lambda: place.loop.run(bool)):
+        check_refused(call, "the model is closed", ClosedError)
 
 
 def test_sequences_that_arrive_while_the_loop_is_closed_are_ended_or_refused(world: World) -> None:
@@ -316,8 +316,8 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     assert place.loop.drain()
     assert caught.value.__cause__ is place.loop.failure is error
     assert said == [error]
-    check_refused(lambda: place.submit(SHORT), r"the engine has failed: .*: load the model again", EngineFailedError)
-    check_refused(place.stream(SHORT).run, r"the engine has failed: .*: load the model again", EngineFailedError)
+    for call in (lambda: place.submit(SHORT), place.stream(SHORT).run):
+        check_refused(call, r"the engine has failed: .*: load the model again", EngineFailedError)
     assert not place.engine.sequences
 
 

@@ -1,6 +1,7 @@
 """Pooling: each kind by its formula, in any parts, with and without the tokens of a prompt."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -37,8 +38,7 @@ def test_a_vector_has_its_formula_and_the_same_bits_in_any_parts(pooling: Poolin
     torch.testing.assert_close(whole.vectors(), torch.stack(expected))
     for length in (1, 2, 5):
         parts = PooledStates(pooling, len(texts), 8, skipped)
-        for start in range(0, max(LENGTHS), length):
-            for index, states in enumerate(texts):
-                if start < len(states):
-                    parts.add(index, states[start : start + length])
+        for start, (index, states) in product(range(0, max(LENGTHS), length), enumerate(texts)):
+            if start < len(states):
+                parts.add(index, states[start : start + length])
         assert torch.equal(parts.vectors(), whole.vectors())

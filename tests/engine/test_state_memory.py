@@ -46,8 +46,8 @@ def large(folder: Path) -> LLM:
 
 def smallest(folder: Path, num_tokens: int = CONTEXT) -> int:
     """Return the bytes that `infer estimate` names, without those of the process."""
-    checkpoint, settings = open_checkpoint(folder), LoadSettings(backend_of(torch.device("cpu")).num_threads())
-    model = make_architecture(checkpoint.config), checkpoint.tensors, settings
+    checkpoint, num_threads = open_checkpoint(folder), backend_of(torch.device("cpu")).num_threads()
+    model = make_architecture(checkpoint.config), checkpoint.tensors, LoadSettings(num_threads=num_threads)
     return estimate(*model, CacheSettings(), num_tokens=num_tokens).model
 
 

@@ -3,6 +3,7 @@
 In tests, new pages are filled with NaN (`INFER_POISON`), so an answer from unwritten values has no tokens.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -9,6 +9,7 @@ import torch
 from transformers import Gemma3TextConfig, Lfm2Config, Qwen3_5TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from cases import cases
 from commands import refused, run
 from encoder_models import BY_NAME, make_encoder
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams
@@ -210,19 +211,17 @@ def test_a_comparison_shows_ratios_and_the_conditions_that_differ(folder: Path, 
     assert "–" in lines[2]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--suite", "quick", "-p", "12"], "--suite and --prompt-tokens are both given"),
-        (["--suite", "quick", "--profile"], "--profile and --suite are both given"),
-        (["--suite", "huge"], "'huge' is not one of 'quick', 'standard', 'full'"),
-        (["--compare", "none.json"], "the report none.json cannot be read: No such file or directory"),
-        (["--compare", __file__], "is not a report of infer bench: write one with --report"),
-        (["--report", "no/folder/x.json"], "no/folder is not a folder"),
-        (["--warmup", "-1"], "-1 is not in the range"),
-        (["-p", "0"], "0 is not in the range"),
-        (["--repeats", "x"], "'x' is not a valid integer"),
-    ],
+@cases(
+    "options message",
+    (["--suite", "quick", "-p", "12"], "--suite and --prompt-tokens are both given"),
+    (["--suite", "quick", "--profile"], "--profile and --suite are both given"),
+    (["--suite", "huge"], "'huge' is not one of 'quick', 'standard', 'full'"),
+    (["--compare", "none.json"], "the report none.json cannot be read: No such file or directory"),
+    (["--compare", __file__], "is not a report of infer bench: write one with --report"),
+    (["--report", "no/folder/x.json"], "no/folder is not a folder"),
+    (["--warmup", "-1"], "-1 is not in the range"),
+    (["-p", "0"], "0 is not in the range"),
+    (["--repeats", "x"], "'x' is not a valid integer"),
 )
 def test_a_wrong_option_or_report_is_one_line_before_anything_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
@@ -241,17 +240,15 @@ def test_reading_memory_leaves_the_number_of_threads_alone() -> None:
 # Profile
 
 
-@pytest.mark.parametrize(
-    ("label", "expected"),
-    [
-        ("embed.rows", ("embed", "embed")),
-        ("L0.attend.chunks", ("L0", "attend")),
-        ("L12.qkv.matmul Q4_1", ("L12", "qkv")),
-        ("L12.qkv.normalize", ("L12", "norm")),
-        ("L3.output.post_norm", ("L3", "norm")),
-        ("head.matmul Q8_0", ("head", "head")),
-        ("head.normalize", ("head", "norm")),
-    ],
+@cases(
+    "label expected",
+    ("embed.rows", ("embed", "embed")),
+    ("L0.attend.chunks", ("L0", "attend")),
+    ("L12.qkv.matmul Q4_1", ("L12", "qkv")),
+    ("L12.qkv.normalize", ("L12", "norm")),
+    ("L3.output.post_norm", ("L3", "norm")),
+    ("head.matmul Q8_0", ("head", "head")),
+    ("head.normalize", ("head", "norm")),
 )
 def test_a_label_names_a_layer_and_a_kind(label: str, expected: tuple[str, str]) -> None:
     assert split_label(label) == expected
@@ -304,27 +301,23 @@ def architecture_of(kind: str) -> Architecture:
     return architecture
 
 
-@pytest.mark.parametrize(
-    ("context", "floats"),
-    [
-        (0, STATE + CHANNELS + ENTRY),  # a state of zeros, the token's input and its entry of the log are written
-        (1, STATE + ENTRY + CHANNELS + (CHANNELS + ENTRY)),
-        (100, STATE + 36 * ENTRY + 3 * CHANNELS + (CHANNELS + ENTRY)),  # place 36 of the second page
-        (128, STATE + 64 * ENTRY + 3 * CHANNELS + (STATE + CHANNELS + ENTRY)),  # the third page's state is written
-    ],
+@cases(
+    "context floats",
+    (0, STATE + CHANNELS + ENTRY),  # a state of zeros, the token's input and its entry of the log are written
+    (1, STATE + ENTRY + CHANNELS + (CHANNELS + ENTRY)),
+    (100, STATE + 36 * ENTRY + 3 * CHANNELS + (CHANNELS + ENTRY)),  # place 36 of the second page
+    (128, STATE + 64 * ENTRY + 3 * CHANNELS + (STATE + CHANNELS + ENTRY)),  # the third page's state is written
 )
 def test_a_delta_net_moves_a_state_its_log_and_inputs_of_its_convolution(context: int, floats: int) -> None:
     assert mixer_bytes(architecture_of("delta_net"), "f16", context)["delta_net"] == 4 * floats
 
 
-@pytest.mark.parametrize(
-    ("context", "of_log", "of_states"),
-    [
-        (0, 1, 2),  # q with its own k; k and q with the state
-        (1, 3, 2),
-        (100, 2 * 36 + 1, 2),
-        (128, 1, 2 + 64),  # each token of the page before is added to the state
-    ],
+@cases(
+    "context of_log of_states",
+    (0, 1, 2),  # q with its own k; k and q with the state
+    (1, 3, 2),
+    (100, 2 * 36 + 1, 2),
+    (128, 1, 2 + 64),  # each token of the page before is added to the state
 )
 def test_a_delta_net_multiplies_with_its_state_and_its_log(context: int, of_log: int, of_states: int) -> None:
     found = mixer_flops(architecture_of("delta_net"), 1, context)["delta_net"]
@@ -415,12 +408,10 @@ def test_the_command_prints_json(folder: Path) -> None:
     assert [found["name"] for found in run(*asked, "--profile").json()["profile"]] == ["prefill", "decode"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["-n", "1000"], "max_seq_len must be from 2 to the model's own 128"),
-        (["--dtype", "float32", "--weights", "q8"], "contradict"),
-    ],
+@cases(
+    "options message",
+    (["-n", "1000"], "max_seq_len must be from 2 to the model's own 128"),
+    (["--dtype", "float32", "--weights", "q8"], "contradict"),
 )
 def test_values_that_the_model_cannot_have_are_one_line(folder: Path, options: list[str], message: str) -> None:
     assert message in refused("bench", "--model", folder, *options)

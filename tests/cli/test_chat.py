@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cases import cases
 from infer.errors import InvalidRequestError
 from infer.text.templates.chat_template import ChatTemplate
 from infer.text.templates.special_tokens import SpecialTexts
@@ -68,17 +69,15 @@ def test_strftime_now_is_there() -> None:
     assert len(ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}).render([USER])) == len("2026-01-01")
 
 
-@pytest.mark.parametrize(
+@cases(
     "template",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].content.missing.more }}",
-        "{{ 1 + 'a' }}",
-        "{{ 'x' | no_such_filter }}",
-        "{% for %}",
-    ],
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].content.missing.more }}",
+    "{{ 1 + 'a' }}",
+    "{{ 'x' | no_such_filter }}",
+    "{% for %}",
 )
 def test_a_template_that_fails_or_reaches_out_is_one_clear_error(template: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"\A[^\n]*template[^\n]*\Z"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from fake_cli import FakeModel
 from infer.cli.answers.permalink import read_permalink
 from infer.cli.chat.chat_commands import (
@@ -405,15 +406,13 @@ def test_a_file_that_cannot_be_loaded_is_named_once(session: ChatSession, tmp_pa
     assert "no JSON" not in told
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"INFER_HISTORY": ""}, None),
-        ({"INFER_HISTORY": "~/typed"}, "/home/me/typed"),
-        ({"INFER_HISTORY": "~nobody-here/x"}, None),
-        ({"XDG_STATE_HOME": "/state"}, "/state/infer/history"),
-        ({}, "/home/me/.local/state/infer/history"),
-    ],
+@cases(
+    "environment expected",
+    ({"INFER_HISTORY": ""}, None),
+    ({"INFER_HISTORY": "~/typed"}, "/home/me/typed"),
+    ({"INFER_HISTORY": "~nobody-here/x"}, None),
+    ({"XDG_STATE_HOME": "/state"}, "/state/infer/history"),
+    ({}, "/home/me/.local/state/infer/history"),
 )
 def test_typed_lines_are_stored_in(monkeypatch: Any, environment: dict[str, str], expected: str | None) -> None:
     for name in ("INFER_HISTORY", "XDG_STATE_HOME"):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import infer
+from cases import cases
 from commands import FAKE, refused, run
 from fake_cli import FakeModel
 from infer.cli import subcommands
@@ -200,16 +201,14 @@ def test_each_constraint_reaches_the_model(fake: FakeModel, tmp_path: Path) -> N
     assert "choice" not in used_params()[0]
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ("{", "json_schema is not JSON"),
-        (
-            '{"type": "string", "not": {"pattern": "a"}}',
-            "json_schema at /not: the negation of 'pattern' cannot be enforced",
-        ),
-        ('{"type": "text"}', "'type' must be one of"),
-    ],
+@cases(
+    "schema message",
+    ("{", "json_schema is not JSON"),
+    (
+        '{"type": "string", "not": {"pattern": "a"}}',
+        "json_schema at /not: the negation of 'pattern' cannot be enforced",
+    ),
+    ('{"type": "text"}', "'type' must be one of"),
 )
 def test_a_bad_schema_is_told_before_a_model_is_loaded(
     tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch
@@ -266,16 +265,14 @@ def test_json_lines_bring_their_own_parameters(fake: FakeModel, tmp_path: Path) 
     assert all(part in second for part in ("temperature=0.25", "max_new_tokens=3", "top_k=9", "top_p=0.95"))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "is not JSON"),
-        ("3", 'must be a string or an object with "prompt", got 3'),
-        ('{"text": "a"}', 'must be a string or an object with "prompt"'),
-        ('{"prompt": "a", "top_q": 1}', "line 2: .*top_q.*did you mean"),
-        ('{"prompt": "a", "regex": "(a"}', "regex, column 1"),
-        ('{"prompt": "too long"}', "the context holds 100"),
-    ],
+@cases(
+    "line message",
+    ("{", "is not JSON"),
+    ("3", 'must be a string or an object with "prompt", got 3'),
+    ('{"text": "a"}', 'must be a string or an object with "prompt"'),
+    ('{"prompt": "a", "top_q": 1}', "line 2: .*top_q.*did you mean"),
+    ('{"prompt": "a", "regex": "(a"}', "regex, column 1"),
+    ('{"prompt": "too long"}', "the context holds 100"),
 )
 def test_a_bad_line_is_named(fake: FakeModel, tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -373,50 +370,48 @@ def test_loading_shows_a_bar_on_a_terminal_alone(loaded_with: Any, capsys: Any, 
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", "--top-p", "1.5"], r"top_p must be in \(0, 1\], got 1.5"),
-        (["generate", "--temperature", "nan"], "temperature must be in"),
-        (["generate", "-n", "0"], "max_new_tokens must be at least 1"),
-        (["generate", "--top-k", "many"], "'many' is not a valid integer"),
-        (["generate"], "no prompt: stdin is empty; give one, as in infer generate"),
-        (["generate", "once", "upon"], "the prompt must be one argument, got 2: put it in quotes"),
-        (["generate", "a", "-p", "b"], "PROMPT and --prompt are both given"),
-        (["generate", "a", "--logprobs", "2"], "--logprobs needs --json or --json-lines"),
-        (["generate", "a", "--stop-token-ids", "x"], "'x' is not a list of ids"),
-        (["generate", "a", "--batch-size", "65"], "--batch-size must be at most 64 with --device cpu, got 65"),
-        (["generate", "--tempature", "1"], "Did you mean.*--temperature"),
-        (["generate", "--logit-bias", "x=1"], "not ID=VALUE"),
-        (["generate", "--logit-bias", "1=nan"], "logit_bias"),
-        (["generate", "--prompt-file", "/no/such"], "/no/such cannot be read: No such file"),
-        (["generate", "--prompt-file", "/"], "cannot be read"),
-        (["generate", "--prompt", "a", "--prompt-file", "b"], "both"),
-        (["generate", "--system", "a"], "--chat"),
-        (["generate", "--backend", "tpu"], "'tpu' is not one of"),
-        (["chat", "--device", "cuda:x"], "'cuda:x' is not one of"),
-        (["generate", "--backend", "vulkan"], "'vulkan' is not one of 'auto', .*: Vulkan is not supported"),
-        (["generate", "--precision", "vague"], "--precision.*'vague' is not one of"),
-        (["chat", "--weights", "q3"], "--weights.*'q3' is not one of"),
-        (["bench", "-n", "0"], "-n.*0 is not in the range"),
-        (["generate", "--json-schema", "/no/such"], "the file of --json-schema /no/such cannot be read: No such file"),
-        (["generate", "--regex", "a", "--grammar", __file__], "--regex and --grammar are both given: give one"),
-        (["generate", "--regex", "a(b"], r"regex, column 2: .\(. is never closed"),
-        (["generate", "--regex", "a)"], "regex, column 2:"),
-        (["generate", "--grammar", __file__], r"grammar, line \d+, column"),
-        (["generate", "--speculation", "medusa"], "'medusa' is not"),
-        (["generate", "--prompts-file", "/no/such"], "the prompts file /no/such cannot be read: No such file"),
-        (["generate", "--prompts-file", "a", "--prompt", "b"], "--prompt and --prompts-file are both given"),
-        (["sample-trace", "a", "--prompt", "b"], "PROMPT and --prompt are both given"),
-        (["sample-trace", "too long"], "the context holds 100"),
-        (["sample-trace", "a", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),
-        (["sample-trace", "a", "--step", "0"], "--step.*0 is not in the range"),
-        (["sample-trace", "a", "--num-candidates", "0"], "--num-candidates.*0 is not in the range"),
-        (["sample-trace", "a", "-n", "3"], "No such option.*-n"),
-        (["generte"], "did you mean 'generate'"),
-        (["--nonsense"], "No such option"),
-        (["generate", "--prompt", "too long"], "the context holds 100"),
-    ],
+@cases(
+    "arguments message",
+    (["generate", "--top-p", "1.5"], r"top_p must be in \(0, 1\], got 1.5"),
+    (["generate", "--temperature", "nan"], "temperature must be in"),
+    (["generate", "-n", "0"], "max_new_tokens must be at least 1"),
+    (["generate", "--top-k", "many"], "'many' is not a valid integer"),
+    (["generate"], "no prompt: stdin is empty; give one, as in infer generate"),
+    (["generate", "once", "upon"], "the prompt must be one argument, got 2: put it in quotes"),
+    (["generate", "a", "-p", "b"], "PROMPT and --prompt are both given"),
+    (["generate", "a", "--logprobs", "2"], "--logprobs needs --json or --json-lines"),
+    (["generate", "a", "--stop-token-ids", "x"], "'x' is not a list of ids"),
+    (["generate", "a", "--batch-size", "65"], "--batch-size must be at most 64 with --device cpu, got 65"),
+    (["generate", "--tempature", "1"], "Did you mean.*--temperature"),
+    (["generate", "--logit-bias", "x=1"], "not ID=VALUE"),
+    (["generate", "--logit-bias", "1=nan"], "logit_bias"),
+    (["generate", "--prompt-file", "/no/such"], "/no/such cannot be read: No such file"),
+    (["generate", "--prompt-file", "/"], "cannot be read"),
+    (["generate", "--prompt", "a", "--prompt-file", "b"], "both"),
+    (["generate", "--system", "a"], "--chat"),
+    (["generate", "--backend", "tpu"], "'tpu' is not one of"),
+    (["chat", "--device", "cuda:x"], "'cuda:x' is not one of"),
+    (["generate", "--backend", "vulkan"], "'vulkan' is not one of 'auto', .*: Vulkan is not supported"),
+    (["generate", "--precision", "vague"], "--precision.*'vague' is not one of"),
+    (["chat", "--weights", "q3"], "--weights.*'q3' is not one of"),
+    (["bench", "-n", "0"], "-n.*0 is not in the range"),
+    (["generate", "--json-schema", "/no/such"], "the file of --json-schema /no/such cannot be read: No such file"),
+    (["generate", "--regex", "a", "--grammar", __file__], "--regex and --grammar are both given: give one"),
+    (["generate", "--regex", "a(b"], r"regex, column 2: .\(. is never closed"),
+    (["generate", "--regex", "a)"], "regex, column 2:"),
+    (["generate", "--grammar", __file__], r"grammar, line \d+, column"),
+    (["generate", "--speculation", "medusa"], "'medusa' is not"),
+    (["generate", "--prompts-file", "/no/such"], "the prompts file /no/such cannot be read: No such file"),
+    (["generate", "--prompts-file", "a", "--prompt", "b"], "--prompt and --prompts-file are both given"),
+    (["sample-trace", "a", "--prompt", "b"], "PROMPT and --prompt are both given"),
+    (["sample-trace", "too long"], "the context holds 100"),
+    (["sample-trace", "a", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),
+    (["sample-trace", "a", "--step", "0"], "--step.*0 is not in the range"),
+    (["sample-trace", "a", "--num-candidates", "0"], "--num-candidates.*0 is not in the range"),
+    (["sample-trace", "a", "-n", "3"], "No such option.*-n"),
+    (["generte"], "did you mean 'generate'"),
+    (["--nonsense"], "No such option"),
+    (["generate", "--prompt", "too long"], "the context holds 100"),
 )
 def test_bad_input_is_one_line_and_status_2(fake: FakeModel, arguments: list[str], message: str) -> None:
     assert re.search(message, refused(*arguments))

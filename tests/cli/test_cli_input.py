@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from commands import FAKE, refused, run
 from fake_cli import FakeModel
 from infer.cli import subcommands
@@ -123,18 +124,16 @@ def test_commands_of_other_programs_are_answered_with_ours(word: str) -> None:
         assert name in subcommands.infer.commands or name.startswith("--")
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("smollm2", "to name a model: infer chat smollm2"),
-        ("org/repo:Q4_K_M", "infer chat org/repo:Q4_K_M"),
-        ("./a.gguf", "infer chat ./a.gguf"),
-        ("Once upon a time", 'to give a prompt: infer generate "TEXT"'),
-        ("Generate", "did you mean 'generate'?"),
-        ("chatt", "did you mean 'chat'?"),
-        ("pulll", "did you mean 'pull'?"),
-        ("xyzzy", "use one of batch, bench, chat"),
-    ],
+@cases(
+    "word message",
+    ("smollm2", "to name a model: infer chat smollm2"),
+    ("org/repo:Q4_K_M", "infer chat org/repo:Q4_K_M"),
+    ("./a.gguf", "infer chat ./a.gguf"),
+    ("Once upon a time", 'to give a prompt: infer generate "TEXT"'),
+    ("Generate", "did you mean 'generate'?"),
+    ("chatt", "did you mean 'chat'?"),
+    ("pulll", "did you mean 'pull'?"),
+    ("xyzzy", "use one of batch, bench, chat"),
 )
 def test_a_first_word_that_is_no_command_says_what_to_type(word: str, message: str) -> None:
     assert message in refused(word)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, kl_div
 
+from cases import cases
 from classifier_model import make_classifier
 from commands import run
 from infer import LLM, ModelError
@@ -148,12 +149,10 @@ def test_heads_that_are_padded_to_different_sizes_are_compared(folder: Path, tmp
             assert found.largest_kl == found.largest_logit_error == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "factor", "message"),
-    [
-        ("lm_head.weight", math.nan, "logits of the model are not finite: its weights are damaged"),
-        ("model.norm.weight", 1e5, r"perplexity must be at most e\^700, got e\^.*: its weights are damaged"),
-    ],
+@cases(
+    "name factor message",
+    ("lm_head.weight", math.nan, "logits of the model are not finite: its weights are damaged"),
+    ("model.norm.weight", 1e5, r"perplexity must be at most e\^700, got e\^.*: its weights are damaged"),
 )
 def test_weights_that_are_broken_have_no_perplexity(
     folder: Path, tmp_path: Path, name: str, factor: float, message: str
@@ -163,15 +162,13 @@ def test_weights_that_are_broken_have_no_perplexity(
         measure_perplexity(llm, TEXT, CONTEXT)
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (["perplexity", "{one}", "--context", "9999"], "context must be from 4 to"),
-        (["perplexity", "{one}", "-f", "{short}", "--context", "32"], "the text has 5 tokens, and a window has 32"),
-        (["perplexity", "{one}", "-f", "/no/such/file"], "/no/such/file"),
-        (["compare", "{one}", "-f", "{file}"], "the two models are the same: name another model after the first"),
-        (["compare", "{one}", "{other}", "-f", "{file}", "--context", "8"], "the models have different vocabularies"),
-    ],
+@cases(
+    "asked message",
+    (["perplexity", "{one}", "--context", "9999"], "context must be from 4 to"),
+    (["perplexity", "{one}", "-f", "{short}", "--context", "32"], "the text has 5 tokens, and a window has 32"),
+    (["perplexity", "{one}", "-f", "/no/such/file"], "/no/such/file"),
+    (["compare", "{one}", "-f", "{file}"], "the two models are the same: name another model after the first"),
+    (["compare", "{one}", "{other}", "-f", "{file}", "--context", "8"], "the models have different vocabularies"),
 )
 def test_a_model_that_cannot_be_measured_gives_one_line(
     folder: Path, file: Path, tmp_path: Path, asked: list[str], message: str

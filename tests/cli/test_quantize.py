@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import cases
 from commands import refused, run
 from gguf_files import random_tensors, write_model
 from infer.files import open_checkpoint
@@ -90,15 +91,13 @@ def test_outputs_are_only_replaced_on_demand_and_never_the_model(model: Path, tm
     run("quantize", output, again, "-t", "Q4_0", "--requantize")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["-t", "Q4_X"], "--type must be one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S,"),
-        (["--tensor-type", "ffn=Q4_X"], "--tensor-type ffn=Q4_X: the type must be one of F32, F16"),
-        (["--tensor-type", "Q4_0"], "--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got 'Q4_0'"),
-        (["--tensor-type", "[=Q4_0"], "'[' is not a regular expression"),
-        (["-t", "IQ2_XS"], "needs an importance matrix, which is not given"),
-    ],
+@cases(
+    "options message",
+    (["-t", "Q4_X"], "--type must be one of F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S,"),
+    (["--tensor-type", "ffn=Q4_X"], "--tensor-type ffn=Q4_X: the type must be one of F32, F16"),
+    (["--tensor-type", "Q4_0"], "--tensor-type must be PATTERN=TYPE, such as ffn_down=Q6_K, got 'Q4_0'"),
+    (["--tensor-type", "[=Q4_0"], "'[' is not a regular expression"),
+    (["-t", "IQ2_XS"], "needs an importance matrix, which is not given"),
 )
 def test_a_wrong_option_is_refused_in_a_line(tmp_path: Path, options: list[str], message: str) -> None:
     wide = tmp_path / "wide.gguf"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import subcommands
@@ -151,13 +152,11 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
     assert {name: getattr(asked.params[0], name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"stop": ["a"] * 65}, "stop must have at most 64 strings"),
-        ({"logit_bias": {1: float("inf")}}, "logit_bias must be from -100 to 100 in a permalink, got 1=inf"),
-        ({"json_schema": "true"}, "json_schema must be an object in a permalink, got 'true'"),
-    ],
+@cases(
+    "given told",
+    ({"stop": ["a"] * 65}, "stop must have at most 64 strings"),
+    ({"logit_bias": {1: float("inf")}}, "logit_bias must be from -100 to 100 in a permalink, got 1=inf"),
+    ({"json_schema": "true"}, "json_schema must be an object in a permalink, got 'true'"),
 )
 def test_a_request_that_no_route_takes_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):

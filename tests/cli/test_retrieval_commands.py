@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cases import cases
 from commands import Ran, refused, run
 from infer import LLM
 from infer.cli import subcommands
@@ -62,16 +63,14 @@ def test_lines_have_their_labels(labeller: LLM, tmp_path: Path) -> None:
     assert [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()] == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options", "message"),
-    [
-        ("t.txt", "", [], "has no texts: write one per line"),
-        ("t.jsonl", '{"text": 5}', [], 'line 1 must be a string or an object with "text"'),
-        ("t.jsonl", '"a"\n{', [], "line 2 is not JSON"),
-        ("t.txt", "a\n" * 70 + "x" * 999, [], "text 70: the text has 1000 tokens"),
-        ("t.txt", "a", ["--prompt-name", "odd"], "prompt_name must be one of 'query', 'document'"),
-        ("t.txt", "a", ["-o", "/no/such/folder/a.npy"], "the output /no/such/folder/a.npy cannot be written"),
-    ],
+@cases(
+    "name content options message",
+    ("t.txt", "", [], "has no texts: write one per line"),
+    ("t.jsonl", '{"text": 5}', [], 'line 1 must be a string or an object with "text"'),
+    ("t.jsonl", '"a"\n{', [], "line 2 is not JSON"),
+    ("t.txt", "a\n" * 70 + "x" * 999, [], "text 70: the text has 1000 tokens"),
+    ("t.txt", "a", ["--prompt-name", "odd"], "prompt_name must be one of 'query', 'document'"),
+    ("t.txt", "a", ["-o", "/no/such/folder/a.npy"], "the output /no/such/folder/a.npy cannot be written"),
 )
 def test_texts_that_cannot_be_embedded_give_one_line(
     embedder: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, content: str, options: Any, message: str

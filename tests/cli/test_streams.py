@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from commands import FAKE, refused
 from infer.cli.terminal.terminal import Spinner
 from shapes import SOURCE
@@ -161,17 +162,15 @@ end_process(7)
 # Refusals by the system
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (MemoryError(), "out of memory: "),
-        (OSError(12, "Cannot allocate memory"), "out of memory: "),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: "),
-        (OSError(24, "Too many open files", "x.py"), "too many open files: this process may open "),
-        (ValueError("Number of threads specified must be > 0."), "NUMBA_NUM_THREADS must be at least 1, got None: "),
-        (RuntimeError("can't start new thread"), "the system refuses to start another thread: "),
-        (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
-    ],
+@cases(
+    "error line",
+    (MemoryError(), "out of memory: "),
+    (OSError(12, "Cannot allocate memory"), "out of memory: "),
+    (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: "),
+    (OSError(24, "Too many open files", "x.py"), "too many open files: this process may open "),
+    (ValueError("Number of threads specified must be > 0."), "NUMBA_NUM_THREADS must be at least 1, got None: "),
+    (RuntimeError("can't start new thread"), "the system refuses to start another thread: "),
+    (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
 )
 def test_refusals_of_the_system_are_not_faults_of_infer(error: Exception, line: str, monkeypatch: Any) -> None:
     def refuse(**options: object) -> None:

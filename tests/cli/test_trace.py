@@ -8,6 +8,7 @@ import click
 import pytest
 import torch
 
+from cases import cases
 from commands import run
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
@@ -138,14 +139,12 @@ def test_a_row_that_cannot_be_sampled_is_a_named_error() -> None:
 # With a model
 
 
-@pytest.mark.parametrize(
+@cases(
     "values",
-    [
-        {"temperature": 0},
-        {"temperature": 0, "repetition_penalty": 1.4},
-        {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 7},
-        {"frequency_penalty": 0.5, "min_new_tokens": 9, "seed": 8, "temperature_last": True, "min_p": 0.01},
-    ],
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.4},
+    {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 7},
+    {"frequency_penalty": 0.5, "min_new_tokens": 9, "seed": 8, "temperature_last": True, "min_p": 0.01},
 )
 def test_every_step_ends_in_the_token_that_generate_gives(llm: LLM, values: dict[str, Any]) -> None:
     params = SamplingParams(**values, max_new_tokens=12, ignore_eos=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from commands import refused, run
 from infer import LLM
 from infer.engine.requests.request_options import RequestOptions
@@ -71,27 +72,25 @@ def test_a_row_may_have_tools() -> None:
     assert choice["message"]["tool_calls"] == [called.tool_calls[0].to_json()]
 
 
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        ({"id": "", "prompt": "a"}, "an id must be a whole number or a text with characters, got ''"),
-        ({"id": 1.5, "prompt": "a"}, "an id must be a whole number or a text with characters, got 1.5"),
-        ({"id": "\ud800", "prompt": "a"}, "an id must be a whole number or a text with characters, got '\\ud800'"),
-        ({"id": "a", "messages": []}, "messages must hold at least one message, got none"),
-        (CHAT | {"body": {"messages": []}}, "messages: expected `array` of length >= 1, got a list of 0"),
-        ({"id": "a"}, 'a row must have either "prompt", a text or ids, or "messages", a list'),
-        ({"id": "a", "prompt": "a", "messages": HI}, 'a row must have either "prompt"'),
-        (CHAT | {"url": "/v1/score"}, "or /v1/rerank or /v1/classify, got '/v1/score'"),
-        (CHAT | {"method": "GET", "body": {}}, "method must be 'POST', got 'GET'"),
-        (CHAT | {"body": 5}, "body must be an object, got 5"),
-        (CHAT | {"body": {"prompt": "a"}}, "prompt is not supported here: use messages here, or"),
-        (CHAT | {"body": {"messages": HI, "n": 2}}, "n must not be 2 here: leave it out"),
-        (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known: did you mean temperature?"),
-        (CHAT | {"body": {"messages": HI, "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
-        (CHAT | {"body": {"messages": HI, "response_format": "json"}}, "response_format: expected `object | null`"),
-        (CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "reads only text"),
-        (CHAT | {"body": {"messages": ["hi"]}}, "messages[0]: expected `object`, got 'hi'"),
-    ],
+@cases(
+    "record problem",
+    ({"id": "", "prompt": "a"}, "an id must be a whole number or a text with characters, got ''"),
+    ({"id": 1.5, "prompt": "a"}, "an id must be a whole number or a text with characters, got 1.5"),
+    ({"id": "\ud800", "prompt": "a"}, "an id must be a whole number or a text with characters, got '\\ud800'"),
+    ({"id": "a", "messages": []}, "messages must hold at least one message, got none"),
+    (CHAT | {"body": {"messages": []}}, "messages: expected `array` of length >= 1, got a list of 0"),
+    ({"id": "a"}, 'a row must have either "prompt", a text or ids, or "messages", a list'),
+    ({"id": "a", "prompt": "a", "messages": HI}, 'a row must have either "prompt"'),
+    (CHAT | {"url": "/v1/score"}, "or /v1/rerank or /v1/classify, got '/v1/score'"),
+    (CHAT | {"method": "GET", "body": {}}, "method must be 'POST', got 'GET'"),
+    (CHAT | {"body": 5}, "body must be an object, got 5"),
+    (CHAT | {"body": {"prompt": "a"}}, "prompt is not supported here: use messages here, or"),
+    (CHAT | {"body": {"messages": HI, "n": 2}}, "n must not be 2 here: leave it out"),
+    (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known: did you mean temperature?"),
+    (CHAT | {"body": {"messages": HI, "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
+    (CHAT | {"body": {"messages": HI, "response_format": "json"}}, "response_format: expected `object | null`"),
+    (CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "reads only text"),
+    (CHAT | {"body": {"messages": ["hi"]}}, "messages[0]: expected `object`, got 'hi'"),
 )
 def test_a_malformed_row_has_a_problem(record: Any, problem: str) -> None:
     assert problem in str(row_of(record).problem)
@@ -226,13 +225,11 @@ def test_a_finished_output_is_not_taken_for_that_of_another_seed(tmp_path: Path)
     assert path.read_text(encoding="utf-8") == "".join(answers)
 
 
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', "has two rows with the id 'a': ids must differ"),
-        ("\n\n", "has no row"),
-        (None, "cannot be read: No such file or directory"),
-    ],
+@cases(
+    "content error",
+    ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', "has two rows with the id 'a': ids must differ"),
+    ("\n\n", "has no row"),
+    (None, "cannot be read: No such file or directory"),
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(content: str | None, error: str, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cases import cases
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.row import Row, row_of
 from infer.serving.protocols.bodies import ChatBody
@@ -24,22 +25,20 @@ def completion_row(**fields: Any) -> Row:
     return row_of({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi", **fields}}, "a")
 
 
-@pytest.mark.parametrize(
-    ("body", "values", "options"),
-    [
-        ({}, {}, {}),
-        ({"logprobs": None}, {}, {}),
-        ({"logprobs": False}, {}, {}),
-        ({"logprobs": True}, {"logprobs": 0}, {}),
-        ({"logprobs": True, "top_logprobs": None}, {"logprobs": 0}, {}),
-        ({"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}, {}),
-        ({"logprobs": True, "top_logprobs": 1}, {"logprobs": 1}, {}),
-        ({"thinking_token_budget": 5}, {}, {"reasoning_budget": 5}),
-        ({"thinking_token_budget": 0}, {}, {"reasoning_budget": 0}),
-        ({"reasoning_effort": "none"}, {}, {"reasoning_budget": 0}),
-        ({"reasoning_effort": None}, {}, {}),
-        ({"tools": []}, {}, {}),
-    ],
+@cases(
+    "body values options",
+    ({}, {}, {}),
+    ({"logprobs": None}, {}, {}),
+    ({"logprobs": False}, {}, {}),
+    ({"logprobs": True}, {"logprobs": 0}, {}),
+    ({"logprobs": True, "top_logprobs": None}, {"logprobs": 0}, {}),
+    ({"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}, {}),
+    ({"logprobs": True, "top_logprobs": 1}, {"logprobs": 1}, {}),
+    ({"thinking_token_budget": 5}, {}, {"reasoning_budget": 5}),
+    ({"thinking_token_budget": 0}, {}, {"reasoning_budget": 0}),
+    ({"reasoning_effort": "none"}, {}, {"reasoning_budget": 0}),
+    ({"reasoning_effort": None}, {}, {}),
+    ({"tools": []}, {}, {}),
 )
 def test_a_chat_has_the_alternatives_and_the_budget_that_it_asks_for(body: Any, values: Any, options: Any) -> None:
     """A budget of 0 is not none."""
@@ -54,20 +53,18 @@ def test_alternatives_need_log_probabilities_in_a_chat_and_are_a_number_in_a_com
         assert completion_row(logprobs=asked).values == expected
 
 
-@pytest.mark.parametrize(
+@cases(
     "fields",
-    [
-        {"temperature": 3},
-        {"temprature": 1},
-        {"stop": ["a"] * 65},
-        {"top_logprobs": 2},
-        {"thinking_token_budget": 5, "reasoning_effort": "none"},
-        {"response_format": {"type": "json"}},
-        {"messages": [{"role": "usr", "content": "hi"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
-        {"dry_multiplier": 0.8},
-        {"logit_bias": {"a": 1}},
-    ],
+    {"temperature": 3},
+    {"temprature": 1},
+    {"stop": ["a"] * 65},
+    {"top_logprobs": 2},
+    {"thinking_token_budget": 5, "reasoning_effort": "none"},
+    {"response_format": {"type": "json"}},
+    {"messages": [{"role": "usr", "content": "hi"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+    {"dry_multiplier": 0.8},
+    {"logit_bias": {"a": 1}},
 )
 def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> None:
     from infer.serving.protocols.asked import ask_chat
@@ -87,15 +84,13 @@ def test_a_row_accepts_the_fields_of_the_server() -> None:
     assert chat_row(chat_template_kwargs={"tone": "dry"}).variables == {"tone": "dry"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"n": 2}, "n must not be 2 here: leave it out"),
-        ({"stream": True}, "stream must not be true here: leave it out"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1 in a row, or -1 for the whole context, got 0"),
-        ({"echo": True}, "echo must not be true here: leave it out"),
-        ({"prompt": ["a", "b"]}, "a row must have one prompt, got 2: write one row per prompt"),
-    ],
+@cases(
+    "fields problem",
+    ({"n": 2}, "n must not be 2 here: leave it out"),
+    ({"stream": True}, "stream must not be true here: leave it out"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1 in a row, or -1 for the whole context, got 0"),
+    ({"echo": True}, "echo must not be true here: leave it out"),
+    ({"prompt": ["a", "b"]}, "a row must have one prompt, got 2: write one row per prompt"),
 )
 def test_a_row_asks_for_one_whole_answer(fields: dict[str, Any], problem: str) -> None:
     assert completion_row(**fields).problem == problem

@@ -16,6 +16,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from cases import cases
 from idle import in_event_loop
 from infer import LLM
 from infer.compute import ops
@@ -410,13 +411,11 @@ def test_a_front_that_drains_takes_no_request() -> None:
         assert len(lives.asked) == (phase == "ready")
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ({}, (503, "hung")),
-        ({"a": (503, b'{"status":"loading"}')}, (503, "loading")),
-        ({"a": (503, b'{"status":"hung"}'), "b": (200, b'{"status":"ok"}')}, (200, "ok")),
-    ],
+@cases(
+    "answers expected",
+    ({}, (503, "hung")),
+    ({"a": (503, b'{"status":"loading"}')}, (503, "loading")),
+    ({"a": (503, b'{"status":"hung"}'), "b": (200, b'{"status":"ok"}')}, (200, "ok")),
 )
 def test_a_front_without_an_answer_of_any_engine_is_not_ready_and_says_so(answers: Any, expected: Any) -> None:
     """Once, Ray's fronts were never ready, because they have no model."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from embedding_model import make_embedding_model
 from infer import LLM
 from infer.compute.kvcache.cache_settings import CacheSettings
@@ -62,17 +63,15 @@ def test_a_route_is_answered_by_the_first_model_of_its_kind_and_by_the_one_that_
         assert served.ask(path, **asked)["model"] == name
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "message"),
-    [
-        ("/v1/chat/completions", "vectors", "the model 'vectors' can embed, and not generate: name 'chat'"),
-        ("/v1/messages", "ranks", "the model 'ranks' can rerank, and not generate: name 'chat'"),
-        ("/api/generate", "vectors", "the model 'vectors' can embed, and not generate: name 'chat'"),
-        ("/v1/embeddings", "chat", "the model 'chat' can generate, and not embed: name 'vectors'"),
-        ("/v1/rerank", "chat", "the model 'chat' can generate, and not rerank: name 'ranks' or 'vectors'"),
-        ("/v1/classify", "chat", "the model 'chat' can generate, and not classify: serve a model that can classify"),
-        ("/v1/classify", None, "no model here can classify: serve a model that can classify"),
-    ],
+@cases(
+    "path name message",
+    ("/v1/chat/completions", "vectors", "the model 'vectors' can embed, and not generate: name 'chat'"),
+    ("/v1/messages", "ranks", "the model 'ranks' can rerank, and not generate: name 'chat'"),
+    ("/api/generate", "vectors", "the model 'vectors' can embed, and not generate: name 'chat'"),
+    ("/v1/embeddings", "chat", "the model 'chat' can generate, and not embed: name 'vectors'"),
+    ("/v1/rerank", "chat", "the model 'chat' can generate, and not rerank: name 'ranks' or 'vectors'"),
+    ("/v1/classify", "chat", "the model 'chat' can generate, and not classify: serve a model that can classify"),
+    ("/v1/classify", None, "no model here can classify: serve a model that can classify"),
 )
 def test_a_model_of_another_kind_is_refused_with_the_names_of_those_that_can(
     served: Served, path: str, name: str | None, message: str

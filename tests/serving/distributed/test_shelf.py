@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cases import cases
 from commands import refused, run
 from idle import in_event_loop
 from infer import LLM
@@ -43,18 +44,16 @@ def resident(name: str, num_bytes: int, used_at: float, **state: bool) -> Reside
     return Resident(name, num_bytes, used_at, **state)
 
 
-@pytest.mark.parametrize(
-    ("missing", "residents", "expected"),
-    [
-        (3, [resident("old", 3, 1), resident("new", 3, 2)], ["old"]),
-        (3, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle"]),
-        (4, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle", "busy"]),
-        (5, [resident("small", 1, 1), resident("large", 5, 2)], ["large"]),
-        (5, [resident("small", 3, 1), resident("large", 4, 2)], ["small", "large"]),
-        (3, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], ["new"]),
-        (4, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], None),
-        (0, [resident("old", 3, 1)], []),
-    ],
+@cases(
+    "missing residents expected",
+    (3, [resident("old", 3, 1), resident("new", 3, 2)], ["old"]),
+    (3, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle"]),
+    (4, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle", "busy"]),
+    (5, [resident("small", 1, 1), resident("large", 5, 2)], ["large"]),
+    (5, [resident("small", 3, 1), resident("large", 4, 2)], ["small", "large"]),
+    (3, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], ["new"]),
+    (4, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], None),
+    (0, [resident("old", 3, 1)], []),
 )
 def test_the_least_recently_used_idle_models_go_and_none_that_could_stay(
     missing: int, residents: Sequence[Resident], expected: list[str] | None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from idle import until_idle
 from infer import LLM
 from infer.serving.protocols.anthropic.message_bodies import MessagesBody
@@ -148,18 +149,16 @@ def test_an_image_of_codex_is_refused_once_and_then_kept_as_a_placeholder(served
     assert "was replaced by [image]" in warnings_of(post(served, RESPONSES, second))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "warned"),
-    [
-        ([{"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}], "server_tool_use"),
-        ([{"type": "web_search_tool_result", "tool_use_id": "a", "content": []}], "web_search_tool_result"),
-        ([{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}], "encrypted"),
-        ([{"type": "thinking", "thinking": "a"}, {"type": "text", "text": "a"}], ""),
-        ([{"type": "tool_use", "id": "a", "name": "f", "input": '{"a": '}], "INVALID_JSON"),
-        ([{"type": "tool_use", "id": "a", "name": "f", "input": None, "caller": {"type": "direct"}}], ""),
-        ([], ""),
-        (None, ""),
-    ],
+@cases(
+    "blocks warned",
+    ([{"type": "server_tool_use", "id": "a", "name": "web_search", "input": {}}], "server_tool_use"),
+    ([{"type": "web_search_tool_result", "tool_use_id": "a", "content": []}], "web_search_tool_result"),
+    ([{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}], "encrypted"),
+    ([{"type": "thinking", "thinking": "a"}, {"type": "text", "text": "a"}], ""),
+    ([{"type": "tool_use", "id": "a", "name": "f", "input": '{"a": '}], "INVALID_JSON"),
+    ([{"type": "tool_use", "id": "a", "name": "f", "input": None, "caller": {"type": "direct"}}], ""),
+    ([], ""),
+    (None, ""),
 )
 def test_a_history_of_another_server_is_taken(served: Served, blocks: Any, warned: str) -> None:
     user = {"role": "user", "content": "a"}
@@ -183,19 +182,17 @@ def test_a_document_of_plain_text_is_read() -> None:
     assert shown({"messages": [{"role": "user", "content": [block]}]})[-1]["content"] == "Fruit\napples"
 
 
-@pytest.mark.parametrize(
+@cases(
     "change",
-    [
-        {"thinking": {"type": "enabled", "budget_tokens": 4000, "display": "summarized"}},
-        {"thinking": {"type": "adaptive", "display": "omitted"}},
-        {"output_config": {"effort": "max"}},
-        {"context_management": {"edits": []}, "speed": "fast", "service_tier": "priority"},
-        {"stop_sequences": ["", *(f"stop{index}" for index in range(40))]},
-        {"max_tokens": None, "stop_sequences": ["a", "b", "e", " "], "temperature": 1},
-        {"top_p": 0},
-        {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}},
-        {"tool_choice": {"type": "auto"}},
-    ],
+    {"thinking": {"type": "enabled", "budget_tokens": 4000, "display": "summarized"}},
+    {"thinking": {"type": "adaptive", "display": "omitted"}},
+    {"output_config": {"effort": "max"}},
+    {"context_management": {"edits": []}, "speed": "fast", "service_tier": "priority"},
+    {"stop_sequences": ["", *(f"stop{index}" for index in range(40))]},
+    {"max_tokens": None, "stop_sequences": ["a", "b", "e", " "], "temperature": 1},
+    {"top_p": 0},
+    {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}},
+    {"tool_choice": {"type": "auto"}},
 )
 def test_hints_and_generous_values_are_taken_without_a_warning(served: Served, change: dict[str, Any]) -> None:
     body = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]} | change

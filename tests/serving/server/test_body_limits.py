@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec import inspect
 
+from cases import cases
 from infer import LLM
 from infer.request_limits import MAX_DEPTH, MAX_DIGITS, MAX_KEYS, MAX_VALUES
 from infer.serving.batch_file.row import read_row
@@ -100,17 +101,15 @@ def test_a_long_history_of_an_agent_is_read(served: Served) -> None:
     assert "shorten the prompt" in told or "tokens" in told
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "place"),
-    [
-        (CHAT, {"messages": [USER]}, ()),
-        ("/v1/completions", {"prompt": "a"}, ()),
-        ("/v1/messages", {"messages": [USER], "max_tokens": 1}, ()),
-        ("/api/chat", {"messages": [USER], "stream": False}, ("options",)),
-        (CHAT, {"messages": [USER]}, ("stream_options",)),
-        (CHAT, {"messages": [USER]}, ("chat_template_kwargs",)),
-        (CHAT, {"messages": [USER], "tools": [TOOL]}, ("tools", 0, "function")),
-    ],
+@cases(
+    "path body place",
+    (CHAT, {"messages": [USER]}, ()),
+    ("/v1/completions", {"prompt": "a"}, ()),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 1}, ()),
+    ("/api/chat", {"messages": [USER], "stream": False}, ("options",)),
+    (CHAT, {"messages": [USER]}, ("stream_options",)),
+    (CHAT, {"messages": [USER]}, ("chat_template_kwargs",)),
+    (CHAT, {"messages": [USER], "tools": [TOOL]}, ("tools", 0, "function")),
 )
 def test_an_object_of_parameters_has_a_limited_number_of_fields(
     served: Served, path: str, body: dict[str, Any], place: tuple[str | int, ...]

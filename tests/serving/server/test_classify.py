@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from cases import cases
 from classifier_model import LABELS
 from infer import LLM
 from infer.serving.server.app import ROUTES
@@ -43,15 +44,13 @@ def test_a_long_text_is_refused_or_cut(served: Served) -> None:
     assert answer["infer"]["warnings"] == ["1 of 2 texts were cut to 256 tokens"]
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({}, 400, "input"),
-        ({"input": []}, 400, "input"),
-        ({"input": [""]}, 400, "input[0]"),
-        ({"input": [["a", "b", "c"]]}, 400, "input[0][0]"),
-        ({"input": "a", "model": "other"}, 404, "model"),
-    ],
+@cases(
+    "body status param",
+    ({}, 400, "input"),
+    ({"input": []}, 400, "input"),
+    ({"input": [""]}, 400, "input[0]"),
+    ({"input": [["a", "b", "c"]]}, 400, "input[0][0]"),
+    ({"input": "a", "model": "other"}, 404, "model"),
 )
 def test_texts_that_cannot_be_classified_are_refused(served: Served, body: Any, status: int, param: str) -> None:
     assert served.refusal("/v1/classify", status=status, **body)["param"] == param

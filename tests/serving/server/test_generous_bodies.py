@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from infer import LLM
 from openai_shapes import check, events
 from served import Served, serving
@@ -248,13 +249,11 @@ def test_an_answer_that_max_tokens_cut_inside_a_call_can_be_sent_back(served: Se
         chat(served, messages=[answer["message"], USER])
 
 
-@pytest.mark.parametrize(
-    ("part", "word"),
-    [
-        ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "image"),
-        ({"type": "input_audio", "input_audio": {}}, "audio"),
-        ({"type": "file", "file": {}}, "file"),
-    ],
+@cases(
+    "part word",
+    ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "image"),
+    ({"type": "input_audio", "input_audio": {}}, "audio"),
+    ({"type": "file", "file": {}}, "file"),
 )
 def test_an_image_is_refused_in_the_last_message_and_replaced_in_the_history(
     served: Served, part: dict[str, Any], word: str
@@ -277,13 +276,11 @@ def test_tools_of_other_kinds_are_left_out_with_a_warning(served: Served) -> Non
     assert [each.split(" ")[0] for each in warnings_of(found)] == ["tools[1]", "tools[2]"]
 
 
-@pytest.mark.parametrize(
-    ("tool", "warning"),
-    [
-        ({"type": "function", "function": {"name": "f", "strickt": True}}, "did you mean strict?"),
-        ({"type": "function", "function": {"name": "f", "paramters": {}}}, "did you mean parameters?"),
-        ({"type": "function", "function": {"name": "f"}, "strict": True}, "strict belongs to function"),
-    ],
+@cases(
+    "tool warning",
+    ({"type": "function", "function": {"name": "f", "strickt": True}}, "did you mean strict?"),
+    ({"type": "function", "function": {"name": "f", "paramters": {}}}, "did you mean parameters?"),
+    ({"type": "function", "function": {"name": "f"}, "strict": True}, "strict belongs to function"),
 )
 def test_a_misspelt_field_of_a_tool_is_named(served: Served, tool: dict[str, Any], warning: str) -> None:
     (found,) = warnings_of(chat(served, tools=[tool]))
@@ -377,14 +374,12 @@ def test_a_path_is_found_however_the_base_url_was_given(served: Served, path: st
         assert served.client.get(path).json() == served.client.get(known).json()
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "hint"),
-    [
-        ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
-        ("POST", "/api/blobs/sha256:1", "only a part of Ollama's API is served, GET /docs lists the routes"),
-        ("POST", "/v1/embedding", "did you mean /v1/embeddings?"),
-        ("GET", "/xyzzy", "GET /docs lists the routes"),
-    ],
+@cases(
+    "method path hint",
+    ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
+    ("POST", "/api/blobs/sha256:1", "only a part of Ollama's API is served, GET /docs lists the routes"),
+    ("POST", "/v1/embedding", "did you mean /v1/embeddings?"),
+    ("GET", "/xyzzy", "GET /docs lists the routes"),
 )
 def test_a_path_that_no_route_has_is_answered_with_one_that_does(
     served: Served, method: str, path: str, hint: str

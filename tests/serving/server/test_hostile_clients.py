@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from extent import usual_or_all
 from idle import until, until_idle
 from openai_shapes import check
@@ -98,21 +99,19 @@ def test_head_has_no_body(connection: Connection, path: str) -> None:
     assert connection.answer().json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize(
+@cases(
     "sent",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),  # TLS
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"\x00" * 100,
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # neither of two is answered
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
-    ],
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),  # TLS
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x00" * 100,
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",  # neither of two is answered
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
 )
 def test_bytes_that_are_not_a_request_are_refused_and_the_connection_closes(connection: Connection, sent: Any) -> None:
     connection.send(sent)
@@ -125,14 +124,12 @@ def test_a_field_that_must_be_single_is_not_sent_twice(connection: Connection, f
     assert is_refused(connection, 400)
 
 
-@pytest.mark.parametrize(
-    ("coding", "status"),
-    [
-        ("Transfer-Encoding: gzip, chunked", 501),
-        ("Transfer-Encoding: xchunked", 501),
-        ("Content-Encoding: gzip", 415),
-        ("Content-Encoding: identity", 200),
-    ],
+@cases(
+    "coding status",
+    ("Transfer-Encoding: gzip, chunked", 501),
+    ("Transfer-Encoding: xchunked", 501),
+    ("Content-Encoding: gzip", 415),
+    ("Content-Encoding: identity", 200),
 )
 def test_a_body_is_read_only_in_the_coding_that_it_has(connection: Connection, coding: str, status: int) -> None:
     request = chunked(ASKED).replace(b"Transfer-Encoding: chunked", coding.encode())
@@ -223,13 +220,11 @@ def test_a_trailer_has_the_limits_of_a_head(connection: Connection, before: byte
 # Contents of bodies
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        (rb'{"prompt": "a \ud83d"}', r"\ud83d at byte 14 is half of a surrogate pair"),
-        (rb'{"prompt": "\\ud83d \ud83d\ude00 \ude00"}', r"\ude00 at byte 33 is half of a surrogate pair"),
-        (b'{"prompt": "aa\xff"}', "byte 14 (0xff) is not UTF-8"),
-    ],
+@cases(
+    "body told",
+    (rb'{"prompt": "a \ud83d"}', r"\ud83d at byte 14 is half of a surrogate pair"),
+    (rb'{"prompt": "\\ud83d \ud83d\ude00 \ude00"}', r"\ude00 at byte 33 is half of a surrogate pair"),
+    (b'{"prompt": "aa\xff"}', "byte 14 (0xff) is not UTF-8"),
 )
 def test_the_byte_that_is_no_text_is_named(connection: Connection, body: bytes, told: str) -> None:
     connection.send(post(COMPLETIONS, body))

@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from byte_tokenizer import write_byte_tokenizer
+from cases import cases
 from infer import LLM
 from infer.text.tokenizer.infill import InfillMarks
 from served import Served, serving
@@ -114,16 +115,14 @@ def test_files_that_do_not_fit_are_left_out_the_first_ones_first(served: Served)
     assert "p" not in found.replace("repo_name", "").replace("project", "").replace("file_sep", "").replace("fim_p", "")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("completion", {"prompt": "a", "grammar": "root ::= 'a'"}, "Lark's syntax, got GBNF: rewrite it"),
-        ("completion", {"prompt": "a", "logit_bias": [["a", 1]]}, "logit_bias[0] must be a token id"),
-        ("completion", {"prompt": "a", "n_predict": "x"}, "n_predict is read as max_tokens: expected `int"),
-        ("completion", {"prompt": "a", "dry_multiplier": 0.8}, "dry_multiplier must not be 0.8"),
-        ("infill", {"input_suffix": "a"}, "input_prefix is missing"),
-        ("infill", {"input_prefix": "a" * 100, "input_suffix": ""}, "103 tokens and the context holds 96"),
-    ],
+@cases(
+    "path body message",
+    ("completion", {"prompt": "a", "grammar": "root ::= 'a'"}, "Lark's syntax, got GBNF: rewrite it"),
+    ("completion", {"prompt": "a", "logit_bias": [["a", 1]]}, "logit_bias[0] must be a token id"),
+    ("completion", {"prompt": "a", "n_predict": "x"}, "n_predict is read as max_tokens: expected `int"),
+    ("completion", {"prompt": "a", "dry_multiplier": 0.8}, "dry_multiplier must not be 0.8"),
+    ("infill", {"input_suffix": "a"}, "input_prefix is missing"),
+    ("infill", {"input_prefix": "a" * 100, "input_suffix": ""}, "103 tokens and the context holds 96"),
 )
 def test_a_refusal_names_llama_cpp_s_field(served: Served, path: str, body: dict[str, Any], message: str) -> None:
     assert message in served.refusal(f"/{path}", **body)["message"]

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from cases import cases
 from infer import LLM
 from infer.serving.protocols.anthropic.message_bodies import MessagesBody
 from infer.serving.protocols.anthropic.message_request import messages_of, variables_of
@@ -92,20 +91,18 @@ def test_both_events_with_usage_leave_out_cached_tokens(folder: Path) -> None:
             assert "citations" not in found[1]["content_block"]
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"temperature": 1.5}, "temperature"),
-        ({"max_token": 3}, "max_token"),
-        ({"messages": [{"role": "user", "content": "a" * 900}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "a" * 900}], "stream": True}, "messages"),
-    ],
+@cases(
+    "change param",
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+    ({"temperature": 1.5}, "temperature"),
+    ({"max_token": 3}, "max_token"),
+    ({"messages": [{"role": "user", "content": "a" * 900}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 900}], "stream": True}, "messages"),
 )
 def test_refusals_have_anthropic_s_shape(served: Served, change: Any, param: str) -> None:
     answer = served.client.post("/v1/messages", json=ASKED | change)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from fake_hub import FakeHub
 from fake_hub import serving as serving_hub
 from infer import LLM
@@ -152,24 +153,22 @@ def test_bodies_of_other_programs_are_answered_without_a_warning(served: Served,
     assert "infer" not in (found[-1] if isinstance(found, list) else found)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("chat", {"messages": [{"role": "user", "content": "", "images": ["aa"]}]}, "leave the image out"),
-        ("chat", {"messages": MESSAGES, "format": "xml"}, 'format must be "json" or a schema'),
-        ("chat", {"messages": MESSAGES, "options": {"temprature": 1}}, "did you mean temperature?"),
-        ("chat", {"messages": MESSAGES, "options": {"n": 2}}, "n must not be 2 here"),
-        ("chat", {"messages": MESSAGES, "options": {"mirostat": 2}}, "mirostat must not be 2"),
-        ("chat", {"keep_alive": "5 minutes"}, 'a duration such as "5m"'),
-        ("generate", {"prompt": "a", "images": ["aa"]}, "the model reads only text"),
-        ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "raw: true"),
-        ("generate", {"prompt": "a", "context": [1]}, "/api/chat"),
-        ("generate", {"prompt": "a", "raw": True, "system": "b"}, "put the text into prompt"),
-        ("pull", {"model": "llama3.2"}, "org/repo"),
-        ("copy", {"source": "tiny", "destination": "b"}, "--served-model-name"),
-        ("create", {"from": "tiny"}, "infer quantize"),
-        ("push", {}, "not uploaded"),
-    ],
+@cases(
+    "path body message",
+    ("chat", {"messages": [{"role": "user", "content": "", "images": ["aa"]}]}, "leave the image out"),
+    ("chat", {"messages": MESSAGES, "format": "xml"}, 'format must be "json" or a schema'),
+    ("chat", {"messages": MESSAGES, "options": {"temprature": 1}}, "did you mean temperature?"),
+    ("chat", {"messages": MESSAGES, "options": {"n": 2}}, "n must not be 2 here"),
+    ("chat", {"messages": MESSAGES, "options": {"mirostat": 2}}, "mirostat must not be 2"),
+    ("chat", {"keep_alive": "5 minutes"}, 'a duration such as "5m"'),
+    ("generate", {"prompt": "a", "images": ["aa"]}, "the model reads only text"),
+    ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "raw: true"),
+    ("generate", {"prompt": "a", "context": [1]}, "/api/chat"),
+    ("generate", {"prompt": "a", "raw": True, "system": "b"}, "put the text into prompt"),
+    ("pull", {"model": "llama3.2"}, "org/repo"),
+    ("copy", {"source": "tiny", "destination": "b"}, "--served-model-name"),
+    ("create", {"from": "tiny"}, "infer quantize"),
+    ("push", {}, "not uploaded"),
 )
 def test_a_refusal_is_one_line_in_ollama_s_shape(served: Served, path: str, body: dict[str, Any], message: str) -> None:
     found = post(served, f"/api/{path}", status=400, **body)

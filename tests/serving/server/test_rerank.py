@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 from torch.nn.functional import cosine_similarity
 
 import embedding_model
+from cases import cases
 from infer import LLM
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.openapi import document
@@ -139,18 +140,16 @@ def test_a_long_document_is_refused_or_cut(served: Served) -> None:
     assert answer["infer"]["warnings"] == [f"1 of 2 texts were cut to {CONTEXT} tokens"]
 
 
-@pytest.mark.parametrize(
-    ("path", "change", "param"),
-    [
-        ("/v1/rerank", {"documents": None}, "documents"),
-        ("/v1/rerank", {"documents": []}, "documents"),
-        ("/v1/rerank", {"documents": "b"}, "documents"),
-        ("/v1/rerank", {"documents": [5]}, "documents[0]"),
-        ("/v1/rerank", {"top_n": 0}, "top_n"),
-        ("/v1/rerank", {"model": "other"}, "model"),
-        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
-        ("/v1/score", {"model": "other"}, "model"),
-    ],
+@cases(
+    "path change param",
+    ("/v1/rerank", {"documents": None}, "documents"),
+    ("/v1/rerank", {"documents": []}, "documents"),
+    ("/v1/rerank", {"documents": "b"}, "documents"),
+    ("/v1/rerank", {"documents": [5]}, "documents[0]"),
+    ("/v1/rerank", {"top_n": 0}, "top_n"),
+    ("/v1/rerank", {"model": "other"}, "model"),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+    ("/v1/score", {"model": "other"}, "model"),
 )
 def test_documents_that_cannot_be_ranked_are_refused(served: Served, path: str, change: Any, param: str) -> None:
     assert served.refusal(path, status=404 if param == "model" else 400, **BODIES[path] | change)["param"] == param

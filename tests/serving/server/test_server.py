@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 
 import infer
+from cases import cases
 from idle import until
 from infer import LLM, InvalidRequestError
 from infer.serving.server.auth import read_keys
@@ -143,15 +144,13 @@ def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
 # Bytes that arrive
 
 
-@pytest.mark.parametrize(
-    ("sent", "status", "code"),
-    [
-        (b"no request\r\n\r\n", 400, "bad_request"),
-        (b"GET /health HTTP/1.1\r\n\r\n", 400, "bad_request"),
-        (b"GET /health HTTP/1.1\r\nx-endless: " + b"y" * 5000, 431, "headers_too_large"),
-        (b"GET /health HTTP/1.1\r\n", 408, "timeout"),
-        (b"", 408, None),  # browsers open connections before they need them
-    ],
+@cases(
+    "sent status code",
+    (b"no request\r\n\r\n", 400, "bad_request"),
+    (b"GET /health HTTP/1.1\r\n\r\n", 400, "bad_request"),
+    (b"GET /health HTTP/1.1\r\nx-endless: " + b"y" * 5000, 431, "headers_too_large"),
+    (b"GET /health HTTP/1.1\r\n", 408, "timeout"),
+    (b"", 408, None),  # browsers open connections before they need them
 )
 def test_refusals_before_a_complete_request_are_logged_and_counted(
     strict: Served, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str | None
@@ -199,13 +198,11 @@ def test_a_body_that_is_too_large_is_refused_counted_or_announced(strict: Served
 CURLS = ["application/x-www-form-urlencoded", ""]
 
 
-@pytest.mark.parametrize(
-    ("sent", "by_page"),
-    [
-        *((sent, {}) for sent in ("text/plain", "application/json; charset=utf-16")),
-        *((sent, {"origin": "null"}) for sent in ("text/plain", *CURLS)),
-        *((sent, {"sec-fetch-site": "cross-site"}) for sent in CURLS),
-    ],
+@cases(
+    "sent by_page",
+    *((sent, {}) for sent in ("text/plain", "application/json; charset=utf-16")),
+    *((sent, {"origin": "null"}) for sent in ("text/plain", *CURLS)),
+    *((sent, {"sec-fetch-site": "cross-site"}) for sent in CURLS),
 )
 def test_a_body_of_another_type_is_refused(served: Served, sent: str, by_page: dict[str, str]) -> None:
     refused = send_text(served, sent, **by_page)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from infer import LLM, SamplingParams
 from infer.cli.chat.chat_session import ChatSession
 from openai_shapes import check, events, named_events
@@ -193,19 +194,17 @@ def test_a_tool_that_is_not_strict_refuses_no_request(served: Served) -> None:
     served.refusal(CHAT, **body)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        ({"tools": [STRICT_LIST]}, "tools"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_format": "x"}, "tool_format"),
-        ({"thinking_token_budget": 3, "reasoning_effort": "none"}, "thinking_token_budget"),
-        ({"thinking_token_budget": -3}, "thinking_token_budget"),
-    ],
+@cases(
+    "body param",
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tools": [STRICT_LIST]}, "tools"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_format": "x"}, "tool_format"),
+    ({"thinking_token_budget": 3, "reasoning_effort": "none"}, "thinking_token_budget"),
+    ({"thinking_token_budget": -3}, "thinking_token_budget"),
 )
 def test_faults_of_tools_are_named(served: Served, body: dict[str, Any], param: str) -> None:
     error = served.refusal(CHAT, messages=ASKED, **body)

@@ -132,8 +132,6 @@ def test_a_run_generates_the_asked_number_of_tokens_each_time(llm: LLM, monkeypa
     assert [count for count, _ in asked] == [6] * (2 + 3)  # two warm-ups, three trials
     assert [params.seed for _, params in asked] == [42, 43, 44, 45, 46]
     fastest, slowest = speed.fastest_step, speed.slowest_step
-    assert fastest is not None
-    assert slowest is not None
     assert fastest.seconds <= speed.inter_token_p50_s <= slowest.seconds
     assert 1 <= fastest.step <= 5
     assert fastest.seq_len == 12 + fastest.step
@@ -223,9 +221,7 @@ def test_a_comparison_shows_ratios_and_the_conditions_that_differ(folder: Path, 
     (["-p", "0"], "0 is not in the range"),
     (["--repeats", "x"], "'x' is not a valid integer"),
 )
-def test_a_wrong_option_or_report_is_one_line_before_anything_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
+def test_a_wrong_option_or_report_is_one_line(folder: Path, monkeypatch: Any, options: list[str], message: str) -> None:
     monkeypatch.setattr("infer.cli.model_commands.bench_command.LLM", None)
     assert message in refused("bench", "--model", folder, *options)
 

@@ -174,9 +174,7 @@ def test_a_history_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
         assert screen.shown.count("cannot be written") == 1
 
 
-def test_tab_completes_commands_and_files_and_a_result_is_typed_after_its_call(
-    screen: Terminal, tmp_path: Path
-) -> None:
+def test_tab_completes_commands_and_files_and_a_result_follows_its_call(screen: Terminal, tmp_path: Path) -> None:
     (tmp_path / "two words.json").write_text("{}")
     (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
     screen.ask("/hist\t", "(no messages yet)", PROMPT)
@@ -262,8 +260,6 @@ def test_sigterm_ends_the_chat_with_the_terminal_as_it_was(screen: Terminal, whe
 @pytest.mark.parametrize("question", ["slow\n", "one\n"])
 def test_without_a_terminal_a_signal_ends_the_chat(number: signal.Signals, status: int, question: str) -> None:
     with subprocess.Popen([*CHAT, "-q"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
-        assert chat.stdin is not None
-        assert chat.stdout is not None
         chat.stdin.write(question.encode())
         chat.stdin.flush()
         begin = os.read(chat.stdout.fileno(), 100)

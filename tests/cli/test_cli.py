@@ -210,7 +210,7 @@ def test_each_constraint_reaches_the_model(fake: FakeModel, tmp_path: Path) -> N
     ),
     ('{"type": "text"}', "'type' must be one of"),
 )
-def test_a_bad_schema_is_told_before_a_model_is_loaded(
+def test_a_bad_schema_loads_no_model(
     tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subcommands, "load_model", lambda options: pytest.fail("loaded"))
@@ -320,9 +320,7 @@ def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_model_is_loaded_as_the_options_say(
-    command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_is_loaded_as_the_options_say(command: str, loaded_with: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     for module in ("subcommands", "chat.chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
@@ -435,16 +433,13 @@ def test_our_own_failure_is_status_1_and_verbose_shows_the_traceback(fake: FakeM
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", ["generate", "json"])
-def test_a_signal_ends_quietly_and_keeps_the_text(
-    number: signal.Signals, status: int, command: str, tmp_path: Path
-) -> None:
+def test_a_signal_ends_quietly_with_the_text(number: signal.Signals, status: int, command: str, tmp_path: Path) -> None:
     options = ["generate", "--prompt", "slow"] + (["--json"] if command == "json" else [])
     begun = tmp_path / "begun"
     environment = os.environ | {"FAKE_BEGUN": str(begun)}
     with subprocess.Popen(
         [*FAKE, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     ) as process:
-        assert process.stdout is not None
         begin = os.read(process.stdout.fileno(), 100) if command == "generate" else b""
         while not begun.exists() and process.poll() is None:
             time.sleep(0.01)

@@ -189,7 +189,6 @@ def test_json_lines_are_a_token_each_and_then_the_result(fake: FakeModel) -> Non
 def test_json_lines_come_as_they_are_made() -> None:
     command = [*FAKE, "generate", "-q", "-p", "slow", "--json-lines"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert json.loads(process.stdout.readline()) == {"token_id": 0, "text": "echo: "}
         assert process.poll() is None
         process.terminate()

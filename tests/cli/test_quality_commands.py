@@ -154,9 +154,7 @@ def test_heads_that_are_padded_to_different_sizes_are_compared(folder: Path, tmp
     ("lm_head.weight", math.nan, "logits of the model are not finite: its weights are damaged"),
     ("model.norm.weight", 1e5, r"perplexity must be at most e\^700, got e\^.*: its weights are damaged"),
 )
-def test_weights_that_are_broken_have_no_perplexity(
-    folder: Path, tmp_path: Path, name: str, factor: float, message: str
-) -> None:
+def test_bad_weights_have_no_perplexity(folder: Path, tmp_path: Path, name: str, factor: float, message: str) -> None:
     other = with_tensors(folder, tmp_path / "broken", lambda each, tensor: tensor * factor if each == name else tensor)
     with LLM(other) as llm, pytest.raises(ModelError, match=message):
         measure_perplexity(llm, TEXT, CONTEXT)
@@ -170,9 +168,7 @@ def test_weights_that_are_broken_have_no_perplexity(
     (["compare", "{one}", "-f", "{file}"], "the two models are the same: name another model after the first"),
     (["compare", "{one}", "{other}", "-f", "{file}", "--context", "8"], "the models have different vocabularies"),
 )
-def test_a_model_that_cannot_be_measured_gives_one_line(
-    folder: Path, file: Path, tmp_path: Path, asked: list[str], message: str
-) -> None:
+def test_unmeasured_models_are_named(folder: Path, file: Path, tmp_path: Path, asked: list[str], message: str) -> None:
     (tmp_path / "short.txt").write_text("short")
     other = tmp_path / "other"
     if "{other}" in asked:

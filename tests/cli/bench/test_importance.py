@@ -70,9 +70,7 @@ def test_squares_are_those_of_hooks_on_transformers_whatever_the_file(name: str,
 
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("name", "architecture"), [("bert", "BERT"), ("modernbert", "MODERN_BERT")])
-def test_squares_of_an_encoder_are_those_of_hooks_on_transformers(
-    name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_squares_of_encoders_are_those_of_hooks(name: str, architecture: str, tmp_path: Path, monkeypatch: Any) -> None:
     model = make_encoder(BY_NAME[name], tmp_path)
     expected, path = seen_by_hooks(model, architecture), tmp_path / "model.gguf"
     write_gguf(model, path, {"tokenizer.ggml.tokens": [f"[{index}]" for index in range(300)]}, pooling=1)

@@ -124,7 +124,6 @@ def test_the_image_has_the_torch_of_the_package_and_every_file_it_copies() -> No
     assert [name for name in copied if not (ROOT / name).exists() or f"!{name}" not in kept] == []
     assert project["readme"] in copied
     extras = re.search(r'"\.\[(.*)\]"', DOCKERFILE)
-    assert extras is not None
     assert set(extras[1].split(",")) <= project["optional-dependencies"].keys()
 
 

@@ -367,9 +367,7 @@ async def test_requests_of_a_replica_that_hangs_are_dropped_while_another_answer
 
 
 @pytest.mark.parametrize("way", [GoneError, asyncio.CancelledError, None])
-def test_work_is_queued_at_a_replica_until_it_ends_however_it_ends(
-    two: Two, way: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_is_queued_at_a_replica_until_it_ends_however_it_ends(two: Two, way: Any, monkeypatch: Any) -> None:
     seen = list[dict[str, float]]()
 
     def choose(prompt: RoutedPrompt, queued: dict[str, float]) -> str:

@@ -55,9 +55,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_route_is_answered_by_the_first_model_of_its_kind_and_by_the_one_that_is_named(
-    served: Served, path: str
-) -> None:
+def test_a_route_is_answered_by_the_first_model_of_its_kind_and_by_one_that_is_named(served: Served, path: str) -> None:
     name, body = BODIES[path]
     for asked in (body, body | {"model": name}):
         assert served.ask(path, **asked)["model"] == name
@@ -73,9 +71,7 @@ def test_a_route_is_answered_by_the_first_model_of_its_kind_and_by_the_one_that_
     ("/v1/classify", "chat", "the model 'chat' can generate, and not classify: serve a model that can classify"),
     ("/v1/classify", None, "no model here can classify: serve a model that can classify"),
 )
-def test_a_model_of_another_kind_is_refused_with_the_names_of_those_that_can(
-    served: Served, path: str, name: str | None, message: str
-) -> None:
+def test_a_model_of_another_kind_names_those_that_can(served: Served, path: str, name: Any, message: str) -> None:
     body = BODIES.get(path, ("", {"input": "hello"}))[1] | {"model": name}
     found = served.client.post(path, json=body)
     error = found.json()["error"]

@@ -57,8 +57,6 @@ replica.await_turn() and print("works", flush=True)
 time.sleep(1000)
 """
     with subprocess.Popen(python_command(code), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
         child.stdin.write(b"\n")
         child.stdin.flush()
         assert child.stdout.readline() == b"works\n"

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -55,9 +55,7 @@ def resident(name: str, num_bytes: int, used_at: float, **state: bool) -> Reside
     (4, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], None),
     (0, [resident("old", 3, 1)], []),
 )
-def test_the_least_recently_used_idle_models_go_and_none_that_could_stay(
-    missing: int, residents: Sequence[Resident], expected: list[str] | None
-) -> None:
+def test_the_least_recently_used_idle_models_go_if_they_must(missing: int, residents: Any, expected: Any) -> None:
     assert models_to_unload(missing, residents) == expected
 
 
@@ -150,9 +148,7 @@ async def test_every_model_is_answered_however_many_clients_ask_for_another(shel
 
 
 @with_shelf(longest_wait=0.2)
-async def test_a_request_that_waits_too_long_is_told_when_its_model_will_be_ready_and_then_finds_it(
-    shelf: Shelf,
-) -> None:
+async def test_a_request_that_waits_too_long_is_told_when_its_model_is_ready_and_then_finds_it(shelf: Shelf) -> None:
     ended = asyncio.Event()
     running = await begun(shelf, "a", answer(shelf, "a", ended))
     with pytest.raises(ApiError) as caught:

@@ -111,9 +111,7 @@ def test_a_long_history_of_an_agent_is_read(served: Served) -> None:
     (CHAT, {"messages": [USER]}, ("chat_template_kwargs",)),
     (CHAT, {"messages": [USER], "tools": [TOOL]}, ("tools", 0, "function")),
 )
-def test_an_object_of_parameters_has_a_limited_number_of_fields(
-    served: Served, path: str, body: dict[str, Any], place: tuple[str | int, ...]
-) -> None:
+def test_an_object_of_parameters_has_a_limit_of_fields(served: Served, path: str, body: Any, place: Any) -> None:
     body = json.loads(json.dumps(body))
     inner: Any = body
     for step in place:

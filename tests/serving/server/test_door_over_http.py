@@ -103,9 +103,7 @@ def test_a_prompt_does_not_wait_for_itself(llm: LLM, slow: threading.Event) -> N
         assert taken.result().status_code == 200
 
 
-def test_refused_clients_are_told_to_come_back_one_after_the_other(
-    llm: LLM, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_clients_are_told_to_come_back_one_by_one(llm: LLM, slow: threading.Event, monkeypatch: Any) -> None:
     """Each of three clients returns after the answers of the clients before it, which have 20 tokens of 100 ms."""
     now = time.monotonic()
     with serving(llm, slots=1, max_ttft=0.5) as served, ThreadPoolExecutor(1) as pool:

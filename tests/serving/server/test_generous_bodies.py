@@ -150,9 +150,7 @@ def test_a_top_p_of_0_keeps_one_token_on_every_route(served: Served, kind: str) 
         ({"stop": ["x"] * 65}, "stop"),
     ],
 )  # fmt: skip
-def test_a_misspelt_field_and_one_that_would_change_the_answer_are_refused(
-    served: Served, fields: dict[str, Any], param: str
-) -> None:
+def test_fields_that_are_misspelt_or_change_the_answer_are_refused(served: Served, fields: Any, param: str) -> None:
     assert served.refusal(CHAT, messages=[USER], **fields)["param"] == param
 
 
@@ -255,9 +253,7 @@ def test_an_answer_that_max_tokens_cut_inside_a_call_can_be_sent_back(served: Se
     ({"type": "input_audio", "input_audio": {}}, "audio"),
     ({"type": "file", "file": {}}, "file"),
 )
-def test_an_image_is_refused_in_the_last_message_and_replaced_in_the_history(
-    served: Served, part: dict[str, Any], word: str
-) -> None:
+def test_an_image_is_refused_in_the_last_message_and_replaced_in_history(served: Served, part: Any, word: str) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "see "}, part]}
     error = served.refusal(CHAT, messages=[USER, message])
     assert error["param"] == "messages[1].content[1]"
@@ -328,9 +324,7 @@ def test_many_stops_hold(served: Served) -> None:
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": ["hello", "a"]})])
 @pytest.mark.parametrize("is_last_asked", [False, True])
-def test_each_chunk_has_the_usage_so_far_if_requested(
-    served: Served, path: str, body: dict[str, Any], is_last_asked: bool
-) -> None:
+def test_each_chunk_has_the_usage_so_far_if_asked(served: Served, path: str, body: Any, is_last_asked: bool) -> None:
     options = {"continuous_usage_stats": True, "include_usage": is_last_asked}
     asked = {**body, "seed": 5, "max_tokens": 12, "ignore_eos": True, "n": 2}
     found = list(events(served.client.post(path, json={**asked, "stream": True, "stream_options": options}).text))
@@ -381,9 +375,7 @@ def test_a_path_is_found_however_the_base_url_was_given(served: Served, path: st
     ("POST", "/v1/embedding", "did you mean /v1/embeddings?"),
     ("GET", "/xyzzy", "GET /docs lists the routes"),
 )
-def test_a_path_that_no_route_has_is_answered_with_one_that_does(
-    served: Served, method: str, path: str, hint: str
-) -> None:
+def test_an_unknown_path_is_answered_with_a_known_one(served: Served, method: str, path: str, hint: str) -> None:
     answer = served.client.request(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
     assert hint in answer.json()["error"]["message"]

@@ -242,9 +242,7 @@ MINIMAL = {  # without a limit
 
 @pytest.mark.parametrize("path", MINIMAL)
 @pytest.mark.parametrize("number", ["9" * 400, "4294967296"])
-def test_a_limit_that_no_context_has_is_refused_logged_and_counted_but_not_summed(
-    served: Served, caplog: pytest.LogCaptureFixture, path: str, number: str
-) -> None:
+def test_limits_beyond_a_context_are_counted_not_summed(served: Served, caplog: Any, path: str, number: str) -> None:
     def limits() -> list[str]:
         return [line for line in served.client.get("/metrics").text.splitlines() if "params_max_tokens" in line]
 

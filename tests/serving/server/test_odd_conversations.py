@@ -45,9 +45,7 @@ def num_prompt_tokens(body: Any) -> int:
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("messages", [LEADING, LATE], ids=["leading", "late"])
-def test_system_messages_in_odd_places_are_repaired_in_the_same_way(
-    served: Served, llm: LLM, path: str, messages: Any
-) -> None:
+def test_system_messages_in_odd_places_are_repaired_alike(served: Served, llm: LLM, path: str, messages: Any) -> None:
     llm.tokenizer.replace_chat_template(STRICT)
     answer = ask(served, path, messages)
     assert answer.status_code == 200, answer.text

@@ -244,9 +244,7 @@ def test_the_port_is_ollama_s_unless_another_one_is_given(given: list[str], port
     assert make_settings(options).port == port
 
 
-def test_a_model_is_pulled_with_progress_and_one_at_hand_is_a_success(
-    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_is_pulled_with_progress_or_is_at_hand(served: Served, monkeypatch: Any, tmp_path: Path) -> None:
     import huggingface_hub
 
     assert [each["status"] for each in post(served, "/api/pull")] == ["pulling manifest", "success"]

@@ -50,9 +50,7 @@ def test_the_head_of_each_request_of_a_connection_is_counted_alone(served: Serve
 @pytest.mark.parametrize(
     ("num_bytes", "expected"), [(BODY, 100), (BODY + 1, 413), (8 * BODY, 413), (8 * BODY + 1, 413)]
 )
-def test_a_client_that_asks_before_it_sends_is_asked_only_for_what_may_be_sent(
-    served: Served, num_bytes: int, expected: int
-) -> None:
+def test_a_client_that_asks_first_is_asked_for_what_may_come(served: Served, num_bytes: int, expected: int) -> None:
     head = ["POST /tokenize HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Expect: 100-continue"]
     with Connection(served.port) as connection:
         connection.send("\r\n".join([*head, f"Content-Length: {num_bytes}", "", ""]).encode())

@@ -59,7 +59,6 @@ def served(*arguments: object, **environment: str) -> Iterator[httpx.Client]:
     command = python_command(_COMMAND, "serve", *arguments, "--port", "0", "--threads", "1")
     own = os.environ | environment
     with subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         said = list[str]()
         try:
             while not (url := re.search(r"http://[\d.:]+", said[-1] if said else "")):

@@ -115,9 +115,7 @@ def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
     [("GET", "/nothing", 404), ("GET", "/v1/unknown", 404), ("PUT", "/v1/models", 405), ("DELETE", "/health", 405),
      ("PATCH", "/v1/models", 405), ("BREW", "/health", 400), ("GET", "/health%0a", 404)],
 )  # fmt: skip
-def test_requests_that_no_route_takes_are_refused_in_openai_s_shape(
-    served: Served, method: str, path: str, status: int
-) -> None:
+def test_what_no_route_takes_is_refused_in_openai_s_shape(served: Served, method: str, path: str, status: int) -> None:
     answer = served.client.request(method, path)
     assert answer.status_code == status
     assert error_of(answer)["type"] == "invalid_request_error"
@@ -152,9 +150,7 @@ def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
     (b"GET /health HTTP/1.1\r\n", 408, "timeout"),
     (b"", 408, None),  # browsers open connections before they need them
 )
-def test_refusals_before_a_complete_request_are_logged_and_counted(
-    strict: Served, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str | None
-) -> None:
+def test_early_refusals_are_logged_and_counted(strict: Served, caplog: Any, sent: Any, status: int, code: Any) -> None:
     def counted() -> float:
         return metrics_of(strict).get(f"infer:refusals_total{ {'reason': code} }", 0)
 
@@ -392,9 +388,7 @@ def test_the_process_is_measured_as_prometheus_client_does(served: Served) -> No
     assert samples["infer_build_info"].labels["version"] == infer.__version__
 
 
-def test_a_client_beyond_the_queue_is_told_when_to_return(
-    llm: LLM, slow_steps: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_beyond_the_queue_is_told_to_return(llm: LLM, slow_steps: threading.Event, monkeypatch: Any) -> None:
     monkeypatch.setattr(llm._opened.engine.scheduler, "_max_steps", 1)
     with serving(llm, slots=1, max_queue=1) as served, ThreadPoolExecutor(2) as pool:
         body = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}

@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,8 +95,6 @@ class Process(NamedTuple):
     url: str
 
     def load(self) -> None:
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
         self.child.stdin.write("\n")
         self.child.stdin.flush()
         assert self.child.stdout.readline() == "ready\n"
@@ -130,15 +128,12 @@ class Process(NamedTuple):
 
     def child_id(self) -> int:
         """Return the process id of the next child that is ready."""
-        assert self.child.stdout is not None
         word, number = self.child.stdout.readline().split()
         assert word == "ready"
         return int(number)
 
 
-def started(
-    folder: Path, *, drain_seconds: float = 600.0, hangs: str = "", handler: str = "SIG_DFL"
-) -> AbstractContextManager[Process]:
+def started(folder: Path, *, drain_seconds: float = 600.0, hangs: str = "", handler: str = "SIG_DFL") -> Any:
     """Run a server with this handler of SIGHUP. The tests themselves may run with SIGHUP ignored."""
     code = f"import signal; signal.signal(signal.SIGHUP, signal.{handler})\n{SERVER}"
     return running(python_command(code, folder, drain_seconds, hangs))
@@ -149,7 +144,6 @@ def running(command: list[str]) -> Iterator[Process]:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, cwd=SOURCE.parent, **pipes) as child:
         try:
-            assert child.stdout is not None
             port, is_heavy = child.stdout.readline().split()
             assert is_heavy == "False"
             yield Process(child, f"http://127.0.0.1:{port}")
@@ -233,7 +227,6 @@ def test_code_that_hangs_ends_the_process_with_its_stacks(folder: Path, hangs: s
         process.load()
         asked = pool.submit(process.ask, SHORT) if hangs == "step" else None
         if hangs == "lock":
-            assert process.child.stdout is not None
             assert process.child.stdout.readline() == "held\n"
             process.child.send_signal(signal.SIGTERM)
         assert where in process.ends()
@@ -279,10 +272,8 @@ def test_the_command_says_what_it_serves_in_six_lines_and_a_log_that_nobody_read
     )  # fmt: skip
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         try:
-            assert child.stderr is not None
             lines = [child.stderr.readline() for _ in range(7)]
             found = re.search(r"http://[\d.:]+", lines[0])
-            assert found is not None
             assert [line.split()[0] for line in lines] == [
                 "loading",
                 "url",

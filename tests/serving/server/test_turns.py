@@ -158,9 +158,7 @@ def test_many_listeners_look_at_the_engine_once(served: Served, llm: LLM, monkey
 
 
 @pytest.mark.parametrize("num_answered", [0, 1])
-def test_scores_of_one_key_take_no_more_time_than_the_answers_of_another(
-    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, num_answered: int
-) -> None:
+def test_scores_take_no_more_time_than_answers(served: Served, llm: LLM, monkeypatch: Any, num_answered: int) -> None:
     """Each part of the scores takes as long as many steps, so there are fewer parts than steps."""
     num_parts, num_tokens, is_over = 0, 60, threading.Event()
     log_probabilities = token_trace.log_probabilities

@@ -47,6 +47,11 @@ def check(name: str, value: Any) -> None:
     assert not found, (name, found[:3])
 
 
+def counts_of(usage: dict[str, Any]) -> list[int]:
+    """Return the tokens of the prompt, of the answers, and of both."""
+    return [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+
+
 def events(stream: str) -> Iterator[Any]:
     """Yield the data of a stream of events, which ends in [DONE]."""
     blocks = [block for block in stream.split("\n\n") if block and not block.startswith(":")]

@@ -42,8 +42,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[dict[str, Any], st
         for entry in entries:
             if "id" in entry:
                 assert entry["index"] == len(message["tool_calls"])
-                call = {"id": entry["id"], "type": entry["type"], "function": entry["function"]}
-                message["tool_calls"].append(call)
+                message["tool_calls"].append({name: entry[name] for name in ("id", "type", "function")})
             else:
                 message["tool_calls"][entry["index"]]["function"]["arguments"] += entry["function"]["arguments"]
         reason = choice["finish_reason"] or reason
@@ -112,8 +111,7 @@ def test_reasoning_is_a_field_of_its_own_counted_and_switched_off(served: Served
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6 + len("</think>")
     chunks = list(events(served.stream(CHAT, allowed_token_ids=letters, **body)))
     found, _ = joined(chunks, 0)
-    assert found["reasoning_content"] == message["reasoning_content"]
-    assert found["content"] == message["content"]
+    assert found == {"tool_calls": []} | {name: message[name] for name in ("content", "reasoning_content")}
     raw = served.ask(CHAT, **body, allowed_token_ids=letters, reasoning_format="none")["choices"][0]["message"]
     assert "reasoning_content" not in raw
     assert raw["content"].startswith(f"{message['reasoning_content']}</think>")
@@ -164,8 +162,8 @@ def test_a_chat_traces_an_answer_that_tools_hold(llm: LLM) -> None:
 
 
 def test_a_chat_traces_an_answer_with_a_schema_after_its_reasoning(llm: LLM) -> None:
-    schema = {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]}
-    chat = ChatSession(llm, "tiny", SamplingParams(seed=3, max_new_tokens=30, temperature=1.5, json_schema=schema))
+    params = SamplingParams(seed=3, max_new_tokens=30, temperature=1.5, json_schema=FUNCTION["parameters"])
+    chat = ChatSession(llm, "tiny", params)
     chat.answer("weather?", lambda text: None)
     second = chat.answer("and now?", lambda text: None)
     for step in (1, 2, len(second.token_ids)):
@@ -173,10 +171,9 @@ def test_a_chat_traces_an_answer_with_a_schema_after_its_reasoning(llm: LLM) -> 
         assert (found.token_id, found.position) == (second.token_ids[step - 1], second.prompt_tokens + step - 1)
 
 
-@pytest.mark.parametrize("name", ["tools", "thinking_token_budget", "reasoning_effort"])
-def test_options_of_messages_are_refused_beside_a_text(served: Served, name: str) -> None:
-    value = {"tools": TOOLS, "thinking_token_budget": 1, "reasoning_effort": "low"}[name]
-    assert served.refusal("/v1/trace", **{"prompt": "a", name: value})["param"] == name
+def test_options_of_messages_are_refused_beside_a_text(served: Served) -> None:
+    for name, value in {"tools": TOOLS, "thinking_token_budget": 1, "reasoning_effort": "low"}.items():
+        assert served.refusal("/v1/trace", **{"prompt": "a", name: value})["param"] == name
 
 
 STRICT_LIST = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array"}}}
@@ -196,10 +193,8 @@ def test_a_tool_that_is_not_strict_refuses_no_request(served: Served) -> None:
 
 @cases(
     "body param",
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": [STRICT_LIST]}, "tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": TOOLS, "tool_format": "x"}, "tool_format"),
@@ -342,14 +337,14 @@ def test_thinking_is_a_block_before_the_text(served: Served, llm: LLM) -> None:
     assert served.ask(MESSAGES, **body | {"messages": [*ASKED, past, *ASKED]})["content"]
 
 
+BAD_FORMAT = {"type": "json_schema", "schema": {"type": "x"}}
+
+
 def test_anthropic_s_names_stand_in_its_refusals(served: Served) -> None:
     body: dict[str, Any] = {"messages": ASKED, "max_tokens": 3}
     for wrong, param in [
         ({"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens"),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "output_config.format.schema",
-        ),
+        ({"output_config": {"format": BAD_FORMAT}}, "output_config.format.schema"),
         ({"thread": {"type": "create"}}, "thread"),
     ]:
         error = served.refusal(MESSAGES, **body | wrong)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import FAKE
+from commands import FAKE, fake_process
 from terminals import CTRL_C, CTRL_D, CTRL_Z, PROMPT, SECONDS, UNSEEN, Terminal, plain, terminal
 
 WITHOUT_EXTRA = """
@@ -112,15 +112,14 @@ def test_a_sign_is_shown_until_the_first_word_and_markdown_is_styled(screen: Ter
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--plain"], []])
-def test_without_colours_or_with_plain_markdown_is_left_as_it_is(options: list[str]) -> None:
-    with terminal([*CHAT, *options], **({} if options else {"NO_COLOR": "1"})) as screen:
-        screen.until("Ctrl-D leaves.", PROMPT)
-        screen.ask("some **bold** text", "echo: 1 some **bold** text", PROMPT)
-        if not options:
+def test_without_colours_or_with_plain_markdown_is_left_as_it_is() -> None:
+    for command, environment in (([*CHAT, "--plain"], {}), (CHAT, {"NO_COLOR": "1"})):
+        with terminal(command, **environment) as screen:
+            screen.until("Ctrl-D leaves.", PROMPT)
+            screen.ask("some **bold** text", "echo: 1 some **bold** text", PROMPT)
             shown = screen.ask("read", "echo: 3 read")
-            assert "\r…\x1b[K\r… ██████████           50 %\x1b[K\r\x1b[Kecho: 3 read" in shown
-            assert "\x1b[2m" not in screen.shown
+    assert "\r…\x1b[K\r… ██████████           50 %\x1b[K\r\x1b[Kecho: 3 read" in shown
+    assert "\x1b[2m" not in screen.shown
 
 
 @pytest.mark.slow
@@ -259,7 +258,7 @@ def test_sigterm_ends_the_chat_with_the_terminal_as_it_was(screen: Terminal, whe
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("question", ["slow\n", "one\n"])
 def test_without_a_terminal_a_signal_ends_the_chat(number: signal.Signals, status: int, question: str) -> None:
-    with subprocess.Popen([*CHAT, "-q"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
+    with fake_process("chat", "smollm2", "-q") as chat:
         chat.stdin.write(question.encode())
         chat.stdin.flush()
         begin = os.read(chat.stdout.fileno(), 100)

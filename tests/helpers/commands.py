@@ -1,6 +1,8 @@
 """Commands of `infer` that run in the process of the test."""
 
 import json
+import os
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import BytesIO, TextIOWrapper
@@ -10,6 +12,12 @@ from typing import Any, NamedTuple, final
 from infer.cli import main
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_cli.py"))]  # `infer` with a fake model
+
+
+def fake_process(*arguments: object, **environment: str) -> "subprocess.Popen[bytes]":
+    """Begin a command with a fake model, which has a pipe for each stream."""
+    command, pipe = [*FAKE, *map(str, arguments)], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | environment)
 
 
 class Ran(NamedTuple):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 
 from infer import LLM, AsyncLLM
 from infer.serving.server.app import ROUTES
@@ -46,6 +47,18 @@ class Served(NamedTuple):
         assert answer.status_code == status, answer.text
         error: dict[str, Any] = answer.json()["error"]
         return error
+
+
+def served_model(name: str | None, **settings: Any) -> Any:
+    """Return a fixture of a module: a server of the model that is the fixture of this name, or of none."""
+
+    @pytest.fixture(scope="module")
+    def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+        llm = None if name is None else request.getfixturevalue(name)
+        with serving(llm, **{"model": "tiny"} | settings) as served:
+            yield served
+
+    return served
 
 
 @contextmanager

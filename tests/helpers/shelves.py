@@ -67,6 +67,12 @@ class FakeReplicas(Replicas):
         pass
 
 
+def use_replicas(kind: type[FakeReplicas], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("infer.serving.distributed.shelved_model.Replicas", kind)
+    patch.setattr(FakeReplicas, "running", [])
+    patch.setattr(FakeReplicas, "loaded", [])
+
+
 @contextmanager
 def serving_shelf(
     ports: Mapping[str, int], folders: Mapping[str, Path], plan: Callable[[ModelSource, int], ModelPlan], sockets: Path
@@ -84,9 +90,7 @@ def serving_shelf(
 
     sources: Sequence[ModelSource] = [ModelSource(name, str(folder)) for name, folder in folders.items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infer.serving.distributed.shelved_model.Replicas", LocalReplicas)
-        patch.setattr(FakeReplicas, "running", [])
-        patch.setattr(FakeReplicas, "loaded", [])
+        use_replicas(LocalReplicas, patch)
         shelf = Shelf(sources, ShelfSettings(1 << 40), ShelfWork(plan, lambda source, _: [source.name]), sockets)
         try:
             with serving(None, table=ShelfFront(shelf).table) as front:

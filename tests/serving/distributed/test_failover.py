@@ -5,11 +5,11 @@ import json
 import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -126,13 +126,16 @@ def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tu
     return statuses[0], b"".join(sent)
 
 
+def has_ended_early(status: int, body: bytes) -> bool:
+    """Return True if a stream has two events and then the error that its engine died."""
+    begin, _, error = body.partition(b"".join(EVENTS[:2]))
+    return (status, begin, error.count(b"data:"), b"engine_died" in error) == (200, b"", 1, True)
+
+
 def test_a_stream_that_cannot_be_repeated_ends_with_an_error_and_is_asked_for_once() -> None:
     lives = Lives(Life(200, EVENTS[:2], dies=True), Life(200, EVENTS))
-    status, body = answer(lives, is_repeatable=False)
-    assert (status, len(lives.asked)) == (200, 1)
-    assert body.startswith(b"".join(EVENTS[:2]))
-    assert b'"code":"engine_died"' in body.replace(b" ", b"")
-    assert EVENTS[2] not in body
+    assert has_ended_early(*answer(lives, is_repeatable=False))
+    assert len(lives.asked) == 1
 
 
 @pytest.mark.parametrize("is_repeatable", [True, False])
@@ -149,11 +152,7 @@ def test_a_stream_continues_with_the_events_that_the_client_lacks() -> None:
 
 def test_a_stream_does_not_continue_with_an_error() -> None:
     lives = Lives(Life(200, EVENTS[:2], dies=True), Life(400, b'{"error": {"code": "refused"}}'), Life(200, EVENTS))
-    status, body = answer(lives)
-    assert status == 200
-    assert body.startswith(b"".join(EVENTS[:2]))
-    assert b"refused" not in body
-    assert b"engine_died" in body
+    assert has_ended_early(*answer(lives))
     assert len(lives.asked) == 2
 
 
@@ -278,21 +277,13 @@ class Kept:
     """A replica whose state the test sets."""
 
     def __init__(self, replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._replica, self.num_dropped = replica, 0
-
-        @asynccontextmanager
-        async def exchange() -> AsyncIterator[str]:
-            yield replica.name
-
-        monkeypatch.setattr(replica, "exchange", exchange)
-        monkeypatch.setattr(replica, "drop_requests", self._drop)
+        self._replica, self.drop = replica, Mock()
+        monkeypatch.setattr(replica, "exchange", lambda: nullcontext(replica.name))
+        monkeypatch.setattr(replica, "drop_requests", self.drop)
 
     def become(self, *, is_ready: bool, hangs: bool = False) -> None:
         self._replica.is_ready, self._replica._num_missed = is_ready, 2 * hangs
         self._replica._on_change(self._replica)
-
-    def _drop(self) -> None:
-        self.num_dropped += 1
 
 
 class Two(NamedTuple):
@@ -355,10 +346,10 @@ async def test_requests_of_a_replica_that_hangs_are_dropped_while_another_answer
     first, second = two.first, two.second
     first.become(is_ready=True)
     first.become(is_ready=True, hangs=True)
-    assert first.num_dropped == 0, "nobody else could answer"
+    assert not first.drop.called, "nobody else could answer"
     assert await asked(two, b"x") == "0"
     second.become(is_ready=True)
-    assert (first.num_dropped, second.num_dropped) == (1, 0)
+    assert (first.drop.call_count, second.drop.call_count) == (1, 0)
     assert await asked(two, b"x") == "1"
     first.become(is_ready=True)
     second.become(is_ready=False)

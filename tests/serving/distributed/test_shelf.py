@@ -30,7 +30,7 @@ from infer.serving.distributed.wishes import Wishes
 from infer.serving.server.http_errors import ApiError
 from served import SECONDS
 from shapes import SOURCE
-from shelves import FakeReplicas
+from shelves import FakeReplicas, use_replicas
 from test_session import make_model
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
@@ -40,20 +40,16 @@ from server_process import HOST, children, running
 SIZES = {"a": 6, "b": 6, "c": 3, "huge": 20}
 
 
-def resident(name: str, num_bytes: int, used_at: float, **state: bool) -> Resident:
-    return Resident(name, num_bytes, used_at, **state)
-
-
 @cases(
     "missing residents expected",
-    (3, [resident("old", 3, 1), resident("new", 3, 2)], ["old"]),
-    (3, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle"]),
-    (4, [resident("busy", 3, 1, is_busy=True), resident("idle", 3, 2)], ["idle", "busy"]),
-    (5, [resident("small", 1, 1), resident("large", 5, 2)], ["large"]),
-    (5, [resident("small", 3, 1), resident("large", 4, 2)], ["small", "large"]),
-    (3, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], ["new"]),
-    (4, [resident("pinned", 9, 1, is_kept=True), resident("new", 3, 2)], None),
-    (0, [resident("old", 3, 1)], []),
+    (3, [Resident("old", 3, 1), Resident("new", 3, 2)], ["old"]),
+    (3, [Resident("busy", 3, 1, is_busy=True), Resident("idle", 3, 2)], ["idle"]),
+    (4, [Resident("busy", 3, 1, is_busy=True), Resident("idle", 3, 2)], ["idle", "busy"]),
+    (5, [Resident("small", 1, 1), Resident("large", 5, 2)], ["large"]),
+    (5, [Resident("small", 3, 1), Resident("large", 4, 2)], ["small", "large"]),
+    (3, [Resident("pinned", 9, 1, is_kept=True), Resident("new", 3, 2)], ["new"]),
+    (4, [Resident("pinned", 9, 1, is_kept=True), Resident("new", 3, 2)], None),
+    (0, [Resident("old", 3, 1)], []),
 )
 def test_the_least_recently_used_idle_models_go_if_they_must(missing: int, residents: Any, expected: Any) -> None:
     assert models_to_unload(missing, residents) == expected
@@ -73,11 +69,9 @@ def with_shelf(names: str = "a b c", pinned: str = "", loaded: str = "a c", **se
     def decorate(test: Callable[[Shelf], Coroutine[Any, Any, None]]) -> Callable[..., None]:
         @in_event_loop
         async def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-            monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", FakeReplicas)
-            monkeypatch.setattr("infer.serving.distributed.shelved_model._START_SECONDS", 0.1)
-            monkeypatch.setattr("infer.serving.distributed.shelved_model._ANSWER_SECONDS", 0.1)
-            monkeypatch.setattr(FakeReplicas, "running", [])
-            monkeypatch.setattr(FakeReplicas, "loaded", [])
+            use_replicas(FakeReplicas, monkeypatch)
+            for name in ("_START_SECONDS", "_ANSWER_SECONDS"):
+                monkeypatch.setattr(f"infer.serving.distributed.shelved_model.{name}", 0.1)
             shelf = Shelf(sources, ShelfSettings(10, **settings), work, tmp_path)
             try:
                 await shelf.start()
@@ -297,25 +291,18 @@ async def test_a_model_is_unloaded_on_request_after_its_last_answer_and_loaded_a
 
 @with_shelf()
 async def test_files_that_were_replaced_are_planned_again_before_their_model_is_loaded(shelf: Shelf) -> None:
-    versions, sizes = dict.fromkeys(SIZES, 1), dict(SIZES)
-
-    def replace(name: str, num_bytes: int) -> None:
-        sizes[name] = num_bytes
-        versions[name] += 1
-
-    def plan_now(source: ModelSource, most_bytes: int) -> ModelPlan:
-        return ModelPlan(sizes[source.name])
-
-    shelf._work = shelf._work._replace(plan=plan_now, version=lambda source: versions[source.name])
+    sizes = dict(SIZES)
+    work = {"plan": lambda source, _: ModelPlan(sizes[source.name]), "version": lambda source: sizes[source.name]}
+    shelf._work = shelf._work._replace(**work)
     a, b = shelf.models["a"], shelf.models["b"]
     await shelf.read_headers()
-    replace("a", 7)
+    sizes["a"] = 7
     await shelf.read_headers()
     assert a.num_bytes == 6, "it is in memory, with the plan for its old files"
     ended = asyncio.Event()
     running = [await begun(shelf, "a", answer(shelf, "a", ended))]
     running.append(await begun(shelf, "b", answer(shelf, "b")))
-    replace("b", 9)  # while it waits for memory
+    sizes["b"] = 9  # while it waits for memory
     ended.set()
     await asyncio.gather(*running)
     assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"

@@ -1,7 +1,6 @@
 """Requests of Claude Code and Codex CLI, as recorded from their packages with their texts cut short, in their order."""
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -11,12 +10,11 @@ import pytest
 
 from cases import cases
 from idle import until_idle
-from infer import LLM
 from infer.serving.protocols.anthropic.message_bodies import MessagesBody
 from infer.serving.protocols.anthropic.message_history import complete_messages
 from infer.serving.protocols.anthropic.message_request import messages_of
 from infer.serving.protocols.read_body import read_body
-from served import Served, serving
+from served import Served, served_model
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "agent-requests.json").read_text())
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
@@ -26,10 +24,7 @@ ROUTES = {"codex": RESPONSES, "codex_image": RESPONSES}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
 
 
-@pytest.fixture(scope="module")
-def keeping(folder: Path) -> Iterator[Served]:
-    with LLM(folder) as llm, serving(llm, model="tiny", agent_prompts="keep") as served:
-        yield served
+keeping = served_model("llm", agent_prompts="keep")
 
 
 def turns_of(name: str) -> list[dict[str, Any]]:
@@ -96,12 +91,9 @@ def test_the_billing_line_and_the_budget_do_not_reach_the_middle_of_a_prompt() -
             assert after[: len(before) - 1] == before[:-1]
 
 
-def test_the_newest_budget_is_the_one_that_is_shown() -> None:
+def test_the_newest_budget_is_shown_and_a_text_that_only_mentions_one_is_left_alone() -> None:
     for body, left in zip(RECORDED["claude_code_budget"], (200_000, 199_985), strict=False):
         assert shown(body)[-1]["content"].endswith(f"<total_tokens>{left} tokens left</total_tokens>")
-
-
-def test_a_text_that_only_mentions_a_budget_is_left_alone() -> None:
     text = "Why does <total_tokens>5 tokens left</total_tokens> appear?"
     body = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]}
     assert shown(body)[0]["content"] == text
@@ -127,11 +119,6 @@ def shown(body: dict[str, Any]) -> list[dict[str, Any]]:
 # Refused, replaced and ignored fields
 
 
-def test_an_image_that_a_tool_read_is_replaced(served: Served) -> None:
-    answer = post(served, MESSAGES, turns_of("claude_code_budget")[2])
-    assert "was replaced by [image]" in warnings_of(answer)
-
-
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_an_image_of_the_last_message_is_refused_in_one_line(served: Served, path: str) -> None:
     image = IMAGE if path == MESSAGES else {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
@@ -143,10 +130,11 @@ def test_an_image_of_the_last_message_is_refused_in_one_line(served: Served, pat
     assert "was replaced by [image]" in warnings_of(post(served, path, {limit: 4, field: later}))
 
 
-def test_an_image_of_codex_is_refused_once_and_then_kept_as_a_placeholder(served: Served) -> None:
+def test_images_of_codex_and_of_a_tool_become_placeholders_in_the_history(served: Served) -> None:
     first, second = turns_of("codex_image")
     served.refusal(RESPONSES, **first)
-    assert "was replaced by [image]" in warnings_of(post(served, RESPONSES, second))
+    for path, body in ((RESPONSES, second), (MESSAGES, turns_of("claude_code_budget")[2])):
+        assert "was replaced by [image]" in warnings_of(post(served, path, body))
 
 
 @cases(
@@ -164,8 +152,7 @@ def test_a_history_of_another_server_is_taken(served: Served, blocks: Any, warne
     user = {"role": "user", "content": "a"}
     turns = [user, {"role": "assistant", "content": blocks}, user]
     found = warnings_of(post(served, MESSAGES, {"max_tokens": 2, "messages": turns}))
-    assert warned in found
-    assert bool(found) == bool(warned)
+    assert (warned in found, bool(found)) == (True, bool(warned))
 
 
 @pytest.mark.parametrize("content", [None, [], "", [{"type": "text", "text": "a"}], [IMAGE]])
@@ -207,9 +194,8 @@ def test_tools_that_only_anthropic_defines_are_left_out_with_a_warning(served: S
     answer = post(served, MESSAGES, asked | {"tools": tools})
     for index, kind in enumerate(kinds, 1):
         assert f"tools[{index}] was left out: tools of type '{kind}'" in warnings_of(answer)
-    assert post(served, COUNT, asked | {"tools": tools}) == post(served, COUNT, asked | {"tools": tools[:1]}) | {
-        "infer": {"warnings": answer["infer"]["warnings"]}
-    }
+    counted, expected = (post(served, COUNT, asked | {"tools": each}) for each in (tools, tools[:1]))
+    assert counted == expected | {"infer": {"warnings": answer["infer"]["warnings"]}}
 
 
 # /v1/responses
@@ -251,8 +237,7 @@ def test_a_call_of_a_namespace_has_its_name_and_its_namespace(served: Served) ->
 def test_an_item_of_another_server_is_taken(served: Served, item: Any, warned: str) -> None:
     user = {"role": "user", "content": [{"type": "text", "text": "a"}]}
     found = warnings_of(post(served, RESPONSES, {"input": [user, item, user], "max_output_tokens": 2}))
-    assert warned in found
-    assert bool(found) == bool(warned)
+    assert (warned in found, bool(found)) == (True, bool(warned))
 
 
 def test_kinds_of_tools_and_includes_that_are_not_known_are_left_out_with_a_warning(served: Served) -> None:
@@ -261,11 +246,7 @@ def test_kinds_of_tools_and_includes_that_are_not_known_are_left_out_with_a_warn
     found = warnings_of(post(served, RESPONSES, asked))
     assert [f"tools[{index}] was left out" in found for index in range(4)] == [True, True, True, False]
     assert "file_search_call.results" in found
-
-
-def test_a_forced_tool_that_was_left_out_is_refused(served: Served) -> None:
-    asked = {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}
-    served.refusal(RESPONSES, **asked)
+    served.refusal(RESPONSES, **asked, tool_choice={"type": "web_search"})
 
 
 def test_a_response_without_a_limit_goes_to_the_end_of_the_context(served: Served) -> None:

@@ -1,6 +1,5 @@
 """`/v1/classify` answers in vLLM's shape, with the probabilities of the library."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +10,12 @@ from classifier_model import LABELS
 from infer import LLM
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.openapi import document
-from served import Served, serving
+from served import Served, served_model, serving
 
 TEXTS = ["a roof", "a bridge"]
 
 
-@pytest.fixture(scope="module")
-def served(labeller: LLM) -> Iterator[Served]:
-    with serving(labeller, model="tiny") as served:
-        yield served
+served = served_model("labeller")
 
 
 @pytest.mark.parametrize("path", ["/v1/classify", "/classify"])

@@ -1,21 +1,17 @@
 """The host names that a server without keys accepts: no web page can rebind its own name to this machine."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from openai_shapes import check
-from served import Served, serving
+from served import Served, served_model, serving
 
 LOCAL_NAMES = ["localhost", "LOCALHOST:8000", "a.localhost", "localhost.", "127.0.0.1:1", "[::1]:8000", "192.168.1.5"]
 FOREIGN_NAMES = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil", "mylocalhost"]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(None) as served:
-        yield served
+served = served_model(None)
 
 
 @pytest.mark.parametrize("name", LOCAL_NAMES)

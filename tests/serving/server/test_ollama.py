@@ -172,11 +172,7 @@ def test_bodies_of_other_programs_are_answered_without_a_warning(served: Served,
 )
 def test_a_refusal_is_one_line_in_ollama_s_shape(served: Served, path: str, body: dict[str, Any], message: str) -> None:
     found = post(served, f"/api/{path}", status=400, **body)
-    assert found.keys() == {"error", "code"}
-    assert message in found["error"]
-    assert "\n" not in found["error"]
-    deleted = served.client.request("DELETE", "/api/delete", json={"model": "tiny"})
-    assert (deleted.status_code, deleted.json()["code"]) == (400, "unsupported")
+    assert (found.keys(), message in found["error"], "\n" in found["error"]) == ({"error", "code"}, True, False), found
 
 
 def test_texts_become_vectors_of_length_1_and_the_older_route_s_as_they_are(served: Served, llm: LLM) -> None:
@@ -197,9 +193,8 @@ def test_lists_describe_the_files_of_the_model(served: Served, folder: Path) -> 
     (loaded,) = served.client.get("/api/ps").json()["models"]
     assert model["name"] == model["model"] == loaded["name"] == "tiny:latest"
     assert model["size"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert model["details"] == loaded["details"]
-    assert model["details"]["format"] == "safetensors"
-    assert model["details"]["family"] == "llama"
+    details = model["details"]
+    assert (details, details["format"], details["family"]) == (loaded["details"], "safetensors", "llama")
     assert (len(model["digest"]), loaded["size_vram"], loaded["context_length"]) == (64, 0, 1_500)
     assert loaded["size"] > model["size"]
     shown = post(served, "/api/show", model="tiny:latest")
@@ -208,6 +203,8 @@ def test_lists_describe_the_files_of_the_model(served: Served, folder: Path) -> 
     version = served.client.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)  # Codex refuses older ones
     assert "not served here" in post(served, "/api/show", status=404, model="other")["error"]
+    deleted = served.client.request("DELETE", "/api/delete", json={"model": "tiny"})
+    assert (deleted.status_code, deleted.json()["code"]) == (400, "unsupported")
 
 
 def test_another_model_s_name_is_answered_with_a_warning_and_a_tag_is_none(served: Served) -> None:

@@ -90,8 +90,7 @@ def test_fewer_dimensions_are_the_first_ones_at_length_1(served: Served, llm: LL
 def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
     with serving(llm, model="tiny") as served:
         error = served.refusal("/v1/embeddings", input="a")
-    assert error["param"] == "model"
-    assert "--embeddings" in error["message"]
+    assert (error["param"], "--embeddings" in error["message"]) == ("model", True)
 
 
 def test_a_vector_of_zeros_stays_zero() -> None:
@@ -219,7 +218,6 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
         ("/v1/trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
         ("/v1/trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
         ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
-        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 400}, "num_tokens", "at most 256 tokens"),
         ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "400"),
         ("/v1/trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
         ("/v1/trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
@@ -238,8 +236,7 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(served: Served, path: str, body: Any, param: str, message: str) -> None:
     error = served.refusal(path, status=404 if param == "model" else 400, **body)
-    assert error["param"] == param
-    assert message in error["message"]
+    assert (error["param"], message in error["message"]) == (param, True), error
 
 
 # State of the engine
@@ -265,6 +262,5 @@ def test_an_interval_is_a_number_of_seconds(served: Served, query: str) -> None:
 def test_other_tenants_have_no_names() -> None:
     sequences = [{"number": 1, "tenant": "me"}, {"number": 2, "tenant": "her"}]
     found = seen_by("me", {"sequences": sequences, "work_by_tenant": {"me": 1.0, "her": 2.0}, "num_steps": 3})
-    assert [each["tenant"] for each in found["sequences"]] == ["me", OTHERS]
-    assert found["work_by_tenant"] == {"me": 1.0}
-    assert found["num_steps"] == 3
+    seen = [{"number": 1, "tenant": "me"}, {"number": 2, "tenant": OTHERS}]
+    assert found == {"sequences": seen, "work_by_tenant": {"me": 1.0}, "num_steps": 3}

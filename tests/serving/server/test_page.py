@@ -1,22 +1,19 @@
 """The page's files: their requests, how they are served, and that a model's text never becomes HTML."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from infer.serving.server.routes.web_files import served_files
 from infer.serving.web_ui.files import FOLDER
-from served import Served, serving
+from served import Served, served_model
 
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file())
 LARGEST = 156_000
+HTML = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(None, api_keys={"secret": "me"}) as served:
-        yield served
+served = served_model(None, api_keys={"secret": "me"})
 
 
 def test_all_files_together_are_small_and_known() -> None:
@@ -54,11 +51,9 @@ def test_nothing_else_of_the_disk_is_served(served: Served, name: str) -> None:
 def test_no_file_reads_text_as_html_or_names_another_host() -> None:
     for path in FILES:
         text = path.read_text(encoding="utf-8")
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
-            path.name
-        )
         hosts = set(re.findall(r"https?://([\w.-]+)", text)) - {"www.w3.org"}
         assert hosts == set(), path.name
+        assert not re.search(HTML, text), path.name
     index = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\son\w+=|style=|<style|<script(?! type=\"module\" src=)", index)
 
@@ -72,6 +67,5 @@ def test_modules_import_existing_names() -> None:
                 kinds = "const|class|function|async function|async function\\*"
                 found = re.search(rf"export (?:{kinds}) {re.escape(name)}(?![\w$])", exported)
                 assert found, f"{path.name}: {name} of {module}"
-                assert len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", text)) > 1, (
-                    f"{path.name} has no use for {name}"
-                )
+                uses = re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", text)
+                assert len(uses) > 1, f"{path.name} has no use for {name}"

@@ -14,7 +14,7 @@ from infer import LLM
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.openapi import document
 from reranker_model import CONTEXT
-from served import Served, serving
+from served import Served, served_model, serving
 
 QUERY, DOCUMENTS = "cats", ["a roof", "a bridge", "a fire"]
 BODIES: dict[str, dict[str, Any]] = {
@@ -23,10 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def served(judge: LLM) -> Iterator[Served]:
-    with serving(judge, model="tiny") as served:
-        yield served
+served = served_model("judge")
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +34,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
-def compared(embedder: LLM) -> Iterator[Served]:
-    with serving(embedder, model="tiny") as served:
-        yield served
+compared = served_model("embedder")
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])

@@ -28,8 +28,9 @@ from infer.serving.server.process import bind, check_certificate
 from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.sse import event
 from raw_http import Connection, post
-from served import Served, serving
+from served import Served, served_model, serving
 
+SERVED = {"aliases": ("small",)}
 PATH = "/v1/completions"
 ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 ERROR_KEYS = {"message", "type", "param", "code"}
@@ -44,24 +45,8 @@ DATA = Path(__file__).parents[2] / "data"
 CERT, KEY = DATA / "tls-cert.pem", DATA / "tls-key.pem"  # for 127.0.0.1
 
 
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny", aliases=("small",)) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def strict(llm: LLM) -> Iterator[Served]:
-    """Serve with short limits, which a busy machine may break in tests of other things."""
-    with serving(llm, model="tiny", **LIMITS) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def guarded(llm: LLM) -> Iterator[Served]:
-    """Serve with keys, and with an allowed origin."""
-    with serving(llm, api_keys=KEYS, cors_origins=(ORIGIN,)) as served:
-        yield served
+strict = served_model("llm", **LIMITS)  # a busy machine may break the short limits in tests of other things
+guarded = served_model("llm", api_keys=KEYS, cors_origins=(ORIGIN,))
 
 
 @pytest.fixture
@@ -258,7 +243,7 @@ def test_a_slow_reader_loses_its_answer_and_then_its_connection(strict: Served, 
         until(lambda: bool(strict.state.calls))
         (call,) = strict.state.calls
         until(lambda: not strict.state.calls)
-        assert call.error_code == "slow_reader"
+    assert call.error_code == "slow_reader"
 
 
 def test_a_silent_stream_is_kept_open_by_comments(llm: LLM, slow_steps: None) -> None:
@@ -305,11 +290,10 @@ def test_a_file_of_keys_names_them(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# who may ask\nplain\nann secret  # hers\n\n")
     assert read_keys(file) == {"plain": "key-1", "secret": "ann"}
-    for text in ("", "# none", "too many words"):
-        file.write_text(text)
+    for content in (b"", b"# none", b"too many words", b"\xff"):
+        file.write_bytes(content)
         with pytest.raises(InvalidRequestError):
             read_keys(file)
-    file.write_bytes(b"\xff")
     places = {file: "the file is not UTF-8", tmp_path: "Is a directory", tmp_path / "none": "No such file"}
     for path, told in places.items():
         with pytest.raises(InvalidRequestError, match=f"cannot be read: {told}"):
@@ -358,13 +342,9 @@ def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served:
     until(lambda: metrics_of(served).get("infer:step_seconds_count{'kind': 'prompt'}", 0) > 0)
     until(lambda: metrics_of(served)["infer:num_requests_running{}"] == 0)
     after = metrics_of(served)
-    for name, grown in {
-        "generation_tokens_total": 20,
-        "time_to_first_token_seconds_count": 1,
-        "inter_token_latency_seconds_count": 19,
-        "e2e_request_latency_seconds_count": 1,
-    }.items():
-        assert after[f"infer:{name}{{}}"] - before[f"infer:{name}{{}}"] == grown, name
+    grown = {"generation_tokens_total": 20, "inter_token_latency_seconds_count": 19}
+    grown |= {"time_to_first_token_seconds_count": 1, "e2e_request_latency_seconds_count": 1}
+    assert {name: after[f"infer:{name}{{}}"] - before[f"infer:{name}{{}}"] for name in grown} == grown
 
 
 def test_only_counters_are_called_total(served: Served) -> None:
@@ -419,16 +399,12 @@ def test_https_answers_with_its_certificate(llm: LLM) -> None:
 
 
 def test_a_certificate_that_cannot_serve_is_refused_in_one_line(tmp_path: Path) -> None:
-    other = tmp_path / "other.pem"
+    other, told = tmp_path / "other.pem", "must be a certificate and its key in PEM"
     other.write_text("no key")
     check_certificate(CERT, KEY)
-    for cert, key, told in [
-        (other, KEY, "must be a certificate and its key in PEM"),
-        (CERT, other, "must be a certificate and its key in PEM"),
-        (CERT, DATA / "tls-key-encrypted.pem", "is encrypted"),
-        (tmp_path, KEY, "cannot be read"),
-    ]:
-        with pytest.raises(InvalidRequestError, match=told):
+    encrypted = (CERT, DATA / "tls-key-encrypted.pem", "is encrypted")
+    for cert, key, message in [(other, KEY, told), (CERT, other, told), encrypted, (tmp_path, KEY, "cannot be read")]:
+        with pytest.raises(InvalidRequestError, match=message):
             check_certificate(cert, key)
 
 

@@ -296,16 +296,13 @@ def test_a_conversation_is_saved_and_loaded(session: ChatSession, tmp_path: Path
     assert "3 messages" in run_command(loaded, f"/load {tmp_path / 'renamed'}")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "[]", "{}", "\udcff", "[" * 100_000, '{"format": "infer-chat", "version": 2}',
-        '{"format": "infer-chat", "version": 1, "messages": [1], "params": {}}',
-        '{"format": "infer-chat", "version": 1, "messages": [{"role": "x", "content": "a"}], "params": {}}',
-        '{"format": "infer-chat", "version": 1, "messages": [], "params": {"top_p": 5}}',
-        '{"format": "infer-chat", "version": 1, "messages": [], "params": {"nope": 5}}',
-        '{"format": "infer-chat", "version": 1, "messages": [], "params": null}',
-    ],
+@cases("content",
+    "", "{", "[]", "{}", "\udcff", "[" * 100_000, '{"format": "infer-chat", "version": 2}',
+    '{"format": "infer-chat", "version": 1, "messages": [1], "params": {}}',
+    '{"format": "infer-chat", "version": 1, "messages": [{"role": "x", "content": "a"}], "params": {}}',
+    '{"format": "infer-chat", "version": 1, "messages": [], "params": {"top_p": 5}}',
+    '{"format": "infer-chat", "version": 1, "messages": [], "params": {"nope": 5}}',
+    '{"format": "infer-chat", "version": 1, "messages": [], "params": null}',
 )  # fmt: skip
 def test_a_bad_file_changes_nothing_and_is_named_once(session: ChatSession, tmp_path: Path, content: str) -> None:
     path = tmp_path / "talk.json"

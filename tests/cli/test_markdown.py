@@ -2,10 +2,10 @@
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import cases
 from infer.cli.terminal.markdown import MarkdownStyle
 from infer.cli.terminal.wrapping import WordWrap, display_width
 
@@ -59,21 +59,18 @@ def test_styles_take_no_columns(text: str, width: int) -> None:
     assert [line.rstrip() for line in plain(shown).split("\n")] == [line.rstrip() for line in expected.split("\n")]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a **b** c", [("", "a "), ("2", "**"), ("1", "b"), ("2", "**"), ("", " c")]),
-        ("## Title\ntext", [("2", "## "), ("1", "Title"), ("", "\ntext")]),
-        ("- one\n10. two", [("2", "- "), ("", "one\n"), ("2", "10. "), ("", "two")]),
-        ("use `a*b`", [("", "use "), ("2", "`"), ("36", "a*b"), ("2", "`")]),
-        ("```python\nx = 1\n```\nend",
-         [("2", "```python"), ("", "\n"), ("36", "x = 1"), ("", "\n"), ("2", "```"), ("", "\nend")]),
-        ("2 * 3 * 4, a*b*c, snake_case_name", [("", "2 * 3 * 4, a*b*c, snake_case_name")]),
-        (r"\*not\*", [("", r"\*not\*")]),
-        ("| a |", [("2", "|"), ("", " a "), ("2", "|")]),
-        ("***both***", [("2", "***"), ("1;3", "both"), ("2", "***")]),
-        ("**open\nnext", [("2", "**"), ("1", "open"), ("", "\nnext")]),
-    ],
+@cases("text expected",
+    ("a **b** c", [("", "a "), ("2", "**"), ("1", "b"), ("2", "**"), ("", " c")]),
+    ("## Title\ntext", [("2", "## "), ("1", "Title"), ("", "\ntext")]),
+    ("- one\n10. two", [("2", "- "), ("", "one\n"), ("2", "10. "), ("", "two")]),
+    ("use `a*b`", [("", "use "), ("2", "`"), ("36", "a*b"), ("2", "`")]),
+    ("```python\nx = 1\n```\nend",
+     [("2", "```python"), ("", "\n"), ("36", "x = 1"), ("", "\n"), ("2", "```"), ("", "\nend")]),
+    ("2 * 3 * 4, a*b*c, snake_case_name", [("", "2 * 3 * 4, a*b*c, snake_case_name")]),
+    (r"\*not\*", [("", r"\*not\*")]),
+    ("| a |", [("2", "|"), ("", " a "), ("2", "|")]),
+    ("***both***", [("2", "***"), ("1;3", "both"), ("2", "***")]),
+    ("**open\nnext", [("2", "**"), ("1", "open"), ("", "\nnext")]),
 )  # fmt: skip
 def test_marks_are_dim_and_what_they_mark_is_styled(text: str, expected: list[tuple[str, str]]) -> None:
     assert parts(text) == expected

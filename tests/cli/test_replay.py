@@ -30,15 +30,11 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": TEXT_IDS[:4], "seed": 4, "speculation": "ngram", "overflow": "truncate_left"}),
 ]  # fmt: skip
 PARAMS = [
-    {},
-    {"temperature": 0.0},
+    *({}, {"temperature": 0.0}, {"regex": "[a-c]+"}, {"grammar": 'start: "a"'}, {"choice": ["yes", "no"]}),
     {"seed": 2**64 - 1, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "temperature_last": True},
     {"repetition_penalty": 1.2, "repetition_window": 3, "frequency_penalty": -1.0, "presence_penalty": 2.0},
     {"logit_bias": {65: -100.0, 66: 2.5}, "allowed_token_ids": [65, 66, 67], "ignore_eos": True, "max_new_tokens": 9},
     {"stop": ["a", "b"], "stop_token_ids": [70], "include_stop_str_in_output": True, "min_new_tokens": 2},
-    {"regex": "[a-c]+"},
-    {"grammar": 'start: "a"'},
-    {"choice": ["yes", "no"]},
     {"json_schema": SCHEMA},
 ]
 
@@ -89,24 +85,21 @@ def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint
     assert "no seed" in run("replay", link_of({**asked, "body": {"messages": MESSAGES, "max_tokens": 5}})).err
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"\xff\xfe", "damaged"),
-        (b"[" * 100_000, "damaged"),
-        ([], "v must be 1, got None"),
-        ({"v": 2}, "v must be 1, got 2"),
-        ({"v": 1, "route": "/metrics"}, "route must be /v1/chat/completions or /v1/completions, got '/metrics'"),
-        ({"v": 1, "route": CHAT, "body": []}, "body must be an object"),
-        ({"v": 1, "route": CHAT, "body": {}, "sha256": 5}, "sha256 must be a string, got 5"),
-        ({"v": 1, "route": CHAT, "body": {}}, "messages is missing: it is required"),
-        ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "temprature": 1}}, "did you mean temperature?"),
-        ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "n": 2}}, "must ask for one answer, got 2"),
-        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 0}}, "must ask for one answer, got 0"),
-        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "echo": True}}, "echo must not be true"),
-        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "regex": "a["}}, "regex"),
-        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": [10**6]}}, "ids must be"),
-    ],
+@cases("content told",
+    (b"\xff\xfe", "damaged"),
+    (b"[" * 100_000, "damaged"),
+    ([], "v must be 1, got None"),
+    ({"v": 2}, "v must be 1, got 2"),
+    ({"v": 1, "route": "/metrics"}, "route must be /v1/chat/completions or /v1/completions, got '/metrics'"),
+    ({"v": 1, "route": CHAT, "body": []}, "body must be an object"),
+    ({"v": 1, "route": CHAT, "body": {}, "sha256": 5}, "sha256 must be a string, got 5"),
+    ({"v": 1, "route": CHAT, "body": {}}, "messages is missing: it is required"),
+    ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "temprature": 1}}, "did you mean temperature?"),
+    ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "n": 2}}, "must ask for one answer, got 2"),
+    ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 0}}, "must ask for one answer, got 0"),
+    ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "echo": True}}, "echo must not be true"),
+    ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "regex": "a["}}, "regex"),
+    ({"v": 1, "route": COMPLETIONS, "body": {"prompt": [10**6]}}, "ids must be"),
 )  # fmt: skip
 def test_a_bad_link_is_one_clear_line(content: Any, told: str) -> None:
     assert told in refused("replay", link_of(content), "-q")

@@ -83,10 +83,6 @@ def test_texts_that_cannot_be_embedded_give_one_line(
 def test_a_cut_is_noted(embedder: LLM, judge: LLM, labeller: LLM, tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("a\n" + "x" * 9999)
-    for llm, command, limit in (
-        (embedder, ["embed"], 256),
-        (judge, ["rerank", "q"], 1024),
-        (labeller, ["classify"], 256),
-    ):
-        told = run_with(llm, *command, path, "--truncate").err
+    for llm, command, limit in ((embedder, "embed", 256), (judge, "rerank q", 1024), (labeller, "classify", 256)):
+        told = run_with(llm, *command.split(), path, "--truncate").err
         assert f"1 of 2 texts were cut to {limit} tokens" in told

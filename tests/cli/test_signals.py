@@ -5,7 +5,6 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,16 +17,12 @@ SHORT = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
 
 
-class Stopping:
-    def stop(self, *_: object) -> None:
-        raise ValueError("stop")
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        raise ValueError("stop")
-
-
 def stop(*_: object) -> None:
     raise ValueError("stop")
+
+
+class Stopping:
+    stop = __call__ = stop
 
 
 HANDLERS: list[Callable[..., Any]] = [stop, partial(stop, 1), Stopping(), Stopping().stop, partial(partial(stop), 1)]
@@ -64,15 +59,11 @@ def test_the_tokenizer_lets_it_pass() -> None:
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_an_answer_lets_it_pass_and_the_next_one_is_right(llm: LLM, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate("a", LONG).token_ids
-
-    def read() -> None:
-        list(llm.stream("a", LONG))
-
-    for ask in (lambda: llm.generate("a", LONG), read, lambda: llm.session().send("a", LONG)):
+    for ask in (llm.generate, lambda *asked: list(llm.stream(*asked)), lambda *asked: llm.session().send(*asked)):
         with monkeypatch.context() as patched:
             signal_in_step(llm, step, patched)
             with pytest.raises(ValueError, match=r"\Astop\Z"):
-                ask()
+                ask("a", LONG)
         assert not llm._opened.engine.sequences
         assert llm.generate("a", LONG).token_ids == expected
     assert llm._opened.loop.failure is None

@@ -1,9 +1,9 @@
 """Claims about wrapped text: words stay whole, nothing is lost, and pieces do not matter."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import cases
 from infer.cli.terminal.wrapping import WordWrap, display_width
 
 TEXTS = st.text(alphabet="ab-深い é\u0301\t\n`|👩\u200d\ufe0f", max_size=80)
@@ -18,20 +18,17 @@ def wrapped(text: str, width: int = 20, sizes: tuple[int, ...] = ()) -> str:
     return shown + wrap.feed(text) + wrap.finish()
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("The capital of France is Paris.", "The capital of\nFrance is Paris."),
-        ("exactly twenty signs and more", "exactly twenty signs\nand more"),
-        ("one\n\n  two  three", "one\n\n  two  three"),
-        ("see https://example.org/a/long/path there", "see\nhttps://example.org/a/long/path there"),
-        ("深い森の中で、静かに歩く人がいた", "深い森の中で、静かに\n歩く人がいた"),
-        ("a line that is long\n```\nx = some_function(1, 2, 3)\n```\nthen words once more here",
-         "a line that is long\n```\nx = some_function(1, 2, 3)\n```\nthen words once more\nhere"),
-        ("| a | table of many columns |", "| a | table of many columns |"),
-        ("ten columns \t\t\tmore", "ten columns\nmore"),
-        ("bread\xa0and\xa0butter is fine", "bread\xa0and\xa0butter is\nfine"),
-    ],
+@cases("text shown",
+    ("The capital of France is Paris.", "The capital of\nFrance is Paris."),
+    ("exactly twenty signs and more", "exactly twenty signs\nand more"),
+    ("one\n\n  two  three", "one\n\n  two  three"),
+    ("see https://example.org/a/long/path there", "see\nhttps://example.org/a/long/path there"),
+    ("深い森の中で、静かに歩く人がいた", "深い森の中で、静かに\n歩く人がいた"),
+    ("a line that is long\n```\nx = some_function(1, 2, 3)\n```\nthen words once more here",
+     "a line that is long\n```\nx = some_function(1, 2, 3)\n```\nthen words once more\nhere"),
+    ("| a | table of many columns |", "| a | table of many columns |"),
+    ("ten columns \t\t\tmore", "ten columns\nmore"),
+    ("bread\xa0and\xa0butter is fine", "bread\xa0and\xa0butter is\nfine"),
 )  # fmt: skip
 def test_words_go_to_the_next_line_whole(text: str, shown: str) -> None:
     assert wrapped(text) == shown

@@ -119,8 +119,7 @@ def test_a_file_has_the_tensors_of_llama_cpp_and_can_be_read(tmp_path: Path) -> 
     assert tensors["experts.counts"].tolist() == [[2], [0], [3]]
     assert tensors["dense.in_sum2"].tolist() == DENSE.sums.tolist()
     values = {key: field.contents() for key, field in reader.fields.items()}
-    assert values["general.type"] == "imatrix"
-    assert values["imatrix.datasets"] == ["a", "b"]
+    assert (values["general.type"], values["imatrix.datasets"]) == ("imatrix", ["a", "b"])
     assert (values["imatrix.chunk_count"], values["imatrix.chunk_size"]) == (7, 64)
     found = open_importance_matrix(path)
     assert found.squares["experts"].means.tolist() == [[1, 2], [1, 1], [3, 1]], "an expert without inputs has ones"

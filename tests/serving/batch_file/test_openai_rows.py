@@ -100,8 +100,7 @@ def test_the_likeliest_of_tokens_with_one_text_is_reported() -> None:
     spelling = Spelling([b"a", b"b", b"a", b"\xc3", b"\xc3", b"a"], {5})
     chosen = TokenLogprob(5, -3.0, 3, ((1, -0.5), (0, -1.0), (2, -2.0), (3, float("-inf")), (4, -4.0)))
     columns = completion_columns([None, chosen], spelling)
-    assert columns["tokens"] == [None, "a"]
-    assert columns["token_logprobs"] == [None, -3.0]
+    assert (columns["tokens"], columns["token_logprobs"]) == ([None, "a"], [None, -3.0])
     assert columns["top_logprobs"] == [None, {"b": -0.5, "a": -1.0, "bytes:\\xc3": -4.0}]
     never = TokenLogprob(1, float("-inf"), 6, ((3, float("-inf")),))
     assert completion_columns([never], spelling)["top_logprobs"] == [{"b": LEAST_LOGPROB, "bytes:\\xc3": LEAST_LOGPROB}]

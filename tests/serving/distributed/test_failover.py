@@ -127,9 +127,9 @@ def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tu
 
 
 def has_ended_early(status: int, body: bytes) -> bool:
-    """Return True if a stream has two events and then the error that its engine died."""
+    """Return True if a stream has two events, then the error that its engine died, and its end."""
     begin, _, error = body.partition(b"".join(EVENTS[:2]))
-    return (status, begin, error.count(b"data:"), b"engine_died" in error) == (200, b"", 1, True)
+    return (status, begin, error.count(b"data:"), b"engine_died" in error) == (200, b"", 2, True)
 
 
 def test_a_stream_that_cannot_be_repeated_ends_with_an_error_and_is_asked_for_once() -> None:

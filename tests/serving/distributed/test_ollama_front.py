@@ -86,10 +86,8 @@ def test_lines_continue_where_the_process_died_and_have_no_comments(child: Serve
         front.state.phase = "ready"
         *expected, last = lines_of(alone, "/api/chat", body)
         *found, found_last = lines_of(front, "/api/chat", body)
-    assert replica.num_asked == 2
-    assert found_last == last
-    assert text_of(found) == text_of(expected)
-    assert len(text_of(found)) == 24
+    assert (replica.num_asked, found_last) == (2, last)
+    assert (text_of(found), len(text_of(found))) == (text_of(expected), 24)
 
 
 def test_no_stream_continues_with_the_model_of_other_files(child: Served, tmp_path: Path) -> None:

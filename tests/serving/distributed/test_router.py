@@ -42,19 +42,12 @@ def prompt_of(text: bytes, session: str = "") -> RoutedPrompt:
     return RoutedPrompt(len(text) // 4, text_keys(text), session)
 
 
-def test_a_prompt_goes_where_it_began() -> None:
-    router, idle = ReplicaRouter(100), {"a": 0.0, "b": 0.0}
-    first = prompt_of(b"x" * 2000)
-    router.sent(first, "b")
-    assert router.choose(prompt_of(b"x" * 2000 + b"and more"), idle) == "b"
-    assert router.choose(prompt_of(b"y" * 2000), idle) == "a"
-
-
-def test_queued_work_outweighs_a_short_prefix() -> None:
+def test_a_prompt_goes_where_it_began_unless_queued_work_outweighs_its_prefix() -> None:
     router = ReplicaRouter(100)
     router.sent(prompt_of(b"x" * 2000), "b")
-    assert router.choose(prompt_of(b"x" * 2000), {"a": 0.0, "b": 3000.0}) == "b"
-    assert router.choose(prompt_of(b"x" * 2000), {"a": 0.0, "b": 5000.0}) == "a"
+    asked = ((b"x" * 2000 + b"and more", 0.0), (b"y" * 2000, 0.0), (b"x" * 2000, 3000.0), (b"x" * 2000, 5000.0))
+    found = [router.choose(prompt_of(text), {"a": 0.0, "b": queued}) for text, queued in asked]
+    assert found == ["b", "a", "b", "a"]
 
 
 def test_a_session_stays_where_it_is_though_its_prompts_have_no_page() -> None:

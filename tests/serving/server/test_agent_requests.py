@@ -218,21 +218,18 @@ def test_a_call_of_a_namespace_has_its_name_and_its_namespace(served: Served) ->
     assert warnings_of(post(served, RESPONSES, {"input": history, "tools": [ZOO], "max_output_tokens": 2})) == ""
 
 
-@pytest.mark.parametrize(
-    ("item", "warned"),
-    [
-        ({"type": "web_search_call", "id": "a", "status": "completed", "action": {}}, "'web_search_call'"),
-        ({"type": "item_reference", "id": "a"}, "'item_reference'"),
-        ({"type": "compaction", "encrypted_content": "x"}, "'compaction'"),
-        ({"type": "reasoning", "id": "a", "summary": [], "encrypted_content": "x"}, "encrypted"),
-        ({"type": "local_shell_call", "call_id": "a", "action": {"type": "exec", "command": ["ls"]}}, ""),
-        ({"type": "local_shell_call_output", "call_id": "a", "output": "x"}, ""),
-        ({"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": "*** Begin"}, ""),
-        ({"type": "custom_tool_call_output", "call_id": "a", "output": "x"}, ""),
-        ({"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"a'}, "INVALID_JSON"),
-        ({"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}, "[image]"),
-        ({"type": "message", "role": "assistant", "status": "done", "content": []}, ""),
-    ],
+@cases("item warned",
+    ({"type": "web_search_call", "id": "a", "status": "completed", "action": {}}, "'web_search_call'"),
+    ({"type": "item_reference", "id": "a"}, "'item_reference'"),
+    ({"type": "compaction", "encrypted_content": "x"}, "'compaction'"),
+    ({"type": "reasoning", "id": "a", "summary": [], "encrypted_content": "x"}, "encrypted"),
+    ({"type": "local_shell_call", "call_id": "a", "action": {"type": "exec", "command": ["ls"]}}, ""),
+    ({"type": "local_shell_call_output", "call_id": "a", "output": "x"}, ""),
+    ({"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": "*** Begin"}, ""),
+    ({"type": "custom_tool_call_output", "call_id": "a", "output": "x"}, ""),
+    ({"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"a'}, "INVALID_JSON"),
+    ({"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}, "[image]"),
+    ({"type": "message", "role": "assistant", "status": "done", "content": []}, ""),
 )  # fmt: skip
 def test_an_item_of_another_server_is_taken(served: Served, item: Any, warned: str) -> None:
     user = {"role": "user", "content": [{"type": "text", "text": "a"}]}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import cases
 from door_simulation import DoorSimulation
 from infer.engine.step.step_costs import Costs, StepCosts
 from infer.outputs import percentile
@@ -149,11 +150,10 @@ def test_clients_are_told_whole_seconds_within_a_minute_and_milliseconds(seconds
     assert told["x-should-retry"] == "true"
 
 
-@pytest.mark.parametrize(
-    ("found", "limits", "is_refused"),
-    [([], {}, False), (busy("a"), {}, True), (busy("a"), {"max_ttft": 100.0}, False),
-     (busy("a"), {"max_ttft": 100.0, "max_queue": 84}, True), (busy("a"), {"max_ttft": 100.0, "max_queue": 85}, False),
-     (busy("b", 1000), {"max_queue": 84}, False)],
+@cases("found limits is_refused",
+    ([], {}, False), (busy("a"), {}, True), (busy("a"), {"max_ttft": 100.0}, False),
+    (busy("a"), {"max_ttft": 100.0, "max_queue": 84}, True), (busy("a"), {"max_ttft": 100.0, "max_queue": 85}, False),
+    (busy("b", 1000), {"max_queue": 84}, False),
 )  # fmt: skip
 def test_the_door_refuses_requests_that_would_wait_too_long(found: Any, limits: Any, is_refused: bool) -> None:
     door = Door(ServerSettings(**limits))  # type: ignore[arg-type]

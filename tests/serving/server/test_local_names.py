@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from openai_shapes import check
 from served import Served, served_model, serving
 
@@ -30,12 +31,9 @@ def test_a_name_that_a_web_page_can_rebind_is_refused(served: Served, name: str,
     assert f"--allowed-host {name.partition(':')[0]}" in error["message"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"api_keys": {"secret": "ann"}}, {"host": "0.0.0.0"}, {"allowed_hosts": ("Evil.example",)},
-        {"allowed_hosts": ("*",)}, {"is_child": True},
-    ],
+@cases("settings",
+    {"api_keys": {"secret": "ann"}}, {"host": "0.0.0.0"}, {"allowed_hosts": ("Evil.example",)},
+    {"allowed_hosts": ("*",)}, {"is_child": True},
 )  # fmt: skip
 def test_names_are_free_with_keys_and_at_other_addresses_and_if_they_are_given(settings: dict[str, Any]) -> None:
     headers = {"host": "evil.example", "authorization": "Bearer secret"}

@@ -122,31 +122,28 @@ def test_an_option_replaces_no_field_of_the_body(served: Served) -> None:
     assert (found["message"], found["prompt_eval_count"]) == (plain["message"], plain["prompt_eval_count"])
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        # Open WebUI: utils/payload.py, routers/tasks.py, routers/ollama.py and retrieval/utils.py of its backend
-        ("chat", {"model": "tiny:latest", "stream": True, "tools": TOOLS, "format": "json", "keep_alive": "5m",
-                  "think": False, "options": {"temperature": 0.8, "top_p": 0.9, "num_predict": 4, "stop": ["\n\n"],
-                                              "repeat_last_n": 64, "num_gpu": 0, "use_mmap": True, "num_thread": 2},
-                  "messages": [
-                      {"role": "user", "content": "hi"},
-                      {"role": "assistant", "content": "", "tool_calls": [{"index": 0, "id": "call_1", "function": {
-                          "name": "is_on", "arguments": {"flag": True}}}]},
-                      {"role": "tool", "content": "true", "tool_call_id": "call_1"}]}),
-        ("chat", {"model": "tiny:latest", "messages": MESSAGES, "stream": False, "num_predict": 4}),
-        ("generate", {"model": "tiny:latest", "keep_alive": 0, "prompt": ""}),
-        ("embed", {"input": ["hello", "ab"], "model": "tiny:latest"}),
-        ("show", {"name": "tiny:latest", "model": "tiny:latest"}),
-        ("pull", {"name": "tiny:latest", "model": "tiny:latest", "insecure": True}),
-        # Continue
-        ("chat", {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}], "stream": False,
-                  "options": {"temperature": 0.5, "num_predict": 4, "num_thread": 8, "mirostat": 0}, "keep_alive": 1800,
-                  "tools": TOOLS}),
-        ("generate", {"prompt": "a", "suffix": "", "raw": True, "options": {"temperature": 0.01, "num_predict": 4,
-                      "stop": ["\n"], "use_mmap": False}, "keep_alive": 1800, "stream": True}),
-        ("show", {"model": None, "name": "tiny"}),
-    ],
+@cases("path body",
+    # Open WebUI: utils/payload.py, routers/tasks.py, routers/ollama.py and retrieval/utils.py of its backend
+    ("chat", {"model": "tiny:latest", "stream": True, "tools": TOOLS, "format": "json", "keep_alive": "5m",
+              "think": False, "options": {"temperature": 0.8, "top_p": 0.9, "num_predict": 4, "stop": ["\n\n"],
+                                          "repeat_last_n": 64, "num_gpu": 0, "use_mmap": True, "num_thread": 2},
+              "messages": [
+                  {"role": "user", "content": "hi"},
+                  {"role": "assistant", "content": "", "tool_calls": [{"index": 0, "id": "call_1", "function": {
+                      "name": "is_on", "arguments": {"flag": True}}}]},
+                  {"role": "tool", "content": "true", "tool_call_id": "call_1"}]}),
+    ("chat", {"model": "tiny:latest", "messages": MESSAGES, "stream": False, "num_predict": 4}),
+    ("generate", {"model": "tiny:latest", "keep_alive": 0, "prompt": ""}),
+    ("embed", {"input": ["hello", "ab"], "model": "tiny:latest"}),
+    ("show", {"name": "tiny:latest", "model": "tiny:latest"}),
+    ("pull", {"name": "tiny:latest", "model": "tiny:latest", "insecure": True}),
+    # Continue
+    ("chat", {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}], "stream": False,
+              "options": {"temperature": 0.5, "num_predict": 4, "num_thread": 8, "mirostat": 0}, "keep_alive": 1800,
+              "tools": TOOLS}),
+    ("generate", {"prompt": "a", "suffix": "", "raw": True, "options": {"temperature": 0.01, "num_predict": 4,
+                  "stop": ["\n"], "use_mmap": False}, "keep_alive": 1800, "stream": True}),
+    ("show", {"model": None, "name": "tiny"}),
 )  # fmt: skip
 def test_bodies_of_other_programs_are_answered_without_a_warning(served: Served, path: str, body: Any) -> None:
     found = post(served, f"/api/{path}", **body)
@@ -221,10 +218,9 @@ def test_a_request_without_a_prompt_only_says_what_became_of_the_model(served: S
     assert post(served, "/api/chat", messages=[], keep_alive=0)["done_reason"] == "unload"
 
 
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [(None, None), (0.0, 0), (2.5, 2.5), (-1.0, math.inf), ("0", 0), ("5m", 300), ("300s", 300), ("1h1.5m", 3690),
-     ("-1s", math.inf), ("-1", math.inf), ("90", 90), ("250ms", 0.25)],
+@cases("given seconds",
+    (None, None), (0.0, 0), (2.5, 2.5), (-1.0, math.inf), ("0", 0), ("5m", 300), ("300s", 300), ("1h1.5m", 3690),
+    ("-1s", math.inf), ("-1", math.inf), ("90", 90), ("250ms", 0.25),
 )  # fmt: skip
 def test_a_keep_alive_is_seconds_or_a_duration(given: float | str | None, seconds: float | None) -> None:
     assert seconds_of(given) == seconds

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cases import cases
 from idle import until
 from infer import LLM, SamplingParams
 from infer.engine.step.text_output import TextOutput
@@ -167,8 +168,7 @@ def test_an_echoed_prompt_is_scored_as_the_library_does(served: Served, llm: LLM
     best = [each.top[0][1] for each in scored[1:] if each]
     assert [max(top.values()) for top in columns["top_logprobs"][1:5]] == best
     assert {len(column) for column in columns.values()} == {5 + max_tokens}
-    assert first["prompt_token_ids"] == ids
-    assert len(first["token_ids"]) == max_tokens
+    assert (first["prompt_token_ids"], len(first["token_ids"])) == (ids, max_tokens)
     assert [None if each is None else len(each) >= 3 for each in first["prompt_logprobs"]] == [None] + [True] * 4
     assert (second["text"][:5], second["logprobs"]["text_offset"][:5]) == ("hello", [0, 1, 2, 3, 4])
 
@@ -227,8 +227,7 @@ def test_a_response_is_held_to_the_format_of_its_text(served: Served, llm: LLM) 
     text = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}
     answer = respond(served, input="hello", text=text, seed=1)
     expected = llm.chat(PLAIN[1:], seed=1, json_schema=SCHEMA)
-    assert answer["output"][0]["content"][0]["text"] == expected.text
-    assert answer["text"] == text
+    assert (answer["output"][0]["content"][0]["text"], answer["text"]) == (expected.text, text)
     long = [{"role": role, "content": "hello " * 30} for role in ("user", "assistant", "user", "assistant", "user")]
     assert served.refusal("/v1/responses", input=long)["param"] == "input"
     assert respond(served, input=long, truncation="auto", max_output_tokens=4)["truncation"] == "auto"
@@ -298,10 +297,9 @@ def test_each_of_many_bad_requests_is_refused_by_what_is_bad_in_it(served: Serve
     assert len(BAD_REQUESTS) > 250
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("temprature", "temperature"), ("guided_json", "response_format"), ("guided_grammar", "grammar"),
-     ("n_probs", "top_logprobs"), ("messsages", "messages"), ("top_logprob", "top_logprobs")],
+@cases("name hint",
+    ("temprature", "temperature"), ("guided_json", "response_format"), ("guided_grammar", "grammar"),
+    ("n_probs", "top_logprobs"), ("messsages", "messages"), ("top_logprob", "top_logprobs"),
 )  # fmt: skip
 def test_an_unknown_field_is_answered_with_the_one_that_is_meant(served: Served, name: str, hint: str) -> None:
     assert re.search(f"{name}.*{hint}", served.refusal(CHAT, **{"messages": PLAIN, name: 1})["message"])
@@ -314,10 +312,9 @@ def test_a_refusal_has_its_own_status_where_a_stream_was_asked_for(served: Serve
         assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("CreateChatCompletionRequest", ChatBody), ("CreateCompletionRequest", CompletionBody),
-     ("CreateResponse", ResponseBody)],
+@cases("name kind",
+    ("CreateChatCompletionRequest", ChatBody), ("CreateCompletionRequest", CompletionBody),
+    ("CreateResponse", ResponseBody),
 )  # fmt: skip
 def test_every_field_of_openai_s_is_known(name: str, kind: Any) -> None:
     schemas = json.loads(DATA.read_text(encoding="utf-8"))["components"]["schemas"]

@@ -105,18 +105,15 @@ def test_a_part_of_a_message_has_its_type(served: Served, part: Any, role: str) 
     assert error["param"].startswith("messages[0].content[0]")
 
 
-UNTYPED = [{"text": "hello"}]
+UNTYPED = [{"role": "user", "content": [{"text": "hello"}]}]
 ODD_TOOL = [{"type": "web_search_20260101", "name": "web_search"}]
+TOOLS_ASKED = {"messages": MESSAGES, "tools": ODD_TOOL}
 TAKEN: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": UNTYPED}]}),
-    ("/v1/chat/completions", {"messages": MESSAGES, "tools": ODD_TOOL}),
-    ("/apply-template", {"messages": [{"role": "user", "content": UNTYPED}]}),
-    ("/apply-template", {"messages": MESSAGES, "tools": ODD_TOOL}),
-    ("/v1/responses", {"input": [{"role": "user", "content": UNTYPED}]}),
-    ("/v1/responses", {"input": "hello", "tools": ODD_TOOL}),
-    ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": UNTYPED}]}),
-    ("/v1/messages", {"max_tokens": 3, "messages": MESSAGES, "tools": ODD_TOOL}),
-    ("/api/chat", {"messages": MESSAGES, "tools": ODD_TOOL, "stream": False}),
+    *((path, {"messages": UNTYPED}) for path in ("/v1/chat/completions", "/apply-template")),
+    *((path, TOOLS_ASKED) for path in ("/v1/chat/completions", "/apply-template")),
+    *(("/v1/responses", asked) for asked in ({"input": UNTYPED}, {"input": "hello", "tools": ODD_TOOL})),
+    *(("/v1/messages", {"max_tokens": 3, **asked}) for asked in ({"messages": UNTYPED}, TOOLS_ASKED)),
+    ("/api/chat", TOOLS_ASKED | {"stream": False}),
     ("/completion", {"prompt": "a", "max_tokens": -1, "n_predict": 2}),
     ("/completion", {"prompt": "a", "max_tokens": -1}),
     ("/completion", {"prompt": "a", "n_predict": -1}),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from starlette.requests import Request
 
+from cases import cases
 from infer import LLM
 from infer.serving.protocols.refusals import BodyError
 from infer.serving.protocols.retrieval_bodies import texts_of
@@ -123,8 +124,7 @@ def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
     answer = served.ask("/v1/trace", **asked)
     ids = answer["token_ids"]
     part = served.ask("/v1/trace", **asked, answer_token_ids=ids, position=4, num_tokens=3)
-    assert part["tokens"] == answer["tokens"][4:7]
-    assert part["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert (part["tokens"], part["prompt_token_ids"]) == (answer["tokens"][4:7], answer["prompt_token_ids"])
     other = [*ids[:4], ids[4] ^ 1, *ids[5:]]
     first, second = served.ask("/v1/trace", **asked, answer_token_ids=other, position=4, num_tokens=2)["tokens"]
     assert first["token_id"] == ids[4]
@@ -192,47 +192,44 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "message"),
-    [
-        ("/tokenize", {}, "content", "give one of content, prompt and messages"),
-        ("/tokenize", {"content": "a", "prompt": "b"}, "prompt", "give one of"),
-        ("/tokenize", {"content": "a", "add_special_tokens": True}, "add_special_tokens", "belongs to prompt, not"),
-        ("/tokenize", {"prompt": "a", "with_pieces": False}, "with_pieces", "belongs to content, not to prompt"),
-        ("/tokenize", {"messages": []}, "messages", "length >= 1"),
-        ("/tokenize", {"prompt": "a", "model": "other"}, "model", "not served here"),
-        ("/tokenize", {"contents": "a"}, "contents", "did you mean content?"),
-        ("/detokenize", {"tokens": [97, 9999]}, "tokens[1]", "from 0 to"),
-        ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "must not be empty"),
-        ("/v1/embeddings", {"input": ""}, "input", "must not be empty"),
-        ("/v1/embeddings", {"input": []}, "input", "length >= 1"),
-        ("/v1/embeddings", {"input": [1, "a"]}, "input[0]", "token ids"),
-        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "length <= 2048"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions", "in [1, 64]"),
-        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "the model's files have no prompts"),
-        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'base64' or 'float'"),
-        ("/v1/embeddings", {"input": [[1], [9999]]}, "input", "text 1: the prompt: token ids"),
-        ("/v1/embeddings", {"input": "a" * 500}, "input", "holds 400"),
-        ("/v1/trace", {"prompt": "a", "max_tokens": 257}, "max_tokens", "at most 256"),
-        ("/v1/trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "`int` <= 64"),
-        ("/v1/trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
-        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
-        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
-        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "400"),
-        ("/v1/trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
-        ("/v1/trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
-         "the grammar does not allow token 98"),
-        ("/v1/trace", {"prompt": "a", "stream": True}, "stream", "not streamed"),
-        ("/v1/trace", {"prompt": "a", "n": 2}, "n", "must not be 2"),
-        ("/v1/trace", {}, "prompt", "one of prompt and messages"),
-        ("/v1/trace", {"prompt": "a", "messages": MESSAGES}, "prompt", "one of prompt and messages"),
-        ("/v1/trace", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "belongs to messages"),
-        ("/v1/branch", {"prompt": "a", "position": 0}, "answer_token_ids", "required"),
-        ("/v1/branch", {"prompt": "a", "answer_token_ids": [97], "position": 2}, "position", "at most 1"),
-        ("/v1/branch", {"prompt": "a", "answer_token_ids": [], "position": 0, "token_id": 999}, "answer_token_ids", ""),
-        ("/v1/branch", {"prompt": "a", "answer_token_ids": [97], "position": 1, "max_tokens": 1}, "answer_token_ids",
-         "the answer ends with this token"),
-    ],
+@cases("path body param message",
+    ("/tokenize", {}, "content", "give one of content, prompt and messages"),
+    ("/tokenize", {"content": "a", "prompt": "b"}, "prompt", "give one of"),
+    ("/tokenize", {"content": "a", "add_special_tokens": True}, "add_special_tokens", "belongs to prompt, not"),
+    ("/tokenize", {"prompt": "a", "with_pieces": False}, "with_pieces", "belongs to content, not to prompt"),
+    ("/tokenize", {"messages": []}, "messages", "length >= 1"),
+    ("/tokenize", {"prompt": "a", "model": "other"}, "model", "not served here"),
+    ("/tokenize", {"contents": "a"}, "contents", "did you mean content?"),
+    ("/detokenize", {"tokens": [97, 9999]}, "tokens[1]", "from 0 to"),
+    ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "must not be empty"),
+    ("/v1/embeddings", {"input": ""}, "input", "must not be empty"),
+    ("/v1/embeddings", {"input": []}, "input", "length >= 1"),
+    ("/v1/embeddings", {"input": [1, "a"]}, "input[0]", "token ids"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "length <= 2048"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions", "in [1, 64]"),
+    ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "the model's files have no prompts"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "'base64' or 'float'"),
+    ("/v1/embeddings", {"input": [[1], [9999]]}, "input", "text 1: the prompt: token ids"),
+    ("/v1/embeddings", {"input": "a" * 500}, "input", "holds 400"),
+    ("/v1/trace", {"prompt": "a", "max_tokens": 257}, "max_tokens", "at most 256"),
+    ("/v1/trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "`int` <= 64"),
+    ("/v1/trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
+    ("/v1/trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
+    ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
+    ("/v1/trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "400"),
+    ("/v1/trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
+    ("/v1/trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
+     "the grammar does not allow token 98"),
+    ("/v1/trace", {"prompt": "a", "stream": True}, "stream", "not streamed"),
+    ("/v1/trace", {"prompt": "a", "n": 2}, "n", "must not be 2"),
+    ("/v1/trace", {}, "prompt", "one of prompt and messages"),
+    ("/v1/trace", {"prompt": "a", "messages": MESSAGES}, "prompt", "one of prompt and messages"),
+    ("/v1/trace", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "belongs to messages"),
+    ("/v1/branch", {"prompt": "a", "position": 0}, "answer_token_ids", "required"),
+    ("/v1/branch", {"prompt": "a", "answer_token_ids": [97], "position": 2}, "position", "at most 1"),
+    ("/v1/branch", {"prompt": "a", "answer_token_ids": [], "position": 0, "token_id": 999}, "answer_token_ids", ""),
+    ("/v1/branch", {"prompt": "a", "answer_token_ids": [97], "position": 1, "max_tokens": 1}, "answer_token_ids",
+     "the answer ends with this token"),
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(served: Served, path: str, body: Any, param: str, message: str) -> None:
     error = served.refusal(path, status=404 if param == "model" else 400, **body)

@@ -95,10 +95,9 @@ def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
         assert ask(served, model=name).json()["model"] == told
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/nothing", 404), ("GET", "/v1/unknown", 404), ("PUT", "/v1/models", 405), ("DELETE", "/health", 405),
-     ("PATCH", "/v1/models", 405), ("BREW", "/health", 400), ("GET", "/health%0a", 404)],
+@cases("method path status",
+    ("GET", "/nothing", 404), ("GET", "/v1/unknown", 404), ("PUT", "/v1/models", 405), ("DELETE", "/health", 405),
+    ("PATCH", "/v1/models", 405), ("BREW", "/health", 400), ("GET", "/health%0a", 404),
 )  # fmt: skip
 def test_what_no_route_takes_is_refused_in_openai_s_shape(served: Served, method: str, path: str, status: int) -> None:
     answer = served.client.request(method, path)
@@ -328,8 +327,7 @@ def test_a_request_is_one_line_without_its_texts(served: Served, caplog: pytest.
         served.client.get("/nothing?secret=1", headers={"x-request-id": "mine"})
         until(lambda: "mine" in caplog.text)
     answered, refused = (json.loads(record.getMessage()) for record in caplog.records[-2:])
-    assert answered["gen_ai.usage.output_tokens"] == 7
-    assert answered["gen_ai.response.finish_reasons"] == ["length"]
+    assert (answered["gen_ai.usage.output_tokens"], answered["gen_ai.response.finish_reasons"]) == (7, ["length"])
     assert answered["gen_ai.server.time_to_first_token"] <= answered["http.server.request.duration"]
     assert (refused["http.response.status_code"], refused["error.type"]) == (404, "unknown_url")
     assert refused["infer.request.client_id"] == "mine"

@@ -56,9 +56,7 @@ def test_the_gates_and_heads_of_laguna_are_those_of_the_file(tmp_path: Path) -> 
         ({"laguna.attention.sliding_window_pattern": 0}, "expected a number or one flag per layer, got 0"),
     ],
 )
-def test_settings_that_laguna_does_not_have_are_refused_in_a_line(
-    tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_laguna_lacks_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     assert message in refusal(lambda: with_settings(file_of(LAGUNA[0], tmp_path), settings), ModelError)
 
 

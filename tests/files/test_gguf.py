@@ -184,9 +184,7 @@ def test_a_matrix_in_nvfp4_is_multiplied_by_its_scale(tmp_path: Path) -> None:
         ({"attn_q": np.float32([np.inf])}, r"attn_q\.scale': expected a finite scale"),
     ],
 )
-def test_a_scale_that_no_matrix_can_have_is_refused_in_a_line(
-    scales: dict[str, np.ndarray], problem: str, tmp_path: Path
-) -> None:
+def test_an_impossible_scale_is_refused_in_a_line(scales: dict[str, np.ndarray], problem: str, tmp_path: Path) -> None:
     write_nvfp4(tmp_path / "m.gguf", scales)
     with pytest.raises(ModelFormatError, match=problem):
         LazyWeights(open_checkpoint(tmp_path / "m.gguf").tensors)["model.layers.0.self_attn.q_proj.weight"].rows(0, 1)
@@ -244,8 +242,7 @@ def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path:
 def test_gemma_gets_the_settings_that_its_file_lacks(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", "gemma3", extend=lambda writer: writer.add_sliding_window(512))
     config = open_checkpoint(path).config
-    assert config["model_type"] == "gemma3_text"
-    assert config["layer_types"] == ["sliding_attention"]
+    assert (config["model_type"], config["layer_types"]) == ("gemma3_text", ["sliding_attention"])
     assert (config["rope_local_base_freq"], config["sliding_window"]) == (10_000.0, 512)
     assert config["query_pre_attn_scalar"] == HEAD_DIM
 

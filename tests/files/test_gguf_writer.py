@@ -67,8 +67,7 @@ def test_a_fault_leaves_the_old_file_and_no_other(tmp_path: Path, count: int, er
     path.write_bytes(b"old")
     with pytest.raises(error):
         write_gguf(path, {"k": TypedValue("u32", 1)}, [TensorPlan("t", "F32", (2, 2), pieces)])
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (b"old", [path])
 
 
 def test_others_may_read_the_file_as_the_umask_says(tmp_path: Path) -> None:

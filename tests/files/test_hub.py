@@ -14,20 +14,15 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.files import open_checkpoint, resolve
 from infer.files.hub.hub import HubName, choose, find_cached, gguf_models, hub_cache_folder, parse_hub_name
 from infer.files.hub.hub_removal import remove_cached
+from refusals import check_refusal
 from watched import python_command
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = json.dumps({"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}).encode()
 SMALL_NAMES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SMALL = {name: name.encode() for name in SMALL_NAMES}  # the hub's library downloads equal contents once
-QUANTISED = (
-    "m-Q4_0.gguf",
-    "m-Q4_K_M.gguf",
-    "m-Q4_K_S.gguf",
-    "m-IQ4_NL.gguf",
-    "mmproj-m-Q4_0.gguf",
-    "m-UD-Q4_K_XL.gguf",
-)
+QUANTISED = ("m-Q4_0.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-IQ4_NL.gguf", "mmproj-m-Q4_0.gguf")
+QUANTISED += ("m-UD-Q4_K_XL.gguf",)
 BF16 = "org/quants:BF16"
 SPLIT = tuple(f"BF16/m-BF16-0000{number}-of-00003.gguf" for number in (1, 2, 3))
 REPOSITORIES: dict[str, dict[str, bytes]] = {
@@ -81,8 +76,7 @@ def fill(cache: Path, repo: str, files: dict[str, bytes], revision: str = "main"
     ],
 )
 def test_a_name_on_the_hub_has_a_revision_and_a_file(text: str, name: HubName) -> None:
-    assert parse_hub_name(text) == name
-    assert parse_hub_name(str(name)) == name
+    assert (parse_hub_name(text), parse_hub_name(str(name))) == (name, name)
     assert text.removesuffix(":latest").endswith(str(name))
 
 
@@ -95,22 +89,16 @@ def test_impossible_names_are_not_names_on_the_hub(text: str) -> None:
     assert parse_hub_name(text) is None
 
 
-@pytest.mark.parametrize(
-    ("variant", "entry"),
-    [
-        ("Q4_K_M", "m-Q4_K_M.gguf"),
-        ("q4_k_s", "m-Q4_K_S.gguf"),
-        ("Q4_0", "m-Q4_0.gguf"),
-        ("UD-Q4_K_XL", "m-UD-Q4_K_XL.gguf"),
-        ("bf16", SPLIT[0]),
-        (SPLIT[2], SPLIT[0]),
-        ("m-IQ4_NL.gguf", "m-IQ4_NL.gguf"),
-    ],
-)
+VARIANTS = [
+    *(("Q4_K_M", "m-Q4_K_M.gguf"), ("q4_k_s", "m-Q4_K_S.gguf"), ("Q4_0", "m-Q4_0.gguf"), ("bf16", SPLIT[0])),
+    *(("UD-Q4_K_XL", "m-UD-Q4_K_XL.gguf"), (SPLIT[2], SPLIT[0]), ("m-IQ4_NL.gguf", "m-IQ4_NL.gguf")),
+]
+
+
+@pytest.mark.parametrize(("variant", "entry"), VARIANTS)
 def test_a_quantisation_or_a_file_is_one_model(variant: str, entry: str) -> None:
     chosen = choose(HubName("org/quants", variant=variant), REPOSITORIES["org/quants"], None)
-    assert chosen.entry == entry
-    assert chosen.weights == (SPLIT if entry == SPLIT[0] else (entry,))
+    assert (chosen.entry, chosen.weights) == (entry, SPLIT if entry == SPLIT[0] else (entry,))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +113,7 @@ def test_a_quantisation_or_a_file_is_one_model(variant: str, entry: str) -> None
     ],
 )
 def test_an_unknown_choice_lists_the_known_ones(repo: str, variant: str | None, reason: str) -> None:
-    with pytest.raises(ModelError, match=reason):
-        choose(HubName(repo, variant=variant), REPOSITORIES[repo], None)
+    check_refusal(lambda: choose(HubName(repo, variant=variant), REPOSITORIES[repo], None), ModelError, reason)
 
 
 def test_projectors_are_no_models() -> None:
@@ -189,9 +176,7 @@ def test_a_folder_of_that_name_wins(cache: Path, tmp_path: Path, monkeypatch: py
     assert resolve("org/plain") == Path("org/plain")
 
 
-def test_names_in_the_folder_of_models_come_before_the_hub(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_in_a_models_folder_precede_the_hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_MODELS", str(tmp_path / "models"))
     (tmp_path / "models" / "org").mkdir(parents=True)
     for name in ("mine.gguf", "org/other.gguf"):
@@ -209,9 +194,7 @@ def test_names_in_the_folder_of_models_come_before_the_hub(
         ({"HOME": "/me"}, "/me/.cache/huggingface/hub"),
     ],
 )
-def test_the_cache_is_where_the_hubs_library_has_it(
-    environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_the_librarys(environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -254,8 +237,7 @@ def test_only_what_is_needed_is_downloaded_and_once(tmp_path: Path) -> None:
         first = ask(hub, cache, *names)
         downloads = sorted(hub.downloads)
         hub.requests.clear()
-        assert ask(hub, cache, *names) == first
-        assert hub.requests == []
+        assert (ask(hub, cache, *names), hub.requests) == (first, [])
     folder = cache / "models--org--quants" / "snapshots" / COMMIT
     assert first["org/quants:q4_k_m"] == str(folder / "m-Q4_K_M.gguf")
     assert first["org/quants:BF16"] == str(folder / SPLIT[0])
@@ -314,8 +296,7 @@ def test_a_removed_model_is_deleted_with_the_files_that_only_it_has(cache: Path)
     assert find_cached(HubName("org/two", variant="copy-Q8_0.gguf")) is not None
     assert remove_cached(HubName("org/two")) == len("m-Q8_0.gguf")
     assert not list(cache.iterdir())
-    with pytest.raises(InvalidRequestError, match="is not in the hub's local cache"):
-        remove_cached(HubName("org/two"))
+    check_refusal(lambda: remove_cached(HubName("org/two")), InvalidRequestError, "is not in the hub's local cache")
     fill(cache, "org/plain", REPOSITORIES["org/plain"])
     remove_cached(HubName("org/plain"))
     assert find_cached(HubName("org/plain", variant="m.gguf")) is not None, "another model of the repository"

@@ -121,9 +121,7 @@ def test_named_types_come_before_the_mixture() -> None:
         choose_types(model, QuantisationRequest("Q4_K_S", tensor_types=[("attn_z", "Q8_0")]))
 
 
-def test_pieces_have_the_rows_and_the_importance_of_their_expert(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_have_the_rows_and_importance_of_their_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0)
     experts, importance = noise.standard_normal((3, 5, 64), np.float32), noise.random((3, 64), np.float32)
     name = "blk.0.ffn_down_exps.weight"

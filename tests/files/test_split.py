@@ -12,6 +12,7 @@ from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors
+from refusals import check_refusal
 
 
 @pytest.fixture
@@ -28,9 +29,7 @@ def test_any_part_opens_the_whole_model(parts: list[Path], tmp_path: Path) -> No
     assert len(found) == 1
     for part in parts:
         checkpoint = open_checkpoint(part)
-        assert checkpoint.path == parts[0]
-        assert checkpoint.config == whole.config
-        assert len(checkpoint.files) == 3
+        assert (checkpoint.path, checkpoint.config, len(checkpoint.files)) == (parts[0], whole.config, 3)
         assert checkpoint.tensors.keys() == whole.tensors.keys()
         weights = LazyWeights(checkpoint.tensors)
         for name, weight in LazyWeights(whole.tensors).items():
@@ -71,14 +70,12 @@ def test_parts_of_two_models_are_refused(parts: list[Path], tmp_path: Path) -> N
         open_checkpoint(parts[0])
     write_model(tmp_path / "other" / "m.gguf", split_tensors=3)
     (tmp_path / "other" / "m-00002-of-00004.gguf").replace(parts[1])
-    with pytest.raises(ModelFormatError, match=r"split\.count: expected 3 .*, got 4"):
-        open_checkpoint(parts[0])
+    check_refusal(lambda: open_checkpoint(parts[0]), ModelFormatError, r"split\.count: expected 3 .*, got 4")
 
 
 def test_a_tensor_in_two_parts_is_refused(parts: list[Path]) -> None:
     parts[2].write_bytes(parts[2].read_bytes().replace(b"blk.0.ffn_gate", b"blk.0.ffn_norm"))
-    with pytest.raises(ModelFormatError, match="is in another part of the model, too"):
-        open_checkpoint(parts[2])
+    check_refusal(lambda: open_checkpoint(parts[2]), ModelFormatError, "is in another part of the model, too")
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,8 @@ def test_chunks_have_the_turns_that_somebody_sees(seed: int) -> None:
     ends, turns = torch.full((32,), -1), torch.full((64,), -1)
     list_turns[(1,)](ends, turns, first, last, sinks, window)
     found, starts = [x for x in turns.tolist() if x >= 0], [0, *(x for x in ends.tolist() if x >= 0)]
-    visible = {
-        slot // 64
-        for own in (first, last)
-        for slot in range(own + 1)
-        if window == 0 or slot < sinks or slot > own - window
-    }
+    seen = {(own, slot) for own in (first, last) for slot in range(own + 1)}
+    visible = {slot // 64 for own, slot in seen if window == 0 or slot < sinks or slot > own - window}
     assert found == sorted(set(found))
     assert visible <= set(found) <= set(range(last // 64 + 1))
     assert starts[-1] == len(found)
@@ -99,10 +95,9 @@ def test_items_of_a_tile_are_its_chunks_and_fit_their_buffers(slots: int, splits
     tiles = dict[int, list[list[int]]]()
     for item in used:
         tiles.setdefault(item[0], []).append(item)
-    begins = [
-        i for i in range(len(rows)) if rows[i] < 0 or rows[i] != rows[i - 1] or i == 0 or positions[i] % TILE.value == 0
-    ]
-    assert list(tiles) == begins
+    places = zip(rows, [-1, *rows[:-1]], positions, strict=True)
+    begins = [row < 0 or row != last or at % TILE.value == 0 for row, last, at in places]
+    assert list(tiles) == [token for token, is_first in enumerate(begins) if is_first]
     taken = set[int]()
     for token, parts in tiles.items():
         assert {part[4] for part in parts} == {len(parts)}

@@ -44,22 +44,18 @@ def results_in(folder: Path) -> list[Result]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def test_every_section_is_reported_whatever_becomes_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_section_is_reported_whatever_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(section_runs, "MOST_BYTES", 1 << 20)
     sections = [Section(name, HANG if name == "hang" else PATIENCE) for name in CODE]
     reports = {
         report["section"]: report for report in run_sections(sections, fake_command, tmp_path, seconds=5 * PATIENCE)
     }
-    assert list(reports) == list(CODE)
-    assert results_in(tmp_path) == list(reports.values())
+    assert (list(reports), results_in(tmp_path)) == (list(CODE), list(reports.values()))
     assert all(report["results"][0] == json.loads(RIGHT) for report in reports.values())
     assert {name: report["wrong"] for name, report in reports.items() if report["wrong"]} == {"wrong": 1}
     troubles = {name: report["trouble"] for name, report in reports.items()}
     assert troubles["right"] == troubles["wrong"] == ""
-    assert troubles["crash"] == "ended with 7: CUDA error: bad address"
-    assert troubles["killed"] == "ended with -11: "
+    assert (troubles["crash"], troubles["killed"]) == ("ended with 7: CUDA error: bad address", "ended with -11: ")
     assert troubles["hang"] == f"took more than {HANG:.0f} s; 1 lines are no results"
     assert re.fullmatch(r"\d+ lines are no results", troubles["garbage"])
     assert troubles["flood"].startswith("printed more than 1 MiB")
@@ -186,9 +182,7 @@ def test_the_status_is_1_if_a_section_failed(
     assert results_in(tmp_path)[0]["section"] == "machine"
 
 
-def test_no_section_runs_if_there_is_no_gpu(
-    fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_gpu_runs_no_section(fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_sections["machine"] = "print('{\"num_gpus\": 0}')"
     assert run_main(monkeypatch, "--all", "--out", str(tmp_path)) == 2
     assert [report["section"] for report in results_in(tmp_path)] == ["machine"]

@@ -98,22 +98,15 @@ def test_tokens_at_the_borders_of_blocks_tiles_and_chunks(length: int) -> None:
     check(make_heads(2, 1, 28), [1, 1], start=length - 1)
 
 
+PAGES: list[dict[str, int]] = [
+    *({"windows": 1}, {"windows": 40}, {"windows": 20, "sinks": 4}, {"windows": 300, "sinks": 20}, {"shifts": 90}),
+    *({"windows": 10, "sinks": 300}, {"rope_sets": 1}, {"windows": 30, "sinks": 4, "furthest": 250, "shifts": 3}),
+    {"windows": 30, "sinks": 270, "furthest": 280},
+]
+
+
 @pytest.mark.slow(cases=2)
-@pytest.mark.parametrize(
-    "pages",
-    [
-        {"windows": 1},
-        {"windows": 40},
-        {"windows": 20, "sinks": 4},
-        {"windows": 300, "sinks": 20},
-        {"windows": 10, "sinks": 300},
-        {"shifts": 90},
-        {"rope_sets": 1},
-        {"windows": 30, "sinks": 4, "furthest": 250, "shifts": 3},
-        {"windows": 30, "sinks": 270, "furthest": 280},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("pages", PAGES, ids=str)
 def test_windows_sinks_shifts_and_sets_are_the_references(pages: dict[str, int]) -> None:
     check(make_heads(2, 1, 32), [1, 17, 1], start=310, **pages)
 
@@ -237,8 +230,7 @@ def test_pages_are_those_of_the_layout() -> None:
     """A kernel reads what `Pages` says: none of its fields may be forgotten."""
     known = {"page_tokens", "table", "shifts", "sinks", "windows", "rope_sets", "furthest"}
     refused = {"ends"}  # of attention without a mask, by `unusual_layers`
-    assert set(Pages.__dataclass_fields__) == known | refused
-    assert attention.KV_TYPES == KV_TYPES
+    assert (set(Pages.__dataclass_fields__), attention.KV_TYPES) == (known | refused, KV_TYPES)
 
 
 def with_gates(heads: Heads, curve: str, are_of_heads: bool) -> Heads:
@@ -252,7 +244,7 @@ def test_a_sink_is_one_more_logit_of_its_head(kv_type: str, softcap: float | Non
 
 
 @pytest.mark.parametrize(("sizes", "start"), [((4, 2, 32), 610), ((2, 1, 512), 270)], ids=["sinks", "wide heads"])
-def test_a_context_may_be_split_before_a_sink_is_added(
+def test_sinks_are_added_after_a_split(
     sizes: tuple[int, int, int], start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads, found = make_heads(*sizes, sinks=SINKS[: sizes[0]]), list[Tensor]()
@@ -310,18 +302,13 @@ def test_chunks_of_which_the_beginning_is_a_sink_and_positions_are_shifted() -> 
     check(make_heads(2, 1, 32, query_scales=SCALES), [1, 5], "f16", 100, windows=-30, sinks=5, shifts=3)
 
 
-@pytest.mark.parametrize(
-    ("kv_type", "dim", "pages"),
-    [
-        ("f16", 512, {}),
-        ("bf16", 512, {}),
-        ("q8", 512, {}),
-        ("q4", 512, {}),
-        ("f32", 320, {}),
-        ("f16", 480, {"windows": 9, "sinks": 3, "furthest": 15}),
-    ],
-    ids=str,
-)
+WIDE: list[tuple[str, int, dict[str, int]]] = [
+    *((kv_type, 512, {}) for kv_type in ("f16", "bf16", "q8", "q4")),
+    *(("f32", 320, {}), ("f16", 480, {"windows": 9, "sinks": 3, "furthest": 15})),
+]
+
+
+@pytest.mark.parametrize(("kv_type", "dim", "pages"), WIDE, ids=str)
 def test_heads_may_have_512_dimensions(kv_type: str, dim: int, pages: dict[str, int]) -> None:
     check(make_heads(2, 1, dim, sinks=SINKS[:2]), [1, 2], kv_type, 20, **pages)
 

@@ -91,20 +91,15 @@ WAYS += [Way("random", 64, 1)]
 def cases(world: World) -> list[tuple[Case, Outcome]]:
     """Short ones; log-probabilities have other last bits on another device."""
     chosen = [case for case in CASES if IS_WHOLE or case.name in NAMES]
-    short = [replace(case, prompt=case.prompt[:9], params=_shortened(case.params)) for case in chosen]
+    params = [replace(case.params, max_new_tokens=min(case.params.max_new_tokens, 8)) for case in chosen]
+    short = [replace(case, prompt=case.prompt[:9], params=own) for case, own in zip(chosen, params, strict=True)]
     outcomes = all_by_definition(world, short)
     return [(case, replace(outcome, logprobs=None)) for case, outcome in zip(short, outcomes, strict=True)]
 
 
-def _shortened(params: SamplingParams) -> SamplingParams:
-    return replace(params, max_new_tokens=min(params.max_new_tokens, 8))
-
-
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_what_is_said_is_what_the_definition_says(
-    device_world: World, cases: list[tuple[Case, Outcome]], way: Way
-) -> None:
+def test_answers_are_what_the_definition_says(device_world: World, cases: list[tuple[Case, Outcome]], way: Way) -> None:
     index = WAYS.index(way)
     for case, outcome in cases if IS_WHOLE else [cases[index % len(cases)]]:
         result = run_alone(device_world, case, way, outcome.token_ids)

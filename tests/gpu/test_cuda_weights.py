@@ -25,13 +25,16 @@ from infer.compute.backends import cuda
 from infer.compute.backends.cuda import packing, projection
 from infer.compute.backends.cuda.activations import Twin, quantized
 from infer.compute.backends.cuda.dense import TILES, dense_tile
-from infer.compute.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
+from infer.compute.backends.cuda.layouts import LAYOUTS, PLANES
 from infer.compute.backends.cuda.projection import FORMS, multiply
 from quick_interpreter import multiply_in_one_order
 
 CPU = torch.device("cpu")
 TYPES = sorted(LAYOUTS)
 QUANTIZED = [name for name in TYPES if not LAYOUTS[name].is_float]
+FAST = QUANTIZED if IS_WHOLE else ("Q8_0", "Q6_K", "IQ4_NL")
+PLANE_NAMES = ("codes", "high", "scales", "minima", "supers")
+PRODUCTS = [*((type_, "exact") for type_ in TYPES), *((type_, "fast") for type_ in FAST)]
 SCALES = (0.5, -0.37, 1.0, 0.01)
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
@@ -64,8 +67,7 @@ def quantized_values(x: Tensor, precision: str = "exact") -> Tensor:
 
 
 def assert_near(got: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    assert got.shape == expected.shape
-    assert got.dtype == torch.float32
+    assert (got.shape, got.dtype) == (expected.shape, torch.float32)
     assert float((got - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)) < tolerance
 
 
@@ -91,15 +93,9 @@ def products(type_: str, columns: int, precision: str) -> tuple[Tensor, Tensor, 
 
 
 @pytest.mark.slow(cases=8)
-@pytest.mark.parametrize(
-    ("type_", "precision"),
-    [(type_, "exact") for type_ in TYPES]
-    + [(type_, "fast") for type_ in (QUANTIZED if IS_WHOLE else ("Q8_0", "Q6_K", "IQ4_NL"))],
-)
-def test_products_are_those_of_the_definition_and_have_one_order_for_any_number_of_tokens(
-    type_: str, precision: str
-) -> None:
-    columns = {256: 256}.get(BLOCK_TYPES[type_].block_size, columns_of(type_))
+@pytest.mark.parametrize(("type_", "precision"), PRODUCTS)
+def test_products_are_those_of_the_definition_in_one_order_for_any_tokens(type_: str, precision: str) -> None:
+    columns = min(columns_of(type_), 256) if BLOCK_TYPES[type_].block_size == 256 else columns_of(type_)
     x, y, prepared = products(type_, columns, precision)
     for first, last in ((0, 1), (3, 5), (1, 10)):
         assert torch.equal(cuda.norm_project(x[first:last], None, prepared).floats, y[first:last])
@@ -113,8 +109,7 @@ def test_every_tile_of_floats_gives_a_token_the_same_bits(
     type_: str, columns: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = Projection((weight_of(type_, 96, columns, 1), weight_of(type_, 96, columns, 2)))
-    prepared, x, norm = cuda.prepare(stored, CPU), activations(64, columns), norm_of(columns)
-    found = []
+    prepared, x, norm, found = cuda.prepare(stored, CPU), activations(64, columns), norm_of(columns), []
     for tile in TILES[FORMS[type_]]:
         monkeypatch.setattr(projection, "dense_tile", lambda *_, tile=tile: tile)
         for count in (1, 8, 9, 16, 17, 64):
@@ -124,8 +119,7 @@ def test_every_tile_of_floats_gives_a_token_the_same_bits(
             if is_gated:
                 assert_left_in_planes(y, FORMS[type_])
     assert len(found) >= 12
-    for y in found:
-        assert torch.equal(y, found[-1][: len(y)])
+    assert all(torch.equal(y, found[-1][: len(y)]) for y in found)
 
 
 @pytest.mark.parametrize("type_", ["BF16", "F16"])
@@ -165,9 +159,7 @@ def test_products_of_floats_are_no_further_from_float64_than_those_of_two_tf32_n
 @pytest.mark.parametrize("type_", QUANTIZED if IS_WHOLE else ["Q6_K"])
 def test_every_number_of_tokens_has_the_bits_of_one(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """18 quads in 8 lanes: two lanes take three, the others two."""
-    columns = 2304
-    prepared = cuda.prepare(Projection((weight_of(type_, 5, columns),)), CPU)
-    x = activations(64, columns)
+    prepared, x = cuda.prepare(Projection((weight_of(type_, 5, 2304),)), CPU), activations(64, 2304)
     by_few = cuda.norm_project(x[:8], None, prepared).floats
     for count in (1, 8, 9, 16, 17, 64):
         found = cuda.norm_project(x[:count], None, prepared).floats
@@ -180,11 +172,9 @@ def test_every_number_of_tokens_has_the_bits_of_one(type_: str, monkeypatch: pyt
 def test_no_product_is_left_to_a_library_that_rounds_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenBLAS does on every CPU with AVX2 alone, so that the claims about bits would fail there."""
     monkeypatch.setattr("numpy.matmul", None)
-    stored = Projection((weight_of("F32", 21, 64),))
-    x = activations(7, 64)
-    assert_near(
-        cuda.norm_project(x, None, cuda.prepare(stored, CPU)).floats, reference.norm_project(x, None, stored).floats
-    )
+    stored, x = Projection((weight_of("F32", 21, 64),)), activations(7, 64)
+    found = cuda.norm_project(x, None, cuda.prepare(stored, CPU)).floats
+    assert_near(found, reference.norm_project(x, None, stored).floats)
 
 
 @pytest.mark.parametrize("terms", [16, 128])
@@ -218,8 +208,7 @@ def test_quantised_activations_are_integers_by_the_rule_of_the_cpu() -> None:
 
 
 def test_a_fault_in_one_token_is_not_hidden_and_stays_there() -> None:
-    prepared = cuda.prepare(Projection((weight_of("Q4_0", 5, 64),)), CPU)
-    x = activations(3, 64)
+    prepared, x = cuda.prepare(Projection((weight_of("Q4_0", 5, 64),)), CPU), activations(3, 64)
     alone = cuda.norm_project(x, None, prepared).floats
     x[1, 40] = torch.nan
     y = cuda.norm_project(x, None, prepared).floats
@@ -235,8 +224,7 @@ def test_a_gate_leaves_what_the_next_product_takes(tokens: int, precision: str) 
 
 
 def test_a_product_reads_the_twin_and_quantises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    down = cuda.prepare(Projection((weight_of("Q4_0", 38, 64),)), CPU)
-    x = activations(3, 64)
+    down, x = cuda.prepare(Projection((weight_of("Q4_0", 38, 64),)), CPU), activations(3, 64)
     plain = cuda.project_add(torch.zeros(3, 38), Activations(x), down, None)
     twin = Twin(PLANES["exact"], quantized(x, None, PLANES["exact"]))
     monkeypatch.setattr(projection, "quantized", None)
@@ -299,8 +287,7 @@ def test_nothing_beyond_a_tensor_is_touched(type_: str) -> None:
     """To touch it ends the process."""
     columns = columns_of(type_)
     part = cuda.prepare(Projection((weight_of(type_, 3, columns),)), CPU).parts[0]
-    assert isinstance(part, PackedWeight)
-    planes = {name: getattr(part, name) for name in ("codes", "high", "scales", "minima", "supers")}
+    planes = {name: getattr(part, name) for name in PLANE_NAMES}
     part = replace(part, **{name: guarded(plane) for name, plane in planes.items() if plane is not None})
     norm = Norm(guarded(torch.ones(columns)), 1e-5)
     for tokens in (1, 9):
@@ -326,9 +313,7 @@ def test_rows_that_are_read_some_at_a_time_are_the_same(type_: str, monkeypatch:
     monkeypatch.setattr(packing, "_BYTES_AT_ONCE", 3 * weight.row_bytes)
     unread = UnreadWeight(type_, weight.shape, lambda first, last: weight.data[first:last])
     pieces = cuda.prepare(Projection((unread, weight)), CPU).parts[0]
-    assert isinstance(whole, PackedWeight)
-    assert isinstance(pieces, PackedWeight)
-    for name in ("codes", "high", "scales", "minima", "supers"):
+    for name in PLANE_NAMES:
         one, other = getattr(whole, name), getattr(pieces, name)
         assert (one is None and other is None) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

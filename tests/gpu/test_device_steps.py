@@ -57,16 +57,14 @@ def test_steps_end_at_the_last_one_with_one_group_submitted_ahead(group: int, co
     found = device.run(count)
     assert found.token_ids == tokens(min(count, LAST))
     ends = [end.sampling for end in found.ends]
-    assert len(ends) == min(count, LAST)
-    assert ends == sorted(ends)
+    assert (len(ends), ends) == (min(count, LAST), sorted(ends))
     assert set(device.waits) <= set(range(1, group + 1))  # the device always has work
     assert device.submitted <= -(-LAST // group) * group + group
 
 
 def test_an_interrupt_ends_the_steps_with_those_that_are_submitted() -> None:
     device = Device(1, interrupted_at=2)
-    assert device.run(19).token_ids == tokens(3)
-    assert device.submitted == 3
+    assert (device.run(19).token_ids, device.submitted) == (tokens(3), 3)
 
 
 def test_masks_are_awaited_between_the_forward_and_the_sampler_of_each_step() -> None:

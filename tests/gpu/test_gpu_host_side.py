@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -59,35 +60,19 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         yield
         current.pop()
 
-    fakes: dict[str, Any] = {
-        "device": device,
-        "graph_pool_handle": lambda: 0,
-        "Stream": Stream,
-        "CUDAGraph": Graph,
-        "current_stream": Stream,
-        "stream": lambda stream: nullcontext(),
-    }
-    for name, fake in fakes.items():
+    fakes: dict[str, Any] = {"device": device, "graph_pool_handle": lambda: 0, "Stream": Stream, "CUDAGraph": Graph}
+    for name, fake in (fakes | {"current_stream": Stream, "stream": lambda stream: nullcontext()}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return current
 
 
 def test_an_error_inside_a_capture_is_the_one_that_is_raised(current: list[torch.device]) -> None:
-    calls = []
-
-    def work() -> Tensor:
-        calls.append(0)
-        if len(calls) == 2:
-            raise ValueError("the cause")
-        return torch.zeros(1)
-
+    work = Mock(side_effect=[torch.zeros(1), ValueError("the cause")])
     with pytest.raises(ValueError, match="the cause"):
         CudaGraphs(SECOND).record(work)
 
 
-def test_memory_for_the_second_gpu_is_pinned_while_that_is_current(
-    current: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_the_second_gpu_is_pinned_there(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     pinned, zeros = list[torch.device](), torch.zeros
 
     def recorded(*sizes: Any, pin_memory: bool = False, **named: Any) -> Tensor:
@@ -96,9 +81,7 @@ def test_memory_for_the_second_gpu_is_pinned_while_that_is_current(
         return zeros(*sizes, **named)
 
     monkeypatch.setattr(torch, "zeros", recorded)
-    assert len(CudaGraphs(SECOND).mirror(8)) == 8
-    assert pinned == [SECOND]
-    assert len(current) == 1
+    assert (len(CudaGraphs(SECOND).mirror(8)), pinned, len(current)) == (8, [SECOND], 1)
 
 
 def test_a_model_on_a_gpu_has_a_fingerprint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,21 +90,13 @@ def test_a_model_on_a_gpu_has_a_fingerprint_of_its_own(tmp_path: Path, monkeypat
     for kernels in ("cpu", "cuda", "cuda", "reference"):
         with ops.using(kernels), LLM(folder, kv_type="f16", max_seq_len=64) as llm:
             found.append(llm.system_fingerprint)
-    assert found[1] == found[2]
-    assert len(set(found)) == 3
+    assert (found[1], len(set(found))) == (found[2], 3)
 
 
 @torch.inference_mode()
 def test_a_model_in_bf16_may_have_keys_that_f16_cannot_hold(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_bias=True,
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
     oracle = make_tiny(Tiny("bias", config), tmp_path)
     for name, parameter in oracle.named_parameters():
         if name.endswith("k_proj.bias"):

@@ -66,10 +66,8 @@ def test_a_summary_separates_the_time_of_kernels_from_the_gaps_between_them() ->
     second = [Launch(each.name, each.start + 50, each.duration) for each in first]
     overlapped = Launch("copy", 87.0, 3.0)  # begins before the last matvec has ended
     found = summary([*first, *second, overlapped], 2)
-    assert found["launches"] == 3.5
-    assert found["busy_us"] == (34 + 34 + 2) / 2
-    assert found["idle_us"] == (1 + 3 + 12 + 1 + 3) / 2
-    assert list(found["kernels"]) == ["matvec", "norm", "copy"]
+    assert (found["launches"], found["busy_us"]) == (3.5, (34 + 34 + 2) / 2)
+    assert (found["idle_us"], list(found["kernels"])) == ((1 + 3 + 12 + 1 + 3) / 2, ["matvec", "norm", "copy"])
     assert found["kernels"]["matvec"] == {"per_step": 2.0, "mean_us": 15.0, "step_us": 30.0, "gap_us": 2.0}
     assert summary([], 3) == {"launches": 0.0, "busy_us": 0.0, "idle_us": 0.0, "kernels": {}}
 
@@ -103,8 +101,7 @@ def test_sums_of_tiles_are_compared_bit_by_bit() -> None:
 def test_a_file_writes_text_that_plain_torch_finds_probable(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf")
     found = results_of("file", TINY._replace(model=path))
-    assert [each["op"] for each in found][-1] == "file, beside plain torch"
-    assert len(found) == 5
+    assert ([each["op"] for each in found][-1], len(found)) == ("file, beside plain torch", 5)
     assert found[-1]["same_best"] == 1
 
 

@@ -14,6 +14,7 @@ from infer.compute.operands.weights import Projection
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.errors import InvalidRequestError
 from infer.models.families import make_architecture
+from refusals import check_refusal
 from test_packing import make_weight
 
 HOPPER, PASCAL = ("NVIDIA H200", 9, 0), ("NVIDIA GeForce GTX 1080", 6, 1)
@@ -75,8 +76,7 @@ def test_a_gpu_before_volta_is_refused_by_its_name(machine) -> None:
 def test_the_reason_for_no_gpu_is_given_with_the_fix(machine, why: str, said: str) -> None:
     machine(why=why)
     assert said in str(gpus.trouble_with(None))
-    with pytest.raises(InvalidRequestError, match=f"device cuda: .*{said}"):
-        ops.cuda_backend("cuda")
+    check_refusal(lambda: ops.cuda_backend("cuda"), InvalidRequestError, f"device cuda: .*{said}")
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])

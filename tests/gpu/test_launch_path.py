@@ -74,9 +74,7 @@ def test_a_capture_compiles_nothing_and_waits_for_nothing(captures: list[dict[st
     assert [(each["path"], each["forbidden"]) for each in captures if each["forbidden"]] == []
 
 
-def test_recordings_ahead_compile_all_kernels_of_greedy_filtered_and_biased_answers(
-    captures: list[dict[str, Any]],
-) -> None:
+def test_recordings_ahead_compile_the_kernels_of_all_answers(captures: list[dict[str, Any]]) -> None:
     """Steps of one row and of eight are recorded ahead; others are recorded when they occur, without a compiler."""
     assert sum(each["compiled_before"] for each in captures if each["path"] == "ahead") >= 11
     plain = [each for each in captures if each["path"].split()[0] in ("greedy", "sampled", "biased")]

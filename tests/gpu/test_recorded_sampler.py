@@ -5,7 +5,6 @@ The forward is a table of logits by token. So a step takes no time, and the answ
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -22,16 +21,14 @@ from infer.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.compute.backends.cuda.capture import CapturedForward
-from infer.compute.backends.cuda.graphs import Event, Graphs, Recording, Repeats
+from infer.compute.backends.cuda.graphs import Recording, Repeats
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CPU = torch.device("cpu")
 VOCAB_SIZE = 60
 TABLE = 3 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.manual_seed(0))
 PARAMS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.9, seed=1),
-    SamplingParams(temperature=0.9, seed=2),
+    *(SamplingParams(temperature=0), *(SamplingParams(temperature=0.9, seed=seed) for seed in (1, 2))),
     SamplingParams(temperature=0.8, seed=3, top_k=5),
     SamplingParams(temperature=0.8, seed=4, top_p=0.7, repetition_penalty=1.3),
     SamplingParams(temperature=0.8, seed=5, logit_bias={7: 4.0}, min_new_tokens=9),
@@ -40,24 +37,16 @@ PARAMS = [
 ]
 
 
-class Counted(Graphs):
+class Counted(Repeats):
     """Repeats that count the recordings."""
 
     def __init__(self) -> None:
-        self.num_recordings, self._repeats = 0, Repeats()
+        super().__init__()
+        self.num_recordings = 0
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
         self.num_recordings += 1
-        return self._repeats.record(work)
-
-    def mirror(self, size: int) -> Tensor:
-        return self._repeats.mirror(size)
-
-    def event(self) -> Event:
-        return self._repeats.event()
-
-    def on_device(self) -> AbstractContextManager[None]:
-        return self._repeats.on_device()
+        return super().record(work)
 
 
 def look_up(step: Step) -> Tensor:
@@ -133,8 +122,7 @@ def test_rows_that_join_and_leave_verify_drafts_without_a_new_recording() -> Non
         drafts = {slots[0]: right[slots[0]], slots[1]: [wrong, 0]}
         chunks = [Chunk(slot, [slot, *drafts.get(slot, [])], len(drafts.get(slot, []))) for slot in slots]
         found = captured.run_verified(chunks, [0] * len(slots), columns, history).token_ids
-        assert found[0][:2] == right[slots[0]]
-        assert [len(token_ids) for token_ids in found] == [3, 1, 1, 1]
+        assert (found[0][:2], [len(token_ids) for token_ids in found]) == (right[slots[0]], [3, 1, 1, 1])
         assert [token_ids[0] for token_ids in found] == [right[slot][0] for slot in slots]
         counts.append(graphs.num_recordings)
     assert counts == [2, 2, 2]

@@ -54,15 +54,7 @@ def convert_delta_net(name: str, values: np.ndarray, config: dict[str, Any]) -> 
     return {f"{at}.{_NAMES[part]}": np.ascontiguousarray(values)}
 
 
-_NAMES = {
-    "A_log": "ssm_a",
-    "dt_bias": "ssm_dt.bias",
-    "conv1d.weight": "ssm_conv1d.weight",
-    "norm.weight": "ssm_norm.weight",
-    "out_proj.weight": "ssm_out.weight",
-    "in_proj_ba.weight": "ssm_ba.weight",
-    "in_proj_qkv.weight": "attn_qkv.weight",
-    "in_proj_z.weight": "attn_gate.weight",
-    "in_proj_b.weight": "ssm_beta.weight",
-    "in_proj_a.weight": "ssm_alpha.weight",
-}
+_NAMES = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "conv1d.weight": "ssm_conv1d.weight"}
+_NAMES |= {"norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight", "in_proj_ba.weight": "ssm_ba.weight"}
+_NAMES |= {"in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight"}
+_NAMES |= {"in_proj_b.weight": "ssm_beta.weight", "in_proj_a.weight": "ssm_alpha.weight"}

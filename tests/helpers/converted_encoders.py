@@ -10,58 +10,31 @@ from torch import Tensor
 from encoder_models import with_fused_qkv
 from gguf_files import write_file
 
-ARCHITECTURES = {
-    "bert": "bert",
-    "distilbert": "bert",
-    "electra": "bert",
-    "roberta": "bert",
-    "xlm-roberta": "bert",
-    "nomic_bert": "nomic-bert",
-    "modernbert": "modern-bert",
+ARCHITECTURES = dict.fromkeys(("bert", "distilbert", "electra", "roberta", "xlm-roberta"), "bert")
+ARCHITECTURES |= {"nomic_bert": "nomic-bert", "modernbert": "modern-bert"}
+_NAMES = {  # GGUF's name of a part: the names in `transformers`
+    "token_embd": ("embeddings.word_embeddings", "embeddings.tok_embeddings"),
+    "position_embd": ("embeddings.position_embeddings",),
+    "token_types": ("embeddings.token_type_embeddings",),
+    "token_embd_norm": ("embeddings.LayerNorm", "embeddings.norm"),
+    "output_norm": ("final_norm",),
+    "attn_q": ("attention.self.query", "attention.q_lin"),
+    "attn_k": ("attention.self.key", "attention.k_lin"),
+    "attn_v": ("attention.self.value", "attention.v_lin"),
+    "attn_qkv": ("attn.Wqkv",),
+    "attn_norm": ("attn_norm",),
+    "attn_output": ("attention.output.dense", "attention.out_lin", "self_attn.o_proj", "attn.Wo"),
+    "attn_output_norm": ("attention.output.LayerNorm", "sa_layer_norm", "post_attention_layernorm"),
+    "ffn_norm": ("mlp_norm",),
+    "ffn_gate": ("mlp.gate_proj",),
+    "ffn_up": ("intermediate.dense", "ffn.lin1", "mlp.up_proj", "mlp.Wi"),
+    "ffn_down": ("output.dense", "ffn.lin2", "mlp.down_proj", "mlp.Wo"),
+    "layer_output_norm": ("output.LayerNorm", "output_layer_norm", "post_mlp_layernorm"),
+    "cls": ("classifier.dense", "head.dense"),
+    "cls.norm": ("head.norm",),
+    "cls.output": ("classifier.out_proj", "classifier"),
 }
-# Replacements in `transformers`' names: the first pattern that matches is used.
-_PARTS = {
-    "embeddings.word_embeddings": "token_embd",
-    "embeddings.tok_embeddings": "token_embd",
-    "embeddings.position_embeddings": "position_embd",
-    "embeddings.token_type_embeddings": "token_types",
-    "embeddings.LayerNorm": "token_embd_norm",
-    "embeddings.norm": "token_embd_norm",
-    "final_norm": "output_norm",
-    "attention.self.query": "attn_q",
-    "attention.self.key": "attn_k",
-    "attention.self.value": "attn_v",
-    "attention.output.dense": "attn_output",
-    "attention.output.LayerNorm": "attn_output_norm",
-    "intermediate.dense": "ffn_up",
-    "output.dense": "ffn_down",
-    "output.LayerNorm": "layer_output_norm",
-    "attention.q_lin": "attn_q",
-    "attention.k_lin": "attn_k",
-    "attention.v_lin": "attn_v",
-    "attention.out_lin": "attn_output",
-    "sa_layer_norm": "attn_output_norm",
-    "ffn.lin1": "ffn_up",
-    "ffn.lin2": "ffn_down",
-    "output_layer_norm": "layer_output_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "attn_output_norm",
-    "post_mlp_layernorm": "layer_output_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "attn.Wqkv": "attn_qkv",
-    "attn.Wo": "attn_output",
-    "attn_norm": "attn_norm",
-    "mlp_norm": "ffn_norm",
-    "mlp.Wi": "ffn_up",
-    "mlp.Wo": "ffn_down",
-    "classifier.dense": "cls",
-    "head.dense": "cls",
-    "head.norm": "cls.norm",
-    "classifier.out_proj": "cls.output",
-    "classifier": "cls.output",
-}
+_PARTS = {name: stored for stored, names in _NAMES.items() for name in names}
 
 
 def write_gguf(model: Any, path: Path, metadata: Mapping[str, Any], pooling: int, **changes: Any) -> None:
@@ -70,9 +43,8 @@ def write_gguf(model: Any, path: Path, metadata: Mapping[str, Any], pooling: int
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in _settings(config, pooling).items():
         value = changes.get(key, value)
-        {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)](
-            f"{architecture}.{key}", value
-        )
+        adding = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        adding(f"{architecture}.{key}", value)
     for key, value in metadata.items():
         if key.startswith("tokenizer."):
             add_value(writer, key, value)
@@ -95,13 +67,10 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _settings(config: Any, pooling: int) -> dict[str, Any]:
-    positions, eps = (
-        config.max_position_embeddings,
-        getattr(config, "layer_norm_eps", getattr(config, "norm_eps", 1e-12)),
-    )
+    eps = getattr(config, "layer_norm_eps", getattr(config, "norm_eps", 1e-12))
     found = {
         "block_count": config.num_hidden_layers,
-        "context_length": positions - (2 if "roberta" in config.model_type else 0),
+        "context_length": config.max_position_embeddings - (2 if "roberta" in config.model_type else 0),
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,

@@ -16,18 +16,9 @@ from tiny import Tiny, make_tiny
 
 CONTEXT = 256
 PROMPTS = {"query": "Instruct: find it\nQuery:", "document": ""}
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT}
+SIZES |= {"bos_token_id": None, "eos_token_id": EOS}
 
 
 def make_qwen3(folder: Path, **settings: Any) -> Any:

@@ -11,16 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 CONTEXT = 1200
-_SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 112,
-    "pad_token_id": 1,
-}
+_SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+_SIZES |= {"intermediate_size": 112, "pad_token_id": 1}
 SLIDING = "sliding_attention"
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4}
+_LLAMA3 |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _MARKS = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
 
 
@@ -33,6 +28,8 @@ class Encoder:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+_BIASED = {"max_position_embeddings": CONTEXT, "local_attention": 600, "norm_bias": True, "attention_bias": True}
+_BIASED |= {"mlp_bias": True, "global_attn_every_n_layers": 2, "norm_eps": 1e-3, **_MARKS}
 ENCODERS = (
     Encoder("bert", "bert", {"max_position_embeddings": CONTEXT}),
     Encoder("bert-odd", "bert", {"max_position_embeddings": CONTEXT, "hidden_size": 60, "hidden_act": "gelu_new"}),
@@ -43,12 +40,7 @@ ENCODERS = (
     Encoder("xlm-roberta", "xlm-roberta", {"max_position_embeddings": CONTEXT + 2, "layer_norm_eps": 1e-5}),
     Encoder("nomic", "nomic_bert", {"max_position_embeddings": CONTEXT}),
     Encoder("modernbert", "modernbert", {"max_position_embeddings": CONTEXT, "local_attention": 32, **_MARKS}),
-    Encoder(
-        "modernbert-biased",
-        "modernbert",
-        {"max_position_embeddings": CONTEXT, "local_attention": 600, "norm_bias": True, "attention_bias": True}
-        | {"mlp_bias": True, "global_attn_every_n_layers": 2, "norm_eps": 1e-3, **_MARKS},
-    ),
+    Encoder("modernbert-biased", "modernbert", _BIASED),
 )
 _OF_DECODERS: dict[str, Any] = {"max_position_embeddings": CONTEXT, "num_key_value_heads": 2, "is_causal": False}
 _EMBEDDING_GEMMA = {key: value for key, value in _OF_DECODERS.items() if key != "is_causal"}
@@ -56,25 +48,16 @@ _EMBEDDING_GEMMA |= {"use_bidirectional_attention": True, "sliding_window": 40, 
 _EMBEDDING_GEMMA |= {"query_pre_attn_scalar": 32, "num_hidden_layers": 7}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 33}
 _MULTIPLIERS = {"residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 8.0}
+_BOTH = {"use_bidirectional_attention": True, "sliding_window": 601, "layer_types": [SLIDING] * 4}
+_BOTH |= {"head_dim": 24, "query_pre_attn_scalar": 24}
+_CAUSAL_FALSE = {"sliding_window": 40, "sliding_window_pattern": 2, "num_key_value_heads": 1}
 # Decoders whose configs say that there is no mask.
 WITHOUT_MASK = (
     Encoder("embedding-gemma", "gemma3_text", _EMBEDDING_GEMMA),
-    Encoder(
-        "gemma3-both",
-        "gemma3_text",
-        _OF_DECODERS
-        | {"use_bidirectional_attention": True, "sliding_window": 601, "layer_types": [SLIDING] * 4}
-        | {"head_dim": 24, "query_pre_attn_scalar": 24},
-    ),
-    Encoder(
-        "gemma3-causal-false",
-        "gemma3_text",
-        _OF_DECODERS | {"sliding_window": 40, "sliding_window_pattern": 2, "num_key_value_heads": 1},
-    ),
+    Encoder("gemma3-both", "gemma3_text", _OF_DECODERS | _BOTH),
+    Encoder("gemma3-causal-false", "gemma3_text", _OF_DECODERS | _CAUSAL_FALSE),
     Encoder("gemma2", "gemma2", _OF_DECODERS | {"sliding_window": 40, "head_dim": 32, "attn_logit_softcapping": 1.5}),
-    Encoder(
-        "llama", "llama", {**_OF_DECODERS, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4} | _LLAMA3}
-    ),
+    Encoder("llama", "llama", {**_OF_DECODERS, "rope_parameters": _LLAMA3}),
     Encoder("qwen2", "qwen2", _OF_DECODERS),
     Encoder("qwen2-windows", "qwen2", _OF_DECODERS | _WINDOWS | {"max_window_layers": 1}),
     Encoder("qwen3", "qwen3", _OF_DECODERS | {"head_dim": 32}),

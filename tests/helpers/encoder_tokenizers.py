@@ -45,15 +45,8 @@ def make_bert_folder(folder: Path, *, lowercase: bool = True, **settings: Any) -
     words = [word for found in cut for word, _ in found]
     characters = sorted(set("".join(words)))
     halves = [half for word in words for half in (word[: len(word) // 2 + 1], "##" + word[len(word) // 2 + 1 :])]
-    pieces = [
-        *BERT_NAMES,
-        *characters,
-        *("##" + character for character in characters),
-        *halves,
-        *words[::2],
-        *_WORDS,
-        "K",
-    ]
+    marked = ["##" + character for character in characters]
+    pieces = [*BERT_NAMES, *characters, *marked, *halves, *words[::2], *_WORDS, "K"]
     known = dict.fromkeys(piece for piece in [*pieces, "[unused1]"] if piece != "##")
     vocabulary = {piece: token_id for token_id, piece in enumerate(known)}
     tokenizer = BertTokenizer(vocab=vocabulary, do_lower_case=lowercase, **settings)
@@ -113,14 +106,8 @@ def as_bert_gguf(folder: Path, **changes: Any) -> dict[str, Any]:
     tokens = [text if text in special else text[2:] if text.startswith("##") else "▁" + text for text in texts]
     kinds = {text: TokenType.CONTROL if text in special else TokenType.NORMAL for text in ids}
     types = [kinds.get(text, TokenType.UNUSED) for text in texts]
-    named = {
-        "bos": "[CLS]",
-        "seperator": "[SEP]",
-        "eos": "[SEP]",
-        "unknown": "[UNK]",
-        "padding": "[PAD]",
-        "mask": "[MASK]",
-    }
+    named = {"bos": "[CLS]", "seperator": "[SEP]", "eos": "[SEP]", "unknown": "[UNK]", "padding": "[PAD]"}
+    named |= {"mask": "[MASK]"}
     return _metadata("bert", tokens, types, {name: ids[text] for name, text in named.items()}, changes)
 
 

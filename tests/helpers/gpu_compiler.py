@@ -81,11 +81,8 @@ def code_of(kernel: CompiledKernel, *, is_listed: bool = False) -> dict[str, Any
     branches = [(labels[found[1]], at) for at, line in enumerate(lines) if (found := BRANCH.search(line))]
     instructions = [(at, found[1]) for at, line in enumerate(lines) if (found := INSTRUCTION.match(line))]
     products = [at for at, name in instructions if re.match(r"dp4a|mma|wgmma\.mma|fma\.rn\.f32", name)]
-    inner = min(
-        ((first, last) for first, last in branches if any(first <= at < last for at in products)),
-        key=lambda loop: loop[1] - loop[0],
-        default=(0, 0),
-    )
+    loops = [(first, last) for first, last in branches if any(first <= at < last for at in products)]
+    inner = min(loops, key=lambda loop: loop[1] - loop[0], default=(0, 0))
     return {
         "registers": int(resources["REG"]),
         "spilled": int(resources["STACK"]) + int(resources["LOCAL"]),

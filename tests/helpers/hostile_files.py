@@ -26,20 +26,10 @@ from infer.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 258  # tokens of the GGUF file: bytes, "ab" and the end of a turn; the folder has one more
 VOCAB_SIZE = 262  # rows of the embedding
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": True,
-}
+CONFIG: dict[str, Any] = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "head_dim": HEAD_DIM}
+CONFIG |= {"intermediate_size": INTERMEDIATE, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+CONFIG |= {"num_key_value_heads": KV_HEADS, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+CONFIG |= {"rope_theta": 10_000.0, "tie_word_embeddings": True}
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "original_max_position_embeddings": 64}
 WRONG_KINDS: tuple[Any, ...] = (
     *(None, True, 0, -1, 1.5, 10**30, 10**400, float("inf"), float("nan"), "", "x", "\0", "\ud800"),
@@ -47,23 +37,26 @@ WRONG_KINDS: tuple[Any, ...] = (
 )
 
 
+_TENSORS = {  # Hugging Face's name: GGUF's name and the shape
+    "model.embed_tokens": ("token_embd", (VOCAB_SIZE, HIDDEN)),
+    "model.norm": ("output_norm", (HIDDEN,)),
+    "model.layers.0.input_layernorm": ("blk.0.attn_norm", (HIDDEN,)),
+    "model.layers.0.post_attention_layernorm": ("blk.0.ffn_norm", (HIDDEN,)),
+    "model.layers.0.self_attn.q_proj": ("blk.0.attn_q", (HEADS * HEAD_DIM, HIDDEN)),
+    "model.layers.0.self_attn.k_proj": ("blk.0.attn_k", (KV_HEADS * HEAD_DIM, HIDDEN)),
+    "model.layers.0.self_attn.v_proj": ("blk.0.attn_v", (KV_HEADS * HEAD_DIM, HIDDEN)),
+    "model.layers.0.self_attn.o_proj": ("blk.0.attn_output", (HIDDEN, HEADS * HEAD_DIM)),
+    "model.layers.0.mlp.gate_proj": ("blk.0.ffn_gate", (INTERMEDIATE, HIDDEN)),
+    "model.layers.0.mlp.up_proj": ("blk.0.ffn_up", (INTERMEDIATE, HIDDEN)),
+    "model.layers.0.mlp.down_proj": ("blk.0.ffn_down", (HIDDEN, INTERMEDIATE)),
+}
+
+
 @cache
 def tensors() -> dict[str, Tensor]:
     """Return one layer, under Hugging Face's names."""
-    shapes = {
-        "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "model.layers.0.input_layernorm.weight": (HIDDEN,),
-        "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
-        "model.layers.0.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-        "model.layers.0.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "model.layers.0.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        "model.layers.0.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-        "model.layers.0.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-        "model.layers.0.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
-    }
     noise = torch.Generator().manual_seed(0)
+    shapes = {f"{name}.weight": shape for name, (_, shape) in _TENSORS.items()}
     return {name: torch.randn(shape, generator=noise) * HIDDEN**-0.5 for name, shape in shapes.items()}
 
 
@@ -91,8 +84,8 @@ def write_gguf(path: Path, changes: Mapping[str, bytes | None] = {}) -> Path:
     """Return a byte tokenizer and one layer; `changes` are key-values by name, encoded, or None to leave one out."""
     kept = {key: value for key, value in {**_gguf_values(), **changes}.items() if value is not None}
     entries, data = [], b""
-    for name, tensor in tensors().items():
-        entries.append(tensor_entry(_GGUF_NAMES[name], tuple(tensor.shape[::-1]), 0, len(data)))
+    for (name, _), tensor in zip(_TENSORS.values(), tensors().values(), strict=True):
+        entries.append(tensor_entry(f"{name}.weight", tuple(tensor.shape[::-1]), 0, len(data)))
         data += tensor.numpy().tobytes()
     path.write_bytes(raw_file(tuple(text(key) + value for key, value in kept.items()), tuple(entries), data))
     return path
@@ -121,19 +114,6 @@ GGUF_COUNTS = {
     "block_count": 1, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": INTERMEDIATE,
     "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
 }  # fmt: skip
-_GGUF_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "model.layers.0.input_layernorm.weight": "blk.0.attn_norm.weight",
-    "model.layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
-    "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-    "model.layers.0.self_attn.k_proj.weight": "blk.0.attn_k.weight",
-    "model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
-    "model.layers.0.self_attn.o_proj.weight": "blk.0.attn_output.weight",
-    "model.layers.0.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
-    "model.layers.0.mlp.up_proj.weight": "blk.0.ffn_up.weight",
-    "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
-}
 
 
 def gguf_text(value: str) -> bytes:
@@ -170,22 +150,14 @@ SMALL_VOCABULARY = {
     "tokenizer.ggml.token_type": gguf_numbers([1, 1, 1, 3]),
     "tokenizer.ggml.eos_token_id": gguf_number(3),
 }
-GGUF_KINDS: dict[str, bytes] = {
-    "a text": gguf_text("x"),
-    "an empty text": gguf_text(""),
-    "a number": gguf_number(7),
-    "zero": gguf_number(0),
-    "a negative number": gguf_number(-1),
-    "the largest number": gguf_number(2**63 - 1),
-    "NaN": gguf_real(float("nan")),
-    "infinity": gguf_real(float("inf")),
-    "a flag": gguf_flag(True),
-    "a list of texts": gguf_texts(["x", "a a", ""]),
-    "an empty list": gguf_texts([]),
-    "a list of numbers": gguf_numbers([1, -1]),
-    "a list of a number for each token": gguf_numbers([3] * NUM_TOKENS),
-    "a list of one text for each token": gguf_texts(["a"] * NUM_TOKENS),
-}
+GGUF_KINDS = {"a text": gguf_text("x"), "an empty text": gguf_text(""), "a number": gguf_number(7)}
+GGUF_KINDS |= {"zero": gguf_number(0)}
+GGUF_KINDS |= {"a negative number": gguf_number(-1), "the largest number": gguf_number(2**63 - 1)}
+GGUF_KINDS |= {"NaN": gguf_real(float("nan")), "infinity": gguf_real(float("inf")), "a flag": gguf_flag(True)}
+GGUF_KINDS |= {"a list of texts": gguf_texts(["x", "a a", ""]), "an empty list": gguf_texts([])}
+GGUF_KINDS |= {"a list of numbers": gguf_numbers([1, -1])}
+GGUF_KINDS |= {"a list of a number for each token": gguf_numbers([3] * NUM_TOKENS)}
+GGUF_KINDS |= {"a list of one text for each token": gguf_texts(["a"] * NUM_TOKENS)}
 
 
 def read_everything(path: Path) -> Tokenizer:

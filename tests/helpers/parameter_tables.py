@@ -50,17 +50,11 @@ def written() -> dict[Path, str]:
         ROOT / "docs" / "server" / "flags.md": [(name, _flags(kinds)) for name, kinds in FLAGS.items()],
     }
     found = {path: _with_parts(path.read_text(encoding="utf-8"), each) for path, each in parts.items()}
+    sampling = _keywords(sampling_params, "SamplingParams", ALIASES)
+    requests = _keywords(request_options, "RequestOptions", {})
     for path, name, lines in (
-        (
-            SOURCE / "compute/sampling/keywords.py",
-            "SamplingKeywords",
-            _keywords(sampling_params, "SamplingParams", ALIASES),
-        ),
-        (
-            SOURCE / "engine/requests/request_options.py",
-            "RequestKeywords",
-            _keywords(request_options, "RequestOptions", {}),
-        ),
+        (SOURCE / "compute/sampling/keywords.py", "SamplingKeywords", sampling),
+        (SOURCE / "engine/requests/request_options.py", "RequestKeywords", requests),
     ):
         found[path] = _with_fields(path.read_text(encoding="utf-8"), name, lines)
     return found
@@ -102,16 +96,11 @@ def _names(cls: type) -> str:
     for field in fields(cls):
         own = declared[field.name]
         in_body = own.body_name or (field.name if own.bodies else "")
-        others = (
-            sorted(each for each, foreign in FOREIGN.items() if in_body in foreign.same_as and each != in_body)
-            if in_body
-            else []
-        )
+        same = [each for each, foreign in FOREIGN.items() if in_body in foreign.same_as and each != in_body]
         assert field.default is not MISSING
         rule = own.kind.rule.replace("|", "\\|")
-        lines.append(
-            f"| `{field.name}` | {field.default!r} | {rule} | {_code([in_body] if in_body else [])} | {_code(others)} |"
-        )
+        cells = [f"`{field.name}`", repr(field.default), rule, _code([in_body] if in_body else [])]
+        lines.append(f"| {' | '.join(cells)} | {_code(sorted(same) if in_body else [])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -139,8 +128,7 @@ def row_of_flag(option: click.Option) -> str:
 
 def _limits() -> str:
     lines = ["| `infer.request_limits` | | |", "|---|---|---|"]
-    for name, value, words in _counts():
-        lines.append(f"| `{name}` | {value:,} | {words} |")
+    lines += [f"| `{name}` | {value:,} | {words} |" for name, value, words in _counts()]
     return "\n".join(lines) + "\n"
 
 

@@ -24,10 +24,13 @@ class Packed(NamedTuple):
     values: Tensor  # the values that they stand for, in float32
 
 
+Pack = Callable[[Tensor], Packed]
+
+
 class Method(NamedTuple):
     name: str
     config: dict[str, Any]
-    pack: Callable[[Tensor], Packed]
+    pack: Pack
     type: str  # type in which the kernels store the matrix
     key: str = "quantization_config"
 
@@ -43,11 +46,8 @@ class Integers(NamedTuple):
     values: Tensor
 
 
-def quantized(
-    weight: Tensor, bits: int, group_size: int, *, is_symmetric: bool, index: Tensor | None = None
-) -> Integers:
+def quantized(weight: Tensor, bits: int, index: Tensor, *, is_symmetric: bool) -> Integers:
     """Return the nearest codes. index: the group of each column."""
-    index = torch.arange(weight.shape[1]) // group_size if index is None else index
     middle = 1 << (bits - 1)
     scales, zeros = list[Tensor](), list[Tensor]()
     for group in range(int(index.max()) + 1):
@@ -81,26 +81,18 @@ def awq_words(codes: Tensor) -> Tensor:
     return torch.from_numpy(found.numpy().astype("uint32").view("int32"))
 
 
-def groups_of(weight: Tensor, size: int, *, has_order: bool) -> Tensor:
+def groups_of(weight: Tensor, size: int, *, has_order: bool = False) -> Tensor:
     """Return the group of each column, in the order of the columns or in one of their activations."""
     index = torch.arange(weight.shape[1]) // size
     return index[torch.randperm(len(index), generator=torch.Generator().manual_seed(0))] if has_order else index
 
 
-def gptq(
-    bits: int, group_size: int, *, is_symmetric: bool, lacks: int = 1, has_order: bool = False
-) -> Callable[[Tensor], Packed]:
+def gptq(bits: int, group_size: int, *, is_symmetric: bool, lacks: int = 1, has_order: bool = False) -> Pack:
     def pack(weight: Tensor) -> Packed:
-        size = weight.shape[1] if group_size == -1 else group_size
-        index = groups_of(weight, size, has_order=has_order)
-        found = quantized(weight, bits, size, is_symmetric=is_symmetric, index=index)
-        tensors = {
-            "qweight": words(found.codes, bits).T,
-            "qzeros": words(found.zeros.T - lacks, bits),
-            "scales": found.scales.T,
-            "g_idx": index.int(),
-        }
-        return Packed(tensors, found.values)
+        index = groups_of(weight, weight.shape[1] if group_size == -1 else group_size, has_order=has_order)
+        found = quantized(weight, bits, index, is_symmetric=is_symmetric)
+        tensors = {"qweight": words(found.codes, bits).T, "qzeros": words(found.zeros.T - lacks, bits)}
+        return Packed(tensors | {"scales": found.scales.T, "g_idx": index.int()}, found.values)
 
     return pack
 
@@ -109,30 +101,23 @@ def gptq_config(bits: int, group_size: int, *, is_symmetric: bool, **others: Any
     return {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": is_symmetric, **others}
 
 
-def awq(group_size: int) -> Callable[[Tensor], Packed]:
+def awq(group_size: int) -> Pack:
     def pack(weight: Tensor) -> Packed:
-        found = quantized(weight, 4, group_size, is_symmetric=False)
-        words_of_zeros = awq_words(found.zeros.T)
-        tensors = {"qweight": awq_words(found.codes.T), "qzeros": words_of_zeros, "scales": found.scales.T}
+        found = quantized(weight, 4, groups_of(weight, group_size), is_symmetric=False)
+        tensors = {"qweight": awq_words(found.codes.T), "qzeros": awq_words(found.zeros.T), "scales": found.scales.T}
         return Packed(tensors, found.values)
 
     return pack
 
 
-def packed_integers(
-    bits: int, group_size: int, *, is_symmetric: bool, has_order: bool = False
-) -> Callable[[Tensor], Packed]:
+def packed_integers(bits: int, group_size: int, *, is_symmetric: bool, has_order: bool = False) -> Pack:
     """Return a function that packs as `pack-quantized`, which adds half of the range to codes and zero points."""
 
     def pack(weight: Tensor) -> Packed:
-        size = group_size or weight.shape[1]
-        index = groups_of(weight, size, has_order=has_order)
-        found = quantized(weight, bits, size, is_symmetric=is_symmetric, index=index)
-        tensors = {
-            "weight_packed": words(found.codes, bits),
-            "weight_scale": found.scales.bfloat16(),
-            "weight_shape": torch.tensor(weight.shape),
-        }
+        index = groups_of(weight, group_size or weight.shape[1], has_order=has_order)
+        found = quantized(weight, bits, index, is_symmetric=is_symmetric)
+        tensors = {"weight_packed": words(found.codes, bits), "weight_scale": found.scales.bfloat16()}
+        tensors["weight_shape"] = torch.tensor(weight.shape)
         if not is_symmetric:
             tensors["weight_zero_point"] = words(found.zeros.T, bits).T
         if has_order:
@@ -142,11 +127,11 @@ def packed_integers(
     return pack
 
 
-def plain_integers(*, is_symmetric: bool) -> Callable[[Tensor], Packed]:
+def plain_integers(*, is_symmetric: bool) -> Pack:
     """Return a function that packs as `int-quantized` of compressed-tensors: signed bytes, with one scale per row."""
 
     def pack(weight: Tensor) -> Packed:
-        found = quantized(weight, 8, weight.shape[1], is_symmetric=is_symmetric)
+        found = quantized(weight, 8, groups_of(weight, weight.shape[1]), is_symmetric=is_symmetric)
         tensors = {"weight": (found.codes - 128).to(torch.int8), "weight_scale": found.scales.bfloat16()}
         if not is_symmetric:
             tensors["weight_zero_point"] = (found.zeros - 128).to(torch.int8)
@@ -163,23 +148,18 @@ def compressed_config(format_: str, *weights: dict[str, Any]) -> dict[str, Any]:
 
 def integers(bits: int, group_size: int | None, *, is_symmetric: bool) -> dict[str, Any]:
     strategy = "channel" if group_size is None else "group"
-    return {
-        "num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": strategy, "group_size": group_size
-    }  # fmt: skip
+    found = {"num_bits": bits, "type": "int", "symmetric": is_symmetric}
+    return found | {"strategy": strategy, "group_size": group_size}
 
 
-def fp8(block: tuple[int, int] | None, name: str, dtype: torch.dtype) -> Callable[[Tensor], Packed]:
+def fp8(block: tuple[int, int] | None, name: str, dtype: torch.dtype) -> Pack:
     """Return a function that packs as FP8. A block of `(1, 0)` is a row, and None is the whole matrix."""
 
     def pack(weight: Tensor) -> Packed:
         rows, columns = block or (len(weight), weight.shape[1])
         columns = columns or weight.shape[1]
-        grid = -(-len(weight) // rows), -(-weight.shape[1] // columns)
-        scales = torch.empty(grid)
-        for row in range(grid[0]):
-            for column in range(grid[1]):
-                part = weight[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
-                scales[row, column] = part.abs().max() / 448
+        parts = [[part.abs().max() for part in row.split(columns, 1)] for row in weight.split(rows)]
+        scales = torch.tensor(parts) / 448
         if dtype == torch.uint8:  # exponents
             stored = (scales.log2().ceil() + 127).to(torch.uint8)
             scales = torch.exp2(stored.float() - 127)
@@ -198,7 +178,7 @@ def _fp4_codes(scaled: Tensor) -> Tensor:
     return (scaled[..., None] - _E2M1).abs().argmin(-1)
 
 
-def nvfp4(names: tuple[str, str], *, divides: bool) -> Callable[[Tensor], Packed]:
+def nvfp4(names: tuple[str, str], *, divides: bool) -> Pack:
     """Return a function that packs as FP4, with FP8 scales and a factor. `names` are those of codes and factor."""
 
     def pack(weight: Tensor) -> Packed:
@@ -227,7 +207,7 @@ def mxfp4(weight: Tensor) -> Packed:
     return Packed({"weight_packed": pairs, "weight_scale": (exponents + 127).to(torch.uint8)}, values)
 
 
-def mlx(bits: int, group_size: int) -> Callable[[Tensor], Packed]:
+def mlx(bits: int, group_size: int) -> Pack:
     def pack(weight: Tensor) -> Packed:
         parts = weight.reshape(len(weight), -1, group_size)
         low, high = parts.aminmax(dim=2)
@@ -260,12 +240,18 @@ def _packed(name: str, type_: str, bits: int, group_size: int | None, *, is_symm
     return Method(name, config, packed_integers(bits, group_size or 0, is_symmetric=is_symmetric, **order), type_)
 
 
-def _fp8(name: str, type_: str, pack: Callable[[Tensor], Packed], **config: Any) -> Method:
+def _compressed(name: str, type_: str, weights: dict[str, Any], pack: Pack) -> Method:
+    """Return a method of compressed-tensors, whose format is the first word of its name."""
+    return Method(name, compressed_config(name.partition(" ")[0], weights), pack, type_)
+
+
+def _fp8(name: str, type_: str, pack: Pack, **config: Any) -> Method:
     return Method(name, {"quant_method": "fp8", "modules_to_not_convert": list(_IN_FLOATS), **config}, pack, type_)
 
 
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-_WHOLE_ROWS = integers(8, None, is_symmetric=True)
+_WHOLE_ROWS, _UNEVEN_ROWS = (integers(8, None, is_symmetric=is_symmetric) for is_symmetric in (True, False))
+_NAMES_OF_FP4 = ("weight_packed", "weight_global_scale")
 _BLOCKS = _FLOATS_OF_8_BITS | {"strategy": "block", "block_structure": [32, 128]}
 _ROWS = _FLOATS_OF_8_BITS | {"strategy": "channel"}
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": list(_IN_FLOATS)}
@@ -284,37 +270,17 @@ METHODS = (
     _packed("pack-quantized zero points", "Q5_0", 4, 128, is_symmetric=False),
     _packed("pack-quantized act-order", "F16", 4, 32, is_symmetric=True, has_order=True),
     _packed("pack-quantized rows of 8 bits", "Q8_0", 8, None, is_symmetric=True),
-    Method("int-quantized", compressed_config("int-quantized", _WHOLE_ROWS), plain_integers(is_symmetric=True), "Q8_0"),
-    Method(
-        "int-quantized zero points",
-        compressed_config("int-quantized", _WHOLE_ROWS | {"symmetric": False}),
-        plain_integers(is_symmetric=False),
-        "F16",
-    ),
+    _compressed("int-quantized", "Q8_0", _WHOLE_ROWS, plain_integers(is_symmetric=True)),
+    _compressed("int-quantized zero points", "F16", _UNEVEN_ROWS, plain_integers(is_symmetric=False)),
     _fp8("fp8 blocks", "F16", fp8((64, 32), "weight_scale_inv", torch.float32), weight_block_size=[64, 32]),
     _fp8("fp8 blocks of exponents", "F8_E4M3", fp8((128, 128), "weight_scale_inv", torch.uint8), scale_fmt="ue8m0"),
     _fp8("fp8 matrices", "F8_E4M3", fp8(None, "weight_scale_inv", torch.bfloat16), weight_block_size=None),
     Method("fbgemm_fp8", {"quant_method": "fbgemm_fp8"}, fp8((1, 0), "weight_scale", torch.float32), "F8_E4M3"),
-    Method(
-        "float-quantized",
-        compressed_config("float-quantized", _ROWS),
-        fp8((1, 0), "weight_scale", torch.bfloat16),
-        "F8_E4M3",
-    ),
-    Method(
-        "float-quantized blocks",
-        compressed_config("float-quantized", _BLOCKS),
-        fp8((32, 128), "weight_scale", torch.bfloat16),
-        "F8_E4M3",
-    ),
-    Method(
-        "nvfp4-pack-quantized",
-        compressed_config("nvfp4-pack-quantized", _FP4),
-        nvfp4(("weight_packed", "weight_global_scale"), divides=True),
-        "NVFP4_SCALED",
-    ),
+    _compressed("float-quantized", "F8_E4M3", _ROWS, fp8((1, 0), "weight_scale", torch.bfloat16)),
+    _compressed("float-quantized blocks", "F8_E4M3", _BLOCKS, fp8((32, 128), "weight_scale", torch.bfloat16)),
+    _compressed("nvfp4-pack-quantized", "NVFP4_SCALED", _FP4, nvfp4(_NAMES_OF_FP4, divides=True)),
     Method("modelopt nvfp4", _MODELOPT, nvfp4(("weight", "weight_scale_2"), divides=False), "NVFP4_SCALED"),
-    Method("mxfp4-pack-quantized", compressed_config("mxfp4-pack-quantized", _MXFP4), mxfp4, "MXFP4"),
+    _compressed("mxfp4-pack-quantized", "MXFP4", _MXFP4, mxfp4),
     Method("mlx", {"bits": 4, "group_size": 64, "mode": "affine"}, mlx(4, 64), "Q4_1", "quantization"),
     Method("mlx 8 bits", {"bits": 8, "group_size": 32}, mlx(8, 32), "F16", "quantization"),
 )
@@ -325,9 +291,7 @@ def is_quantised(name: str, tensor: Tensor) -> bool:
     return name.endswith("_proj.weight") and tensor.dim() == 2 and name.removesuffix(".weight") not in _IN_FLOATS
 
 
-def write_quantised(
-    floats: Path, folder: Path, pack: Callable[[Tensor], Packed], config: dict[str, Any], key: str
-) -> dict[str, Tensor]:
+def write_quantised(floats: Path, folder: Path, pack: Pack, config: dict[str, Any], key: str) -> dict[str, Tensor]:
     """Write the folder of floats with its matrices packed, and return the values that all tensors stand for."""
     shutil.copytree(floats, folder, dirs_exist_ok=True)
     tensors = load_file(floats / "model.safetensors")

@@ -9,25 +9,11 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+_SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+_LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def _yarn(**others: Any) -> dict[str, Any]:
@@ -35,13 +21,9 @@ def _yarn(**others: Any) -> dict[str, Any]:
 
 
 def _longrope(pairs: int) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "partial_rotary_factor": pairs / 8,
-        "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
-        "long_factor": [1.5 + 2.0 * pair for pair in range(pairs)],
-    }
+    factors = {"short_factor": [1.0 + 0.1 * pair for pair in range(pairs)]}
+    factors |= {"long_factor": [1.5 + 2.0 * pair for pair in range(pairs)]}
+    return {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": pairs / 8, **factors}
 
 
 def _ropes(full: dict[str, Any], theta: float = 10_000.0, **others: Any) -> dict[str, Any]:
@@ -352,13 +334,8 @@ LLAMA4 = [
     ),
 ]  # fmt: skip
 
-LONGROPE = _tiny(
-    "phi3_longrope",
-    hf.Phi3Config,
-    tie_word_embeddings=True,
-    original_max_position_embeddings=64,
-    rope_parameters=_longrope(6),
-)
+_LONG: dict[str, Any] = {"original_max_position_embeddings": 64, "rope_parameters": _longrope(6)}
+LONGROPE = _tiny("phi3_longrope", hf.Phi3Config, tie_word_embeddings=True, **_LONG)
 TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4, *OLMO_HYBRID]
 BY_NAME = {tiny.name: tiny for tiny in TINY}
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family

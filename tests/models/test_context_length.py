@@ -14,6 +14,7 @@ from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.context_length import context_length, fitting_length, fitting_step
 from infer.models.memory.memory_estimate import LoadSettings, estimate
+from refusals import check_refusal
 from test_session import make_model
 
 SETTINGS, LOAD = CacheSettings(), LoadSettings()
@@ -21,8 +22,7 @@ SETTINGS, LOAD = CacheSettings(), LoadSettings()
 
 def test_the_default_is_the_models_own_up_to_a_limit() -> None:
     architecture = make_architecture(open_checkpoint("smollm2").config)
-    assert context_length(None, architecture, SETTINGS) == 8192
-    assert context_length(99, architecture, SETTINGS) == 99
+    assert (context_length(None, architecture, SETTINGS), context_length(99, architecture, SETTINGS)) == (8192, 99)
     for wrong in (1, 0, -5, 8193):
         with pytest.raises(InvalidRequestError, match="max_seq_len must be"):
             context_length(wrong, architecture, SETTINGS)
@@ -52,8 +52,7 @@ def test_a_cut_default_is_a_warning_and_a_requested_context_is_refused(monkeypat
     with pytest.warns(UserWarning, match=r"the context is [\d,]+ tokens, not 8,192: \d+ MB of memory are available"):
         llm = LLM("smollm2", threads=1)
     assert 512 <= llm.max_seq_len <= 2112
-    with pytest.raises(ModelError, match=r"max_seq_len=\d+ fits"):
-        LLM("smollm2", threads=1, max_seq_len=4096)
+    check_refusal(lambda: LLM("smollm2", threads=1, max_seq_len=4096), ModelError, r"max_seq_len=\d+ fits")
 
 
 def test_a_gpu_with_little_memory_has_smaller_steps() -> None:
@@ -72,9 +71,7 @@ def test_a_gpu_with_little_memory_has_smaller_steps() -> None:
 
     assert fits(None) == fits(8 * workspace(8192)) == 8192
     assert fits(8 * workspace(8192) - 8) == fits(8 * workspace(4096)) == 4096
-    assert fits(8 * workspace(1024)) == 1024
-    assert fits(1) == 512
-    assert fits(1, "cpu", HOST_STEP.tokens) == HOST_STEP.tokens
+    assert (fits(8 * workspace(1024)), fits(1), fits(1, "cpu", HOST_STEP.tokens)) == (1024, 512, HOST_STEP.tokens)
 
 
 def test_a_model_is_loaded_for_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ LENGTH = 40  # fills the windows several times over
 
 @pytest.mark.slow(cases=5)
 @pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
-def test_greedy_with_speculation_is_the_argmax_of_transformers(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_is_the_argmax_of_transformers(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(tiny.config)
     config.vocab_size, config.bos_token_id, config.eos_token_id = VOCAB_SIZE, None, 256
     oracle = make_tiny(replace(tiny, config=config), tmp_path)

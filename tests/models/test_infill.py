@@ -42,17 +42,13 @@ def post(llm: LLM, status: int = 200, **changed: Any) -> Any:
     return answer.json()
 
 
-def test_the_prompt_has_both_texts_and_the_marks_in_the_model_s_order(
-    make_infilling: Callable[[list[str]], LLM],
-) -> None:
+def test_the_prompt_has_texts_and_marks_in_the_model_s_order(make_infilling: Callable[[list[str]], LLM]) -> None:
     found = post(make_infilling(QWEN))["choices"][0]
     assert found["prompt_token_ids"] == [PREFIX, *b"ab", SUFFIX, *b"yz", MIDDLE]
     assert found["token_ids"]
 
 
-def test_the_suffix_is_first_for_a_model_without_a_mark_for_the_middle(
-    make_infilling: Callable[[list[str]], LLM],
-) -> None:
+def test_the_suffix_is_first_without_a_mark_for_the_middle(make_infilling: Callable[[list[str]], LLM]) -> None:
     found = post(make_infilling(CODESTRAL), prompt=["ab", ""])["choices"]
     assert [each["prompt_token_ids"] for each in found] == [[258, *b"yz", 259, *b"ab"], [258, *b"yz", 259]]
 

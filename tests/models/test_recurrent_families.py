@@ -73,8 +73,7 @@ def lfm2_file(path: Path, kv_heads: list[int], *, gating: int = 2, cache: int = 
 
 def test_layers_without_heads_of_keys_are_convolutions_in_a_gguf_file(tmp_path: Path) -> None:
     config = open_checkpoint(lfm2_file(tmp_path / "model.gguf", [0, 2, 0])).config
-    assert config["layer_types"] == ["conv", "full_attention", "conv"]
-    assert config["num_key_value_heads"] == 2
+    assert (config["layer_types"], config["num_key_value_heads"]) == (["conv", "full_attention", "conv"], 2)
     assert not config["use_expert_bias"]
     kinds = [type(layer.mixer) for layer in make_architecture(config).layers]
     assert kinds == [ShortConv, Attention, ShortConv]

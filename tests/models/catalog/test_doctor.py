@@ -1,6 +1,8 @@
 """Claims about `infer doctor`: it names each planted fault in a line, and finds none in healthy files."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -35,24 +37,13 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_
 LETTERS = [*"<|>_abcdefghijklmnopqrstuvwxyz:HAé"]
 TOKENS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "ab", *LETTERS]
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-KEYS: dict[str, Any] = {
-    "model": "gpt2",
-    "pre": "smollm",
-    "tokens": TOKENS,
-    "token_type": [CONTROL] * 5 + [NORMAL] * 35,
-    "merges": ["a b"],
-    "bos_token_id": 1,
-    "eos_token_id": 4,
-    "padding_token_id": 0,
-    "add_bos_token": False,
-}
+KEYS: dict[str, Any] = {"model": "gpt2", "pre": "smollm", "tokens": TOKENS, "merges": ["a b"], "add_bos_token": False}
+KEYS |= {"token_type": [CONTROL] * 5 + [NORMAL] * 35, "bos_token_id": 1, "eos_token_id": 4, "padding_token_id": 0}
 
 
 def all_tensors() -> dict[str, np.ndarray]:
-    found = dict[str, np.ndarray]()
-    for layer in range(NUM_LAYERS):
-        found |= {name.replace("blk.0.", f"blk.{layer}."): x for name, x in random_tensors("llama", layer).items()}
-    return found
+    layers = {layer: random_tensors("llama", layer) for layer in range(NUM_LAYERS)}
+    return {name.replace("blk.0.", f"blk.{at}."): x for at, own in layers.items() for name, x in own.items()}
 
 
 def write_file(
@@ -151,16 +142,13 @@ def test_a_fault_of_the_tokenizer_is_one_line(keys: dict[str, Any], expected: st
 
 def test_a_broken_template_is_one_line(tmp_path: Path) -> None:
     (line,) = lines_of(write_file(tmp_path, template="{% for m in %}"))
-    assert line.startswith("tokenizer.chat_template: ")
-    assert line.endswith(": take the template of the original model")
+    assert re.fullmatch(r"tokenizer\.chat_template: .*: take the template of the original model", line)
 
 
 def test_files_of_old_converters_are_known(tmp_path: Path) -> None:
     (line,) = lines_of(write_file(tmp_path, name="Qwen3 Embedding 0.6B"))
     assert line.startswith("tokenizer.ggml.add_eos_token: it is not true, because an old converter wrote the file")
-    keys = {"add_eos_token": True}
-    path = write_file(tmp_path, keys, name="Qwen3 Embedding 0.6B")
-    assert findings_of(path) == ()
+    assert findings_of(write_file(tmp_path, {"add_eos_token": True}, name="Qwen3 Embedding 0.6B")) == ()
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
@@ -212,10 +200,7 @@ def _scale(name: str, factor: float) -> Change:
         (_scale(DOWN, 10), f"{DOWN}: the root mean square is 10.1, and 0.997 is the median over layers; it may"),
         (_fill(DOWN, 200.0, slice(0, 1)), f"{DOWN}: the root mean square is "),
         (lambda tensors: tensors[DOWN].__setitem__((0, 0), 500.0), f"{DOWN}: the largest value is 500, and "),
-        (
-            lambda tensors: tensors.pop(DOWN),
-            "m.gguf: config and tensors disagree: missing model.layers.3.mlp.down_proj",
-        ),
+        (lambda tensors: tensors.pop(DOWN), "m.gguf: config and tensors disagree: missing model.layers.3.mlp.down_pr"),
     ],
 )
 def test_a_fault_of_a_tensor_is_one_line(change: Change, expected: str, tmp_path: Path) -> None:
@@ -223,20 +208,14 @@ def test_a_fault_of_a_tensor_is_one_line(change: Change, expected: str, tmp_path
     assert line.startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (b"\x00\x7e", "32 of 6,144 values are NaN and 0 are infinite, because 1 of 192 blocks have a scale like that"),
-        (b"\x00\x7c", "are infinite, because 1 of 192 blocks have a scale like that"),
-    ],
-)
-def test_a_bad_scale_names_the_tensor_to_quantise_again(content: bytes, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "values"), [(b"\x00\x7e", "32 of 6,144 values are NaN and 0"), (b"\x00\x7c", "")])
+def test_a_bad_scale_names_the_tensor_to_quantise_again(content: bytes, values: str, tmp_path: Path) -> None:
     path = write_file(tmp_path, quantise=frozenset({DOWN}))
     codes = b"\x11" * 16  # no code stands for 0, because 0 times infinity is NaN
     write_bytes(path, DOWN, 2 * 18, content + codes)
     line, last = lines_of(path)
-    assert line.startswith(f"{DOWN}: ")
-    assert expected in line
+    assert line.startswith(f"{DOWN}: {values}")
+    assert " are infinite, because 1 of 192 blocks have a scale like that" in line
     assert line.endswith("quantise it again from the original: it is Q4_0")
     assert last == f"quantise again: {DOWN}"
 
@@ -249,22 +228,16 @@ def test_pieces_count_as_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert examine(path, lambda done, total: seen.append((done, total))) == whole
     assert "ids 30, 31" in str(whole.findings[0])
     total = sum(values.size for values in all_tensors().values())
-    assert seen == sorted(seen)
-    assert seen[-1] == (total, total)
+    assert (seen, seen[-1]) == (sorted(seen), (total, total))
 
 
 def test_at_most_twenty_lines_of_a_kind_are_shown(tmp_path: Path) -> None:
-    def spoil(tensors: dict[str, np.ndarray]) -> None:
-        for values in tensors.values():
-            values.reshape(-1)[0] = np.nan
-
-    path, count = write_file(tmp_path, change=spoil), len(all_tensors())
+    path = write_file(tmp_path, change=lambda tensors: [values.put(0, np.nan) for values in tensors.values()])
+    count = len(all_tensors())
     lines = lines_of(path)
-    assert len(lines) == 21
-    assert lines[-1] == f"and {count - 20} more of this kind: not finite (--json lists all)"
+    assert (len(lines), lines[-1]) == (21, f"and {count - 20} more of this kind: not finite (--json lists all)")
     found = run("doctor", path, "--json", status=1).json()["findings"]
-    assert len(found) == count
-    assert {finding["kind"] for finding in found} == {"not finite"}
+    assert (len(found), {finding["kind"] for finding in found}) == (count, {"not finite"})
 
 
 def test_a_float_beyond_half_precision_is_named(tmp_path: Path) -> None:
@@ -308,19 +281,17 @@ def test_wrong_types_in_a_folder_are_no_failure_of_ours(file: str, settings: Any
     capsys.readouterr()
     status, written = main(["doctor", str(tmp_path)]), capsys.readouterr()
     assert "our own failure" not in written.err
-    assert bool(written.out) is (status < 2)
-    assert bool(written.err) is (status >= 2)
+    assert (bool(written.out), bool(written.err)) == (status < 2, status >= 2)
 
 
 def test_wrong_values_in_a_file_are_refused_or_found(tmp_path: Path) -> None:
-    num_found = num_refused = 0
+    counts = Counter[bool | None]()
     for _, path in islice(gguf_of_any_kind(tmp_path), 0, None, 5):
         try:
-            num_found += bool(examine(path, lambda done, total: None).findings)
+            counts[bool(findings_of(path))] += 1
         except InferError:
-            num_refused += 1
-    assert num_found > 5
-    assert num_refused > 5
+            counts[None] += 1
+    assert min(counts[True], counts[None]) > 5
 
 
 def test_a_model_that_cannot_be_read_has_the_status_of_other_commands(tmp_path: Path) -> None:
@@ -331,17 +302,15 @@ def test_a_model_that_cannot_be_read_has_the_status_of_other_commands(tmp_path: 
 
 
 def test_outliers_need_five_layers_and_both_distances() -> None:
-    assert list(far_from_median([1.0, 1.0, 1.0, 100.0], 8.0)) == []
     assert [index for index, _ in far_from_median([1.0, 1.0, 1.1, 1.2, 100.0, 0.01], 8.0)] == [4, 5]
-    assert list(far_from_median([1.0, 1.0, 1.0, 1.0, 7.9], 8.0)) == []
-    assert list(far_from_median([1.0, 4.0, 16.0, 64.0, 256.0], 8.0)) == []
+    for values in ([1.0, 1.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0, 7.9], [1.0, 4.0, 16.0, 64.0, 256.0]):
+        assert list(far_from_median(values, 8.0)) == []
 
 
 @pytest.mark.parametrize("type_", BLOCK_FIELDS)
 def test_scales_of_blocks_are_those_of_their_numbers(type_: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    size = (64, BLOCK_TYPES[type_].block_bytes)
-    blocks = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+    size, noise = (64, BLOCK_TYPES[type_].block_bytes), torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, size, dtype=torch.uint8, generator=noise)
     numbers, rows = numbers_of(blocks, type_), torch.nn.functional.pad(blocks, (0, BLOCK_TYPES[type_].tail_bytes))
     parts = [numbers.scales] if numbers.minima is None else [numbers.scales, numbers.minima]
     expected = numbers.supers if numbers.supers is not None else torch.cat(parts, dim=1)

@@ -48,8 +48,7 @@ def test_a_summary_of_a_gguf_tokenizer_is_the_tokenizers(name: str) -> None:
     tokenizer, summary = load_tokenizer(name), explain(name).tokenizer
     assert summary.ends == {i: tokenizer.backend.id_to_token(i) for i in tokenizer.eos_token_ids}
     assert summary.num_special_tokens == len(tokenizer.special_token_ids)
-    assert summary.vocab_size == tokenizer.vocab_size
-    assert summary.adds_bos == tokenizer.adds_bos
+    assert (summary.vocab_size, summary.adds_bos) == (tokenizer.vocab_size, tokenizer.adds_bos)
     assert summary.bos == tokenizer.backend.id_to_token(tokenizer.bos_token_id or 0)
     assert summary.templates == tokenizer.chat_template_names
 
@@ -66,11 +65,9 @@ def test_a_folder_is_explained_without_torch(tmp_path: Path) -> None:
     assert found == json.loads(json.dumps(explain(folder).to_json()))
     assert [group["layers"] for group in found["layer_groups"]] == [[0, 1, 2, 3, 4, 6], [5]]
     assert [group["values"]["window"] for group in found["layer_groups"]] == [8, None]
-    assert found["common"]["head_dim"] == 32
-    assert found["tokenizer"]["ends"] == {"3": "</s>", "4": "<|im_end|>"}
+    assert (found["common"]["head_dim"], found["tokenizer"]["ends"]) == (32, {"3": "</s>", "4": "<|im_end|>"})
     assert found["tokenizer"]["pre_tokenizer"] == "Digits, ByteLevel"
-    assert found["tokenizer"]["templates"] == ["default"]
-    assert found["sampling_defaults"] == {"temperature": 0.5}
+    assert (found["tokenizer"]["templates"], found["sampling_defaults"]) == (["default"], {"temperature": 0.5})
     assert found["file_bytes"] == (folder / "model.safetensors").stat().st_size
     sizes = {size["kv_type"]: size for size in found["cache"]}
     assert sizes["f32"]["bytes_per_1000_tokens"] == 1000 * 7 * 2 * 2 * 32 * 4

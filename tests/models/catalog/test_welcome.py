@@ -56,8 +56,7 @@ def test_each_line_is_read_by_its_program_as_it_is_meant(model: str, has_keys: b
     assert environment == ({"INFER_API_KEY": key} if has_keys else {})
     key_of = {"env_key": "INFER_API_KEY"} if has_keys else {}
     provider = {"name": "infer", "base_url": "http://127.0.0.1:8000/v1", "wire_api": "responses"}
-    assert codex_settings(command) == provider | key_of
-    assert command[-1] == model
+    assert (codex_settings(command), command[-1]) == (provider | key_of, model)
     assert yaml.safe_load(found["Continue"]) == {
         "models": [{"name": model, "provider": "openai", "model": model, "apiBase": "http://127.0.0.1:8000/v1",
                     "apiKey": key}]

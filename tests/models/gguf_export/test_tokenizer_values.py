@@ -78,9 +78,7 @@ def test_byte_level_bpe_is_written_under_the_name_of_its_rules(tmp_path: Path, p
 
 
 @pytest.mark.parametrize(("has_prefix", "name"), [(True, "llama"), (False, "gemma3"), (False, "gemma4")])
-def test_sentencepieces_form_is_written_with_scores_that_stand_for_the_merges(
-    tmp_path: Path, has_prefix: bool, name: str
-) -> None:
+def test_sentencepieces_form_has_scores_that_stand_for_the_merges(tmp_path: Path, has_prefix: bool, name: str) -> None:
     backend = marked(has_prefix=has_prefix)
     values = tokenizer_values(save(tmp_path, backend, unk_token="<unk>"), name, 510)
     assert values["tokenizer.ggml.model"] == ("gemma4" if name == "gemma4" else "llama")
@@ -130,9 +128,7 @@ def changed(**parts: Any) -> Tokenizer:
     ],
     ids=["pattern", "normalizer", "two beginnings", "merges", "model"],
 )
-def test_a_tokenizer_that_gguf_cannot_describe_is_refused_in_a_line(
-    tmp_path: Path, make: Callable[[], Tokenizer], message: str
-) -> None:
+def test_a_tokenizer_unknown_to_gguf_is_refused(tmp_path: Path, make: Callable[[], Tokenizer], message: str) -> None:
     folder = save(tmp_path, make())
     assert re.search(message, refusal(lambda: tokenizer_values(folder, "llama", 500), UnsupportedModelError))
 

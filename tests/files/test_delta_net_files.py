@@ -34,6 +34,12 @@ def make_folder(name: str, folder: Path) -> Any:
     return make_tiny(BY_NAME[name], folder)
 
 
+def converted(name: str, folder: Path) -> Path:
+    """Write a folder and the file of its model, and return the file."""
+    make_folder(name, folder)
+    return convert(folder, folder / "plain.gguf")
+
+
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -78,11 +84,10 @@ def test_any_rows_of_a_fused_projection_are_read_from_their_places(name: str, tm
     q, k, v, z, b, a = (part.reshape(64, -1).T for part in net.fix_query_key_value_ordering(*fused))
     weights = LazyWeights(open_checkpoint(tmp_path).tensors)
     for which, wanted in {"qkv": torch.cat([q, k, v]), "z": z, "b": b, "a": a}.items():
-        weight = weights[f"{AT}.{which}_proj.weight"]
+        weight, count = weights[f"{AT}.{which}_proj.weight"], len(wanted)
         assert isinstance(weight, UnreadWeight)
         assert weight.shape == wanted.shape
         assert torch.equal(weight.data, wanted)
-        count = len(wanted)
         for first, last in ((0, 1), (count - 1, count), (1, count - 1), (count // 2, count // 2), (3, 5)):
             rows = weight.rows(first, last)
             assert rows.shape == (last - first, 64)
@@ -97,24 +102,21 @@ def test_a_fused_projection_of_another_size_is_named(tmp_path: Path) -> None:
 
 
 def test_fused_projections_are_split_in_gguf_files_too(tmp_path: Path) -> None:
-    make_folder("qwen3_next", tmp_path)
-    folder = load_file(tmp_path / "model.safetensors")
-    plain = convert(tmp_path, tmp_path / "plain.gguf")
+    plain, folder = converted("qwen3_next", tmp_path), load_file(tmp_path / "model.safetensors")
 
     def fuse(tensors: dict[str, np.ndarray]) -> None:
         """Store one projection for everything, as older files do."""
         for layer in range(3):
             del tensors[f"blk.{layer}.attn_qkv.weight"], tensors[f"blk.{layer}.attn_gate.weight"]
-            matrix = folder[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"].numpy()
-            tensors[f"blk.{layer}.ssm_in.weight"] = matrix
+            fused = folder[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"]
+            tensors[f"blk.{layer}.ssm_in.weight"] = fused.numpy()
 
     older = write_gguf(tmp_path / "older.gguf", plain, fuse)
     assert_same(values_of(open_checkpoint(older)), values_of(open_checkpoint(plain)))
 
 
 def test_rows_of_blocks_are_gathered_as_they_are_stored(tmp_path: Path) -> None:
-    make_folder("qwen3_next", tmp_path)
-    plain = convert(tmp_path, tmp_path / "plain.gguf")
+    plain = converted("qwen3_next", tmp_path)
     name = "blk.0.ssm_ba.weight"
     path = write_gguf(tmp_path / "q8.gguf", plain, lambda own: own.update({name: quantize(own[name], Q8_0)}))
     weights, floats = LazyWeights(open_checkpoint(path).tensors), LazyWeights(open_checkpoint(plain).tensors)
@@ -127,9 +129,7 @@ def test_rows_of_blocks_are_gathered_as_they_are_stored(tmp_path: Path) -> None:
 
 
 def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
-    make_folder("qwen3_5", tmp_path)
-    wanted = values_of(open_checkpoint(tmp_path))
-    plain = convert(tmp_path, tmp_path / "plain.gguf")
+    plain, wanted = converted("qwen3_5", tmp_path), values_of(open_checkpoint(tmp_path))
     extra = {"mtp.fc.weight": torch.zeros(64, 128), "mtp.layers.0.mlp.up_proj.weight": torch.zeros(96, 64)}
     change_tensors(tmp_path, lambda tensors: tensors.update(extra))
     assert_same(values_of(open_checkpoint(tmp_path)), wanted)
@@ -164,8 +164,7 @@ def test_stacks_of_experts_are_those_of_single_ones(tmp_path: Path) -> None:
 
 
 def test_a_fused_projection_of_attention_has_the_rows_of_gates_among_those_of_q(tmp_path: Path) -> None:
-    make_folder("qwen3_5_uneven", tmp_path)
-    plain = convert(tmp_path, tmp_path / "plain.gguf")
+    plain = converted("qwen3_5_uneven", tmp_path)
 
     def fuse(tensors: dict[str, np.ndarray]) -> None:
         for kind in ("weight", "bias"):
@@ -182,16 +181,16 @@ def test_a_projection_without_gates_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "shape", "problem"),
-    [
-        (f"{AT}.in_proj_ba", {"linear_num_key_heads": 2**30}, (0, 64), "expected 0 rows for 1073741824"),
-        (f"{AT}.in_proj_ba", {"linear_num_value_heads": 1}, (0, 64), "expected 0 rows for 2 key heads"),
-        (f"{AT}.in_proj_qkvz", {"linear_num_key_heads": 2**30}, (0, 64), "rows for 1073741824 key heads"),
-        (Q_PROJ, {"num_attention_heads": 2**30}, (0, 64), "a gate for each of 1073741824 heads"),
-        (Q_PROJ, {}, (), "a gate for each of 4 heads"),
-    ],
-)
+EMPTY_PARTS = [
+    (f"{AT}.in_proj_ba", {"linear_num_key_heads": 2**30}, (0, 64), "expected 0 rows for 1073741824"),
+    (f"{AT}.in_proj_ba", {"linear_num_value_heads": 1}, (0, 64), "expected 0 rows for 2 key heads"),
+    (f"{AT}.in_proj_qkvz", {"linear_num_key_heads": 2**30}, (0, 64), "rows for 1073741824 key heads"),
+    (Q_PROJ, {"num_attention_heads": 2**30}, (0, 64), "a gate for each of 1073741824 heads"),
+    (Q_PROJ, {}, (), "a gate for each of 4 heads"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "shape", "problem"), EMPTY_PARTS)
 def test_parts_without_rows_cost_nothing(
     name: str, settings: dict[str, int], shape: tuple[int, ...], problem: str, tmp_path: Path
 ) -> None:
@@ -202,19 +201,18 @@ def test_parts_without_rows_cost_nothing(
     check_refusal(lambda: open_checkpoint(tmp_path), ModelError, problem)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ssm__inner_size": 97}, "ssm.inner_size: expected a multiple of 6 value heads, got 97"),
-        ({"ssm__time_step_rank": 0}, "ssm.time_step_rank: expected an integer from 1"),
-        ({"ssm__conv_kernel": None}, "ssm.conv_kernel: is missing"),
-        ({"attention__recurrent_layers": [True] * 3}, "recurrent_layers: expected a flag for each of 4 layers"),
-        ({"attention__recurrent_layers": [1, 1, 1, 0]}, "recurrent_layers: expected a flag for each of 4 layers"),
-        ({"full_attention_interval": 0}, "full_attention_interval: expected an integer from 1"),
-    ],
-)
+IMPOSSIBLE_METADATA = [
+    ({"ssm__inner_size": 97}, "ssm.inner_size: expected a multiple of 6 value heads, got 97"),
+    ({"ssm__time_step_rank": 0}, "ssm.time_step_rank: expected an integer from 1"),
+    ({"ssm__conv_kernel": None}, "ssm.conv_kernel: is missing"),
+    ({"attention__recurrent_layers": [True] * 3}, "recurrent_layers: expected a flag for each of 4 layers"),
+    ({"attention__recurrent_layers": [1, 1, 1, 0]}, "recurrent_layers: expected a flag for each of 4 layers"),
+    ({"full_attention_interval": 0}, "full_attention_interval: expected an integer from 1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE_METADATA)
 def test_metadata_that_cannot_be_is_refused_in_a_line(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    make_folder("qwen3_5", tmp_path)
-    plain = convert(tmp_path, tmp_path / "plain.gguf")
+    plain = converted("qwen3_5", tmp_path)
     path = write_gguf(tmp_path / "model.gguf", plain, lambda tensors: None, **settings)
     assert message in refusal(lambda: open_checkpoint(path), ModelError)

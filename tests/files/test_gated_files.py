@@ -45,17 +45,17 @@ def test_the_gates_and_heads_of_laguna_are_those_of_the_file(tmp_path: Path) -> 
     assert not any(layer.are_gates_of_heads for layer in by_element)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"laguna.expert_gating_func": 1}, "expert_gating_func 1 is not supported for laguna: 2"),
-        ({"laguna.expert_weights_norm": False}, "expert_weights_norm False is not supported for laguna: True"),
-        ({"laguna.leading_dense_block_count": 5}, "leading_dense_block_count: expected an integer from 0 to 4, got 5"),
-        ({"laguna.attention.head_count": [4, 6]}, "num_attention_heads_per_layer must list 4 numbers, got [4, 6]"),
-        ({"laguna.rope.dimension_count_swa": None}, "rope.dimension_count_swa: is missing"),
-        ({"laguna.attention.sliding_window_pattern": 0}, "expected a number or one flag per layer, got 0"),
-    ],
-)
+LACKED = [
+    ({"laguna.expert_gating_func": 1}, "expert_gating_func 1 is not supported for laguna: 2"),
+    ({"laguna.expert_weights_norm": False}, "expert_weights_norm False is not supported for laguna: True"),
+    ({"laguna.leading_dense_block_count": 5}, "leading_dense_block_count: expected an integer from 0 to 4, got 5"),
+    ({"laguna.attention.head_count": [4, 6]}, "num_attention_heads_per_layer must list 4 numbers, got [4, 6]"),
+    ({"laguna.rope.dimension_count_swa": None}, "rope.dimension_count_swa: is missing"),
+    ({"laguna.attention.sliding_window_pattern": 0}, "expected a number or one flag per layer, got 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), LACKED)
 def test_settings_that_laguna_lacks_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     assert message in refusal(lambda: with_settings(file_of(LAGUNA[0], tmp_path), settings), ModelError)
 

@@ -43,17 +43,16 @@ def test_the_same_bytes_without_a_fault_are_read(tmp_path: Path) -> None:
     assert read_weight(file.tensors["b"]).data.tolist() == list(range(8, 16))
 
 
-def test_a_file_without_a_rope_base_has_that_of_llama_cpp(tmp_path: Path) -> None:
-    given = open_checkpoint(write_model(tmp_path / "given.gguf")).config
-    left_out = open_checkpoint(write_model(tmp_path / "without.gguf", rope_base=None)).config
-    assert (given["rope_theta"], left_out["rope_theta"]) == (50_000.0, 10_000.0)
-
-
-def test_a_file_without_kv_heads_has_as_many_as_heads(tmp_path: Path) -> None:
-    given = open_checkpoint(write_model(tmp_path / "given.gguf")).config
-    left_out = open_checkpoint(write_model(tmp_path / "without.gguf", kv_heads=None)).config
-    assert (given["num_key_value_heads"], left_out["num_key_value_heads"]) == (KV_HEADS, HEADS)
-    assert KV_HEADS != HEADS
+@pytest.mark.parametrize(
+    ("left_out", "key", "values"),
+    [("rope_base", "rope_theta", [50_000.0, 10_000.0]), ("kv_heads", "num_key_value_heads", [KV_HEADS, HEADS])],
+)
+def test_a_file_without_a_setting_has_that_of_llama_cpp(
+    tmp_path: Path, left_out: str, key: str, values: list[float]
+) -> None:
+    whole, without = write_model(tmp_path / "given.gguf"), write_model(tmp_path / "without.gguf", **{left_out: None})
+    assert [open_checkpoint(path).config[key] for path in (whole, without)] == values
+    assert values[0] != values[1]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +98,8 @@ def test_every_value_type_reads_as_gguf_wrote_it(tmp_path: Path) -> None:
 
     metadata = read_gguf(write_model(tmp_path / "m.gguf", extend=extend)).metadata
     for name, value in expected.items():
-        assert metadata[f"one.{name}"] == value
-        assert type(metadata[f"one.{name}"]) is type(value)
-        assert metadata[f"many.{name}"] == arrays[name]
-        assert type(metadata[f"many.{name}"][0]) is type(value)
+        one, many = metadata[f"one.{name}"], metadata[f"many.{name}"]
+        assert (one, many, type(one), type(many[0])) == (value, arrays[name], type(value), type(value))
 
 
 def write_raw(path: Path, raw: np.ndarray, type_: str) -> Path:
@@ -175,15 +172,15 @@ def test_a_matrix_in_nvfp4_is_multiplied_by_its_scale(tmp_path: Path) -> None:
             assert np.array_equal(found, expected[first:last]), name
 
 
-@pytest.mark.parametrize(
-    ("scales", "problem"),
-    [
-        ({"attn_q": np.ones(2, np.float32)}, r"'blk\.0\.attn_q\.scale': expected F32 of the shape \(1,\), got F32"),
-        ({"attn_q": np.ones(1, np.float16)}, r"attn_q\.scale': expected F32 of the shape \(1,\), got F16"),
-        ({"ffn_gate_exps": np.ones(2, np.float32)}, r"ffn_gate_exps\.scale': expected F32 of the shape \(3,\)"),
-        ({"attn_q": np.float32([np.inf])}, r"attn_q\.scale': expected a finite scale"),
-    ],
-)
+IMPOSSIBLE_SCALES = [
+    ({"attn_q": np.ones(2, np.float32)}, r"'blk\.0\.attn_q\.scale': expected F32 of the shape \(1,\), got F32"),
+    ({"attn_q": np.ones(1, np.float16)}, r"attn_q\.scale': expected F32 of the shape \(1,\), got F16"),
+    ({"ffn_gate_exps": np.ones(2, np.float32)}, r"ffn_gate_exps\.scale': expected F32 of the shape \(3,\)"),
+    ({"attn_q": np.float32([np.inf])}, r"attn_q\.scale': expected a finite scale"),
+]
+
+
+@pytest.mark.parametrize(("scales", "problem"), IMPOSSIBLE_SCALES)
 def test_an_impossible_scale_is_refused_in_a_line(scales: dict[str, np.ndarray], problem: str, tmp_path: Path) -> None:
     write_nvfp4(tmp_path / "m.gguf", scales)
     with pytest.raises(ModelFormatError, match=problem):

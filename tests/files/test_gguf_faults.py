@@ -141,15 +141,15 @@ def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path, architecture
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("llama.rope.dimension_count", 2**31, "expected an integer from 1 to 2147483647, got 2147483648"),
-        ("llama.vocab_size", 0, "expected an integer from 1"),
-        ("llama.attention.value_length", 8, "different length"),
-        ("llama.attention.causal", 0, r"llama\.attention\.causal: expected true or false, got 0"),
-    ],
-)
+OUT_OF_RANGE = [
+    ("llama.rope.dimension_count", 2**31, "expected an integer from 1 to 2147483647, got 2147483648"),
+    ("llama.vocab_size", 0, "expected an integer from 1"),
+    ("llama.attention.value_length", 8, "different length"),
+    ("llama.attention.causal", 0, r"llama\.attention\.causal: expected true or false, got 0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), OUT_OF_RANGE)
 def test_hyperparameters_out_of_range_are_refused(tmp_path: Path, key: str, value: int, reason: str) -> None:
     path = write_model(tmp_path / "m.gguf", extend=lambda writer: writer.add_uint32(key, value))
     check_refusal(lambda: open_checkpoint(path), ModelError, reason)

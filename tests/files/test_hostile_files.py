@@ -210,18 +210,18 @@ def test_thousands_of_flips_of_random_bits_are_read_or_refused(tmp_path: Path) -
     assert min(report["read"], report["refused"]) > NUM_FLIPS / 10
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("tokenizer.ggml.eos_token_id", gguf_texts(["a"]), "eos_token_id: expected an id, got ['a']"),
-        ("tokenizer.ggml.pre", gguf_number(1), "pre: expected a name, got 1"),
-        ("tokenizer.ggml.tokens", gguf_number(1), "tokens: expected a list of texts, got 1"),
-        ("tokenizer.ggml.tokens", None, "tokens: missing"),
-        ("tokenizer.ggml.merges", gguf_texts(["a zebra"]), "merges: "),
-        ("tokenizer.ggml.merges", gguf_texts(["a"]), "'a' is not two tokens"),
-        ("tokenizer.ggml.token_type", gguf_texts(["a"]), "token_type: expected a list of integers"),
-    ],
-)
+SENSELESS = [
+    ("tokenizer.ggml.eos_token_id", gguf_texts(["a"]), "eos_token_id: expected an id, got ['a']"),
+    ("tokenizer.ggml.pre", gguf_number(1), "pre: expected a name, got 1"),
+    ("tokenizer.ggml.tokens", gguf_number(1), "tokens: expected a list of texts, got 1"),
+    ("tokenizer.ggml.tokens", None, "tokens: missing"),
+    ("tokenizer.ggml.merges", gguf_texts(["a zebra"]), "merges: "),
+    ("tokenizer.ggml.merges", gguf_texts(["a"]), "'a' is not two tokens"),
+    ("tokenizer.ggml.token_type", gguf_texts(["a"]), "token_type: expected a list of integers"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "reason"), SENSELESS)
 def test_a_senseless_tokenizer_in_a_gguf_is_refused(tmp_path: Path, key: str, value: bytes | None, reason: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", {key: value})
     assert reason in refused(lambda: load_tokenizer(path))
@@ -363,20 +363,20 @@ def test_ends_that_the_vocabulary_does_not_have_are_no_ends(tmp_path: Path) -> N
     assert load_tokenizer(write_gguf(tmp_path / "model.gguf", changes)).eos_token_ids == {257}
 
 
-@pytest.mark.parametrize(
-    ("generation_config", "config", "ends"),
-    [
-        (None, {"eos_token_id": 97}, {97}),
-        (None, {"eos_token_id": [97, 98]}, {97, 98}),
-        (None, {"text_config": CONFIG | {"eos_token_id": [99]}}, {99}),
-        (None, {"eos_token_id": 97, "text_config": CONFIG | {"eos_token_id": 99}}, {97}),
-        ({"temperature": 0.5}, {"eos_token_id": 97}, {97}),
-        ({"eos_token_id": 98}, {"eos_token_id": 97}, {98}),
-        ({"eos_token_id": 98}, {"eos_token_id": "97"}, {98}),
-        (None, {"eos_token_id": [97, -1, 262, 10**30]}, {97}),
-        (None, {"eos_token_id": None}, set()),
-    ],
-)
+ENDS = [
+    (None, {"eos_token_id": 97}, {97}),
+    (None, {"eos_token_id": [97, 98]}, {97, 98}),
+    (None, {"text_config": CONFIG | {"eos_token_id": [99]}}, {99}),
+    (None, {"eos_token_id": 97, "text_config": CONFIG | {"eos_token_id": 99}}, {97}),
+    ({"temperature": 0.5}, {"eos_token_id": 97}, {97}),
+    ({"eos_token_id": 98}, {"eos_token_id": 97}, {98}),
+    ({"eos_token_id": 98}, {"eos_token_id": "97"}, {98}),
+    (None, {"eos_token_id": [97, -1, 262, 10**30]}, {97}),
+    (None, {"eos_token_id": None}, set()),
+]
+
+
+@pytest.mark.parametrize(("generation_config", "config", "ends"), ENDS)
 def test_ends_are_those_of_the_config_if_the_generation_config_names_none(
     tmp_path: Path, generation_config: Any, config: dict[str, Any], ends: set[int]
 ) -> None:

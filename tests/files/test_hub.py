@@ -63,18 +63,18 @@ def fill(cache: Path, repo: str, files: dict[str, bytes], revision: str = "main"
     return folder / "snapshots" / COMMIT
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("org/repo", HubName("org/repo")),
-        ("a.b-c/d_e.1:Q4_K_M", HubName("a.b-c/d_e.1", variant="Q4_K_M")),
-        ("org/repo@v1.0:sub/m.gguf", HubName("org/repo", "v1.0", "sub/m.gguf")),
-        ("org/repo@refs/pr/3", HubName("org/repo", "refs/pr/3")),
-        ("hf.co/org/repo:Q4_K_M", HubName("org/repo", variant="Q4_K_M")),
-        ("https://huggingface.co/org/repo:Q4_K_M", HubName("org/repo", variant="Q4_K_M")),
-        ("hf.co/org/repo:latest", HubName("org/repo")),
-    ],
-)
+NAMES = [
+    ("org/repo", HubName("org/repo")),
+    ("a.b-c/d_e.1:Q4_K_M", HubName("a.b-c/d_e.1", variant="Q4_K_M")),
+    ("org/repo@v1.0:sub/m.gguf", HubName("org/repo", "v1.0", "sub/m.gguf")),
+    ("org/repo@refs/pr/3", HubName("org/repo", "refs/pr/3")),
+    ("hf.co/org/repo:Q4_K_M", HubName("org/repo", variant="Q4_K_M")),
+    ("https://huggingface.co/org/repo:Q4_K_M", HubName("org/repo", variant="Q4_K_M")),
+    ("hf.co/org/repo:latest", HubName("org/repo")),
+]
+
+
+@pytest.mark.parametrize(("text", "name"), NAMES)
 def test_a_name_on_the_hub_has_a_revision_and_a_file(text: str, name: HubName) -> None:
     assert (parse_hub_name(text), parse_hub_name(str(name))) == (name, name)
     assert text.removesuffix(":latest").endswith(str(name))
@@ -101,17 +101,17 @@ def test_a_quantisation_or_a_file_is_one_model(variant: str, entry: str) -> None
     assert (chosen.entry, chosen.weights) == (entry, SPLIT if entry == SPLIT[0] else (entry,))
 
 
-@pytest.mark.parametrize(
-    ("repo", "variant", "reason"),
-    [
-        ("org/quants", None, r"the GGUF files .*, m-Q4_0\.gguf, .*; name one, as in org/quants:Q4_K_M"),
-        ("org/quants", "Q4_K", r"has no Q4_K: it has the GGUF files BF16/m-BF16-00001-of-00003\.gguf, m-IQ4"),
-        ("org/quants", "4", "org/quants has no 4: it has"),
-        ("org/plain", "Q8_0", r"org/plain has no Q8_0: it has the GGUF files m\.gguf"),
-        ("org/pickled", None, r"org/pickled: its weights are pickled \(pytorch_model\.bin\), which can run code"),
-        ("org/adapter", None, "it is an adapter, not a model"),
-    ],
-)
+UNKNOWN_CHOICES = [
+    ("org/quants", None, r"the GGUF files .*, m-Q4_0\.gguf, .*; name one, as in org/quants:Q4_K_M"),
+    ("org/quants", "Q4_K", r"has no Q4_K: it has the GGUF files BF16/m-BF16-00001-of-00003\.gguf, m-IQ4"),
+    ("org/quants", "4", "org/quants has no 4: it has"),
+    ("org/plain", "Q8_0", r"org/plain has no Q8_0: it has the GGUF files m\.gguf"),
+    ("org/pickled", None, r"org/pickled: its weights are pickled \(pytorch_model\.bin\), which can run code"),
+    ("org/adapter", None, "it is an adapter, not a model"),
+]
+
+
+@pytest.mark.parametrize(("repo", "variant", "reason"), UNKNOWN_CHOICES)
 def test_an_unknown_choice_lists_the_known_ones(repo: str, variant: str | None, reason: str) -> None:
     check_refusal(lambda: choose(HubName(repo, variant=variant), REPOSITORIES[repo], None), ModelError, reason)
 
@@ -185,15 +185,15 @@ def test_names_in_a_models_folder_precede_the_hub(cache: Path, tmp_path: Path, m
     assert resolve("org/other") == tmp_path / "models" / "org" / "other.gguf"
 
 
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"HF_HUB_CACHE": "/own", "HF_HOME": "/home"}, "/own"),
-        ({"HF_HOME": "/home"}, "/home/hub"),
-        ({"XDG_CACHE_HOME": "/shared"}, "/shared/huggingface/hub"),
-        ({"HOME": "/me"}, "/me/.cache/huggingface/hub"),
-    ],
-)
+CACHES = [
+    ({"HF_HUB_CACHE": "/own", "HF_HOME": "/home"}, "/own"),
+    ({"HF_HOME": "/home"}, "/home/hub"),
+    ({"XDG_CACHE_HOME": "/shared"}, "/shared/huggingface/hub"),
+    ({"HOME": "/me"}, "/me/.cache/huggingface/hub"),
+]
+
+
+@pytest.mark.parametrize(("environment", "folder"), CACHES)
 def test_the_cache_is_the_librarys(environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -36,22 +36,22 @@ def write_pipeline(folder: Path, kinds: list[str], pooling: dict[str, Any]) -> N
             size += 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "pooling"),
-    [
-        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
-        (MEAN, "mean"),
-        ({}, "mean"),
-        ({"pooling_mode_cls_token": True}, "cls"),
-        ({"pooling_mode_max_tokens": True}, "max"),
-        ({"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
-        ({"pooling_mode_mean_sqrt_len_tokens": True}, "mean_sqrt_len"),
-        ({"pooling_mode": "lasttoken"}, "last"),
-        ({"pooling_mode": ["mean"]}, "mean"),
-        ({"pooling_mode": "cls"}, "cls"),
-        ({"pooling_mode": "mean_sqrt_len_tokens"}, "mean_sqrt_len"),
-    ],
-)
+POOLINGS = [
+    ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
+    (MEAN, "mean"),
+    ({}, "mean"),
+    ({"pooling_mode_cls_token": True}, "cls"),
+    ({"pooling_mode_max_tokens": True}, "max"),
+    ({"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
+    ({"pooling_mode_mean_sqrt_len_tokens": True}, "mean_sqrt_len"),
+    ({"pooling_mode": "lasttoken"}, "last"),
+    ({"pooling_mode": ["mean"]}, "mean"),
+    ({"pooling_mode": "cls"}, "cls"),
+    ({"pooling_mode": "mean_sqrt_len_tokens"}, "mean_sqrt_len"),
+]
+
+
+@pytest.mark.parametrize(("settings", "pooling"), POOLINGS)
 def test_a_folder_of_modules_says_how_it_pools(tmp_path: Path, settings: dict[str, Any], pooling: str) -> None:
     assert embedding_from_folder(tmp_path) is None
     write_pipeline(tmp_path, ["Transformer", "Pooling"], settings)
@@ -61,7 +61,6 @@ def test_a_folder_of_modules_says_how_it_pools(tmp_path: Path, settings: dict[st
 
 
 def test_layers_are_kept_in_their_order(tmp_path: Path) -> None:
-
     write_pipeline(tmp_path, [*PIPELINE[:3], "Dense", "Normalize"], {"include_prompt": False} | MEAN)
     found = embedding_from_folder(tmp_path)
     assert found is not None
@@ -99,25 +98,25 @@ def keep(folder: Path) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    ("kinds", "pooling", "change", "message"),
-    [
-        (PIPELINE, {"pooling_mode": "median"}, keep, "1_Pooling/config.json has the pooling 'median': supported is"),
-        (PIPELINE, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, keep,
-         "has the pooling 'mean_tokens and max_tokens': supported is one of cls, max_tokens"),
-        (["Transformer", "SpladePooling"], {}, keep, "modules.json has the module 'SpladePooling': after Transformer"),
-        (["Transformer", "Dense"], {}, keep, "has the module 'Dense': after Transformer, only Pooling"),
-        (["Transformer", "Pooling", "LSTM"], MEAN, keep, "has the module 'LSTM': after Pooling, only Dense layers"),
-        (["Transformer", "Pooling", "Normalize", "Dense"], MEAN, keep, "module 'Normalize': after Pooling, only Dense"),
-        (PIPELINE, MEAN, dense_config(activation_function="torch.nn.modules.activation.Mish"),
-         "2_Dense/config.json has the activation_function 'torch.nn.modules.activation.Mish', supported are Identity"),
-        (PIPELINE, MEAN, dense_config(module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),
-        (PIPELINE, MEAN, dense_config(use_residual=True), "use_residual True, supported is False"),
-        (PIPELINE, MEAN, pickle_only, "2_Dense/pytorch_model.bin can run code and is never opened: save the module"),
-        (PIPELINE, MEAN, remove_weights, "'2_Dense/model.safetensors': is missing"),
-        (PIPELINE, MEAN, leave_folder, "is outside the model's folder|is missing"),
-    ],
-)  # fmt: skip
+REFUSED_MODULES = [
+    (PIPELINE, {"pooling_mode": "median"}, keep, "1_Pooling/config.json has the pooling 'median': supported is"),
+    (PIPELINE, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, keep,
+     "has the pooling 'mean_tokens and max_tokens': supported is one of cls, max_tokens"),
+    (["Transformer", "SpladePooling"], {}, keep, "modules.json has the module 'SpladePooling': after Transformer"),
+    (["Transformer", "Dense"], {}, keep, "has the module 'Dense': after Transformer, only Pooling"),
+    (["Transformer", "Pooling", "LSTM"], MEAN, keep, "has the module 'LSTM': after Pooling, only Dense layers"),
+    (["Transformer", "Pooling", "Normalize", "Dense"], MEAN, keep, "module 'Normalize': after Pooling, only Dense"),
+    (PIPELINE, MEAN, dense_config(activation_function="torch.nn.modules.activation.Mish"),
+     "2_Dense/config.json has the activation_function 'torch.nn.modules.activation.Mish', supported are Identity"),
+    (PIPELINE, MEAN, dense_config(module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),
+    (PIPELINE, MEAN, dense_config(use_residual=True), "use_residual True, supported is False"),
+    (PIPELINE, MEAN, pickle_only, "2_Dense/pytorch_model.bin can run code and is never opened: save the module"),
+    (PIPELINE, MEAN, remove_weights, "'2_Dense/model.safetensors': is missing"),
+    (PIPELINE, MEAN, leave_folder, "is outside the model's folder|is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kinds", "pooling", "change", "message"), REFUSED_MODULES)
 def test_modules_that_would_change_vectors_are_refused_by_name(
     tmp_path: Path, kinds: list[str], pooling: dict[str, Any], change: Callable[[Path], None], message: str
 ) -> None:
@@ -158,14 +157,10 @@ def test_an_unknown_pooling_of_a_gguf_file_is_refused(tmp_path: Path, number: in
 
 def test_a_gguf_file_has_two_dense_layers(tmp_path: Path) -> None:
     noise = np.random.default_rng(0)
-    weights = {f"dense_{index}.weight": noise.standard_normal(shape, dtype=np.float32)
-               for index, shape in ((2, (96, HIDDEN)), (3, (HIDDEN, 96)))}  # fmt: skip
-    write_model(
-        tmp_path / "a.gguf",
-        "qwen3",
-        {**random_tensors("qwen3"), **weights},
-        extend=lambda writer: writer.add_pooling_type(gguf.PoolingType.MEAN),
-    )
+    shapes = {"dense_2.weight": (96, HIDDEN), "dense_3.weight": (HIDDEN, 96)}
+    weights = {name: noise.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    tensors, pooling = random_tensors("qwen3") | weights, gguf.PoolingType.MEAN
+    write_model(tmp_path / "a.gguf", "qwen3", tensors, extend=lambda writer: writer.add_pooling_type(pooling))
     checkpoint = open_checkpoint(tmp_path / "a.gguf")
     assert not [name for name in checkpoint.tensors if name.startswith("dense")]
     assert checkpoint.embedding is not None

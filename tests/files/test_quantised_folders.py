@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from byte_tokenizer import write_byte_tokenizer
+from commands import run
 from extent import usual_or_all
-from infer.cli import main
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.weights import FileWeight, UnreadWeight
 from infer.compute.quantization.ggml_blocks import dequantize
@@ -166,33 +166,33 @@ def with_values(kind: str, make: Callable[[Tensor], Tensor]) -> Change:
     return lambda tensors, at: tensors.update({f"{at}.{kind}": make(tensors[f"{at}.{kind}"])})
 
 
-@pytest.mark.parametrize(
-    ("method", "change", "problem"),
-    [
-        ("gptq symmetric", without("scales"), r"k_proj\.qweight': expected a tensor scales next to it"),
-        ("gptq symmetric", without("qzeros"), r"k_proj\.qweight': expected a tensor qzeros next to it"),
-        ("gptq symmetric", without("qweight"), r"expected a tensor of quantised codes next to it, got none"),
-        ("gptq zero points", cut("scales", rows=3), r"scales': expected the shape \(4, 64\) for 32 columns per scale"),
-        ("gptq zero points", cut("qzeros", columns=4), r"qzeros': expected the shape \(4, 8\) for 4 bits"),
-        ("gptq act-order", cut("g_idx", rows=64), r"g_idx': expected the shape \(128,\)"),
-        ("gptq act-order", with_values("g_idx", lambda index: index + 1), "expected groups from 0 to 3, got 1 to 4"),
-        ("gptq symmetric", with_values("scales", lambda scales: scales.long()), "expected F16 or BF16 or F32, got I64"),
-        ("awq", without("scales"), r"k_proj\.qweight': expected a tensor scales next to it"),
-        ("awq", with_values("qweight", lambda words: words.flatten()), "expected codes of a matrix, got the shape"),
-        ("pack-quantized", without("weight_scale"), r"weight_packed': expected a tensor weight_scale next to it"),
-        ("pack-quantized", cut("weight_scale", columns=2), "32 columns of 4 bits, as in config.json, got 64 columns"),
-        ("pack-quantized", with_values("weight_shape", lambda shape: shape + 1), "expected 64 rows"),
-        ("pack-quantized", with_values("weight_shape", lambda shape: shape - shape), "expected 64 rows"),
-        ("fp8 blocks", without("weight_scale_inv"), r"k_proj\.weight': expected a tensor of scales next to it"),
-        ("fp8 blocks", cut("weight_scale_inv", columns=3), r"one per block of 64 rows and 32 columns \(1, 4\)"),
-        ("int-quantized", without("weight_scale"), "expected a tensor of scales next to it"),
-        ("nvfp4-pack-quantized", without("weight_global_scale"), "expected a tensor weight_scale_2 next to it"),
-        ("nvfp4-pack-quantized", cut("weight_scale", columns=4), r"the shape \(64, 8\) for 16 columns per scale"),
-        ("mlx", without("biases"), "expected a tensor biases next to it"),
-        ("gptq symmetric", with_floats, "is the same weight"),
-        ("gptq symmetric", codes_as_floats, "expected a tensor of quantised codes next to it, got .*k_proj.weight' of"),
-    ],
-)  # fmt: skip
+MISFITS = [
+    ("gptq symmetric", without("scales"), r"k_proj\.qweight': expected a tensor scales next to it"),
+    ("gptq symmetric", without("qzeros"), r"k_proj\.qweight': expected a tensor qzeros next to it"),
+    ("gptq symmetric", without("qweight"), r"expected a tensor of quantised codes next to it, got none"),
+    ("gptq zero points", cut("scales", rows=3), r"scales': expected the shape \(4, 64\) for 32 columns per scale"),
+    ("gptq zero points", cut("qzeros", columns=4), r"qzeros': expected the shape \(4, 8\) for 4 bits"),
+    ("gptq act-order", cut("g_idx", rows=64), r"g_idx': expected the shape \(128,\)"),
+    ("gptq act-order", with_values("g_idx", lambda index: index + 1), "expected groups from 0 to 3, got 1 to 4"),
+    ("gptq symmetric", with_values("scales", lambda scales: scales.long()), "expected F16 or BF16 or F32, got I64"),
+    ("awq", without("scales"), r"k_proj\.qweight': expected a tensor scales next to it"),
+    ("awq", with_values("qweight", lambda words: words.flatten()), "expected codes of a matrix, got the shape"),
+    ("pack-quantized", without("weight_scale"), r"weight_packed': expected a tensor weight_scale next to it"),
+    ("pack-quantized", cut("weight_scale", columns=2), "32 columns of 4 bits, as in config.json, got 64 columns"),
+    ("pack-quantized", with_values("weight_shape", lambda shape: shape + 1), "expected 64 rows"),
+    ("pack-quantized", with_values("weight_shape", lambda shape: shape - shape), "expected 64 rows"),
+    ("fp8 blocks", without("weight_scale_inv"), r"k_proj\.weight': expected a tensor of scales next to it"),
+    ("fp8 blocks", cut("weight_scale_inv", columns=3), r"one per block of 64 rows and 32 columns \(1, 4\)"),
+    ("int-quantized", without("weight_scale"), "expected a tensor of scales next to it"),
+    ("nvfp4-pack-quantized", without("weight_global_scale"), "expected a tensor weight_scale_2 next to it"),
+    ("nvfp4-pack-quantized", cut("weight_scale", columns=4), r"the shape \(64, 8\) for 16 columns per scale"),
+    ("mlx", without("biases"), "expected a tensor biases next to it"),
+    ("gptq symmetric", with_floats, "is the same weight"),
+    ("gptq symmetric", codes_as_floats, "expected a tensor of quantised codes next to it, got .*k_proj.weight' of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "change", "problem"), MISFITS)
 def test_tensors_must_fit_together(method: str, change: Change, problem: str, written: Written, tmp_path: Path) -> None:
     write_changed(written, method, change, tmp_path)
     message = refusal(lambda: open_checkpoint(tmp_path), ModelFormatError)
@@ -200,21 +200,21 @@ def test_tensors_must_fit_together(method: str, change: Change, problem: str, wr
     assert AT in message
 
 
-@pytest.mark.parametrize(
-    ("method", "change", "problem"),
-    [
-        ("gptq symmetric", with_values("qzeros", lambda words: words + 1), "zero points of 8, because of sym"),
-        ("gptq symmetric", with_values("scales", lambda scales: scales * torch.inf), "expected finite scales of at"),
-        ("fp8 blocks", with_values("weight_scale_inv", lambda scale: scale * 1e6), "finite values of at most"),
-        ("fp8 matrices", with_values("weight", lambda w: (w.float() * torch.nan).to(w.dtype)), "numbers, got NaN"),
-        ("modelopt nvfp4", with_values("weight_scale", lambda s: (-s.float()).to(s.dtype)), "got NaN or a negative"),
-        ("modelopt nvfp4", with_values("weight_scale_2", lambda each: each * torch.inf), "expected a finite number"),
-        ("nvfp4-pack-quantized", with_values("weight_global_scale", torch.zeros_like), "a number that is not 0"),
-        ("mlx", with_values("biases", lambda biases: biases * torch.nan), "biases': expected finite biases of at most"),
-        ("mlx", with_values("biases", lambda biases: biases.float() + 7e4), "expected finite biases of at most 65,504"),
-        ("mxfp4-pack-quantized", with_values("weight_scale", lambda scale: scale | 255), "up to 254, got 255"),
-    ],
-)  # fmt: skip
+REFUSED_NUMBERS = [
+    ("gptq symmetric", with_values("qzeros", lambda words: words + 1), "zero points of 8, because of sym"),
+    ("gptq symmetric", with_values("scales", lambda scales: scales * torch.inf), "expected finite scales of at"),
+    ("fp8 blocks", with_values("weight_scale_inv", lambda scale: scale * 1e6), "finite values of at most"),
+    ("fp8 matrices", with_values("weight", lambda w: (w.float() * torch.nan).to(w.dtype)), "numbers, got NaN"),
+    ("modelopt nvfp4", with_values("weight_scale", lambda s: (-s.float()).to(s.dtype)), "got NaN or a negative"),
+    ("modelopt nvfp4", with_values("weight_scale_2", lambda each: each * torch.inf), "expected a finite number"),
+    ("nvfp4-pack-quantized", with_values("weight_global_scale", torch.zeros_like), "a number that is not 0"),
+    ("mlx", with_values("biases", lambda biases: biases * torch.nan), "biases': expected finite biases of at most"),
+    ("mlx", with_values("biases", lambda biases: biases.float() + 7e4), "expected finite biases of at most 65,504"),
+    ("mxfp4-pack-quantized", with_values("weight_scale", lambda scale: scale | 255), "up to 254, got 255"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "change", "problem"), REFUSED_NUMBERS)
 def test_numbers_that_blocks_cannot_hold_are_refused_when_they_are_read(
     method: str, change: Change, problem: str, written: Written, tmp_path: Path
 ) -> None:
@@ -223,28 +223,28 @@ def test_numbers_that_blocks_cannot_hold_are_refused_when_they_are_read(
     check_refusal(lambda: weight.rows(0, 16), ModelFormatError, problem)
 
 
-@pytest.mark.parametrize(
-    ("method", "values", "problem"),
-    [
-        ("gptq symmetric", {"bits": 5}, r"bits is 5: of gptq, .* 2, 3, 4, 8: use .*bfloat16"),
-        ("gptq symmetric", {"checkpoint_format": "marlin"}, "'marlin': of gptq, .* gptq, gptq_v2"),
-        ("gptq symmetric", {"group_size": 0}, r"group_size: expected -1 or an integer from 1 to 16777216, got 0"),
-        ("gptq symmetric", {"group_size": 2**70}, r"group_size: expected -1 or an integer from 1 to 16777216"),
-        ("gptq symmetric", {"group_size": 64}, r"expected the shape \(2, .* for 64 columns per scale"),
-        ("gptq symmetric", {"quant_method": "awq"}, r"expected the shape"),
-        ("awq", {"version": "gemv"}, "version is 'gemv': of awq, .* gemm"),
-        ("awq", {"zero_point": False}, "zero_point is False: of awq, .* True"),
-        ("pack-quantized", {"format": "marlin-24"}, "format is 'marlin-24': of compressed-tensors, .* pack-quantized"),
-        ("pack-quantized", {"transform_config": {"config_groups": {"u": {}}}}, "transforms of activations are not"),
-        ("pack-quantized", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format is 'sparse-24-bitmask'"),
-        ("pack-quantized", {"config_groups": []}, None),
-        ("pack-quantized", {"config_groups": [1]}, "config_groups: expected an object"),
-        ("fp8 blocks", {"weight_block_size": [0, 1]}, "weight_block_size: expected two integers from 1"),
-        ("modelopt nvfp4", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ': of modelopt, .* FP8, NVFP4"),
-        ("mlx", {"mode": "mxfp4"}, "mode is 'mxfp4': of MLX, .* affine"),
-        ("mlx", {"bits": 6}, "bits is 6: of MLX, .* 2, 4, 8"),
-    ],
-)  # fmt: skip
+REFUSED_CONFIGS = [
+    ("gptq symmetric", {"bits": 5}, r"bits is 5: of gptq, .* 2, 3, 4, 8: use .*bfloat16"),
+    ("gptq symmetric", {"checkpoint_format": "marlin"}, "'marlin': of gptq, .* gptq, gptq_v2"),
+    ("gptq symmetric", {"group_size": 0}, r"group_size: expected -1 or an integer from 1 to 16777216, got 0"),
+    ("gptq symmetric", {"group_size": 2**70}, r"group_size: expected -1 or an integer from 1 to 16777216"),
+    ("gptq symmetric", {"group_size": 64}, r"expected the shape \(2, .* for 64 columns per scale"),
+    ("gptq symmetric", {"quant_method": "awq"}, r"expected the shape"),
+    ("awq", {"version": "gemv"}, "version is 'gemv': of awq, .* gemm"),
+    ("awq", {"zero_point": False}, "zero_point is False: of awq, .* True"),
+    ("pack-quantized", {"format": "marlin-24"}, "format is 'marlin-24': of compressed-tensors, .* pack-quantized"),
+    ("pack-quantized", {"transform_config": {"config_groups": {"u": {}}}}, "transforms of activations are not"),
+    ("pack-quantized", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format is 'sparse-24-bitmask'"),
+    ("pack-quantized", {"config_groups": []}, None),
+    ("pack-quantized", {"config_groups": [1]}, "config_groups: expected an object"),
+    ("fp8 blocks", {"weight_block_size": [0, 1]}, "weight_block_size: expected two integers from 1"),
+    ("modelopt nvfp4", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ': of modelopt, .* FP8, NVFP4"),
+    ("mlx", {"mode": "mxfp4"}, "mode is 'mxfp4': of MLX, .* affine"),
+    ("mlx", {"bits": 6}, "bits is 6: of MLX, .* 2, 4, 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "values", "problem"), REFUSED_CONFIGS)
 def test_configs_that_we_do_not_read_are_refused_in_one_line(
     method: str, values: dict[str, Any], problem: str | None, written: Written, tmp_path: Path
 ) -> None:
@@ -316,23 +316,17 @@ def test_scales_of_activations_and_caches_are_not_loaded(written: Written, tmp_p
     assert set(open_checkpoint(tmp_path).tensors) == names
 
 
-def test_explain_and_estimate_name_the_method_the_types_and_the_memory(
-    written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_and_estimate_name_the_method_the_types_and_the_memory(written: Written, tmp_path: Path) -> None:
     written("awq", tmp_path)
     write_byte_tokenizer(tmp_path)
-    assert main(["explain", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
     # 2 × (q, o 128 × 128; k, v 64 × 128; gate, up 256 × 128), and one down 128 × 256: codes, zero points and scales.
     values = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 2 * 256 * 128) + 128 * 256
     num_bytes = values // 2 + values // 128 * 5 // 2
     line = f"13 tensors, {values / 1e6:.1f} M values, {num_bytes / 1e6:.1f} MB as awq, 4 bits, 1 × 128 values per scale"
-    assert line in text
-    assert main(["explain", str(tmp_path), "--json"]) == 0
-    rows = {row["type"]: row for row in json.loads(capsys.readouterr().out)["weights"]}
+    assert line in run("explain", tmp_path).out
+    rows = {row["type"]: row for row in run("explain", tmp_path, "--json").json()["weights"]}
     assert (rows["Q5_0"]["num_values"], rows["Q5_0"]["num_bytes"], rows["F32"]["method"]) == (values, num_bytes, "")
-    assert main(["estimate", str(tmp_path), "--device", "cpu", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = run("estimate", tmp_path, "--device", "cpu", "--json").json()
     floats = 4 * (2 * 96 * 128 + 128 * 256 + 5 * 128)
     assert report["weight_types"] == ["F32", "Q5_0"]
     assert 0 <= report["weight_bytes"] - values * 22 // 32 - floats <= 2 * 4 * 256 * 32  # tables of rotation

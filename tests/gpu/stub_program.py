@@ -58,7 +58,7 @@ class _Launch(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("grid", ctypes.c_uint * 3),
         ("block", ctypes.c_uint),
-        ("shared_bytes", ctypes.c_uint),
+        ("shared", ctypes.c_uint),
     )
 
 
@@ -78,7 +78,7 @@ class _Library:
     def launches(self, first: int) -> list[dict[str, Any]]:
         found = [self._stub.stub_launch(index).contents for index in range(first, self.num_launches)]
         return [
-            {"name": each.name.decode(), "grid": list(each.grid), "block": each.block, "shared": each.shared_bytes}
+            {"name": each.name.decode(), "grid": list(each.grid), "block": each.block, "shared": each.shared}
             for each in found
         ]
 
@@ -117,14 +117,9 @@ class StubGraphs(Graphs):
         first, num_modules = self._library.num_launches, self._library.num_modules
         with self._library.capturing(), _Operations() as operations:
             result = work()
-        self.captures.append(
-            {
-                "launches": self._library.launches(first),
-                "compiled_before": num_modules - num_before,
-                "compiled": self._library.num_modules - num_modules,
-                "forbidden": sorted(operations.names - ALLOWED),
-            }
-        )
+        counts = {"compiled_before": num_modules - num_before, "compiled": self._library.num_modules - num_modules}
+        forbidden = sorted(operations.names - ALLOWED)
+        self.captures.append({"launches": self._library.launches(first), **counts, "forbidden": forbidden})
         return Recording(lambda: None, result)
 
     def mirror(self, size: int) -> Tensor:
@@ -137,14 +132,22 @@ class StubGraphs(Graphs):
         return nullcontext()
 
 
-def run_part(part: str, type_: str, library: _Library) -> list[dict[str, Any]]:
-    """Return what forwards of a model with some part capture: a step of one token, and one of 64."""
-    model, found = gpu_models.make_model(f"tiny {part}", type_, CPU, CONTEXT), list[dict[str, Any]]()
+@contextmanager
+def captured_of(shape: str, type_: str, library: _Library) -> Iterator[tuple[Any, StubGraphs, CapturedForward]]:
+    """Yield a model, its graphs and its forward, whose rows have room for 64 tokens."""
+    model, graphs = gpu_models.make_model(shape, type_, CPU, CONTEXT), StubGraphs(library)
     with ops.using(model.backend):
         runner = gpu_models.make_runner(model, ROWS, CONTEXT, capture=False)
-        graphs = StubGraphs(library)
         captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, graphs)
-        runner.reserve(0, 64)
+        for row in range(ROWS):
+            runner.reserve(row, 64)
+        yield model, graphs, captured
+
+
+def run_part(part: str, type_: str, library: _Library) -> list[dict[str, Any]]:
+    """Return what forwards of a model with some part capture: a step of one token, and one of 64."""
+    found = list[dict[str, Any]]()
+    with captured_of(f"tiny {part}", type_, library) as (_, graphs, captured):
         for num_tokens in (1, 64):
             captured.run(Step.of([1] * num_tokens))
             found.extend(
@@ -156,13 +159,8 @@ def run_part(part: str, type_: str, library: _Library) -> list[dict[str, Any]]:
 
 def run(type_: str, library: _Library) -> list[dict[str, Any]]:
     """Return the captured launches of each path of a model with weights of this type."""
-    model, found = gpu_models.make_model("tiny", type_, CPU, CONTEXT), list[dict[str, Any]]()
-    with ops.using(model.backend):
-        runner = gpu_models.make_runner(model, ROWS, CONTEXT, capture=False)
-        graphs = StubGraphs(library)
-        captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, graphs)
-        for row in range(ROWS):
-            runner.reserve(row, 64)
+    found = list[dict[str, Any]]()
+    with captured_of("tiny", type_, library) as (model, graphs, captured):
 
         def note(path: str) -> None:
             found.extend({"type": type_, "path": path, **each} for each in graphs.captures)

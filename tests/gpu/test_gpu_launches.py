@@ -25,10 +25,6 @@ from infer.compute.backends.cuda.step_sizes import StepSize, size_for, sizes_ahe
 CPU = torch.device("cpu")
 
 
-def make_model(type_: str) -> Transformer:
-    return gpu_models.make_model("two layers", type_, CPU, 1024)
-
-
 TYPES = ("Q4_0", "BF16")
 MIXERS = {  # kernels between two products of a layer
     "two layers": ["rotate_append", "attend_chunks"],
@@ -36,6 +32,13 @@ MIXERS = {  # kernels between two products of a layer
     "tiny convolutions": ["convolve_tokens"],
     "tiny experts": ["rotate_append", "attend_chunks"],
 }
+
+
+def make_captured(shape: str, context: int, limits: tuple[int, int]) -> tuple[Transformer, Runner, CapturedForward]:
+    model = gpu_models.make_model(shape, "Q4_0", CPU, context)
+    runner: Runner = gpu_models.make_runner(model, 1, context, capture=False)
+    with ops.using(model.backend):
+        return model, runner, CapturedForward(lambda step: model.forward(step, runner.cache), *limits, CPU, Repeats())
 
 
 def forward_launches(shape: str, type_: str, num_tokens: int) -> list[str]:
@@ -80,10 +83,7 @@ def test_a_forward_with_per_layer_inputs_launches_their_kernels_in_each_layer(ty
 
 @pytest.mark.parametrize("shape", ["two layers", *gpu_models.PARTS])
 def test_a_bucket_compiles_nothing_that_another_has_compiled(shape: str) -> None:
-    model = gpu_models.make_model(shape, "Q4_0", CPU, 256)
-    runner: Runner = gpu_models.make_runner(model, 1, 256, capture=False)
-    with ops.using(model.backend):
-        captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, Repeats())
+    _, _, captured = make_captured(shape, 256, (64, 64))
     with recorded_launches() as launches:
         for count in (8, 16, 64):
             captured._recording(count, count)
@@ -96,11 +96,8 @@ def test_a_bucket_compiles_nothing_that_another_has_compiled(shape: str) -> None
 
 @torch.inference_mode()
 def test_sizes_recorded_ahead_compile_the_kernels_of_all_other_sizes() -> None:
-    model = make_model("Q4_0")
-    runner: Runner = gpu_models.make_runner(model, 1, 1024, capture=False)
+    model, _, captured = make_captured("two layers", 1024, GPU_STEP)
     columns = [gpu_models.columns_of(model, 1, temperature=0), gpu_models.columns_of(model, 1, top_p=0.9)]
-    with ops.using(model.backend):
-        captured = CapturedForward(lambda step: model.forward(step, runner.cache), *GPU_STEP, CPU, Repeats())
     assert captured.record_ahead(columns) == 0, "where nothing is compiled, nothing is recorded ahead"
     with recorded_launches() as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Repeats, "records_ahead", True)
@@ -115,12 +112,9 @@ def test_sizes_recorded_ahead_compile_the_kernels_of_all_other_sizes() -> None:
 
 
 def test_a_chunk_without_logits_computes_no_line_of_the_head() -> None:
-    model = make_model("Q4_0")
-    runner: Runner = gpu_models.make_runner(model, 1, 1024, capture=False)
+    _, runner, captured = make_captured("two layers", 1024, (8, 8))
     runner.reserve(0, 4)
     counts = list[int]()
-    with ops.using(model.backend):
-        captured = CapturedForward(lambda step: model.forward(step, runner.cache), 8, 8, CPU, Repeats())
     for logit_indices in ([3], []):
         with recorded_launches() as launches:
             assert len(captured.run(Step.of(range(4), logit_indices=logit_indices))) == len(logit_indices)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from commands import run
 from infer import load_model
-from infer.cli import main
 from infer.compute import ops
 from infer.compute.backends import gpu_memory, gpus
 from infer.compute.backends.before_load import StepSizes
@@ -51,10 +51,9 @@ def test_an_index_that_is_not_there_is_answered_with_those_that_are(machine) -> 
     assert gpus.trouble_with(2) == "there is no cuda:2: cuda:0 is a NVIDIA H200, cuda:1 is a NVIDIA GeForce GTX 1080"
 
 
-def test_models_lists_every_gpu_as_device_may_name_it(machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_lists_every_gpu_as_device_may_name_it(machine) -> None:
     machine(HOPPER, PASCAL)
-    assert main(["models", "-v"]) == 0
-    told = capsys.readouterr().out.splitlines()
+    told = run("models", "-v").out.splitlines()
     assert "cuda:0: NVIDIA H200, sm_90, 80 GiB" in told
     assert any(line.startswith("cuda:1: NVIDIA GeForce GTX 1080, sm_61, 80 GiB") for line in told)
 
@@ -65,14 +64,14 @@ def test_a_gpu_before_volta_is_refused_by_its_name(machine) -> None:
     assert not ops.is_gpu_of_use()
 
 
-@pytest.mark.parametrize(
-    ("why", "said"),
-    [
-        ("Found no NVIDIA driver on your system.", "there is no NVIDIA driver here: install one"),
-        ("The NVIDIA driver on your system is too old (found version 11040)", "driver is too old for CUDA 12.8"),
-        ("something else", "torch sees no CUDA device here"),
-    ],
-)
+REASONS = [
+    ("Found no NVIDIA driver on your system.", "there is no NVIDIA driver here: install one"),
+    ("The NVIDIA driver on your system is too old (found version 11040)", "driver is too old for CUDA 12.8"),
+    ("something else", "torch sees no CUDA device here"),
+]
+
+
+@pytest.mark.parametrize(("why", "said"), REASONS)
 def test_the_reason_for_no_gpu_is_given_with_the_fix(machine, why: str, said: str) -> None:
     machine(why=why)
     assert said in str(gpus.trouble_with(None))
@@ -122,10 +121,9 @@ def test_a_matrix_takes_the_memory_of_its_planes(type_: str) -> None:
 
 
 def test_a_longer_context_and_more_logits_take_more() -> None:
-    config = {
-        "model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
-    }  # fmt: skip
+    config = {"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     architecture = make_architecture(config)
 
     def taken(context: int, logits: int) -> int:

@@ -45,12 +45,8 @@ def run_on(stub: Path, triton: str, program: str, *arguments: str) -> Any:
     """Run a program on the stub, and return its output. `triton` is a folder with another version, or empty."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [*filter(None, [triton]), *sys.path, str(HERE.parents[1] / "benchmarks")]
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "LD_LIBRARY_PATH": str(stub),
-        "TRITON_LIBCUDA_PATH": str(stub),
-        "TRITON_CACHE_DIR": str(stub / "cache"),
-    }
+    environment |= dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(stub))
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(stub / "cache")}
     command = [sys.executable, HERE / program, *arguments]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -4,7 +4,8 @@ The forward is a table of logits by token. So a step takes no time, and the answ
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from infer.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.compute.backends.cuda.capture import CapturedForward
-from infer.compute.backends.cuda.graphs import Recording, Repeats
+from infer.compute.backends.cuda.graphs import Repeats
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CPU = torch.device("cpu")
@@ -37,18 +38,6 @@ PARAMS = [
 ]
 
 
-class Counted(Repeats):
-    """Repeats that count the recordings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_recordings = 0
-
-    def record(self, work: Callable[[], Tensor]) -> Recording:
-        self.num_recordings += 1
-        return super().record(work)
-
-
 def look_up(step: Step) -> Tensor:
     """Return the logits after each token, and NaN for padding."""
     logits = TABLE[step.tokens.clamp(min=0)]
@@ -58,9 +47,12 @@ def look_up(step: Step) -> Tensor:
     return found
 
 
-def make_captured(tokens: int = 16, logits: int = 16) -> tuple[CapturedForward, Counted]:
-    graphs = Counted()
-    return CapturedForward(look_up, tokens, logits, CPU, graphs), graphs
+def make_captured(tokens: int = 16, logits: int = 16) -> tuple[CapturedForward, Mock]:
+    """Return a forward, and its function that records, which counts its calls."""
+    graphs = Repeats()
+    record = Mock(wraps=graphs.record)
+    graphs.record = record  # type: ignore[method-assign]
+    return CapturedForward(look_up, tokens, logits, CPU, graphs), record
 
 
 def make_columns() -> tuple[SamplingColumns, History]:
@@ -90,7 +82,7 @@ SELECTIONS = [[0, 1, 2], [0, 1], [2, 1, 0], [3, 4, 5, 6, 7], [7, 6, 5, 4, 3], [4
 
 
 def test_rows_that_join_and_leave_make_no_new_recording_and_the_tokens_are_the_same() -> None:
-    captured, graphs = make_captured()
+    captured, record = make_captured()
     columns, history = make_columns()
     said = {slot: list[int]() for slot in range(len(PARAMS))}
     counts = list[int]()
@@ -101,7 +93,7 @@ def test_rows_that_join_and_leave_make_no_new_recording_and_the_tokens_are_the_s
         found = captured.run_multi_step(chunks, starts, 3, columns, history)
         for slot, token_ids in zip(slots, found.token_ids, strict=True):
             said[slot] += token_ids
-        counts.append(graphs.num_recordings)
+        counts.append(record.call_count)
     for slot, token_ids in said.items():
         assert len(token_ids) >= 9
         assert token_ids == by_definition(slot, len(token_ids))
@@ -110,7 +102,7 @@ def test_rows_that_join_and_leave_make_no_new_recording_and_the_tokens_are_the_s
 
 
 def test_rows_that_join_and_leave_verify_drafts_without_a_new_recording() -> None:
-    captured, graphs = make_captured()
+    captured, record = make_captured()
     columns, history = make_columns()
     counts = list[int]()
     for slots in ([3, 4, 5, 6], [6, 5, 4, 3], [7, 4, 3, 5]):
@@ -124,7 +116,7 @@ def test_rows_that_join_and_leave_verify_drafts_without_a_new_recording() -> Non
         found = captured.run_verified(chunks, [0] * len(slots), columns, history).token_ids
         assert (found[0][:2], [len(token_ids) for token_ids in found]) == (right[slots[0]], [3, 1, 1, 1])
         assert [token_ids[0] for token_ids in found] == [right[slot][0] for slot in slots]
-        counts.append(graphs.num_recordings)
+        counts.append(record.call_count)
     assert counts == [2, 2, 2]
 
 
@@ -187,12 +179,12 @@ def test_a_step_of_drafts_has_more_than_64_lines() -> None:
 
 
 def test_one_replay_holds_more_than_512_tokens() -> None:
-    captured, graphs = make_captured(8192, 512)
+    captured, record = make_captured(8192, 512)
     token_ids = torch.randint(VOCAB_SIZE, (8192,), generator=torch.manual_seed(1)).tolist()
     indices = list(range(0, 8192, 20))
     logits = captured.run(Step.of(token_ids, logit_indices=indices))
     assert torch.equal(logits, TABLE[[token_ids[index] for index in indices]])
-    assert graphs.num_recordings == 1
+    assert record.call_count == 1
 
 
 def test_a_load_logs_how_long_the_recordings_took(caplog: pytest.LogCaptureFixture) -> None:

@@ -126,12 +126,7 @@ def defer(patch: pytest.MonkeyPatch) -> DeferredGraphs:
 
     patch.setattr("infer.compute.backends.cuda.backend.Repeats", lambda: graphs)
     patch.setattr(SamplingColumns, "select", select_in_turn)
-    for owner, name in (
-        (page_memory, "_copy_array"),
-        (page_memory, "_poison_page"),
-        (page_memory.PageMemory, "copy_pages"),
-        (History, "begin"),
-        (History, "extend"),
-    ):
+    of_pages = ((page_memory, "_copy_array"), (page_memory, "_poison_page"), (page_memory.PageMemory, "copy_pages"))
+    for owner, name in (*of_pages, (History, "begin"), (History, "extend")):
         patch.setattr(owner, name, in_turn(getattr(owner, name)))
     return graphs

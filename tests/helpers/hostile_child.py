@@ -51,30 +51,26 @@ def gguf_of_any_kind(folder: Path) -> Iterator[tuple[str, Path]]:
         yield f"{key} = {kind}", write_gguf(folder / "model.gguf", {key: value})
 
 
+def _headers(folder: Path) -> list[tuple[Path, Path, int]]:
+    """Return a model of each format, its file of weights, and the bytes of its header."""
+    gguf, model = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY), write_folder(folder / "model")
+    weights = model / "model.safetensors"
+    of_folder = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    return [(gguf, gguf, gguf.read_bytes().index(b"\0" * 32)), (model, weights, of_folder)]
+
+
 def truncated(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield files of both formats that are truncated, one for every byte or every few bytes of their headers."""
-    path = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY)
-    yield from _cut(path, path, path.read_bytes().index(b"\0" * 32))
-    model = write_folder(folder / "model")
-    weights = model / "model.safetensors"
-    yield from _cut(model, weights, 8 + int.from_bytes(weights.read_bytes()[:8], "little"))
-
-
-def _cut(model: Path, path: Path, header_bytes: int) -> Iterator[tuple[str, Path]]:
-    with path.open("r+b") as file:
-        for size in range(header_bytes, -1, -STEP):
-            file.truncate(size)
-            yield f"{path.name} of {size} bytes", model
+    for model, path, header_bytes in _headers(folder):
+        with path.open("r+b") as file:
+            for size in range(header_bytes, -1, -STEP):
+                file.truncate(size)
+                yield f"{path.name} of {size} bytes", model
 
 
 def flipped(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield one to three random bits of a header, or of a file of JSON."""
-    draw = random.Random(0)
-    gguf = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY)
-    model = write_folder(folder / "model")
-    targets = [(gguf, gguf, gguf.read_bytes().index(b"\0" * 32))]
-    weights = model / "model.safetensors"
-    targets.append((model, weights, 8 + int.from_bytes(weights.read_bytes()[:8], "little")))
+    draw, targets, model = random.Random(0), _headers(folder), folder / "model"
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
     targets += [(model, model / name, (model / name).stat().st_size) for name in names]
     for index in range(NUM_FLIPS):
@@ -91,13 +87,9 @@ def flipped(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def refused_again_and_again(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the same few faults a thousand times, in every stage of loading."""
-    faults: list[dict[str, Any]] = [
-        {"config_json": b"{"},
-        {"tokenizer_json": b"{"},
-        {"tokenizer_config_json": {"chat_template": 1}},
-        {"config_json": hostile_files.CONFIG | {"num_hidden_layers": 2}},
-        {"model_safetensors": b"\0" * 100},
-    ]
+    faults: list[dict[str, Any]] = [{"config_json": b"{"}, {"tokenizer_json": b"{"}, {"model_safetensors": b"\0" * 100}]
+    faults += [{"tokenizer_config_json": {"chat_template": 1}}]
+    faults += [{"config_json": hostile_files.CONFIG | {"num_hidden_layers": 2}}]
     models = [write_folder(folder / str(index), **fault) for index, fault in enumerate(faults)]
     cut = write_gguf(folder / "cut.gguf")
     with cut.open("r+b") as file:
@@ -114,12 +106,9 @@ def resident_bytes() -> int:
 def held(folder: Path) -> dict[str, int]:
     """Return the resources that a refused file must not keep."""
     gc.collect()
-    maps = Path("/proc/self/maps").read_text()
-    return {
-        "threads": len(list(Path("/proc/self/task").iterdir())),
-        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
-        "maps": maps.count(str(folder)),
-    }
+    own, kinds = Path("/proc/self"), {"threads": "task", "descriptors": "fd"}
+    counts = {name: len(list((own / kind).iterdir())) for name, kind in kinds.items()}
+    return counts | {"maps": (own / "maps").read_text().count(str(folder))}
 
 
 def report(mode: str, folder: Path) -> dict[str, Any]:
@@ -133,9 +122,7 @@ def report(mode: str, folder: Path) -> dict[str, Any]:
     for name, path in cases:
         start = time.process_time()
         try:
-            with suppress(InferError):
-                explain(path).to_json()
-            read_everything(path)
+            explain_and_read(path)
             num_read += 1
         except InferError as error:
             num_refused += 1
@@ -145,7 +132,7 @@ def report(mode: str, folder: Path) -> dict[str, Any]:
             escaped.append(f"{name}: {error!r:.200}")
         seconds = time.process_time() - start
         if seconds >= SLOWEST:
-            seconds = least_processor_seconds(partial(explain_and_read, path), SLOWEST)
+            seconds = least_processor_seconds(partial(try_again, path), SLOWEST)
         slowest = max(slowest, seconds)
         largest = max(largest, resident_bytes() - memory)
     after = held(folder)
@@ -156,8 +143,12 @@ def report(mode: str, folder: Path) -> dict[str, Any]:
 def explain_and_read(path: Path) -> None:
     with suppress(InferError):
         explain(path).to_json()
+    read_everything(path)
+
+
+def try_again(path: Path) -> None:
     with suppress(Exception):  # the caller has already checked the error
-        read_everything(path)
+        explain_and_read(path)
 
 
 def prompts_of_any_kind(folder: Path) -> dict[str, Any]:

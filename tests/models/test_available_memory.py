@@ -29,48 +29,26 @@ def write(root: Path, text_by_name: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("files", "available", "total"),
-    [
-        ({}, None, None),
-        ({"proc/meminfo": MEMINFO}, 32 * MB, 64 * MB),
-        (
-            {"proc/meminfo": MEMINFO, **V2, "sys/fs/cgroup/a/b/memory.max": f"{8 * MB}\n",
-             "sys/fs/cgroup/a/b/memory.current": f"{5 * MB}\n",
-             "sys/fs/cgroup/a/b/memory.stat": f"anon 1\ninactive_file {2 * MB}\n"},
-            5 * MB,
-            8 * MB,
-        ),
-        (
-            {"proc/meminfo": MEMINFO, **V2, "sys/fs/cgroup/a/b/memory.max": "max\n",
-             "sys/fs/cgroup/a/memory.max": f"{16 * MB}\n", "sys/fs/cgroup/a/memory.current": f"{15 * MB}\n"},
-            1 * MB,
-            16 * MB,
-        ),
-        (
-            {"proc/meminfo": MEMINFO, **V1, "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": f"{4 * MB}\n",
-             "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": f"{6 * MB}\n"},
-            0,
-            4 * MB,
-        ),
-        (
-            {"proc/meminfo": MEMINFO, **V1,
-             "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": "9223372036854771712\n"},
-            32 * MB,
-            64 * MB,
-        ),
-        (
-            {"proc/meminfo": MEMINFO, **V2, "sys/fs/cgroup/a/b/memory.max": f"{100 * MB}\n",
-             "sys/fs/cgroup/a/b/memory.current": f"{10 * MB}\n"},
-            32 * MB,
-            64 * MB,
-        ),
-    ],
-    ids=["unknown", "machine", "group", "group above", "version 1, over it", "version 1, no limit", "large group"],
-)  # fmt: skip
-def test_the_least_of_the_machine_and_its_groups_counts(
-    tmp_path: Path, files: dict[str, str], available: int | None, total: int | None
-) -> None:
+def grouped(path: str, **limits: object) -> dict[str, str]:
+    """Return the files of a machine whose group has these limits."""
+    files = {f"sys/fs/cgroup/{path}/memory.{name}": f"{value}\n" for name, value in limits.items()}
+    return {"proc/meminfo": MEMINFO, **(V1 if path.startswith("memory") else V2), **files}
+
+
+MACHINES: dict[str, tuple[dict[str, str], int | None, int | None]] = {
+    "unknown": ({}, None, None),
+    "machine": ({"proc/meminfo": MEMINFO}, 32 * MB, 64 * MB),
+    "group": (grouped("a/b", max=8 * MB, current=5 * MB, stat=f"anon 1\ninactive_file {2 * MB}"), 5 * MB, 8 * MB),
+    "group above": (grouped("a/b", max="max") | grouped("a", max=16 * MB, current=15 * MB), 1 * MB, 16 * MB),
+    "version 1, over it": (grouped("memory/a/b", limit_in_bytes=4 * MB, usage_in_bytes=6 * MB), 0, 4 * MB),
+    "version 1, no limit": (grouped("memory/a/b", limit_in_bytes=9223372036854771712), 32 * MB, 64 * MB),
+    "large group": (grouped("a/b", max=100 * MB, current=10 * MB), 32 * MB, 64 * MB),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_least_of_the_machine_and_its_groups_counts(tmp_path: Path, machine: str) -> None:
+    files, available, total = MACHINES[machine]
     root = write(tmp_path, files)
     assert (available_memory_bytes(root), total_memory_bytes(root)) == (available, total)
 
@@ -80,10 +58,8 @@ def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> Non
 
 
 def row_bytes(llm: LLM, num_tokens: int) -> int:
-    layers = llm.architecture.attention
-    return (
-        cache_bytes(layers, CacheSettings(), "f16", num_tokens, 1) + 12 * llm.architecture.vocab_size + 8 * num_tokens
-    )
+    kv = cache_bytes(llm.architecture.attention, CacheSettings(), "f16", num_tokens, 1)
+    return kv + 12 * llm.architecture.vocab_size + 8 * num_tokens
 
 
 def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them(

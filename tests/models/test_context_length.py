@@ -1,7 +1,9 @@
 """Claims about the default context: the model's own, up to the default limit, if memory suffices."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,34 +22,33 @@ from test_session import make_model
 SETTINGS, LOAD = CacheSettings(), LoadSettings()
 
 
+@cache
+def smollm2() -> tuple[Any, Any]:
+    checkpoint = open_checkpoint("smollm2")
+    return make_architecture(checkpoint.config), checkpoint.tensors
+
+
 def test_the_default_is_the_models_own_up_to_a_limit() -> None:
-    architecture = make_architecture(open_checkpoint("smollm2").config)
-    assert (context_length(None, architecture, SETTINGS), context_length(99, architecture, SETTINGS)) == (8192, 99)
+    assert [context_length(asked, smollm2()[0], SETTINGS) for asked in (None, 99)] == [8192, 99]
     for wrong in (1, 0, -5, 8193):
         with pytest.raises(InvalidRequestError, match="max_seq_len must be"):
-            context_length(wrong, architecture, SETTINGS)
+            context_length(wrong, smollm2()[0], SETTINGS)
 
 
 def test_if_memory_is_short_the_default_context_is_the_part_that_fits() -> None:
-    checkpoint = open_checkpoint("smollm2")
-    architecture = make_architecture(checkpoint.config)
-
     def fits(available: int | None) -> int:
-        return fitting_length(architecture, checkpoint.tensors, LOAD, SETTINGS, most=8192, available=available)
+        return fitting_length(*smollm2(), LOAD, SETTINGS, most=8192, available=available)
 
-    whole = estimate(architecture, checkpoint.tensors, LOAD, SETTINGS, num_tokens=8192).model
+    whole = estimate(*smollm2(), LOAD, SETTINGS, num_tokens=8192).model
     assert fits(None) == fits(whole) == 8192
     part = fits(whole - 50_000_000)
-    assert 512 <= part < 8192
-    assert part % 64 == 0
-    assert estimate(architecture, checkpoint.tensors, LOAD, SETTINGS, num_tokens=part).model <= whole - 50_000_000
+    assert part in range(512, 8192, 64)
+    assert estimate(*smollm2(), LOAD, SETTINGS, num_tokens=part).model <= whole - 50_000_000
     assert fits(1_000_000) == 8192  # no useful part fits, so the refusal names the whole context
 
 
 def test_a_cut_default_is_a_warning_and_a_requested_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = open_checkpoint("smollm2")
-    architecture, load = make_architecture(checkpoint.config), LoadSettings(num_threads=1)
-    room = estimate(architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048).model + 100_000
+    room = estimate(*smollm2(), LoadSettings(num_threads=1), SETTINGS, num_tokens=2048).model + 100_000
     monkeypatch.setattr(base, "available_memory_bytes", lambda: room)
     with pytest.warns(UserWarning, match=r"the context is [\d,]+ tokens, not 8,192: \d+ MB of memory are available"):
         llm = LLM("smollm2", threads=1)
@@ -56,18 +57,13 @@ def test_a_cut_default_is_a_warning_and_a_requested_context_is_refused(monkeypat
 
 
 def test_a_gpu_with_little_memory_has_smaller_steps() -> None:
-    checkpoint = open_checkpoint("smollm2")
-    architecture = make_architecture(checkpoint.config)
-
     def workspace(step_tokens: int) -> int:
         load = replace(LOAD, device="cuda", step_tokens=step_tokens)
-        return estimate(architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048).workspace
+        return estimate(*smollm2(), load, SETTINGS, num_tokens=2048).workspace
 
     def fits(available: int | None, device: str = "cuda", most: int = GPU_STEP.tokens) -> int:
-        load = replace(LOAD, device=device)
-        return fitting_step(
-            architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048, most=most, available=available
-        )
+        sizes = {"num_tokens": 2048, "most": most, "available": available}
+        return fitting_step(*smollm2(), replace(LOAD, device=device), SETTINGS, **sizes)
 
     assert fits(None) == fits(8 * workspace(8192)) == 8192
     assert fits(8 * workspace(8192) - 8) == fits(8 * workspace(4096)) == 4096

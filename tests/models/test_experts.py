@@ -58,8 +58,7 @@ def stored(values: torch.Tensor) -> StoredWeight:
 
 
 def greedy(model: Transformer, token_ids: list[int], count: int) -> list[int]:
-    cache = make_cache(model, 128)
-    found, next_ids = list[int](), token_ids
+    cache, found, next_ids = make_cache(model, 128), list[int](), token_ids
     with torch.inference_mode():
         for _ in range(count):
             start = cache.lengths[0]
@@ -93,22 +92,22 @@ def make_folder(folder: Path, name: str = "qwen3_moe") -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
+def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     make_folder(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save(tmp_path, tensors)
     with pytest.raises(ModelError, match=r"missing model\.layers\.1\.mlp\.experts\.7\.up_proj\.weight"):
         load_network(tmp_path)
 
 
 def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path) -> None:
     config = make_folder(tmp_path)
-    write_config(tmp_path, config | {"num_experts_per_tok": 21})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 21}))
     check_refusal(lambda: load_network(tmp_path), ModelError, r"num_experts_per_tok must be at most .*20, got 21")
 
 
@@ -117,7 +116,7 @@ def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.block_sparse_moe.input_linear.weight"
     for wrong, problem in ((tensors[name][0], "experts, rows and columns"), (tensors[name][:4], "missing .*experts.4")):
-        save_file(tensors | {name: wrong.contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
+        save(tmp_path, tensors | {name: wrong.contiguous()})
         with pytest.raises(ModelError, match=problem):
             load_network(tmp_path)
 
@@ -126,7 +125,7 @@ def test_stacks_of_too_many_experts_are_refused_before_they_are_split(tmp_path: 
     make_folder(tmp_path, "granitemoe")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.block_sparse_moe.output_linear.weight"] = torch.zeros(4097, 1, 1)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save(tmp_path, tensors)
     check_refusal(lambda: load_network(tmp_path), ModelError, "expected at most 4096 experts, got 4097")
 
 
@@ -135,10 +134,10 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
     assert config["num_nextn_predict_layers"] == 1
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save(tmp_path, tensors)
     assert len(load_network(tmp_path).layers) == 3
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save(tmp_path, tensors)
     check_refusal(lambda: load_network(tmp_path), ModelError, r"unexpected 'model\.layers\.4\.eh_proj\.weight")
 
 

@@ -29,16 +29,17 @@ TOLERANCES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "o
 TOLERANCES |= dict.fromkeys(("gemma4_text", "gemma4_unified_text"), 4e-4)
 
 
+Pair = tuple[Any, Transformer]
+
+
 @pytest.fixture(scope="module")
-def pairs() -> dict[str, tuple[Any, Transformer]]:
+def pairs() -> dict[str, Pair]:
     """Return the pairs, each made once. Pytest would make a fixture with parameters again after another parameter."""
     return {}
 
 
 @pytest.fixture(params=TINY, ids=lambda tiny: tiny.name)
-def pair(
-    request: pytest.FixtureRequest, pairs: dict[str, tuple[Any, Transformer]], tmp_path: Path
-) -> tuple[Any, Transformer]:
+def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair], tmp_path: Path) -> Pair:
     tiny: Tiny = request.param
     if tiny.name not in pairs:
         pairs[tiny.name] = make_tiny(tiny, tmp_path), load(tmp_path)
@@ -93,7 +94,7 @@ def chunk_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("pair", "chunk"), list(chunk_cases()), indirect=["pair"])
-def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[Any, Transformer], chunk: int) -> None:
+def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: Pair, chunk: int) -> None:
     oracle, model = pair
     token_ids = random_ids(LENGTH)
     logits = chunked_logits(model, token_ids, chunk)
@@ -104,32 +105,28 @@ def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[A
 
 
 @pytest.mark.slow(cases=6)
-def test_ragged_rows_equal_single_rows(pair: tuple[Any, Transformer]) -> None:
+def test_ragged_rows_equal_single_rows(pair: Pair) -> None:
     oracle, model = pair
     prompts = [random_ids(length, seed=length) for length in (1, 33, 17, 50)]
     cache = make_reserved(model, len(prompts))
     done = [0] * len(prompts)
     collected: list[list[Tensor]] = [[] for _ in prompts]
     while any(start < len(ids) for start, ids in zip(done, prompts, strict=True)):
-        takes = [min(9 + 4 * row, len(ids) - done[row]) for row, ids in enumerate(prompts)]
-        steps = [
-            Step.of(ids[done[row] : done[row] + take], done[row], row=row, logit_indices=range(take))
-            for row, (ids, take) in enumerate(zip(prompts, takes, strict=True))
-            if take
-        ]
+        ends = [min(start + 9 + 4 * row, len(prompts[row])) for row, start in enumerate(done)]
+        parts = [(row, ids[done[row] : ends[row]]) for row, ids in enumerate(prompts)]
+        steps = [Step.of(ids, done[row], row=row, logit_indices=range(len(ids))) for row, ids in parts if ids]
         with torch.inference_mode():
             logits = model.forward(join(steps), cache)
-        for row, take in enumerate(takes):
-            cache.commit(row, take)
-        for row, part in enumerate(logits.split(takes)):
+        for row, part in enumerate(logits.split([len(ids) for _, ids in parts])):
+            cache.commit(row, len(part))
             collected[row].append(part)
-            done[row] += takes[row]
+            done[row] += len(part)
     for parts, ids in zip(collected, prompts, strict=True):
         assert (torch.cat(parts) - expected_logits(oracle, ids)).abs().max() <= tolerance_of(oracle)
 
 
 @pytest.mark.slow(cases=3)
-def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
+def test_only_wanted_logits_are_computed(pair: Pair) -> None:
     oracle, model = pair
     token_ids = random_ids(20)
     with torch.inference_mode():
@@ -139,7 +136,7 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
 
 @pytest.mark.slow(cases=6)
 @torch.inference_mode()
-def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, Transformer]) -> None:
+def test_hidden_states_equal_transformers_after_the_last_norm(pair: Pair) -> None:
     oracle, model = pair
     token_ids = random_ids(LENGTH)
     # In infer, it is a part of the norm's weights.
@@ -150,7 +147,7 @@ def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, T
 
 
 @pytest.mark.slow(cases=8)
-def test_uncommitted_tokens_leave_no_trace(pair: tuple[Any, Transformer]) -> None:
+def test_uncommitted_tokens_leave_no_trace(pair: Pair) -> None:
     _, model = pair
     token_ids, drafts = random_ids(40), random_ids(12, seed=9)
     plain, drafted = make_reserved(model), make_reserved(model)

@@ -17,17 +17,15 @@ BYTES_AND_ENDS = 258
 QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
 PREFIX, SUFFIX, MIDDLE, PAD = range(BYTES_AND_ENDS, BYTES_AND_ENDS + 4)
 CODESTRAL = ["[SUFFIX]", "[PREFIX]"]
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
 ASKED = {"prompt": "ab", "suffix": "yz", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
 
 
 @pytest.fixture
 def make_infilling(tmp_path: Path) -> Callable[[list[str]], LLM]:
     def make(marks: list[str]) -> LLM:
-        config = LlamaConfig(
-            vocab_size=BYTES_AND_ENDS + len(marks), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None,
-            eos_token_id=256,
-        )  # fmt: skip
+        config = LlamaConfig(vocab_size=BYTES_AND_ENDS + len(marks), bos_token_id=None, eos_token_id=256, **SIZES)
         make_tiny(Tiny("infilling", config), tmp_path)
         write_byte_tokenizer(tmp_path, added=marks)
         return LLM(tmp_path)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,8 @@ def load_both(folder: Path) -> tuple[Transformer, Transformer]:
     make_tiny(BY_NAME["gemma3"], folder)
     checkpoint = open_checkpoint(folder)
     architecture, weights = make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors)
-    halves = [
-        half
-        for layer in architecture.layers
-        for half in (replace(layer, feed_forward=None), replace(layer, mixer=None))
-    ]
+    parts: tuple[dict[str, Any], ...] = ({"feed_forward": None}, {"mixer": None})
+    halves = [replace(layer, **part) for layer in architecture.layers for part in parts]
     named = {halved_name(name): weight for name, weight in weights.items()}
     return load(architecture, dict(weights)), load(replace(architecture, layers=tuple(halves)), named)
 
@@ -49,15 +47,16 @@ def load(architecture: Architecture, weights: dict[str, FileWeight]) -> Transfor
 
 def logits_of(model: Transformer, *, is_recorded: bool) -> Tensor:
     cache = make_cache(model, 64)
-    forward = (
-        CapturedForward(lambda step: model.forward(replace(step, is_recorded=True), cache)).run if is_recorded else None
-    )
-    found = []
+
+    def plain(step: Step) -> Tensor:
+        return model.forward(replace(step, is_recorded=is_recorded), cache)
+
+    forward, found = CapturedForward(plain).run if is_recorded else plain, []
     for start in range(0, len(IDS), 16):
         token_ids = IDS[start : start + 16]
         cache.reserve(0, len(token_ids))
         step = Step.of(token_ids, start)
-        found.append((forward(step) if forward else model.forward(step, cache)).clone())
+        found.append(forward(step).clone())
         cache.commit(0, len(token_ids))
     return torch.cat(found)
 

@@ -65,8 +65,7 @@ def test_layers_that_do_not_rotate_see_all_tokens_and_scale_their_queries() -> N
 def test_an_empty_list_of_layers_without_rope_is_the_usual_order() -> None:
     plain = {name: value for name, value in CONFIG.items() if name != "layer_types"}
     layers = make_architecture(plain | {"no_rope_layers": []}).attention
-    assert [layer.rope is None for layer in layers] == [False, False, False, True]
-    assert [layer.chunk for layer in layers] == [23, 23, 23, None]
+    assert [(layer.rope is None, layer.chunk) for layer in layers] == [(False, 23)] * 3 + [(True, None)]
 
 
 def architecture_of_file(tmp_path: Path, settings: dict[str, int]) -> Architecture:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from commands import refused, run
 from extent import IS_WHOLE
-from infer.cli import main
 from infer.compute import ops
 from infer.compute.backends.before_load import StepSizes
 from infer.compute.backends.cpu.capture.forward import CapturedForward
@@ -315,42 +315,37 @@ def test_the_command_uses_its_options_and_loads_no_torch() -> None:
     ("device", "free", "tokens"), [("cpu", None, "512"), ("cuda", None, "8,192"), ("cuda", 1e9, "2,048")]
 )
 def test_the_command_names_the_tokens_of_a_step(
-    device: str, free: float | None, tokens: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str, free: float | None, tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_bytes = None if free is None else int(free)
     monkeypatch.setattr("infer.cli.model_commands.estimate_command._free_on_gpu", lambda: free_bytes)
-    assert main(["estimate", "--max-seq-len", "2048", "--device", device]) == 0
-    assert f"MB   of a step of {tokens} tokens\n" in capsys.readouterr().out
+    shown = run("estimate", "--max-seq-len", "2048", "--device", device).out
+    assert f"MB   of a step of {tokens} tokens\n" in shown
 
 
-def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: 500_000_000)
-    assert main(["estimate", "--max-seq-len", "8192"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = run("estimate", "--max-seq-len", "8192").out.splitlines()[-1]
     most = int(re.findall(r"it does not fit; up to ([\d,]+) tokens would", last)[0].replace(",", ""))
-    assert main(["estimate", "--max-seq-len", str(most)]) == 0
-    assert "it fits" in capsys.readouterr().out
+    assert "it fits" in run("estimate", "--max-seq-len", most).out
     monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: 100_000_000)
-    assert main(["estimate"]) == 0
-    assert "it does not fit; no context would fit: use a smaller quantisation" in capsys.readouterr().out
+    assert "it does not fit; no context would fit: use a smaller quantisation" in run("estimate").out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--max-seq-len", "8193"], "max_seq_len must be from 2 to the model's own 8192, got 8193"),
-        (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
-        (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
-    ],
-)
-def test_a_bad_setting_is_not_estimated(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", *arguments]) == 2
-    assert reason in capsys.readouterr().err
+BAD_SETTINGS = [
+    (["--max-seq-len", "8193"], "max_seq_len must be from 2 to the model's own 8192, got 8193"),
+    (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
+    (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
+]
 
 
-def test_the_command_needs_no_affinity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("arguments", "reason"), BAD_SETTINGS)
+def test_a_bad_setting_is_not_estimated(arguments: list[str], reason: str) -> None:
+    assert reason in refused("estimate", *arguments)
+
+
+def test_the_command_needs_no_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS has no affinity."""
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.delattr("os.sched_getaffinity")
-    assert main(["estimate"]) == 0
-    assert "total" in capsys.readouterr().out
+    assert "total" in run("estimate").out

@@ -19,9 +19,8 @@ GEMMA3_TEXT = hf.Gemma3TextConfig(
 )  # fmt: skip
 
 
-def text_config(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = BY_NAME[name].config.to_dict()
-    return found
+def text_config(name: str) -> Any:
+    return BY_NAME[name].config.to_dict()
 
 
 def gemma4(name: str) -> tuple[Any, Any, float]:

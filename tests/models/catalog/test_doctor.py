@@ -113,28 +113,28 @@ def test_healthy_files_have_no_faults(tmp_path: Path) -> None:
     assert findings_of(write_file(tmp_path, keys, change=_fill(EMBEDDING, 0.0, slice(0, 3)))) == ()
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"eos_token_id": 99}, "tokenizer.ggml.eos_token_id: 99 is outside the vocabulary of 40 tokens"),
-        ({"bos_token_id": 40, "add_bos_token": True}, "tokenizer.ggml.bos_token_id: 40 is outside the vocabulary"),
-        ({"eot_token_id": 41}, "tokenizer.ggml.eot_token_id: 41 is outside the vocabulary"),
-        ({"eos_token_id": None}, "tokenizer.ggml.eos_token_id: it is missing, so no token ends an answer"),
-        ({"bos_token_id": None, "add_bos_token": True}, "tokenizer.ggml.bos_token_id: it is missing"),
-        ({"tokens": [*TOKENS, "more"], "token_type": [*KEYS["token_type"], NORMAL]},
-         "tokenizer.ggml.tokens: 41 tokens, but the embedding has 40 rows; every token must have one"),
-        ({"tokens": TOKENS[:-1], "token_type": KEYS["token_type"][:-1]},
-         "tokenizer.ggml.tokens: 39 tokens, but the embedding has 40 rows; every row must have a token"),
-        ({"eos_token_id": 2},
-         "tokenizer.chat_template: it ends a turn with '<|im_end|>' (4), but the ids that end an answer are 2: add 4 "),
-        ({"token_type": [CONTROL] * 4 + [USER_DEFINED] + [NORMAL] * 35},
-         "tokenizer.chat_template: it writes '<|im_end|>', whose token 4 is user-defined; a marker must be one"),
-        ({"token_type": [CONTROL] * 3 + [NORMAL, CONTROL] + [NORMAL] * 35},
-         "tokenizer.chat_template: it writes '<|im_start|>', whose token 3 is plain text; a marker must be one"),
-        ({"tokens": [text.replace("<|im_start|>", "<y>") for text in TOKENS]},
-         "tokenizer.chat_template: it writes '<|im_start|>', which is 12 tokens; a marker must be one"),
-    ],
-)  # fmt: skip
+TOKENIZER_FAULTS = [
+    ({"eos_token_id": 99}, "tokenizer.ggml.eos_token_id: 99 is outside the vocabulary of 40 tokens"),
+    ({"bos_token_id": 40, "add_bos_token": True}, "tokenizer.ggml.bos_token_id: 40 is outside the vocabulary"),
+    ({"eot_token_id": 41}, "tokenizer.ggml.eot_token_id: 41 is outside the vocabulary"),
+    ({"eos_token_id": None}, "tokenizer.ggml.eos_token_id: it is missing, so no token ends an answer"),
+    ({"bos_token_id": None, "add_bos_token": True}, "tokenizer.ggml.bos_token_id: it is missing"),
+    ({"tokens": [*TOKENS, "more"], "token_type": [*KEYS["token_type"], NORMAL]},
+     "tokenizer.ggml.tokens: 41 tokens, but the embedding has 40 rows; every token must have one"),
+    ({"tokens": TOKENS[:-1], "token_type": KEYS["token_type"][:-1]},
+     "tokenizer.ggml.tokens: 39 tokens, but the embedding has 40 rows; every row must have a token"),
+    ({"eos_token_id": 2},
+     "tokenizer.chat_template: it ends a turn with '<|im_end|>' (4), but the ids that end an answer are 2: add 4 "),
+    ({"token_type": [CONTROL] * 4 + [USER_DEFINED] + [NORMAL] * 35},
+     "tokenizer.chat_template: it writes '<|im_end|>', whose token 4 is user-defined; a marker must be one"),
+    ({"token_type": [CONTROL] * 3 + [NORMAL, CONTROL] + [NORMAL] * 35},
+     "tokenizer.chat_template: it writes '<|im_start|>', whose token 3 is plain text; a marker must be one"),
+    ({"tokens": [text.replace("<|im_start|>", "<y>") for text in TOKENS]},
+     "tokenizer.chat_template: it writes '<|im_start|>', which is 12 tokens; a marker must be one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "expected"), TOKENIZER_FAULTS)
 def test_a_fault_of_the_tokenizer_is_one_line(keys: dict[str, Any], expected: str, tmp_path: Path) -> None:
     (line,) = lines_of(write_file(tmp_path, keys))
     assert line.startswith(expected)
@@ -188,21 +188,21 @@ def _scale(name: str, factor: float) -> Change:
     return lambda tensors: tensors[name].__imul__(np.float32(factor))
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (_fill(DOWN, np.nan, slice(2)), f"{DOWN}: 192 of 6,144 values are NaN and 0 are infinite; every value must be"),
-        (_fill(DOWN, -np.inf, slice(1)), f"{DOWN}: 0 of 6,144 values are NaN and 96 are infinite; every value must be"),
-        (_fill("blk.2.attn_norm.weight", np.nan, slice(1)), "blk.2.attn_norm.weight: 1 of 64 values are NaN"),
-        (_fill(DOWN, 0.0, slice(3)), f"{DOWN}: 9 of 192 blocks (4.7%) have only zeros; at most 1% may"),
-        (_fill(EMBEDDING, 0.0, slice(30, 32)), f"{EMBEDDING}: 2 rows are all zero (ids 30, 31); a used token must"),
-        (_fill(EMBEDDING, 0.0, slice(4, 5)), f"{EMBEDDING}: 1 row is all zero (ids 4); a used token must"),
-        (_scale(DOWN, 10), f"{DOWN}: the root mean square is 10.1, and 0.997 is the median over layers; it may"),
-        (_fill(DOWN, 200.0, slice(0, 1)), f"{DOWN}: the root mean square is "),
-        (lambda tensors: tensors[DOWN].__setitem__((0, 0), 500.0), f"{DOWN}: the largest value is 500, and "),
-        (lambda tensors: tensors.pop(DOWN), "m.gguf: config and tensors disagree: missing model.layers.3.mlp.down_pr"),
-    ],
-)
+TENSOR_FAULTS = [
+    (_fill(DOWN, np.nan, slice(2)), f"{DOWN}: 192 of 6,144 values are NaN and 0 are infinite; every value must be"),
+    (_fill(DOWN, -np.inf, slice(1)), f"{DOWN}: 0 of 6,144 values are NaN and 96 are infinite; every value must be"),
+    (_fill("blk.2.attn_norm.weight", np.nan, slice(1)), "blk.2.attn_norm.weight: 1 of 64 values are NaN"),
+    (_fill(DOWN, 0.0, slice(3)), f"{DOWN}: 9 of 192 blocks (4.7%) have only zeros; at most 1% may"),
+    (_fill(EMBEDDING, 0.0, slice(30, 32)), f"{EMBEDDING}: 2 rows are all zero (ids 30, 31); a used token must"),
+    (_fill(EMBEDDING, 0.0, slice(4, 5)), f"{EMBEDDING}: 1 row is all zero (ids 4); a used token must"),
+    (_scale(DOWN, 10), f"{DOWN}: the root mean square is 10.1, and 0.997 is the median over layers; it may"),
+    (_fill(DOWN, 200.0, slice(0, 1)), f"{DOWN}: the root mean square is "),
+    (lambda tensors: tensors[DOWN].__setitem__((0, 0), 500.0), f"{DOWN}: the largest value is 500, and "),
+    (lambda tensors: tensors.pop(DOWN), "m.gguf: config and tensors disagree: missing model.layers.3.mlp.down_pr"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), TENSOR_FAULTS)
 def test_a_fault_of_a_tensor_is_one_line(change: Change, expected: str, tmp_path: Path) -> None:
     (line,) = lines_of(write_file(tmp_path, change=change))
     assert line.startswith(expected)
@@ -264,18 +264,18 @@ def test_scales_of_a_quantised_folder_are_checked(tmp_path: Path) -> None:
     assert last.startswith(f"quantise again: {name}.")
 
 
-@pytest.mark.parametrize(
-    ("file", "settings"),
-    [
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<y>"}, "1": {"content": "b"}}}),
-        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
-        ("tokenizer_config.json", {"eos_token": 7}),
-        ("tokenizer_config.json", []),
-        ("generation_config.json", {"eos_token_id": "2"}),
-        ("generation_config.json", {"eos_token_id": [3, 5], "bos_token_id": {"a": 1}}),
-        ("tokenizer.json", {"model": 3}),
-    ],
-)
+WRONG_TYPES = [
+    ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<y>"}, "1": {"content": "b"}}}),
+    ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+    ("tokenizer_config.json", {"eos_token": 7}),
+    ("tokenizer_config.json", []),
+    ("generation_config.json", {"eos_token_id": "2"}),
+    ("generation_config.json", {"eos_token_id": [3, 5], "bos_token_id": {"a": 1}}),
+    ("tokenizer.json", {"model": 3}),
+]
+
+
+@pytest.mark.parametrize(("file", "settings"), WRONG_TYPES)
 def test_wrong_types_in_a_folder_are_no_failure_of_ours(file: str, settings: Any, tmp_path: Path, capsys: Any) -> None:
     (make_folder(tmp_path) / file).write_text(json.dumps(settings))
     capsys.readouterr()

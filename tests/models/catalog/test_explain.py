@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from commands import refused, run
 from gguf_files import write_model
-from infer.cli import main
 from infer.cli.model_commands.explain_command import ranges
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Dense
@@ -41,6 +41,11 @@ def make_folder(tiny: Tiny, folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": "{{ messages }}"}))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "eos_token_id": [3, 4]}))
     return folder
+
+
+def lines_of(folder: Path) -> dict[str, str]:
+    lines = (line.split("  ", 1) for line in run("explain", folder).out.splitlines())
+    return {name: words.strip() for name, words in lines}
 
 
 @pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
@@ -74,25 +79,22 @@ def test_a_folder_is_explained_without_torch(tmp_path: Path) -> None:
     assert sizes["f16"]["bytes_per_1000_tokens_beyond_windows"] == 1000 * 2 * 2 * 32 * 2
 
 
-def test_lines_name_each_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_folder(BY_NAME["gemma3"], tmp_path)
-    assert main(["explain", str(folder)]) == 0
-    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["layers 0–4, 6"].strip() == "rope of 32 at 10,000, window 8"
-    assert lines["layer 5"].strip() == "rope of 32 at 1,000,000, no window"
-    assert lines["every layer"].strip().startswith("attention, heads 4, kv heads 2, head size 32, ")
+def test_lines_name_each_difference(tmp_path: Path) -> None:
+    lines = lines_of(make_folder(BY_NAME["gemma3"], tmp_path))
+    assert lines["layers 0–4, 6"] == "rope of 32 at 10,000, window 8"
+    assert lines["layer 5"] == "rope of 32 at 1,000,000, no window"
+    assert lines["every layer"].startswith("attention, heads 4, kv heads 2, head size 32, ")
     assert ", dense, mlp 96, " in lines["every layer"]
-    assert lines["sampling"].strip() == "temperature 0.5"
+    assert lines["sampling"] == "temperature 0.5"
 
 
-def test_lines_name_convolutions_and_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_name_convolutions_and_their_state(tmp_path: Path) -> None:
     folder = make_folder(BY_NAME["lfm2"], tmp_path)
-    assert main(["explain", str(folder)]) == 0
-    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["layers 0, 2"].strip().startswith("short conv, num channels 64, num taps 3")
+    lines = lines_of(folder)
+    assert lines["layers 0, 2"].startswith("short conv, num channels 64, num taps 3")
     page_bytes = 2 * 64 * 64 * 4
     assert explain(folder).state_bytes == page_bytes
-    assert lines["state"].strip().startswith(f"{5 * page_bytes / 1e6:.1f} MB for a sequence, ")
+    assert lines["state"].startswith(f"{5 * page_bytes / 1e6:.1f} MB for a sequence, ")
 
 
 def test_layers_are_grouped_by_what_differs() -> None:
@@ -119,7 +121,6 @@ def test_ranges_join_neighbours() -> None:
     assert ranges([0, 1, 2, 4, 6, 7]) == "0–2, 4, 6–7"
 
 
-def test_a_model_that_does_not_load_is_not_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_load_is_not_explained(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", tensors={"token_embd.weight": torch.zeros(40, 64).numpy()})
-    assert main(["explain", str(path)]) == 3
-    assert "config and tensors disagree: missing model.norm.weight" in capsys.readouterr().err
+    assert "config and tensors disagree: missing model.norm.weight" in refused("explain", path, status=3)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from commands import run
 from gguf_files import write_model
-from infer.cli import main
 from infer.files import open_checkpoint, resolve
 from infer.files.hub.find import INSTALLED_MODELS, InstalledModel
 from infer.models.catalog.header_facts import read_facts
@@ -65,24 +65,19 @@ def test_each_place_is_listed_under_names_that_load(places: Path) -> None:
     assert found["sub/deep-00001-of-00003.gguf"].num_bytes == sum(p.stat().st_size for p in own.glob("sub/*"))
 
 
-def test_a_model_that_cannot_be_loaded_is_listed_with_a_reason(
-    places: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_listed_with_a_reason(places: Path) -> None:
     (places / "own" / "broken.gguf").write_bytes(b"GGUF" + bytes(40))
     write_model(places / "own" / "whole.gguf")
-    assert main(["models"]) == 0
-    head, broken, whole = capsys.readouterr().out.splitlines()
+    head, broken, whole = run("models").out.splitlines()
     assert head.split() == ["name", "size", "weights", "context", "family", "from"]
     assert "folder, cannot be loaded: broken.gguf: version at byte 4: expected 2 or 3, got 0" in broken
     assert whole.split()[3:] == ["F32", "128", "llama", "folder"]
 
 
-def test_without_models_the_list_says_how_to_get_one(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "pip install" in captured.err
-    assert (main(["models", "--json"]), json.loads(capsys.readouterr().out)) == (0, [])
+def test_without_models_the_list_says_how_to_get_one(places: Path) -> None:
+    shown = run("models")
+    assert ("pip install" in shown.err, shown.out) == (True, "")
+    assert run("models", "--json").json() == []
 
 
 def test_installed_packages_are_listed_and_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,16 +86,16 @@ def test_a_folder_without_a_model_is_a_bad_model(tmp_path: Path) -> None:
     assert caught.value.exit_status == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("pytorch_model.bin", "never opened: convert"),
-        ("model.pt", "never opened: convert"),
-        ("model.safetensors", "a part of a model: name the folder"),
-        ("config.json", "a part of a model: name the folder"),
-        ("notes.txt", "this is not a GGUF file"),
-    ],
-)
+NO_MODELS = [
+    ("pytorch_model.bin", "never opened: convert"),
+    ("model.pt", "never opened: convert"),
+    ("model.safetensors", "a part of a model: name the folder"),
+    ("config.json", "a part of a model: name the folder"),
+    ("notes.txt", "this is not a GGUF file"),
+]
+
+
+@pytest.mark.parametrize(("name", "reason"), NO_MODELS)
 def test_a_file_that_is_no_model_is_a_bad_model(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / name).write_text("not a model, but long enough to be looked at")
     with pytest.raises(ModelError, match=reason) as caught:

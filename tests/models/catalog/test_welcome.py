@@ -66,14 +66,14 @@ def test_each_line_is_read_by_its_program_as_it_is_meant(model: str, has_keys: b
     assert command == ["open-webui", "serve"]
 
 
-@pytest.mark.parametrize(
-    ("url", "base"),
-    [
-        ("http://0.0.0.0:80", "http://127.0.0.1:80"),
-        ("https://[::]:80", "https://[::1]:80"),
-        ("http://me:1", "http://me:1"),
-    ],
-)
+LOOPBACKS = [
+    ("http://0.0.0.0:80", "http://127.0.0.1:80"),
+    ("https://[::]:80", "https://[::1]:80"),
+    ("http://me:1", "http://me:1"),
+]
+
+
+@pytest.mark.parametrize(("url", "base"), LOOPBACKS)
 def test_a_server_that_listens_everywhere_is_reached_by_the_loopback(url: str, base: str) -> None:
     assert all(base in line and "0.0.0.0" not in line for line in lines(url).values())
 

@@ -117,13 +117,13 @@ def test_an_exported_reranker_scores_as_the_folder(tmp_path: Path, make: Callabl
     assert found[0] == pytest.approx(found[1], abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("pooling", "sizes", "message"),
-    [
-        ("max_tokens", (), "GGUF has no form for the pooling max"),
-        ("mean_tokens", (96, 40, 30, 20), "no form for the layers after the pooling: it has two matrices"),
-    ],
-)
+REFUSED_LAYERS = [
+    ("max_tokens", (), "GGUF has no form for the pooling max"),
+    ("mean_tokens", (96, 40, 30, 20), "no form for the layers after the pooling: it has two matrices"),
+]
+
+
+@pytest.mark.parametrize(("pooling", "sizes", "message"), REFUSED_LAYERS)
 def test_layers_after_the_states_are_refused_if_gguf_lacks_them(
     tmp_path: Path, pooling: str, sizes: tuple[int, ...], message: str
 ) -> None:

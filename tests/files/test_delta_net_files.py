@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import quantize
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from converted import convert
@@ -24,7 +24,7 @@ from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.weight_loader import dense
 from refusals import check_refusal, refusal
-from tiny import BY_NAME, make_tiny
+from tiny import BY_NAME, change_tensors, make_tiny
 
 AT, Q_PROJ = "model.layers.0.linear_attn", "model.layers.3.self_attn.q_proj"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -38,12 +38,6 @@ def converted(name: str, folder: Path) -> Path:
     """Write a folder and the file of its model, and return the file."""
     make_folder(name, folder)
     return convert(folder, folder / "plain.gguf")
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, Tensor]:

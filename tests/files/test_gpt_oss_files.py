@@ -14,7 +14,7 @@ from infer.errors import ModelFormatError
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from steps import load_network, logits_of
-from tiny import BY_NAME, make_tiny
+from tiny import BY_NAME, change_tensors, make_tiny
 
 CPU = torch.device("cpu")
 LENGTH = 60
@@ -87,8 +87,6 @@ def test_parts_of_a_stack_are_the_rows_of_each_expert(tmp_path: Path) -> None:
 )
 def test_parts_that_do_not_fit_together_are_named(change: Any, problem: str, tmp_path: Path) -> None:
     make_quantized(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    change(tensors, "model.layers.2.mlp.experts.gate_up_proj")
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    change_tensors(tmp_path, lambda tensors: change(tensors, "model.layers.2.mlp.experts.gate_up_proj"))
     with pytest.raises(ModelFormatError, match=rf"model\.layers\.2\.mlp\.experts\.gate_up_proj_\w+'.*{problem}"):
         open_checkpoint(tmp_path)

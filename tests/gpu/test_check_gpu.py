@@ -44,12 +44,14 @@ def results_in(folder: Path) -> list[Result]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+def ran(sections: list[Section], folder: Path, command_of: Any = fake_command, **options: Any) -> list[dict[str, Any]]:
+    return list(run_sections(sections, command_of, folder, seconds=5 * PATIENCE, **options))
+
+
 def test_every_section_is_reported_whatever_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(section_runs, "MOST_BYTES", 1 << 20)
     sections = [Section(name, HANG if name == "hang" else PATIENCE) for name in CODE]
-    reports = {
-        report["section"]: report for report in run_sections(sections, fake_command, tmp_path, seconds=5 * PATIENCE)
-    }
+    reports = {report["section"]: report for report in ran(sections, tmp_path)}
     assert (list(reports), results_in(tmp_path)) == (list(CODE), list(reports.values()))
     assert all(report["results"][0] == json.loads(RIGHT) for report in reports.values())
     assert {name: report["wrong"] for name, report in reports.items() if report["wrong"]} == {"wrong": 1}
@@ -75,7 +77,7 @@ def test_a_result_is_in_its_file_while_its_section_runs(tmp_path: Path) -> None:
 
     sections = [Section("hang", 30.0, is_alone=False), Section("right", PATIENCE, is_alone=False)]
     with pytest.raises(EndedError):
-        list(run_sections(sections, command_of, tmp_path, seconds=5 * PATIENCE, num_at_once=2))
+        ran(sections, tmp_path, command_of, num_at_once=2)
     found, num_others = section_runs.read_results(tmp_path / "hang.jsonl")
     assert (found, num_others) == ([json.loads(RIGHT)], 1)
 
@@ -84,8 +86,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypa
     monkeypatch.setattr(section_runs, "KILL_SECONDS", 0.2)
     left = list[Any]()
     monkeypatch.setattr(section_runs._Run, "_signal", lambda run: left.append(run))  # hangs in a driver
-    sections = [Section("hang", HANG), Section("right", PATIENCE)]
-    hung, right = run_sections(sections, fake_command, tmp_path, seconds=5 * PATIENCE)
+    hung, right = ran([Section("hang", HANG), Section("right", PATIENCE)], tmp_path)
     found = re.fullmatch(r"took .* process (\d+) does not end and is left behind; 1 lines .*", hung["trouble"])
     assert found is not None
     os.killpg(int(found[1]), signal.SIGKILL)
@@ -96,7 +97,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypa
 def test_the_children_of_a_section_end_with_it(tmp_path: Path) -> None:
     child = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=sys.stderr, flush=True)"
     command = [sys.executable, "-c", f"import sys\n{child}"]
-    list(run_sections([Section("parent", PATIENCE)], lambda *_: command, tmp_path, seconds=5 * PATIENCE))
+    ran([Section("parent", PATIENCE)], tmp_path, lambda *_: command)
     assert ends(int((tmp_path / "parent.log").read_text()))
 
 
@@ -123,7 +124,7 @@ print(json.dumps({"span": [begin, time.time()]}))
 """
     sections = [*(Section(f"check {index}", PATIENCE, is_alone=False) for index in range(4)), Section("time", PATIENCE)]
     command = [sys.executable, "-S", "-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}"]
-    reports = run_sections(sections, lambda *_: command, tmp_path, seconds=5 * PATIENCE, num_at_once=2)
+    reports = ran(sections, tmp_path, lambda *_: command, num_at_once=2)
     spans = {report["section"]: report["results"][0]["span"] for report in reports}
     assert [name for name in spans if overlap(spans[name], spans["time"])] == ["time"]
     assert all(sum(begin <= moment < end for begin, end in spans.values()) <= 2 for moment, _ in spans.values())

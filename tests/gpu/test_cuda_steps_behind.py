@@ -93,10 +93,8 @@ def test_tokens_are_those_of_steps_one_after_the_other(device_world: World, monk
         cases = drawn_cases(random.Random(seed))
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "_grows_evenly", False)
-            expected = [
-                Outcome.of(each.result())
-                for each in answers(device_world, cases, random.Random(seed), disturbed_at=None)
-            ]
+            undisturbed = answers(device_world, cases, random.Random(seed), disturbed_at=None)
+            expected = [Outcome.of(each.result()) for each in undisturbed]
         with monkeypatch.context() as patch:
             behind = Behind(patch, defer(patch))
             found = answers(device_world, cases, random.Random(seed), disturbed_at=5 + seed)

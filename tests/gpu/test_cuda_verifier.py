@@ -107,11 +107,8 @@ def test_a_draft_is_in_the_history_of_the_lines_after_it(name: str) -> None:
     params = SamplingParams(temperature=0, repetition_window=1, **{name: 1.5})
     columns, history = SamplingColumns.of([params], VOCAB_SIZE), History(1, 8, VOCAB_SIZE)
     history.begin(0, [3, 4])
-    verifier = Verifier(4, CPU, Repeats())
-    padded = torch.cat([logits, logits[:1]])
-    found = verifier.launch(
-        Recording(lambda: None, padded), [Chunk(0, [4, 5, 9], 2)], [1], columns, history, None
-    ).wait()
+    forward, chunks = Recording(lambda: None, torch.cat([logits, logits[:1]])), [Chunk(0, [4, 5, 9], 2)]
+    found = Verifier(4, CPU, Repeats()).launch(forward, chunks, [1], columns, history, None).wait()
     assert found.token_ids == [[5, 9, 5]]
 
 
@@ -121,9 +118,8 @@ def test_log_probabilities_are_those_of_the_lines_that_count() -> None:
     options = ({"temperature": 0, "logprobs": 2}, {"temperature": 0}, filtered)
     columns = SamplingColumns.of([SamplingParams(**each) for each in options], VOCAB_SIZE)
     chunks = [Chunk(0, [1, int(logits[0].argmax())], 1), Chunk(1, [1]), Chunk(2, [1])]
-    found = (
-        Verifier(4, CPU, Repeats()).launch(Recording(lambda: None, logits), chunks, [3] * 3, columns, None, None).wait()
-    )
+    forward = Recording(lambda: None, logits)
+    found = Verifier(4, CPU, Repeats()).launch(forward, chunks, [3] * 3, columns, None, None).wait()
     expected, _ = verify(logits, chunks, [4] * 3, columns, None, None)
     assert found.token_ids == [tokens.token_ids for tokens in expected]
     assert found.logprobs == [tokens.logprobs for tokens in expected]

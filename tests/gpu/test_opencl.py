@@ -32,6 +32,7 @@ from infer.compute.sampling.masks import pack_masks
 from infer.errors import InvalidRequestError
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch
+from refusals import check_refusal
 from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
 from test_session import make_model

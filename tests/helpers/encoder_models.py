@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
+import embedding_model
+
 CONTEXT = 1200
 _SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 _SIZES |= {"intermediate_size": 112, "pad_token_id": 1}
@@ -113,11 +115,5 @@ def states_of(model: Any, ids: list[int], second_start: int | None = None) -> Te
 
 def write_modules(folder: Path, **pooling: Any) -> None:
     """Write the files of sentence-transformers for a pooling and a norm of the vectors."""
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [
-        {"idx": at, "name": str(at), "type": f"sentence_transformers.models.{kind}", "path": path}
-        for at, (kind, path) in enumerate(kinds.items())
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
+    embedding_model.write_modules(folder, ["Transformer", "Pooling", "Normalize"])
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

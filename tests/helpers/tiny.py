@@ -1,5 +1,6 @@
 """Tiny random models of every family, made by `transformers`: the oracle for the forward pass."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -376,6 +377,13 @@ def _divide_taps(config: hf.OlmoHybridConfig, path: Path) -> None:
         parts = whole.split([keys, keys, len(whole) - 2 * keys])
         tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
     save_file(tensors, path, {"format": "pt"})
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a folder in one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:

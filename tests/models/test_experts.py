@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
@@ -27,9 +26,10 @@ from infer.models.load import FloatsAs, load_transformer
 from infer.models.sharding import check_experts
 from infer.models.transformer import Transformer
 from infer.models.weight_loader import dense
+from quantised_folders import set_config
 from refusals import check_refusal
 from steps import load_network
-from tiny import BY_NAME, make_tiny
+from tiny import BY_NAME, change_tensors, make_tiny
 
 COUNT = 4
 CPU = torch.device("cpu")
@@ -92,52 +92,41 @@ def make_folder(folder: Path, name: str = "qwen3_moe") -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
-    save(tmp_path, tensors)
+    change_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.7.up_proj.weight"))
     with pytest.raises(ModelError, match=r"missing model\.layers\.1\.mlp\.experts\.7\.up_proj\.weight"):
         load_network(tmp_path)
 
 
 def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path) -> None:
-    config = make_folder(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 21}))
+    make_folder(tmp_path)
+    set_config(tmp_path, "num_experts_per_tok", 21)
     check_refusal(lambda: load_network(tmp_path), ModelError, r"num_experts_per_tok must be at most .*20, got 21")
 
 
 def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path, "granitemoe")
-    tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.block_sparse_moe.input_linear.weight"
-    for wrong, problem in ((tensors[name][0], "experts, rows and columns"), (tensors[name][:4], "missing .*experts.4")):
-        save(tmp_path, tensors | {name: wrong.contiguous()})
+    for part, problem in ((slice(4), "missing .*experts.4"), (0, "experts, rows and columns")):
+        change_tensors(tmp_path, lambda own, part=part: own.update({name: own[name][part].contiguous()}))
         with pytest.raises(ModelError, match=problem):
             load_network(tmp_path)
 
 
 def test_stacks_of_too_many_experts_are_refused_before_they_are_split(tmp_path: Path) -> None:
     make_folder(tmp_path, "granitemoe")
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.block_sparse_moe.output_linear.weight"] = torch.zeros(4097, 1, 1)
-    save(tmp_path, tensors)
+    wrong = {"model.layers.0.block_sparse_moe.output_linear.weight": torch.zeros(4097, 1, 1)}
+    change_tensors(tmp_path, lambda tensors: tensors.update(wrong))
     check_refusal(lambda: load_network(tmp_path), ModelError, "expected at most 4096 experts, got 4097")
 
 
 def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
-    config = make_folder(tmp_path, "glm4_moe")
+    config, drafting = make_folder(tmp_path, "glm4_moe"), torch.zeros(64, 128)
     assert config["num_nextn_predict_layers"] == 1
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
-    save(tmp_path, tensors)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": drafting}))
     assert len(load_network(tmp_path).layers) == 3
-    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
-    save(tmp_path, tensors)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": drafting}))
     check_refusal(lambda: load_network(tmp_path), ModelError, r"unexpected 'model\.layers\.4\.eh_proj\.weight")
 
 

@@ -42,14 +42,11 @@ def test_both_dialects_of_rope_give_the_same_settings(family: str, kind: str, se
     top = {"original_max_position_embeddings": 64} if family == "phi3" else {}
     flat = make(family, rope_theta=5e5, rope_scaling={"type": kind, **settings}, **share, **top)
     newer = make(family, rope_theta=5e5, rope_scaling={"rope_type": kind, **settings}, **share, **top)
-    nested = make(family, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings, **share}, **top)
-    by_layer = make(family, rope_parameters={"full_attention": nested_settings(kind, settings | share)}, **top)
+    own = {"rope_type": kind, "rope_theta": 5e5, **settings}
+    nested = make(family, rope_parameters=own | share, **top)
+    by_layer = make(family, rope_parameters={"full_attention": own | share}, **top)
     assert flat == newer == nested == by_layer
     assert flat != make(family, rope_theta=5e5, **share)
-
-
-def nested_settings(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 5e5, **settings}
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
@@ -172,10 +169,8 @@ def test_settings_that_cannot_be_run_are_refused_by_name(family: str, settings: 
 
 def test_ropes_that_change_at_different_lengths_are_refused() -> None:
     kinds = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
-    by_kind = {
-        "full_attention": {**kinds, "original_max_position_embeddings": 32},
-        "sliding_attention": {**kinds, "original_max_position_embeddings": 64},
-    }
+    lengths = {"full_attention": 32, "sliding_attention": 64}
+    by_kind = {name: {**kinds, "original_max_position_embeddings": length} for name, length in lengths.items()}
     settings = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8, "num_key_value_heads": 2}
     with pytest.raises(UnsupportedModelError, match=r"several lengths.*\[32, 64\]"):
         make("gemma3_text", rope_parameters=by_kind, **settings)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ from infer.models.memory.memory_estimate import (
 )
 from infer.models.transformer import Transformer
 from refusals import check_refusal
+from test_context_length import smollm2
 from tiny import BY_NAME, ONE_EACH, make_tiny
 from watched import python_command
 
@@ -77,12 +77,6 @@ def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transf
 
 def all_heads(model: Transformer) -> list[Heads]:
     return [layer.mixer.heads for layer in model.layers if isinstance(layer.mixer, LoadedAttention)]
-
-
-@cache
-def smollm2() -> tuple[Any, Any]:
-    checkpoint = open_checkpoint("smollm2")
-    return make_architecture(checkpoint.config), checkpoint.tensors
 
 
 def estimated(num_tokens: int, load: LoadSettings = DEFAULT, kv: CacheSettings = CACHE, **rows: int) -> Estimate:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from extent import IS_WHOLE
 from infer.compute.backends import reference
@@ -24,7 +22,7 @@ from test_cpu_kernels import CPU, make_weight
 from test_families import load
 from test_recurrent_rows import CAPACITY, go_on_at_random
 from test_shared_keys import ModelRows
-from tiny import BY_NAME, Tiny, make_tiny
+from tiny import BY_NAME, Tiny, change_tensors, make_tiny
 
 VOCAB, LAYERS, DIM, HIDDEN = 40, 6, 256, 64
 TOKENS = torch.tensor([3, 0, 39, 3, 17])
@@ -36,9 +34,8 @@ def table_in(folder: Path, type_: str) -> tuple[UnreadWeight, int]:
     whole = make_weight(type_, VOCAB, LAYERS * DIM)
     (folder / "table").write_bytes(b"four" + whole.data.contiguous().view(torch.uint8).numpy().tobytes())
     descriptor = os.open(folder / "table", os.O_RDONLY)
-    return UnreadWeight(
-        whole.type, whole.shape, lambda low, high: whole.data[low:high], FilePlace(descriptor, 4)
-    ), descriptor
+    place = FilePlace(descriptor, 4)
+    return UnreadWeight(whole.type, whole.shape, lambda low, high: whole.data[low:high], place), descriptor
 
 
 def weights_with(table: UnreadWeight) -> PerLayerWeights:
@@ -60,10 +57,8 @@ def test_rows_of_a_table_in_a_file_have_the_values_of_the_table(type_: str, tmp_
     assert torch.equal(found, rows.float() * 0.75)
     together = cpu.per_layer_inputs(x, TOKENS, replace(weights, projection=ready.projection))
     assert torch.allclose(together, reference.per_layer_inputs(x, TOKENS, weights), atol=2e-5, rtol=1e-5)
-    each = [
-        cpu.per_layer_inputs(x[at : at + 1], TOKENS[at : at + 1], replace(weights, projection=ready.projection))
-        for at in range(5)
-    ]
+    alone = replace(weights, projection=ready.projection)
+    each = [cpu.per_layer_inputs(x[at : at + 1], TOKENS[at : at + 1], alone) for at in range(5)]
     assert torch.equal(torch.cat(each), together)
     os.close(descriptor)
 
@@ -118,9 +113,8 @@ def test_a_table_takes_no_memory_of_a_host_and_its_bytes_on_a_gpu(tmp_path: Path
 
 def test_files_may_have_keys_of_layers_that_use_an_earlier_layers(tmp_path: Path) -> None:
     folder = folder_of("gemma4_shared", tmp_path)
-    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
     unused = {f"model.layers.5.self_attn.{part}.weight": torch.ones(2) for part in ("k_proj", "v_proj", "k_norm")}
-    save_file(tensors | unused, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, lambda tensors: tensors.update(unused))
     load(folder)
 
 

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from embedding_model import write_dense, write_modules
 from encoder_models import BY_NAME, make_encoder
 from encoder_tokenizers import SENTENCES, make_bert_folder, make_xlmr_folder
 from infer import LLM
@@ -31,21 +32,10 @@ def make_folder(folder: Path, name: str, labels: dict[int, str] | None) -> Path:
 
 def add_modules(folder: Path, pooling: str, *sizes: int) -> None:
     """Add the files of sentence-transformers: a pooling, and dense layers between vectors of these sizes."""
-    kinds = ["Transformer", "Pooling", *["Dense"] * (len(sizes) - 1), "Normalize"]
-    paths = ["", "1_Pooling", *(f"{place}_Dense" for place in range(2, len(kinds) - 1)), "9_Normalize"]
-    modules = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (kind, path) in enumerate(zip(kinds, paths, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    for path in paths[1:]:
-        (folder / path).mkdir()
+    write_modules(folder, ["Transformer", "Pooling", *["Dense"] * (len(sizes) - 1), "Normalize"])
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
-    for path, columns, rows in zip(paths[2:-1], sizes[:-1], sizes[1:], strict=True):
-        activation = "torch.nn.modules.linear.Identity"
-        own = {"in_features": columns, "out_features": rows, "bias": False, "activation_function": activation}
-        (folder / path / "config.json").write_text(json.dumps(own))
-        save_file({"linear.weight": torch.randn(rows, columns)}, folder / path / "model.safetensors")
+    for place, (columns, rows) in enumerate(pairwise(sizes), 2):
+        write_dense(folder / f"{place}_Dense", columns, rows, False, "Identity")
 
 
 @pytest.mark.parametrize(

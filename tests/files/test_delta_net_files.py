@@ -23,7 +23,7 @@ from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.weight_loader import dense
-from refusals import check_refusal, refusal
+from refusals import check_refused, refusal
 from tiny import BY_NAME, change_tensors, make_tiny
 
 AT, Q_PROJ = "model.layers.0.linear_attn", "model.layers.3.self_attn.q_proj"
@@ -192,7 +192,7 @@ def test_parts_without_rows_cost_nothing(
     change_tensors(tmp_path, lambda tensors: tensors.update({f"{name}.weight": torch.zeros(shape)}))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | settings))
-    check_refusal(lambda: open_checkpoint(tmp_path), ModelError, problem)
+    check_refused(lambda: open_checkpoint(tmp_path), problem, ModelError)
 
 
 IMPOSSIBLE_METADATA = [

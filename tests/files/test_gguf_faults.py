@@ -10,7 +10,7 @@ from gguf_files import ONE, TWO, U32, key_value, random_tensors, raw_file, read_
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.files import open_checkpoint
 from processor_time import least_processor_seconds
-from refusals import check_refusal, refusal
+from refusals import check_refused, refusal
 
 HUGE = 2**64 - 1
 
@@ -152,4 +152,4 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize(("key", "value", "reason"), OUT_OF_RANGE)
 def test_hyperparameters_out_of_range_are_refused(tmp_path: Path, key: str, value: int, reason: str) -> None:
     path = write_model(tmp_path / "m.gguf", extend=lambda writer: writer.add_uint32(key, value))
-    check_refusal(lambda: open_checkpoint(path), ModelError, reason)
+    check_refused(lambda: open_checkpoint(path), reason, ModelError)

@@ -14,7 +14,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.files import open_checkpoint, resolve
 from infer.files.hub.hub import HubName, choose, find_cached, gguf_models, hub_cache_folder, parse_hub_name
 from infer.files.hub.hub_removal import remove_cached
-from refusals import check_refusal
+from refusals import check_refused
 from watched import python_command
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -113,7 +113,7 @@ UNKNOWN_CHOICES = [
 
 @pytest.mark.parametrize(("repo", "variant", "reason"), UNKNOWN_CHOICES)
 def test_an_unknown_choice_lists_the_known_ones(repo: str, variant: str | None, reason: str) -> None:
-    check_refusal(lambda: choose(HubName(repo, variant=variant), REPOSITORIES[repo], None), ModelError, reason)
+    check_refused(lambda: choose(HubName(repo, variant=variant), REPOSITORIES[repo], None), reason, ModelError)
 
 
 def test_projectors_are_no_models() -> None:
@@ -296,7 +296,7 @@ def test_a_removed_model_is_deleted_with_the_files_that_only_it_has(cache: Path)
     assert find_cached(HubName("org/two", variant="copy-Q8_0.gguf")) is not None
     assert remove_cached(HubName("org/two")) == len("m-Q8_0.gguf")
     assert not list(cache.iterdir())
-    check_refusal(lambda: remove_cached(HubName("org/two")), InvalidRequestError, "is not in the hub's local cache")
+    check_refused(lambda: remove_cached(HubName("org/two")), "is not in the hub's local cache")
     fill(cache, "org/plain", REPOSITORIES["org/plain"])
     remove_cached(HubName("org/plain"))
     assert find_cached(HubName("org/plain", variant="m.gguf")) is not None, "another model of the repository"

@@ -21,7 +21,7 @@ from infer.models.from_checkpoint import load_model
 from infer.models.transformer import Transformer
 from infer.system.files.json_file import read_json_file
 from infer.system.files.open_file import OpenFile
-from refusals import check_refusal, refusal
+from refusals import check_refused, refusal
 
 CASES = [  # options, and the number of remaining bytes
     ({"dtype": "auto"}, 0),
@@ -149,7 +149,7 @@ def test_memory_that_is_not_there_names_the_weight(model: Path, place: str, monk
     load_model(model)
     monkeypatch.setattr("infer.compute.backends.cpu.weights.packed_weight._pieces", Pieces())
     monkeypatch.setattr(place, fail)
-    check_refusal(lambda: load_model(model), ModelError, r"no memory is left for (the )?\d+ bytes of ")
+    check_refused(lambda: load_model(model), r"no memory is left for (the )?\d+ bytes of ", ModelError)
 
 
 def test_a_saved_session_that_shrinks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         if os.access(path, os.R_OK):
             pytest.skip("hardware: the superuser may read everything")
     reason = "is not a regular file" if kind in ("folder", "pipe", "device") else "cannot be read: "
-    check_refusal(lambda: OpenFile(path), ModelError, reason)
+    check_refused(lambda: OpenFile(path), reason, ModelError)
 
 
 @pytest.mark.parametrize("name", ["a\nb.gguf", "\x1b[2J.gguf", "\u2028.gguf", "\x85.gguf"])
@@ -240,4 +240,4 @@ def test_a_file_that_is_there_and_cannot_be_read_is_not_passed_over(tmp_path: Pa
         path.mkdir()
     else:
         path.symlink_to(name if kind == "loop" else "nothing")
-    check_refusal(lambda: load_model(path.parent), ModelFormatError, f"{name}: file: is (missing|not a regular file)")
+    check_refused(lambda: load_model(path.parent), f"{name}: file: is (missing|not a regular file)", ModelFormatError)

@@ -18,7 +18,7 @@ from infer.files import open_checkpoint
 from infer.files.heads.head_files import DenseFiles
 from infer.files.heads.pooling import embedding_from_folder
 from infer.models.pooled_head import load_head
-from refusals import check_refusal, refusal
+from refusals import check_refused, refusal
 
 MEAN = {"pooling_mode_mean_tokens": True}
 PIPELINE = ["Transformer", "Pooling", "Dense", "Normalize"]
@@ -128,7 +128,7 @@ def test_modules_that_would_change_vectors_are_refused_by_name(
 @pytest.mark.parametrize("text", ['{"type": "a"}', '["Pooling"]', '[{"type": 5}]', '[{"type": "a", "path": 5}]', "["])
 def test_a_broken_list_of_modules_is_an_error_of_the_model(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
-    check_refusal(lambda: embedding_from_folder(tmp_path), ModelError, r"modules\.json: (JSON|modules)")
+    check_refused(lambda: embedding_from_folder(tmp_path), r"modules\.json: (JSON|modules)", ModelError)
 
 
 def test_a_layer_that_does_not_fit_is_found_when_the_model_is_loaded(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_layer_that_does_not_fit_is_found_when_the_model_is_loaded(tmp_path: P
 
     make_qwen3(tmp_path)
     write_pipeline(tmp_path, PIPELINE, MEAN)
-    check_refusal(lambda: LLM(tmp_path), ModelError, r"tensor 'linear.weight': expected \(9, 64\), got \(9, 8\)")
+    check_refused(lambda: LLM(tmp_path), r"tensor 'linear.weight': expected \(9, 64\), got \(9, 8\)", ModelError)
 
 
 @pytest.mark.parametrize(("number", "pooling"), [(0, None), (1, "mean"), (2, "cls"), (3, "last"), (4, None)])
@@ -152,7 +152,7 @@ def test_a_gguf_file_says_how_it_pools(tmp_path: Path, number: int, pooling: str
 def test_an_unknown_pooling_of_a_gguf_file_is_refused(tmp_path: Path, number: int) -> None:
     write_model(tmp_path / "a.gguf", "qwen3", extend=lambda writer: writer.add_uint32("qwen3.pooling_type", number))
     message = rf"qwen3.pooling_type {number} is not supported: supported are 1 \(mean\), 2 \(cls\), 3 \(last\)"
-    check_refusal(lambda: open_checkpoint(tmp_path / "a.gguf"), UnsupportedModelError, message)
+    check_refused(lambda: open_checkpoint(tmp_path / "a.gguf"), message, UnsupportedModelError)
 
 
 def test_a_gguf_file_has_two_dense_layers(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from quantised_folders import METHODS, Method, by_name, is_quantised, save, set_config, write_quantised
-from refusals import check_refusal, refusal
+from refusals import check_refused, refusal
 from steps import load_network, logits_of
 from tiny import BY_NAME, Tiny, make_tiny
 
@@ -220,7 +220,7 @@ def test_numbers_that_blocks_cannot_hold_are_refused_when_they_are_read(
 ) -> None:
     write_changed(written, method, change, tmp_path)
     weight = LazyWeights(open_checkpoint(tmp_path).tensors)[f"{AT}.weight"]
-    check_refusal(lambda: weight.rows(0, 16), ModelFormatError, problem)
+    check_refused(lambda: weight.rows(0, 16), problem, ModelFormatError)
 
 
 REFUSED_CONFIGS = [

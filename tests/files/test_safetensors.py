@@ -20,7 +20,7 @@ from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights, read_weight
 from infer.files.tensors.safetensors import read_safetensors
 from processor_time import least_processor_seconds
-from refusals import check_refusal, refusal
+from refusals import check_refused, refusal
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONFIG = {"model_type": "llama", "hidden_size": 8}
@@ -183,7 +183,7 @@ def test_types_that_need_a_quantiser_of_their_own_are_refused_by_name(tmp_path: 
 
 def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
     tensors = {"model.norm.weight": torch.ones(2), "language_model.model.norm.weight": torch.ones(2)}
-    check_refusal(lambda: open_checkpoint(make_folder(tmp_path, tensors)), ModelFormatError, "is the same weight as")
+    check_refused(lambda: open_checkpoint(make_folder(tmp_path, tensors)), "is the same weight as", ModelFormatError)
 
 
 OUTSIDE = [
@@ -212,7 +212,7 @@ def test_an_index_stays_in_the_models_folder(tmp_path: Path, shard: Any, reason:
     (folder / "loop.safetensors").symlink_to("loop.safetensors")
     os.mkfifo(folder / "pipe.safetensors")
     write_index(folder, {"a": shard})
-    check_refusal(lambda: open_checkpoint(folder), ModelFormatError, reason)
+    check_refused(lambda: open_checkpoint(folder), reason, ModelFormatError)
 
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -271,7 +271,7 @@ INDEXES: list[tuple[Any, str]] = [
 def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path, weight_map: Any, reason: str) -> None:
     make_shards(tmp_path)
     write_index(tmp_path, weight_map)
-    check_refusal(lambda: open_checkpoint(tmp_path), ModelFormatError, reason)
+    check_refused(lambda: open_checkpoint(tmp_path), reason, ModelFormatError)
 
 
 def test_the_links_of_a_hugging_face_cache_count_as_inside(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_pickled_weights_are_never_opened_and_the_message_says_what_to_do(tmp_pa
 
 def test_a_folder_without_weights_says_which_files_it_looked_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    check_refusal(lambda: open_checkpoint(tmp_path), ModelError, r"has no weights: expected model\.safetensors or")
+    check_refused(lambda: open_checkpoint(tmp_path), r"has no weights: expected model\.safetensors or", ModelError)
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "hqq", None])

@@ -12,7 +12,7 @@ from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors
-from refusals import check_refusal
+from refusals import check_refused
 
 
 @pytest.fixture
@@ -70,12 +70,12 @@ def test_parts_of_two_models_are_refused(parts: list[Path], tmp_path: Path) -> N
         open_checkpoint(parts[0])
     write_model(tmp_path / "other" / "m.gguf", split_tensors=3)
     (tmp_path / "other" / "m-00002-of-00004.gguf").replace(parts[1])
-    check_refusal(lambda: open_checkpoint(parts[0]), ModelFormatError, r"split\.count: expected 3 .*, got 4")
+    check_refused(lambda: open_checkpoint(parts[0]), r"split\.count: expected 3 .*, got 4", ModelFormatError)
 
 
 def test_a_tensor_in_two_parts_is_refused(parts: list[Path]) -> None:
     parts[2].write_bytes(parts[2].read_bytes().replace(b"blk.0.ffn_gate", b"blk.0.ffn_norm"))
-    check_refusal(lambda: open_checkpoint(parts[2]), ModelFormatError, "is in another part of the model, too")
+    check_refused(lambda: open_checkpoint(parts[2]), "is in another part of the model, too", ModelFormatError)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from infer.compute.backends import gpu_memory, gpus
 from infer.compute.backends.before_load import StepSizes
 from infer.compute.operands.weights import Projection
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
-from infer.errors import InvalidRequestError
 from infer.models.families import make_architecture
-from refusals import check_refusal
+from refusals import check_refused
 from test_packing import make_weight
 
 HOPPER, PASCAL = ("NVIDIA H200", 9, 0), ("NVIDIA GeForce GTX 1080", 6, 1)
@@ -75,7 +74,7 @@ REASONS = [
 def test_the_reason_for_no_gpu_is_given_with_the_fix(machine, why: str, said: str) -> None:
     machine(why=why)
     assert said in str(gpus.trouble_with(None))
-    check_refusal(lambda: ops.cuda_backend("cuda"), InvalidRequestError, f"device cuda: .*{said}")
+    check_refused(lambda: ops.cuda_backend("cuda"), f"device cuda: .*{said}")
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])

@@ -16,7 +16,7 @@ from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.context_length import context_length, fitting_length, fitting_step
 from infer.models.memory.memory_estimate import LoadSettings, estimate
-from refusals import check_refusal
+from refusals import check_refused
 from test_session import make_model
 
 SETTINGS, LOAD = CacheSettings(), LoadSettings()
@@ -53,7 +53,7 @@ def test_a_cut_default_is_a_warning_and_a_requested_context_is_refused(monkeypat
     with pytest.warns(UserWarning, match=r"the context is [\d,]+ tokens, not 8,192: \d+ MB of memory are available"):
         llm = LLM("smollm2", threads=1)
     assert 512 <= llm.max_seq_len <= 2112
-    check_refusal(lambda: LLM("smollm2", threads=1, max_seq_len=4096), ModelError, r"max_seq_len=\d+ fits")
+    check_refused(lambda: LLM("smollm2", threads=1, max_seq_len=4096), r"max_seq_len=\d+ fits", ModelError)
 
 
 def test_a_gpu_with_little_memory_has_smaller_steps() -> None:

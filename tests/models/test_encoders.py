@@ -37,7 +37,7 @@ from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.load import load_transformer
 from infer.models.memory.memory_estimate import LoadSettings, estimate, loaded_types
-from refusals import check_refusal
+from refusals import check_refused
 
 TOLERANCE = 1e-4
 LENGTHS = (1, 65, 650) if IS_SHORT else (1, 2, 17, 63, 64, 65, 256, 257, 513, CONTEXT)
@@ -244,7 +244,7 @@ def test_a_head_for_tokens_is_not_needed_and_not_loaded(tmp_path: Path) -> None:
 def test_more_tokens_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     make_encoder(BY_NAME["bert"], tmp_path)
     encoder = load(tmp_path, max_seq_len=80)
-    check_refusal(lambda: encoded(encoder, [some_ids(700)]), InvalidRequestError, "no room for texts of 700")
+    check_refused(lambda: encoded(encoder, [some_ids(700)]), "no room for texts of 700")
     with pytest.raises(InvalidRequestError, match="512 tokens together, got 600"):
         encoded(encoder, [some_ids(300), some_ids(300)])
 

@@ -27,7 +27,7 @@ from infer.models.sharding import check_experts
 from infer.models.transformer import Transformer
 from infer.models.weight_loader import dense
 from quantised_folders import set_config
-from refusals import check_refusal
+from refusals import check_refused
 from steps import load_network
 from tiny import BY_NAME, change_tensors, make_tiny
 
@@ -102,7 +102,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path)
     set_config(tmp_path, "num_experts_per_tok", 21)
-    check_refusal(lambda: load_network(tmp_path), ModelError, r"num_experts_per_tok must be at most .*20, got 21")
+    check_refused(lambda: load_network(tmp_path), r"num_experts_per_tok must be at most .*20, got 21", ModelError)
 
 
 def test_stacked_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_stacks_of_too_many_experts_are_refused_before_they_are_split(tmp_path: 
     make_folder(tmp_path, "granitemoe")
     wrong = {"model.layers.0.block_sparse_moe.output_linear.weight": torch.zeros(4097, 1, 1)}
     change_tensors(tmp_path, lambda tensors: tensors.update(wrong))
-    check_refusal(lambda: load_network(tmp_path), ModelError, "expected at most 4096 experts, got 4097")
+    check_refused(lambda: load_network(tmp_path), "expected at most 4096 experts, got 4097", ModelError)
 
 
 def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
     change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": drafting}))
     assert len(load_network(tmp_path).layers) == 3
     change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": drafting}))
-    check_refusal(lambda: load_network(tmp_path), ModelError, r"unexpected 'model\.layers\.4\.eh_proj\.weight")
+    check_refused(lambda: load_network(tmp_path), r"unexpected 'model\.layers\.4\.eh_proj\.weight", ModelError)
 
 
 def test_a_device_without_a_part_names_it_in_its_refusal() -> None:

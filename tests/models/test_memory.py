@@ -46,7 +46,7 @@ from infer.models.memory.memory_estimate import (
     weight_bytes,
 )
 from infer.models.transformer import Transformer
-from refusals import check_refusal
+from refusals import check_refused
 from test_context_length import smollm2
 from tiny import BY_NAME, ONE_EACH, make_tiny
 from watched import python_command
@@ -280,9 +280,9 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch:
     most = int(re.findall(r"max_seq_len=(\d+) fits", str(error.value))[0])
     assert 1000 <= most < 1100
     assert load_model("smollm2", max_seq_len=most)[0].max_seq_len == most
-    check_refusal(lambda: load_model("smollm2", max_seq_len=most + 64), ModelError, f"max_seq_len={most} fits")
+    check_refused(lambda: load_model("smollm2", max_seq_len=most + 64), f"max_seq_len={most} fits", ModelError)
     monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: 10**6)
-    check_refusal(lambda: load_model("smollm2"), ModelError, "but 1 MB are available: use a smaller quantisation")
+    check_refused(lambda: load_model("smollm2"), "but 1 MB are available: use a smaller quantisation", ModelError)
     monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: None)
     assert load_model("smollm2", max_seq_len=64)[0].max_seq_len == 64
 

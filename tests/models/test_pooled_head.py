@@ -12,7 +12,7 @@ from infer.errors import ModelFormatError
 from infer.files.heads.head_files import LayerNormFiles, StepFiles, check_head, take_dense
 from infer.files.tensors.safetensors import read_safetensors
 from infer.models.pooled_head import Head, load_head
-from refusals import check_refusal
+from refusals import check_refused
 
 SIZE, MIDDLE, LABELS = 70, 150, 3
 ACTIVATIONS: dict[str, nn.Module] = {"gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU()}
@@ -81,4 +81,4 @@ MISFITS = [
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Tensor], message: str) -> None:
     modules = nn.ModuleDict({"linear": nn.Linear(SIZE, LABELS)})
     found = save(tmp_path / "a.safetensors", modules, **changes)
-    check_refusal(lambda: check_head((take_dense(found, "linear"),), SIZE), ModelFormatError, message)
+    check_refused(lambda: check_head((take_dense(found, "linear"),), SIZE), message, ModelFormatError)

@@ -11,7 +11,7 @@ import pytest
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files import open_checkpoint, resolve
 from infer.files.hub.find import INSTALLED_MODELS, InstalledModel, packaged_model
-from refusals import check_refusal
+from refusals import check_refused
 
 PARTS = (b"one " * 1000, b"two", b"three")
 
@@ -134,13 +134,13 @@ def test_the_file_of_a_killed_process_is_replaced(packaged: Path) -> None:
 
 def test_parts_that_do_not_sum_up_leave_nothing_behind(packaged: Path, tmp_path: Path) -> None:
     (tmp_path / "modules" / "parted_1" / "model.part").write_bytes(b"owt")
-    check_refusal(lambda: resolve("parted"), ModelFormatError, r"sha256: expected .* install it again")
+    check_refused(lambda: resolve("parted"), r"sha256: expected .* install it again", ModelFormatError)
     assert list(packaged.iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(packaged: Path) -> None:
     packaged.write_text("a file where the folder should be")
-    check_refusal(lambda: resolve("parted"), ModelError, r"parted cannot be assembled.*cache.*: set INFER_CACHE")
+    check_refused(lambda: resolve("parted"), r"parted cannot be assembled.*cache.*: set INFER_CACHE", ModelError)
 
 
 def test_a_disk_that_fills_up_leaves_nothing_behind(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,19 +148,19 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(packaged: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    check_refusal(lambda: resolve("parted"), ModelError, "No space left on device: set INFER_CACHE")
+    check_refused(lambda: resolve("parted"), "No space left on device: set INFER_CACHE", ModelError)
     assert list(packaged.iterdir()) == []
 
 
 def test_a_part_that_is_missing_says_how_to_install(packaged: Path, tmp_path: Path) -> None:
     (tmp_path / "modules" / "parted_2" / "model.part").unlink()
-    check_refusal(lambda: resolve("parted"), ModelError, r"lacks .*: install it again with pip install parted")
+    check_refused(lambda: resolve("parted"), r"lacks .*: install it again with pip install parted", ModelError)
 
 
 def test_a_known_name_that_is_not_installed_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = InstalledModel("pip install absent", "model.gguf", (("absent_package", "model.gguf"),))
     monkeypatch.setitem(INSTALLED_MODELS, "absent", absent)
-    check_refusal(lambda: resolve("absent"), InvalidRequestError, "absent is not installed: pip install absent")
+    check_refused(lambda: resolve("absent"), "absent is not installed: pip install absent")
 
 
 @pytest.mark.slow

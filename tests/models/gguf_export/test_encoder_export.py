@@ -16,7 +16,7 @@ from infer import LLM
 from infer.errors import UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.models.gguf_export.plan import export_plan, network_plan
-from refusals import check_refusal
+from refusals import check_refused
 from reranker_model import make_logit_score, make_reranker_model
 from test_plan import cut_words, write
 
@@ -119,7 +119,7 @@ def test_layers_after_the_states_are_refused_if_gguf_lacks_them(
 ) -> None:
     make_encoder(BY_NAME["qwen3"], tmp_path)
     add_modules(tmp_path, pooling, *sizes)
-    check_refusal(lambda: network_plan(open_checkpoint(tmp_path)), UnsupportedModelError, message)
+    check_refused(lambda: network_plan(open_checkpoint(tmp_path)), message, UnsupportedModelError)
 
 
 def test_an_encoder_with_another_activation_is_refused(tmp_path: Path) -> None:

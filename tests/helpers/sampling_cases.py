@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -44,6 +45,11 @@ class Row:
         return SamplingParams(**self.values)
 
 
+def asking(row: Row, count: int | None, mode: str) -> Row:
+    """Return a row that requests log-probabilities."""
+    return replace(row, values={**row.values, "logprobs": count, "logprobs_mode": mode})
+
+
 @dataclass(frozen=True)
 class Batch:
     """Arguments of `sampler.sample`, in its order."""
@@ -59,57 +65,38 @@ class Batch:
 
 
 def make_batch(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Batch:
-    vocab_size = len(rows[0].logits)
-    columns = SamplingColumns.of(
-        [row.params for row in rows],
-        vocab_size,
-        num_prompt_tokens=[row.num_prompt_tokens for row in rows],
-        end_ids=end_ids,
-    )
+    vocab_size, params = len(rows[0].logits), [row.params for row in rows]
+    prompts = [row.num_prompt_tokens for row in rows]
+    columns = SamplingColumns.of(params, vocab_size, num_prompt_tokens=prompts, end_ids=end_ids)
     history = None
-    if any(uses_history(row.params) for row in rows):
+    if any(map(uses_history, params)):
         history = History(len(rows), max(len(row.context) for row in rows) + 4, vocab_size)
         for slot, row in enumerate(rows):
             if uses_history(row.params):
                 history.begin(slot, row.context, row.num_prompt_tokens)
     has_grammar = any(row.allowed is not None for row in rows)
-    everything = range(vocab_size)
-    masks = pack_masks([everything if row.allowed is None else row.allowed for row in rows], vocab_size)
-    return Batch(
-        logits=torch.stack([row.logits for row in rows]),
-        columns=columns,
-        history=history,
-        positions=torch.tensor([len(row.context) for row in rows]),
-        allowed=masks if has_grammar else None,
-    )
+    masks = pack_masks([range(vocab_size) if row.allowed is None else row.allowed for row in rows], vocab_size)
+    positions, logits = torch.tensor([len(row.context) for row in rows]), torch.stack([row.logits for row in rows])
+    return Batch(logits, columns, history, positions, masks if has_grammar else None)
+
+
+def by_reference(function: Callable[..., Any], row: Row, end_ids: frozenset[int]) -> Any:
+    options = {"num_prompt_tokens": row.num_prompt_tokens, "eos_token_ids": end_ids, "allowed": row.allowed}
+    return function(row.logits, row.context, row.params, **options)
 
 
 def reference_logits(row: Row, end_ids: frozenset[int] = frozenset()) -> Tensor | None:
     """Return the logits to which the reference adds noise, or None for a row that fails."""
-    try:
-        return definition.process_logits(
-            row.logits,
-            row.context,
-            row.params,
-            num_prompt_tokens=row.num_prompt_tokens,
-            eos_token_ids=end_ids,
-            allowed=row.allowed,
-        )
-    except LogitsError:
-        return None
+    with suppress(LogitsError):
+        logits: Tensor = by_reference(definition.process_logits, row, end_ids)
+        return logits
+    return None
 
 
 def reference_token(row: Row, end_ids: frozenset[int] = frozenset()) -> int:
     """Return the reference's token, or the code that a batch gives for its error."""
     try:
-        return definition.sample_token(
-            row.logits,
-            row.context,
-            row.params,
-            num_prompt_tokens=row.num_prompt_tokens,
-            eos_token_ids=end_ids,
-            allowed=row.allowed,
-        )
+        return int(by_reference(definition.sample_token, row, end_ids))
     except LogitsError as error:
         return sampler.NOT_A_NUMBER if "NaN" in str(error) or "+inf" in str(error) else sampler.NOTHING_ALLOWED
 
@@ -117,6 +104,10 @@ def reference_token(row: Row, end_ids: frozenset[int] = frozenset()) -> int:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     bytes_of_a, bytes_of_b = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bytes_of_a, bytes_of_b)
+
+
+def kept_ids(logits: Tensor) -> list[int]:
+    return (logits > -INF).nonzero()[:, 0].tolist()
 
 
 # Histories
@@ -153,6 +144,13 @@ VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 64, 100, 257, 1000, 5000)
 STYLES = ("normal", "wide", "ties", "constant", "extreme", "banned", "denormal", "peaked", "equal zeros")
 
 
+CHOICES = {  # of the styles that draw from a few numbers
+    "extreme": [3e38, -3e38, 3.4028234e38, -3.4028234e38, 1e38, 0.0, -0.0, 1.0, -INF],
+    "denormal": [1e-40, -1e-40, 1e-45, 0.0, -0.0],
+    "equal zeros": [0.0, -0.0],
+}
+
+
 def make_logits(style: str, vocab_size: int, seed: int) -> Tensor:
     """Return a row with at least one finite logit."""
     draw = np.random.default_rng(seed)
@@ -164,16 +162,12 @@ def make_logits(style: str, vocab_size: int, seed: int) -> Tensor:
             x = np.round(x)
         case "constant":
             x = np.full(vocab_size, draw.normal())
-        case "extreme":
-            x = draw.choice([3e38, -3e38, 3.4028234e38, -3.4028234e38, 1e38, 0.0, -0.0, 1.0, -INF], size=vocab_size)
         case "banned":
             x = np.where(draw.random(vocab_size) < 0.9, -INF, x)
-        case "denormal":
-            x = draw.choice([1e-40, -1e-40, 1e-45, 0.0, -0.0], size=vocab_size)
         case "peaked":
             x[draw.integers(vocab_size)] += 40
-        case "equal zeros":
-            x = draw.choice([0.0, -0.0], size=vocab_size)
+        case name if name in CHOICES:
+            x = draw.choice(CHOICES[name], size=vocab_size)
     row = torch.from_numpy(x.astype(np.float32))
     if not bool((row > -INF).any()):
         row[draw.integers(vocab_size)] = 1.0
@@ -225,13 +219,7 @@ def row_of(draw: st.DrawFn, vocab_size: int, has_grammar: bool) -> Row:
         values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -INF, 3e38, -3e38]) | st.floats(-9, 9, width=32)
         logits = torch.tensor(draw(st.lists(values, min_size=vocab_size, max_size=vocab_size)), dtype=torch.float32)
     allowed = draw(st.none() | st.frozensets(ids(vocab_size), max_size=50)) if has_grammar else None
-    return Row(
-        logits=logits,
-        values=draw(sampling_values(vocab_size)),
-        context=context,
-        num_prompt_tokens=draw(st.integers(0, len(context))),
-        allowed=allowed,
-    )
+    return Row(logits, draw(sampling_values(vocab_size)), context, draw(st.integers(0, len(context))), allowed)
 
 
 @st.composite

@@ -37,10 +37,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "top_k": 12,
         "top_p": 0.95,
         "min_p": 0.02,
+        "logit_bias": {2: 1.5, 11: -INF},
         "repetition_penalty": 1.2,
         "frequency_penalty": 0.2,
         "presence_penalty": 0.1,
-        "logit_bias": {2: 1.5, 11: -INF},
     },
 }
 

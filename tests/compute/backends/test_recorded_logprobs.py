@@ -21,7 +21,7 @@ from infer.compute.sampling.columns import SamplingColumns
 from infer.outputs import TokenLogprob
 from infer.sampling_params import SamplingParams
 from path_cases import CASES, Outcome, Way, World, all_by_definition, make_sequence, run_all
-from sampling_cases import STYLES, Row, batches_of_rows, make_batch, make_logits
+from sampling_cases import STYLES, Row, asking, batches_of_rows, make_batch, make_logits
 
 KNOBS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -58,10 +58,6 @@ def defined(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> list[
         [] if count is None or int(sampled.token_ids[index]) < 0 else [sampled.logprob_of(index, count)]
         for index, count in enumerate(counts)
     ]
-
-
-def asking(row: Row, count: int | None, mode: str) -> Row:
-    return replace(row, values={**row.values, "logprobs": count, "logprobs_mode": mode})
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -107,13 +103,8 @@ def test_a_row_that_fails_has_none_and_its_neighbours_theirs(mode: str) -> None:
         banned = asking(Row(make_logits("normal", 300, 9), {"seed": 1, "allowed_token_ids": [4]}), 5, mode)
         banned = replace(banned, allowed=frozenset([5]))
         expected = defined(good)
-        assert sampled_by_table([good[0], bad, good[1], banned, good[2]]) == [
-            expected[0],
-            [],
-            expected[1],
-            [],
-            expected[2],
-        ]
+        found = sampled_by_table([good[0], bad, good[1], banned, good[2]])
+        assert found == [expected[0], [], expected[1], [], expected[2]]
 
 
 def test_each_line_of_a_verified_step_has_its_own() -> None:

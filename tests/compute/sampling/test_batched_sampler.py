@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch import Tensor
 from extent import IS_SHORT, slow_except
 from infer.compute import ops
 from infer.compute.sampling import sampler
-from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.compute.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Choose, Sampled
 from infer.errors import InvalidRequestError
@@ -28,7 +28,9 @@ from sampling_cases import (
     STYLES,
     Batch,
     Row,
+    asking,
     batches_of_rows,
+    kept_ids,
     make_batch,
     make_logits,
     reference_logits,
@@ -40,15 +42,8 @@ some = settings(max_examples=10 if IS_SHORT else 25, deadline=None, suppress_hea
 many = settings(some, max_examples=25 if IS_SHORT else 50)
 implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
-EVERYTHING = {
-    "temperature": 0.8,
-    "top_k": 50,
-    "top_p": 0.9,
-    "min_p": 0.02,
-    "repetition_penalty": 1.2,
-    "frequency_penalty": 0.3,
-    "presence_penalty": 0.2,
-}
+EVERYTHING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
+EVERYTHING |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 
 # Every parameter with a value that has no effect, and with one that has an effect.
 ON: dict[str, dict[str, Any]] = {
@@ -83,10 +78,6 @@ def choose_from(choose: Choose, rows: Sequence[Row], end_ids: frozenset[int] = f
 
 def processed(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Tensor:
     return sampler.process(*make_batch(rows, end_ids).arguments())
-
-
-def kept_ids(logits: Tensor) -> list[int]:
-    return (logits > -INF).nonzero()[:, 0].tolist()
 
 
 # Against the reference
@@ -136,10 +127,8 @@ def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]
     context = tuple(draw.integers(0, vocab_size, 1000).tolist())
     bias = {int(i): float(draw.normal() * 5) for i in draw.integers(0, vocab_size, 20)}
     knobs: list[tuple[str, dict[str, Any]]] = [
-        ("normal", {"temperature": 0.0}),
-        ("normal", {"temperature": 0.7}),
-        ("wide", {"top_k": 50, "top_p": 0.9}),
-        ("ties", {"top_p": 0.9}),
+        *(("normal", {"temperature": temperature}) for temperature in (0.0, 0.7)),
+        *(("wide", {"top_k": 50, "top_p": 0.9}), ("ties", {"top_p": 0.9})),
         ("peaked", {"min_p": 0.05, "temperature": 1.5, "temperature_last": True}),
         ("normal", EVERYTHING | {"logit_bias": bias}),
         ("ties", {"top_k": 20_000, "repetition_penalty": 1.3, "repetition_window": 64}),
@@ -152,10 +141,7 @@ def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]
 
 
 @implementations
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    slow_except([(49_152, torch.float16)], REAL_SIZES),
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), slow_except(REAL_SIZES[:1], REAL_SIZES))
 def test_real_vocabularies_get_the_tokens_of_the_reference(choose: Choose, vocab_size: int, dtype: torch.dtype) -> None:
     rows, expected = real_rows(vocab_size, dtype)
     assert choose_from(choose, rows) == expected
@@ -211,13 +197,11 @@ def many_rows(draw: st.DrawFn) -> tuple[list[Row], list[int]]:
 
 def taken(sampled: Sampled, index: int, count: int) -> list[Tensor]:
     """Return all results of a row, with as many alternatives as it requested."""
-    assert sampled.logprobs is not None
-    assert sampled.ranks is not None
-    assert sampled.top_ids is not None
-    assert sampled.top_logprobs is not None
-    columns = (sampled.token_ids, sampled.logprobs, sampled.ranks)
-    tops = (sampled.top_ids, sampled.top_logprobs)
-    return [x[index : index + 1] for x in columns] + [x[index, :count] for x in tops]
+    columns = [sampled.token_ids, sampled.logprobs, sampled.ranks]
+    tops = [sampled.top_ids, sampled.top_logprobs]
+    found = [x[index : index + 1] for x in columns if x is not None] + [x[index, :count] for x in tops if x is not None]
+    assert len(found) == 5
+    return found
 
 
 @implementations
@@ -239,7 +223,7 @@ def test_a_row_alone_and_in_any_batch_and_order_has_the_same_bits(
         count = min(count, len(rows[index].logits))
         expected = taken(alone, 0, count)
         for found in (taken(together, index, count), taken(moved, place, count)):
-            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+            assert all(map(same_bits, found, expected))
 
 
 def test_log_probabilities_do_not_depend_on_threads_or_neighbours() -> None:
@@ -249,11 +233,10 @@ def test_log_probabilities_do_not_depend_on_threads_or_neighbours() -> None:
     expected = sampler.log_probabilities(logits, token_ids, 3)
     before = torch.get_num_threads()
     try:
-        for num_threads in (1, 2, 4):
+        for num_threads, index in product((1, 2, 4), range(0, 16, 5)):
             torch.set_num_threads(num_threads)
-            for index in range(0, 16, 5):
-                found = sampler.log_probabilities(logits[index : index + 1], token_ids[index : index + 1], 3)
-                assert all(same_bits(a[0], b[index]) for a, b in zip(found, expected, strict=True))
+            found = sampler.log_probabilities(logits[index : index + 1], token_ids[index : index + 1], 3)
+            assert all(same_bits(a[0], b[index]) for a, b in zip(found, expected, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -267,6 +250,7 @@ def test_greedy_needs_no_seed_and_takes_the_smallest_id_of_the_largest(choose: C
 # Rows that fail
 
 
+BANNED_3 = plain_logits().index_fill(0, torch.tensor([3]), -INF)
 FAILING: dict[str, tuple[Row, int]] = {
     "NaN": (row(torch.cat([plain_logits(39), torch.tensor([math.nan])])), NOT_A_NUMBER),
     "NaN in a greedy row": (row(torch.full((40,), math.nan), temperature=0), NOT_A_NUMBER),
@@ -274,15 +258,9 @@ FAILING: dict[str, tuple[Row, int]] = {
     "NaN where nothing is allowed": (row(torch.full((40,), math.nan), allowed_token_ids=[3]), NOT_A_NUMBER),
     "all −inf": (row(torch.full((40,), -INF), **EVERYTHING), NOTHING_ALLOWED),
     "bias": (row(plain_logits(), logit_bias=dict.fromkeys(range(40), -INF)), NOTHING_ALLOWED),
-    "allowed id that the row bans": (
-        row(plain_logits().index_fill(0, torch.tensor([3]), -INF), allowed_token_ids=[3], temperature=0),
-        NOTHING_ALLOWED,
-    ),
+    "allowed id that the row bans": (row(BANNED_3, allowed_token_ids=[3], temperature=0), NOTHING_ALLOWED),
     "grammar": (replace(row(plain_logits(), top_k=4), allowed=frozenset()), NOTHING_ALLOWED),
-    "grammar and allowed ids": (
-        replace(row(plain_logits(), allowed_token_ids=[1]), allowed=frozenset([2])),
-        NOTHING_ALLOWED,
-    ),
+    "two masks": (replace(row(plain_logits(), allowed_token_ids=[1]), allowed=frozenset([2])), NOTHING_ALLOWED),
 }
 
 
@@ -304,11 +282,9 @@ def test_a_row_that_cannot_be_sampled_fails_alone_with_its_code(choose: Choose, 
 def test_a_failed_row_leaves_its_neighbours_log_probabilities_alone_to_the_bit(fault: str) -> None:
     good = [row(plain_logits(seed=i), **EVERYTHING, logprobs=3, logprobs_mode=mode) for i, mode in enumerate(MODES)]
     bad = FAILING[fault][0]
-    alone = sampler.sample(*make_batch(good).arguments())
-    beside = sampler.sample(*make_batch([bad, *good]).arguments())
+    alone, beside = (sampler.sample(*make_batch(rows).arguments()) for rows in (good, [bad, *good]))
     for index in range(len(good)):
-        found, expected = taken(beside, index + 1, 3), taken(alone, index, 3)
-        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(map(same_bits, taken(beside, index + 1, 3), taken(alone, index, 3)))
 
 
 MODES = ("raw", "processed", "raw")
@@ -317,23 +293,14 @@ MODES = ("raw", "processed", "raw")
 # The rules of the documentation
 
 
+PENALTIES = ("repetition", "frequency", "presence")
+
+
 def test_the_steps_come_in_the_numbered_order() -> None:
     rows = [row(plain_logits(), **values) for values in ON.values()]
+    expected = ["raw", "allowed", "logit_bias", "min_new_tokens", *(f"{x}_penalty" for x in PENALTIES), "temperature"]
     names = [name for name, _ in sampler.stages(*make_batch(rows).arguments())]
-    assert names == [
-        "raw",
-        "allowed",
-        "logit_bias",
-        "min_new_tokens",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "temperature_last",
-    ]
+    assert names == [*expected, "top_k", "top_p", "min_p", "temperature_last"]
 
 
 @implementations
@@ -347,16 +314,13 @@ def test_the_minimum_length_is_lifted_where_masks_and_bias_leave_nothing_but_the
 @pytest.mark.parametrize("choose", [sampler.choose_tokens, ops.choose_tokens], ids=IMPLEMENTATIONS)
 def test_lifted_ends_are_filtered_at_any_temperature(choose: Choose) -> None:
     ends = row(torch.tensor([0.4, 0.3, 5.0]), min_new_tokens=50, temperature=1e-37, min_p=0.05, top_k=2)
-    rows = [replace(ends, allowed=frozenset([0, 1]), context=())]
-    rows = [replace(each, num_prompt_tokens=0) for each in rows]
-    assert choose_from(choose, rows, frozenset([0, 1])) == [0]
+    ends = replace(ends, allowed=frozenset([0, 1]), context=(), num_prompt_tokens=0)
+    assert choose_from(choose, [ends], frozenset([0, 1])) == [0]
 
 
 def test_a_temperature_shifts_a_row_only_where_its_largest_logit_would_overflow() -> None:
-    cold = {"temperature": 1e-30}
-    near = row(torch.tensor([1.0, 0.5, -3e38]), **cold)
-    over = row(torch.tensor([1e10, 9e9, -3e38]), **cold)
-    found = processed([replace(each, context=()) for each in (near, over)])
+    near, over = torch.tensor([1.0, 0.5, -3e38]), torch.tensor([1e10, 9e9, -3e38])
+    found = processed([Row(logits, {"seed": 11, "temperature": 1e-30}) for logits in (near, over)])
     assert found[0, :2].tolist() == (torch.tensor([1.0, 0.5]) / torch.tensor(1e-30)).tolist()
     assert found[1, 0] == 0
     assert found.isfinite().all()
@@ -382,11 +346,7 @@ def test_top_p_counts_integer_weights_so_that_an_order_of_equal_probabilities_do
 @given(batches_of_rows(), st.integers(0, 20))
 def test_log_probabilities_are_those_of_the_softmax(drawn: tuple[list[Row], frozenset[int]], count: int) -> None:
     rows, end_ids = drawn
-    modes = ("raw", "processed")
-    rows = [
-        replace(each, values={**each.values, "logprobs": count, "logprobs_mode": modes[i % 2]})
-        for i, each in enumerate(rows)
-    ]
+    rows = [asking(each, count, ("raw", "processed")[index % 2]) for index, each in enumerate(rows)]
     sampled = sampler.sample(*make_batch(rows, end_ids).arguments())
     for index, each in enumerate(rows):
         token_id = int(sampled.token_ids[index])
@@ -433,10 +393,9 @@ def test_a_packed_mask_allows_exactly_its_bits(choose: Choose, data: st.DataObje
 @implementations
 def test_bits_beyond_the_vocabulary_count_for_nothing(choose: Choose) -> None:
     batch = make_batch([Row(plain_logits(33), {"temperature": 0}, allowed=frozenset([1]))])
-    mask = torch.tensor([[0, -2]], dtype=torch.int32)  # ids 33 to 63
-    assert choose(batch.logits, batch.columns, None, batch.positions, mask).tolist() == [NOTHING_ALLOWED]
-    mask = torch.tensor([[0, -1]], dtype=torch.int32)
-    assert choose(batch.logits, batch.columns, None, batch.positions, mask).tolist() == [32]
+    for word, expected in ((-2, NOTHING_ALLOWED), (-1, 32)):  # ids 33 to 63, and 32 too
+        mask = torch.tensor([[0, word]], dtype=torch.int32)
+        assert choose(*with_changes(batch, allowed=mask)).tolist() == [expected]
 
 
 def with_changes(batch: Batch, **changes: Any) -> tuple[Any, ...]:
@@ -445,20 +404,14 @@ def with_changes(batch: Batch, **changes: Any) -> tuple[Any, ...]:
 
 PENALISED = make_batch([row(plain_logits(), **EVERYTHING)] * 2)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a row too few": ({"logits": PENALISED.logits[:1]}, r"logits must be \[2, 40\] for 2 rows, got \[1, 40\]"),
+    "a row too few": ({"logits": PENALISED.logits[:1]}, r"got \[1, 40\]"),
     "a token too many": ({"logits": torch.zeros(2, 41)}, r"logits must be \[2, 40\] for 2 rows, got \[2, 41\]"),
     "integers": ({"logits": torch.zeros(2, 40, dtype=torch.int64)}, "logits must be floats, got torch.int64"),
     "positions": ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions must be \[2\] for 2 rows, got \[3\]"),
-    "a mask of a word too many": (
-        {"allowed": torch.zeros(2, 3, dtype=torch.int32)},
-        r"allowed must be \[2, 2\] for 2 rows, got \[2, 3\]",
-    ),
+    "a mask of a word too many": ({"allowed": torch.zeros(2, 3).int()}, r"allowed must be \[2, 2\] .*, got \[2, 3\]"),
     "a mask of int64": ({"allowed": torch.zeros(2, 2, dtype=torch.int64)}, "allowed must be int32, one bit per token"),
     "no history": ({"history": None}, "rows with a penalty need a history of 40 words, got None"),
-    "a history of another vocabulary": (
-        {"history": History(2, 9, 41)},
-        "rows with a penalty need a history of 40 words, got 41",
-    ),
+    "a history of another vocabulary": ({"history": History(2, 9, 41)}, "need a history of 40 words, got 41"),
 }
 
 
@@ -469,8 +422,3 @@ def test_a_wrong_shape_is_an_error_that_names_it(fault: str) -> None:
         inspect.unwrap(sampler.check_shapes)(*with_changes(PENALISED, **changes))
     with pytest.raises((InvalidRequestError, TypeCheckError)):
         ops.sample(*with_changes(PENALISED, **changes))
-
-
-def test_no_rows_is_no_work() -> None:
-    empty = SamplingColumns.of([], 5)
-    assert sampler.choose_tokens(torch.zeros(0, 5), empty, None, torch.zeros(0, dtype=torch.int64)).tolist() == []

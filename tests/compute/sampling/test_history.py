@@ -1,6 +1,5 @@
 """Claims about the history: its tables agree with a list of ids, as they grow and after a restart."""
 
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ from infer.compute.sampling.columns import WHOLE_HISTORY
 from infer.compute.sampling.history import History
 from infer.errors import InvalidRequestError
 from sampling_cases import tables, tables_of
-from watched import python_command
+from watched import run_python
 
 CAPACITY, NUM_SLOTS = 24, 3
 WINDOWS = (0, 1, 2, 5, CAPACITY, WHOLE_HISTORY)
@@ -111,8 +110,7 @@ print(resident_bytes() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
 def test_only_slots_that_had_a_penalty_take_memory() -> None:
     """64 slots of 262,144 words and 131,072 positions are 168 MB. A new process has no memory of other tests."""
-    command = python_command(SPARSE)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python(SPARSE)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 32e6
 

@@ -33,7 +33,7 @@ from transformers.generation.logits_process import (
 
 from infer.compute.sampling import sampler
 from infer.serving.protocols.params import make_params
-from sampling_cases import INF, Row, make_batch, make_logits
+from sampling_cases import INF, Row, kept_ids, make_batch, make_logits
 
 VOCAB = 300
 few = settings(max_examples=25, deadline=None)
@@ -49,10 +49,6 @@ def ours(logits: Tensor, context: list[int], num_prompt_tokens: int = 0, **value
 def theirs(logits: Tensor, context: list[int], *processors: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     found: Tensor = LogitsProcessorList(processors)(torch.tensor([context]), logits[None].clone())[0]
     return found
-
-
-def kept(logits: Tensor) -> list[int]:
-    return (logits > -INF).nonzero()[:, 0].tolist()
 
 
 # Hugging Face
@@ -92,15 +88,15 @@ def test_a_repetition_window_is_the_penalty_on_the_last_ids(seed: int, context: 
 
 def test_top_k_keeps_exactly_k_of_equal_logits_where_hugging_face_keeps_all() -> None:
     logits = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
-    assert kept(ours(logits, [0], top_k=2)) == [1, 2]
-    assert kept(theirs(logits, [0], TopKLogitsWarper(2))) == [1, 2, 3]
+    assert kept_ids(ours(logits, [0], top_k=2)) == [1, 2]
+    assert kept_ids(theirs(logits, [0], TopKLogitsWarper(2))) == [1, 2, 3]
 
 
 @few
 @given(seeds, st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.95, 0.99]))
 def test_top_p_is_hugging_faces_but_for_a_token_at_the_border(seed: int, p: float) -> None:
     logits = make_logits("normal", VOCAB, seed)
-    found, expected = kept(ours(logits, [0], top_p=p)), kept(theirs(logits, [0], TopPLogitsWarper(p)))
+    found, expected = kept_ids(ours(logits, [0], top_p=p)), kept_ids(theirs(logits, [0], TopPLogitsWarper(p)))
     probabilities = logits.double().softmax(0)
     differing = set(found) ^ set(expected)
     assert len(differing) <= 1
@@ -121,27 +117,12 @@ def test_the_minimum_length_is_hugging_faces(num_output: int) -> None:
 @given(seeds, context_lists)
 def test_the_whole_pipeline_is_hugging_faces_in_its_order(seed: int, context: list[int]) -> None:
     logits = make_logits("normal", VOCAB, seed)
-    expected = theirs(
-        logits,
-        context,
-        SequenceBiasLogitsProcessor({(5,): 3.0, (9,): -INF}),
-        RepetitionPenaltyLogitsProcessor(1.2),
-        TemperatureLogitsWarper(0.8),
-        TopKLogitsWarper(50),
-        TopPLogitsWarper(0.9),
-        MinPLogitsWarper(0.03),
-    )
-    found = ours(
-        logits,
-        context,
-        logit_bias={5: 3.0, 9: -INF},
-        repetition_penalty=1.2,
-        temperature=0.8,
-        top_k=50,
-        top_p=0.9,
-        min_p=0.03,
-    )
-    differing = set(kept(found)) ^ set(kept(expected))
+    edits = [SequenceBiasLogitsProcessor({(5,): 3.0, (9,): -INF}), RepetitionPenaltyLogitsProcessor(1.2)]
+    warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.03)]
+    expected = theirs(logits, context, *edits, *warpers)
+    values = {"logit_bias": {5: 3.0, 9: -INF}, "repetition_penalty": 1.2, "temperature": 0.8}
+    found = ours(logits, context, **values, top_k=50, top_p=0.9, min_p=0.03)
+    differing = set(kept_ids(found)) ^ set(kept_ids(expected))
     assert len(differing) <= 1  # a token at the border of top-p
     if not differing:
         assert float((found.double().softmax(0) - expected.double().softmax(0)).abs().max()) < 1e-6
@@ -152,7 +133,7 @@ TENTHS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
 
 def test_top_p_of_zero_keeps_the_largest_as_in_llama_cpp() -> None:
     (params,) = make_params({"top_p": 0}, {}, [0], "prompt")  # as a body gives it
-    assert kept(ours(TENTHS, [0], top_p=params.top_p)) == [3]
+    assert kept_ids(ours(TENTHS, [0], top_p=params.top_p)) == [3]
 
 
 def test_values_of_llama_cpp_outside_our_ranges_are_refused() -> None:
@@ -191,4 +172,4 @@ QUEUES: list[tuple[dict[str, float], int, int]] = [
 def test_queues_of_filters_keep_llama_cpp_s_ids(values: dict[str, float], smallest_id: int, count: int) -> None:
     """Token 0 has probability 0 (ln 0) and is never kept here. Llama.cpp counts it if nothing is filtered."""
     found = ours(torch.arange(10_000).float().log(), [1], **values)
-    assert kept(found) == list(range(smallest_id, smallest_id + count))
+    assert kept_ids(found) == list(range(smallest_id, smallest_id + count))

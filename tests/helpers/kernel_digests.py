@@ -47,7 +47,7 @@ from layer_caches import make_layer
 from steps import join
 
 CPU = torch.device("cpu")
-ROWS, COLUMNS = 51, 512
+ROWS, COLUMNS, COUNT = 51, 512, 6
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> Tensor:
@@ -66,6 +66,14 @@ def sized(rng: np.random.Generator, type_: str, rows: int, columns: int) -> Stor
     return stored_weight(rng, type_, rows, columns, lambda shape: numbers(rng, *shape).numpy(), draw_scales)
 
 
+def ready(*parts: StoredWeight, precision: ops.Precision = "exact") -> Projection:
+    return ops.prepare(Projection(parts), CPU, precision)
+
+
+def stacked(rng: np.random.Generator, type_: str, rows: int, columns: int, count: int = COUNT) -> Projection:
+    return ready(*(sized(rng, type_, rows, columns) for _ in range(count)))
+
+
 def digest(results: Iterable[Tensor]) -> str:
     seen = hashlib.sha256()
     for result in results:
@@ -75,7 +83,7 @@ def digest(results: Iterable[Tensor]) -> str:
 
 def products(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
     rng = np.random.default_rng(1)
-    weight = ops.prepare(Projection((make_weight(rng, type_),)), CPU, precision)
+    weight = ready(make_weight(rng, type_), precision=precision)
     for num_tokens in (1, 2, 3, 4, 5, 8, 19, 64):  # AMX takes 32 and more
         yield ops.norm_project(numbers(rng, num_tokens, COLUMNS), None, weight).floats
 
@@ -84,12 +92,12 @@ def prompt(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
     """Yield products with enough rows and tokens for three strips of unpacked weights and a panel after them."""
     rng = np.random.default_rng(11)
     columns = 264 if type_ in FLOATS else 1280
-    weight = ops.prepare(Projection((sized(rng, type_, 9 * 16, columns),)), CPU, precision)
+    weight = ready(sized(rng, type_, 9 * 16, columns), precision=precision)
     yield ops.norm_project(numbers(rng, 9 * 16 + 5, columns), None, weight).floats
 
 
 def embedding(type_: str) -> Iterator[Tensor]:
-    weight = ops.prepare(Projection((make_weight(np.random.default_rng(2), type_),)), CPU)
+    weight = ready(make_weight(np.random.default_rng(2), type_))
     yield ops.embed(weight.parts[0], torch.tensor([0, 50, 7, 16]), 1.0)
 
 
@@ -109,33 +117,28 @@ def attention(kv_type: str, *, has_gates: bool = False, window: int = 100) -> It
 
 def activation(name: Any) -> Iterator[Tensor]:
     rng = np.random.default_rng(4)
-    gate_up = ops.prepare(Projection((make_weight(rng, "Q8_0"), make_weight(rng, "Q8_0"))), CPU)
+    gate_up = ready(make_weight(rng, "Q8_0"), make_weight(rng, "Q8_0"))
     norm = Norm(numbers(rng, COLUMNS), 1e-5)
     yield ops.norm_gate(numbers(rng, 3, COLUMNS), norm, gate_up, name).floats
 
 
 def experts(type_: str, scores: Any) -> Iterator[Tensor]:
     """Yield the results of a shared expert and of six others, of which each token chooses two."""
-    rng, count, hidden, inner = np.random.default_rng(6), 6, 256, 64
-
-    def stacked(rows: int, columns: int, kind: str) -> Projection:
-        whole = Projection(tuple(sized(rng, kind, rows, columns) for _ in range(count)))
-        return ops.prepare(whole, CPU)
-
-    router = Router(count, 2, scores, is_normalized=scores == "softmax", has_correction=scores == "sigmoid")
+    rng, hidden, inner = np.random.default_rng(6), 256, 64
+    router = Router(COUNT, 2, scores, is_normalized=scores == "softmax", has_correction=scores == "sigmoid")
     router = replace(router, weighs_inputs=scores == "sigmoid_of_chosen")
     shared = SharedExpert(
-        ops.prepare(Projection((sized(rng, type_, inner, hidden), sized(rng, type_, inner, hidden))), CPU),
-        ops.prepare(Projection((sized(rng, "Q8_0", hidden, inner),)), CPU),
-        ops.prepare(Projection((sized(rng, "F32", 1, hidden),)), CPU),
+        ready(sized(rng, type_, inner, hidden), sized(rng, type_, inner, hidden)),
+        ready(sized(rng, "Q8_0", hidden, inner)),
+        ready(sized(rng, "F32", 1, hidden)),
     )
     weights = ExpertWeights(
         router=router,
-        router_logits=ops.prepare(Projection((sized(rng, "F32", count, hidden),)), CPU),
-        correction=numbers(rng, count) if router.has_correction else None,
-        gate=stacked(inner, hidden, type_),
-        up=stacked(inner, hidden, type_),
-        down=stacked(hidden, inner, "Q8_0"),
+        router_logits=ready(sized(rng, "F32", COUNT, hidden)),
+        correction=numbers(rng, COUNT) if router.has_correction else None,
+        gate=stacked(rng, type_, inner, hidden),
+        up=stacked(rng, type_, inner, hidden),
+        down=stacked(rng, "Q8_0", hidden, inner),
         activation="silu",
         shared=shared,
     )
@@ -145,32 +148,22 @@ def experts(type_: str, scores: Any) -> Iterator[Tensor]:
 
 def experts_with_norms() -> Iterator[Tensor]:
     """Yield the results of experts in parallel to an MLP, as in Gemma 4."""
-    rng, count, hidden, inner = np.random.default_rng(8), 6, 256, 64
-
-    def ready(*parts: StoredWeight) -> Projection:
-        return ops.prepare(Projection(parts), CPU)
-
-    def stacked(rows: int, columns: int) -> Projection:
-        return ready(*(sized(rng, "Q8_0", rows, columns) for _ in range(count)))
+    rng, hidden, inner = np.random.default_rng(8), 256, 64
 
     def norm() -> Norm:
         return Norm(numbers(rng, hidden), 1e-6)
 
     weights = ExpertWeights(
-        router=Router(count, 2, "softmax", is_normalized=True, has_expert_scales=True),
-        router_logits=ready(sized(rng, "F32", count, hidden)),
+        router=Router(COUNT, 2, "softmax", is_normalized=True, has_expert_scales=True),
+        router_logits=ready(sized(rng, "F32", COUNT, hidden)),
         correction=None,
-        gate=stacked(inner, hidden),
-        up=stacked(inner, hidden),
-        down=stacked(hidden, inner),
+        gate=stacked(rng, "Q8_0", inner, hidden),
+        up=stacked(rng, "Q8_0", inner, hidden),
+        down=stacked(rng, "Q8_0", hidden, inner),
         activation="gelu_tanh",
-        shared=SharedExpert(
-            ready(*(sized(rng, "Q4_K", hidden, hidden) for _ in range(2))),
-            ready(sized(rng, "Q4_K", hidden, hidden)),
-            None,
-        ),
-        expert_scales=numbers(rng, count),
-        norms=ExpertNorms(norm(), norm(), norm(), norm()),
+        shared=SharedExpert(*(stacked(rng, "Q4_K", hidden, hidden, count) for count in (2, 1)), None),
+        expert_scales=numbers(rng, COUNT),
+        norms=ExpertNorms(*(norm() for _ in range(4))),
     )
     for num_tokens in (1, 40):
         yield ops.add_experts(numbers(rng, num_tokens, hidden), norm(), weights, norm(), 0.75)
@@ -184,9 +177,9 @@ def per_layer_inputs(type_: str) -> Iterator[Tensor]:
         file.write(whole.data.contiguous().view(torch.uint8).numpy().tobytes())
         file.flush()
         table = UnreadWeight(type_, whole.shape, whole.data.__getitem__, FilePlace(file.fileno(), 0))
-        context = ops.prepare(Projection((sized(rng, "F32", num_layers * dim, hidden),)), CPU)
+        context = ready(sized(rng, "F32", num_layers * dim, hidden))
         weights = PerLayerWeights(table, 0.75, context, Norm(numbers(rng, dim), 1e-6))
-        gate = ops.prepare(Projection((sized(rng, "F32", dim, hidden),)), CPU)
+        gate = ready(sized(rng, "F32", dim, hidden))
         for num_tokens in (1, 17):
             x, token_ids = numbers(rng, num_tokens, hidden), torch.from_numpy(rng.integers(0, vocab, num_tokens))
             inputs = ops.per_layer_inputs(x, token_ids, weights)

@@ -113,29 +113,18 @@ def kept_ids(logits: Tensor) -> list[int]:
 # Histories
 
 
-def tables(history: History, slot: int) -> dict[str, Any]:
-    """Return the tables of a slot that a kernel reads."""
-    length = int(history.lengths[slot])
-    return {
-        "length": length,
-        "prompt": int(history.num_prompt_tokens[slot]),
-        "tokens": history.tokens[slot, :length].tolist(),
-        "last": (history.last[slot] - 1).tolist(),
-        "counts": history.counts[slot].tolist(),
-    }
+def tables(history: History, slot: int) -> tuple[Any, ...]:
+    """Return the tables of a slot that a kernel reads: tokens, number of the prompt's, last positions and counts."""
+    tokens = history.tokens[slot, : int(history.lengths[slot])]
+    read = history.num_prompt_tokens[slot], history.last[slot] - 1, history.counts[slot]
+    return tokens.tolist(), *(each.tolist() for each in read)
 
 
-def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> dict[str, Any]:
+def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> tuple[Any, ...]:
     """Return the same tables, computed from the list itself."""
-    last = {token_id: position for position, token_id in enumerate(token_ids)}
-    count = Counter(token_ids[num_prompt_tokens:])
-    return {
-        "length": len(token_ids),
-        "prompt": num_prompt_tokens,
-        "tokens": token_ids,
-        "last": [last.get(token_id, -1) for token_id in range(vocab_size)],
-        "counts": [count[token_id] for token_id in range(vocab_size)],
-    }
+    positions, count = {token_id: at for at, token_id in enumerate(token_ids)}, Counter(token_ids[num_prompt_tokens:])
+    vocabulary = range(vocab_size)
+    return token_ids, num_prompt_tokens, [positions.get(x, -1) for x in vocabulary], [count[x] for x in vocabulary]
 
 
 # Logits

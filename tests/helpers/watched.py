@@ -1,5 +1,7 @@
 """Commands that run Python. A process that hangs prints its stack on stderr, and ends with status 1."""
 
+import os
+import subprocess
 import sys
 
 LIMIT_SECONDS = 600
@@ -22,3 +24,9 @@ def python_command(
 def script_command(script: object, *arguments: object, seconds: float = LIMIT_SECONDS) -> list[str]:
     """Return the command `python SCRIPT ARGUMENTS`."""
     return python_command(_RUN_SCRIPT, script, *arguments, seconds=seconds)
+
+
+def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -c CODE ARGUMENTS` with these environment variables. It can import what this process can."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    return subprocess.run(python_command(code, *arguments), env=env, capture_output=True, text=True, check=False)

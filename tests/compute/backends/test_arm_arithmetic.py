@@ -4,8 +4,8 @@ import ctypes
 import re
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
-import llvmlite.binding as llvm
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,14 +16,16 @@ from extent import slow_except
 from infer.compute import ops
 from infer.compute.backends.cpu import operations, simd
 from infer.compute.backends.cpu.host import host_features
-from infer.compute.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_features, usable_instruction_sets
+from infer.compute.backends.cpu.isa import BY_NAME, Shape, instruction_set, usable_instruction_sets
 from infer.compute.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, WORDS, Layout
 from infer.compute.backends.cpu.matmul import panels
 from infer.compute.backends.cpu.matmul.vector_tiles import Operands
 from infer.compute.backends.cpu.simd import I64
+from infer.compute.backends.cpu.threads.pool import aligned
 from infer.compute.backends.cpu.weights import packed_weight, prepare_weights
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
 from infer.compute.operands.weights import Projection
+from machine_code import call_native
 from test_packing import make_weight
 
 RECORDS, COLUMNS = 8, 2
@@ -87,21 +89,9 @@ def tile_module(set_name: str, type_: str, form: int) -> str:
 
 
 def run(text: str, weights: npt.NDArray[np.uint8], activations: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = ",".join(f"+{feature}" for feature in sorted(target_features()))
-    machine = llvm.Target.from_default_triple().create_target_machine(features=features)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
-    engine.finalize_object()
-    out = np.zeros((COLUMNS, LANES), np.uint32)
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(engine.get_function_address("tile"))
-    call(weights.ctypes.data, activations.ctypes.data, activations.nbytes // RECORDS, RECORDS, out.ctypes.data)
+    out, stride = np.zeros((COLUMNS, LANES), np.uint32), activations.nbytes // RECORDS
+    call_native(text, "tile", weights.ctypes.data, activations.ctypes.data, stride, RECORDS, out.ctypes.data)
     return out
-
-
-def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
-    memory = np.zeros(num_bytes + 64, np.uint8)
-    return memory[-memory.ctypes.data % 64 :][:num_bytes]
 
 
 def by_eight(record: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint8]:
@@ -123,7 +113,7 @@ def by_eight(record: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.ui
 
 
 def paired(memory: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint8]:
-    result = aligned(len(memory))
+    result = aligned(len(memory), np.dtype(np.uint8))
     result[:] = memory
     for of_super in result.reshape(-1, layout.super_bytes):
         for record in of_super[layout.super_header :].reshape(-1, layout.record_bytes):
@@ -134,7 +124,7 @@ def paired(memory: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint
 def make_activations(form: int, random: np.random.Generator) -> npt.NDArray[np.uint8]:
     planes, has_words = form % WORDS, form > WORDS
     size = 32 * planes + 16 if not has_words else 80
-    records = aligned(RECORDS * COLUMNS * size).reshape(-1, size)
+    records = aligned(RECORDS * COLUMNS * size, np.dtype(np.uint8)).reshape(-1, size)
     for record in records:
         whole = random.integers(-32512, 32513, 32) if planes == 2 else random.integers(-127, 128, 32)
         high = (whole + 128) // 256 if planes == 2 else whole
@@ -151,7 +141,7 @@ def make_activations(form: int, random: np.random.Generator) -> npt.NDArray[np.u
 def assert_a_tile_has_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
     layout, isa = LAYOUTS[type_], BY_NAME[set_name]
     random = np.random.default_rng(0)
-    weights = aligned(RECORDS // layout.records_per_super * layout.super_bytes)
+    weights = aligned(RECORDS // layout.records_per_super * layout.super_bytes, np.dtype(np.uint8))
     weights[:] = random.integers(0, 256, len(weights))
     supers = weights.reshape(-1, layout.super_bytes)
     scale_at = 0 if layout.super_header else layout.scale_at
@@ -219,12 +209,6 @@ def test_the_features_of_an_arm_cpu_are_read_from_the_system(monkeypatch: pytest
     monkeypatch.setattr(host_features, "_sysctl", lambda name: name in ("hw.optional.arm.FEAT_DotProd",))
     assert host_features.arm_features() == {"neon", "dotprod"}
     monkeypatch.setattr(host_features.sys, "platform", "linux")
-    hwcaps = {16: 1 << 1 | 1 << 20, 26: 1 << 13}
-
-    class System:
-        @staticmethod
-        def getauxval(kind: int) -> int:
-            return hwcaps[kind]
-
-    monkeypatch.setattr(host_features.ctypes, "CDLL", lambda _: System)
+    system = SimpleNamespace(getauxval=lambda kind: {16: 1 << 1 | 1 << 20, 26: 1 << 13}[kind])
+    monkeypatch.setattr(host_features.ctypes, "CDLL", lambda _: system)
     assert host_features.arm_features() == {"neon", "dotprod", "i8mm"}

@@ -3,7 +3,6 @@
 import platform
 import re
 
-import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
@@ -14,6 +13,7 @@ from infer.compute.backends.cpu.attention.registers import tile_shapes, vector_r
 from infer.compute.backends.cpu.attention.tiles import emit_scores, emit_values
 from infer.compute.backends.cpu.prefetch import Prefetch
 from infer.compute.backends.cpu.simd import I64, constant, multiply
+from machine_code import optimised_assembly
 
 FEATURES = {
     "haswell": frozenset({"avx", "avx2", "fma", "f16c"}),
@@ -23,8 +23,6 @@ FEATURES = {
 
 def loop_with_most_products(kind: str, cpu: str, width: int, vectors: int) -> list[str]:
     """Return the instructions of a tile's inner loop."""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
     module = ir.Module()
     module.triple = "x86_64-unknown-linux-gnu"
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 6), "tile")
@@ -40,12 +38,8 @@ def loop_with_most_products(kind: str, cpu: str, width: int, vectors: int) -> li
     else:
         emit_values(b, VALUES["f16"], rows, stored, dim, constant(I64, 0), vectors, count, places, share)
     b.ret_void()
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    machine = llvm.Target.from_triple(module.triple).create_target_machine(cpu=cpu, opt=3)
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    builder.getModulePassManager().run(parsed, builder)
-    blocks = re.split(r"^\.L\w+:.*$", machine.emit_assembly(parsed), flags=re.MULTILINE)
+    code = optimised_assembly(str(module), module.triple, cpu)
+    blocks = re.split(r"^\.L\w+:.*$", code, flags=re.MULTILINE)
     loop = max(blocks, key=lambda block: block.count("vfmadd"))
     return [line.strip() for line in loop.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
 

@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -40,7 +38,7 @@ from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
 from layer_caches import attend_in_steps, make_heads, make_layer
 from steps import join
-from watched import python_command
+from watched import run_python
 
 CPU = torch.device("cpu")
 TYPES = sorted(LAYOUTS)
@@ -83,6 +81,12 @@ def both(call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
 
 def prepared(*weights: StoredWeight) -> Projection:
     return ops.prepare(Projection(weights), CPU)
+
+
+def product(x: Tensor, projection: Projection, residual: Tensor | None = None) -> Tensor:
+    """Return a product by the CPU, added to 0 or to a residual."""
+    added = torch.zeros(len(x), projection.out_features) if residual is None else residual.clone()
+    return cpu.project_add(added, Activations(x), projection, None)
 
 
 def prepared_plain(*weights: StoredWeight) -> Projection:
@@ -133,10 +137,7 @@ def test_fp8_gives_the_bits_of_floats_that_have_its_numbers(type_: str) -> None:
     floats = StoredWeight(type_, weight.shape, values.to(FLOATS[type_]))
     assert torch.equal(floats.data.float(), values)
     for tokens in (1, 2, 7, 35):
-        found = [
-            ops.norm_project(x[:tokens], None, ops.prepare(Projection((each,)), CPU)).floats
-            for each in (weight, floats)
-        ]
+        found = [ops.norm_project(x[:tokens], None, prepared(each)).floats for each in (weight, floats)]
         assert torch.equal(*found)
 
 
@@ -184,10 +185,7 @@ def test_heads_that_are_normalised_together_agree_with_reference(shape: tuple[in
     num_heads, kv_heads, dim = shape
     q_norm, k_norm = (Norm(torch.rand(count * dim) + 0.5, 1e-5) for count in (num_heads, kv_heads))
     heads = replace(make_heads(*shape, dim), q_norm=q_norm, k_norm=k_norm)
-    caches = iter([make_layer(heads, 1, 64) for _ in range(2)])
-    qkv = torch.randn(20, (num_heads + 2 * kv_heads) * dim)
-    actual, expected = both(lambda: ops.attend(Activations(qkv), heads, next(caches), step_of(0, 0, 20)).floats)
-    assert_near(actual, expected, 5e-6)
+    check_attention(heads, torch.randn(330, (num_heads + 2 * kv_heads) * dim))
 
 
 def test_parts_of_several_types_biases_and_a_post_norm_agree_with_reference() -> None:
@@ -197,31 +195,27 @@ def test_parts_of_several_types_biases_and_a_post_norm_agree_with_reference() ->
 
     def run() -> Tensor:
         projection = ops.prepare(Projection(parts, bias), CPU)
-        return ops.project_add(
-            residual.clone(), ops.norm_project(x, norm, prepared(make_weight("Q8_0", 256, 256))), projection, post
-        )
+        inner = ops.norm_project(x, norm, prepared(make_weight("Q8_0", 256, 256)))
+        return ops.project_add(residual.clone(), inner, projection, post)
 
     actual, expected = both(run)
     assert_near(actual, expected, 1e-4)  # two projections in a row, 16 bits each
 
 
 def test_zero_blocks_give_zero_and_denormals_do_not_overflow() -> None:
-    weight = make_weight("Q8_0", 16, 64)
-    projection = cpu.prepare(Projection((weight,)), CPU)
     x = torch.zeros(2, 64)
     x[1, :32] = 1e-40
-    y = cpu.project_add(torch.zeros(2, 16), Activations(x), projection, None)
+    y = product(x, prepared(make_weight("Q8_0", 16, 64)))
     assert torch.equal(y[0], torch.zeros(16))
     assert torch.isfinite(y).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_stays_in_its_row_and_shows(value: float) -> None:
-    projection = cpu.prepare(Projection((make_weight("Q8_0", 32, 64),)), CPU)
-    x = torch.randn(3, 64)
-    clean = cpu.project_add(torch.zeros(3, 32), Activations(x), projection, None)
+    projection, x = prepared(make_weight("Q8_0", 32, 64)), torch.randn(3, 64)
+    clean = product(x, projection)
     x[1, 5] = value
-    y = cpu.project_add(torch.zeros(3, 32), Activations(x), projection, None)
+    y = product(x, projection)
     assert torch.equal(y[[0, 2]], clean[[0, 2]])
     assert not torch.isfinite(y[1]).any()
 
@@ -242,9 +236,7 @@ def test_a_matrix_unit_gives_the_bits_of_the_vector_unit(
         results = []
         for name in ("amx", "avx512vnni"):
             monkeypatch.setenv("INFER_ISA", name)
-            results.append(
-                cpu.project_add(residual[:num_tokens].clone(), Activations(x[:num_tokens]), projection, None)
-            )
+            results.append(product(x[:num_tokens], projection, residual[:num_tokens]))
         assert torch.equal(*results)
 
 
@@ -252,7 +244,7 @@ def test_fast_precision_is_near_and_cheaper_than_exact() -> None:
     weight, x = make_weight("Q8_0", 64, 256), torch.randn(4, 256)
     norm = Norm(torch.ones(256), 1e-5)
     fast = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU, precision="fast")).floats
-    exact = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU)).floats
+    exact = cpu.norm_project(x, norm, prepared(weight)).floats
     assert_near(fast, exact, 2e-2)
     assert not torch.equal(fast, exact)
     with pytest.raises(InvalidRequestError, match="precision"):
@@ -383,11 +375,9 @@ IDS = [(i * 37) % 300 for i in range(330)]
 
 
 def prefill(tiny: Tiny, run: Callable[[Step], Tensor], sizes: list[int], row: int = 0) -> Tensor:
-    start, logits = 0, []
-    for size in sizes:
-        logits.append(run(Step.of(IDS[start : start + size], start, row=row, logit_indices=range(size))).clone())
-        start += size
-    return torch.cat(logits)
+    spans = pairwise(accumulate(sizes, initial=0))
+    steps = [Step.of(IDS[start:end], start, row=row, logit_indices=range(end - start)) for start, end in spans]
+    return torch.cat([run(step).clone() for step in steps])
 
 
 @pytest.mark.slow(cases=3)
@@ -478,20 +468,19 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
     columns, history = SamplingColumns(4, 300), History(4, 200, 300)
     tables = set()
     for slots in ([2], [0, 2], [3, 0, 1], [1], [2, 1, 0, 3]):
+        expected = []
         for slot in slots:
             params = PARAMS[(slot + len(slots)) % len(PARAMS)]
             columns.write(slot, params, 1)
             history.begin(slot, [7])
+            expected.append(single_steps(tiny, params, 6))
         columns.select(slots)
-        expected = [single_steps(tiny, PARAMS[(slot + len(slots)) % len(PARAMS)], 6) for slot in slots]
         parts = [Chunk(slot, [7]) for slot in slots]
-        assert captured.run_multi_step(parts, [0] * len(slots), 5, columns, history).token_ids == [
-            token_ids[:5] for token_ids in expected
-        ]
+        found = captured.run_multi_step(parts, [0] * len(slots), 5, columns, history)
+        assert found.token_ids == [token_ids[:5] for token_ids in expected]
         last = [Chunk(slot, token_ids[4:5]) for slot, token_ids in zip(slots, expected, strict=True)]
-        assert captured.run_verified(last, [5] * len(slots), columns, history).token_ids == [
-            token_ids[5:] for token_ids in expected
-        ]
+        found = captured.run_verified(last, [5] * len(slots), columns, history)
+        assert found.token_ids == [token_ids[5:] for token_ids in expected]
         assert captured._multi_step is not None
         assert captured._verifier is not None
         tables |= {captured._multi_step._table.serial, captured._verifier._table.serial}
@@ -512,16 +501,11 @@ def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
-    captured = CapturedForward(tiny.forward, capacity=8)
-    labels = [label for label, _ in captured.profile(Step.of([1]))]
-    assert {"embed.rows", "L0.qkv.normalize", "L1.attend.few", "L1.down.post_norm"} <= set(labels)
-    assert labels[-1].startswith("head.matmul")
-
-
-def test_the_command_before_a_recorded_product_quantises_its_input(tiny: Tiny) -> None:
     labels = [label for label, _ in CapturedForward(tiny.forward, capacity=8).profile(Step.of([1]))]
+    assert {"embed.rows", "L0.qkv.normalize", "L1.attend.few", "L1.down.post_norm", "L0.gate_up.normalize"} < {*labels}
+    assert "head.normalize" in labels
     assert not {"L0.output.normalize", "L0.down.normalize"} & set(labels)
-    assert {"L0.gate_up.normalize", "head.normalize"} <= set(labels)
+    assert labels[-1].startswith("head.matmul")
 
 
 def test_an_offer_to_quantise_is_redeemed_in_one_form() -> None:
@@ -537,9 +521,8 @@ def test_an_offer_to_quantise_is_redeemed_in_one_form() -> None:
 
 
 def test_weights_that_were_not_prepared_are_refused() -> None:
-    projection = Projection((make_weight("Q8_0", 32, 64),))
     with pytest.raises(InvalidRequestError, match="prepare"):
-        cpu.norm_project(torch.randn(1, 64), Norm(torch.ones(64), 1e-5), projection)
+        cpu.norm_project(torch.randn(1, 64), None, Projection((make_weight("Q8_0", 32, 64),)))
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,14 +554,7 @@ def test_instruction_sets_give_the_same_bits(isa: str, usual_logits: Tensor, mon
 
 @pytest.mark.slow
 def test_a_cpu_without_avx_runs(usual_logits: Tensor) -> None:
-    code = f"import sys; sys.path[:] = {sys.path!r}; from test_cpu_kernels import small_logits"
+    code = "from test_cpu_kernels import small_logits; print(small_logits().flatten()[:20].tolist())"
     portable = {"INFER_ISA": "portable", "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": ""}
-    done = subprocess.run(
-        python_command(f"{code}; print(small_logits().flatten()[:20].tolist())"),
-        env={**os.environ, **portable},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    values = torch.tensor(json.loads(done.stdout))
+    values = torch.tensor(json.loads(run_python(code, **portable).stdout))
     assert torch.allclose(values, usual_logits.flatten()[:20], rtol=1e-3, atol=1e-3)

@@ -28,6 +28,7 @@ from infer.errors import UnsupportedModelError
 from layer_caches import threads
 from steps import join
 
+Chunk = tuple[int, int, int]  # row, first position, tokens
 PAGE, NUM_ROWS = 64, 3
 SMALL = GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, num_taps=4)
 NETS = [
@@ -72,11 +73,7 @@ def make_cache(
 
 
 def run(
-    projected: Tensor,
-    weights: DeltaNetWeights,
-    cache: DeltaNetCache,
-    chunks: Sequence[tuple[int, int, int]],
-    backend: str,
+    projected: Tensor, weights: DeltaNetWeights, cache: DeltaNetCache, chunks: Sequence[Chunk], backend: str = "cpu"
 ) -> Tensor:
     """Return the results of a step of (row, first position, tokens)."""
     step = join([Step.of([0] * count, start, row=row) for row, start, count in chunks])
@@ -93,19 +90,13 @@ def definition(projected: Tensor, weights: DeltaNetWeights) -> Tensor:
     taps = weights.taps.T[:, None].double()
     mixed = F.silu(F.conv1d(padded, taps, groups=net.num_channels)[0].T)
     q, k, v = mixed.split([net.num_key_heads * dim] * 2 + [net.value_features], dim=-1)
-    q, k = (
-        each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-        for each in (q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)))
-    )
+    q, k = (each.unflatten(1, (-1, dim)) for each in (q, k))
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
     repeats = heads // net.num_key_heads
-    q, k = (
-        (each.repeat(1, repeats, 1) if net.are_heads_tiled else each.repeat_interleave(repeats, 1)) for each in (q, k)
-    )
-    v, alphas, betas = (
-        v.unflatten(1, (heads, -1)),
-        torch.exp(weights.decay.double() * F.softplus(a + weights.dt_bias.double())),
-        torch.sigmoid(b) * net.beta_scale,
-    )
+    by_head = torch.arange(heads) % net.num_key_heads if net.are_heads_tiled else torch.arange(heads) // repeats
+    q, k, v = q[:, by_head], k[:, by_head], v.unflatten(1, (heads, -1))
+    alphas = torch.exp(weights.decay.double() * F.softplus(a + weights.dt_bias.double()))
+    betas = torch.sigmoid(b) * net.beta_scale
     state, out = torch.zeros(heads, dim, net.value_dim).double(), torch.empty_like(v)
     for t in range(len(x)):
         state = state * alphas[t, :, None, None]
@@ -121,17 +112,12 @@ def whole(projected: Tensor, weights: DeltaNetWeights, backend: str = "cpu", *, 
     return run(projected, weights, cache, [(0, 0, len(projected))], backend)
 
 
-def in_chunks(
-    projected: Tensor,
-    weights: DeltaNetWeights,
-    sizes: Sequence[int],
-    row: int = 1,
-) -> Tensor:
+def in_chunks(projected: Tensor, weights: DeltaNetWeights, sizes: Sequence[int], row: int = 1) -> Tensor:
     """Return the results of a text in steps of some sizes, which repeat."""
     cache, found, start = make_cache(weights.net, -(-len(projected) // PAGE)), list[Tensor](), 0
     while start < len(projected):
         count = min(sizes[len(found) % len(sizes)], len(projected) - start)
-        found.append(run(projected[start : start + count], weights, cache, [(row, start, count)], "cpu"))
+        found.append(run(projected[start : start + count], weights, cache, [(row, start, count)]))
         start += count
     return torch.cat(found)
 
@@ -165,15 +151,10 @@ def test_the_definition_is_that_of_transformers() -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     net, hidden, num_tokens = SMALL, 40, 150
-    config = Qwen3NextConfig(
-        hidden_size=hidden,
-        linear_num_key_heads=net.num_key_heads,
-        linear_num_value_heads=net.num_value_heads,
-        linear_key_head_dim=net.key_dim,
-        linear_value_head_dim=net.value_dim,
-        linear_conv_kernel_dim=net.num_taps,
-        rms_norm_eps=1e-6,
-    )
+    heads = {"num_key_heads": net.num_key_heads, "num_value_heads": net.num_value_heads}
+    sizes = {"key_head_dim": net.key_dim, "value_head_dim": net.value_dim, "conv_kernel_dim": net.num_taps}
+    linear = {f"linear_{name}": value for name, value in (heads | sizes).items()}
+    config = Qwen3NextConfig(hidden_size=hidden, rms_norm_eps=1e-6, **linear)
     torch.manual_seed(0)
     module, weights = Qwen3NextGatedDeltaNet(config, 0).eval(), make_weights(net)
     module.out_proj = torch.nn.Identity()
@@ -213,7 +194,7 @@ def test_bits_do_not_depend_on_chunks_of_many_sizes(net: GatedDeltaNet, is_ring:
 @pytest.mark.parametrize("page_tokens", [16, 32, 128])
 def test_pages_have_any_number_of_tokens(page_tokens: int) -> None:
     weights, projected = make_weights(SMALL), make_projected(SMALL, 300)
-    found = run(projected, weights, make_cache(SMALL, page_tokens=page_tokens), [(0, 0, 300)], "cpu")
+    found = run(projected, weights, make_cache(SMALL, page_tokens=page_tokens), [(0, 0, 300)])
     torch.testing.assert_close(found.double(), definition(projected, weights), rtol=1e-4, atol=2e-5)
 
 
@@ -233,7 +214,7 @@ def test_rows_of_a_step_have_the_bits_of_single_rows(net: GatedDeltaNet, num_thr
             chunks = [(row, start, min(count, 700 - start)) for row, start, count in chunks if start < 700]
             projected = [texts[row][start : start + count] for row, start, count in chunks]
             if chunks:
-                found = run(torch.cat(projected), weights, cache, chunks, "cpu")
+                found = run(torch.cat(projected), weights, cache, chunks)
                 wanted = [expected[row][start : start + count] for row, start, count in chunks]
                 assert torch.equal(found, torch.cat(wanted))
             for row, _, count in chunks:
@@ -249,7 +230,7 @@ def test_dropped_tokens_leave_nothing() -> None:
     for count, dropped in ((60, 4), (4, 60), (64, 1), (3, 61), (1, 3), (62, 2), (66, 64)):
         wrong = others[start : start + count + dropped].clone()
         wrong[:count] = projected[start : start + count]
-        found = run(wrong, weights, cache, [(0, start, len(wrong))], "cpu")
+        found = run(wrong, weights, cache, [(0, start, len(wrong))])
         assert torch.equal(found[:count], expected[start : start + count])
         start += count
     assert start == 260
@@ -259,9 +240,9 @@ def test_a_row_continues_in_pages_that_another_row_shares() -> None:
     weights, text, other = make_weights(SMALL), make_projected(SMALL, 200), make_projected(SMALL, 72, seed=5)
     cache = make_cache(SMALL, is_ring=False)
     cache.pages.table[1, :2] = cache.pages.table[0, :2]
-    run(text[:128], weights, cache, [(0, 0, 128)], "cpu")
+    run(text[:128], weights, cache, [(0, 0, 128)])
     both = torch.cat([text[128:], other])
-    found = run(both, weights, cache, [(0, 128, 72), (1, 128, 72)], "cpu")
+    found = run(both, weights, cache, [(0, 128, 72), (1, 128, 72)])
     for start, rest in ((0, text[128:]), (72, other)):
         assert torch.equal(found[start : start + 72], whole(torch.cat([text[:128], rest]), weights)[128:])
 
@@ -316,10 +297,9 @@ def test_a_recorded_step_has_the_bits_of_a_single_one(net: GatedDeltaNet) -> Non
     """If a head consists of whole blocks, the recording quantises each head's result itself."""
     weights, projected = make_weights(net), make_projected(net, 200)
     seen = torch.randn(24, net.value_features, generator=torch.Generator().manual_seed(4))
-    stored = Projection((StoredWeight("F32", tuple(seen.shape), seen),))
-    if net.value_features % 32 == 0:
-        stored = Projection((quantized(seen),))
-    output = ops.prepare(stored, torch.device("cpu"))
+    type_ = "F32" if net.value_features % 32 else "Q8_0"
+    stored = StoredWeight(type_, tuple(seen.shape), seen if type_ == "F32" else quantise(seen, type_))
+    output = ops.prepare(Projection((stored,)), torch.device("cpu"))
     expected_cache, cache = make_cache(net), make_cache(net)
     with record(70, 1) as recording:
         slots = recording.tensor("projected", 70, projected.shape[1])
@@ -341,18 +321,13 @@ def test_a_recorded_step_has_the_bits_of_a_single_one(net: GatedDeltaNet) -> Non
         start += count
 
 
-def quantized(x: Tensor) -> StoredWeight:
-    data = quantise(x, "Q8_0")
-    return StoredWeight("Q8_0", tuple(x.shape), data)
+REFUSED = [
+    (GatedDeltaNet(1, 1, key_dim=24, value_dim=32, num_taps=4), "must be multiples of 16 on a CPU, got 24 and 32"),
+    (GatedDeltaNet(1, 1, key_dim=16, value_dim=32, num_taps=17), "must have at most 16 taps on a CPU, got 17"),
+]
 
 
-@pytest.mark.parametrize(
-    ("net", "message"),
-    [
-        (GatedDeltaNet(1, 1, key_dim=24, value_dim=32, num_taps=4), "must be multiples of 16 on a CPU, got 24 and 32"),
-        (GatedDeltaNet(1, 1, key_dim=16, value_dim=32, num_taps=17), "must have at most 16 taps on a CPU, got 17"),
-    ],
-)
+@pytest.mark.parametrize(("net", "message"), REFUSED)
 def test_shapes_that_kernels_do_not_compute_are_refused_before_weights_are_read(
     net: GatedDeltaNet, message: str
 ) -> None:

@@ -8,13 +8,8 @@ import pytest
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.state import STATE
-from infer.compute.backends.cpu.threads.dispatch_table import (
-    BARRIER,
-    BARRIER_IF_MANY,
-    NO_BARRIER,
-    Command,
-    DispatchTable,
-)
+from infer.compute.backends.cpu.threads import dispatch_table
+from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import ThreadPool, aligned
 
 TALLY = np.dtype([("count", np.int64), ("stop", np.int64), ("last", np.int64)])
@@ -54,7 +49,7 @@ class Tally:
 
 
 def test_each_row_has_its_commands_code_arguments_and_barrier() -> None:
-    tally = Tally([NO_BARRIER, BARRIER, BARRIER_IF_MANY])
+    tally = Tally([dispatch_table.NO_BARRIER, BARRIER, dispatch_table.BARRIER_IF_MANY])
     for row, command in zip(tally.table.rows.tolist(), tally.commands, strict=True):
         assert row == [command.function, command.arguments.ctypes.data, command.barrier]
 
@@ -70,7 +65,7 @@ def test_an_empty_table_has_no_effect(three: ThreadPool) -> None:
 def test_threads_meet_at_the_barriers_that_the_number_of_tokens_asks_for(
     three: ThreadPool, num_threads: int, num_tokens: int, num_barriers: int
 ) -> None:
-    tally = Tally([NO_BARRIER, BARRIER, BARRIER_IF_MANY, BARRIER])
+    tally = Tally([dispatch_table.NO_BARRIER, BARRIER, dispatch_table.BARRIER_IF_MANY, BARRIER])
     tally.state["num_tokens"] = num_tokens
     tally.table.arguments["repeats"] = 5
     three.run(tally.table, tally.state, num_threads)
@@ -105,7 +100,7 @@ def test_repeats_may_begin_after_the_first_rows(three: ThreadPool, num_threads: 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_profile_has_a_time_for_every_command(three: ThreadPool, num_threads: int) -> None:
-    tally = Tally([BARRIER, NO_BARRIER, BARRIER_IF_MANY])
+    tally = Tally([BARRIER, dispatch_table.NO_BARRIER, dispatch_table.BARRIER_IF_MANY])
     times = np.zeros(len(tally.commands), np.int64)
     tally.table.arguments["times"] = times.ctypes.data
     three.run(tally.table, tally.state, num_threads)

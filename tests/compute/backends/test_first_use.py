@@ -1,8 +1,6 @@
 """On a machine without kernels, they are compiled from the start, without torch, by a Numba that takes shortcuts."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +22,7 @@ from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.system.cores import cores
 from tiny import TINY, make_tiny
+from watched import run_python
 
 MAKE_ALL = """
 import json, sys
@@ -63,11 +62,10 @@ class NoCompilation:
     def take(self, file_name: str) -> CompiledObject | None:
         return None
 
-    def finish(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
+
+    finish = close
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
 
 def test_compiling_kernels_loads_no_torch(needed: list[Kernel]) -> None:
     kernels = json.dumps([(kernel.maker, kernel.variant) for kernel in needed])
-    done = subprocess.run([sys.executable, "-c", MAKE_ALL, kernels], capture_output=True, text=True, check=False)
+    done = run_python(MAKE_ALL, kernels)
     assert done.stdout == "[]\n", done.stderr
 
 

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,9 @@ from typing import Any
 import pytest
 
 from infer.compute.backends.cpu.compile import linked_code
-from watched import python_command
+from watched import run_python
 
-is_image_machine = sys.platform == "linux" and os.uname().machine == "x86_64"
-pytestmark = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on x86-64 only")
+pytestmark = pytest.mark.skipif(not linked_code.are_used_here(), reason="hardware: Linux on x86-64 only")
 
 LOAD = """
 import sys
@@ -35,25 +32,18 @@ def image(code: bytes = bytes(16), entry: Any = 0, places: Any = None, *more: An
     return linked_code.MAGIC + json.dumps([entry, {} if places is None else places, *more]).encode() + b"\n" + code
 
 
+HEADS = {"no JSON": b"{", "an empty list": b"[]", "a number": b"1", "deep": b"[" * 100_000}
+ENTRIES = {"text": "0", "true": True, "a fraction": 1.0, "one before": -1, "one behind": 16}
+PLACES = {"before": [-8], "at the end": [9], "text": ["0"], "no list": "0"}
 FORGERIES = {
     "empty": b"",
     "random": os.urandom(300),
     "magic alone": linked_code.MAGIC,
-    "no JSON": linked_code.MAGIC + b"{\n" + bytes(16),
-    "an empty list": linked_code.MAGIC + b"[]\n" + bytes(16),
-    "a number": linked_code.MAGIC + b"1\n" + bytes(16),
-    "deep": linked_code.MAGIC + b"[" * 100_000 + b"\n",
+    **{name: linked_code.MAGIC + head + b"\n" + bytes(16) for name, head in HEADS.items()},
     "no code": image(b""),
-    "a text for a number": image(entry="0"),
-    "true for a number": image(entry=True),
-    "a fraction": image(entry=1.0),
-    "an entry before": image(entry=-1),
-    "an entry behind": image(entry=16),
-    "a place before": image(places={"": [-8]}),
-    "a place at the end": image(places={"": [9]}),
+    **{f"an entry: {name}": image(entry=entry) for name, entry in ENTRIES.items()},
+    **{f"a place: {name}": image(places={"": places}) for name, places in PLACES.items()},
     "a place far off": image(places={"abort": [1 << 40]}),
-    "a text for a place": image(places={"": ["0"]}),
-    "places that are none": image(places={"": "0"}),
     "symbols that are none": image(places=[]),
     "a symbol with a NUL": image(places={"a\0b": [0]}),
     "an unknown symbol": image(places={"no_such_symbol": [0]}),
@@ -79,8 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(code: str, base: Path) -> str:
-    environment = {**os.environ, "INFER_CACHE": str(base)}
-    done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
+    done = run_python(code, INFER_CACHE=str(base))
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout
 
@@ -113,7 +102,6 @@ def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder: Path) 
     """The image is one byte, a trap. An older version ran it."""
     put(folder / "threads.worker_loop.publish", image(b"\xcc" * 16))
     folder.chmod(0o777)
-    try:
-        assert run(LOAD, folder.parents[1]) == "None\nknown\n"
-    finally:
-        folder.chmod(0o700)
+    found = run(LOAD, folder.parents[1])
+    folder.chmod(0o700)
+    assert found == "None\nknown\n"

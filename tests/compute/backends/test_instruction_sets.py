@@ -1,7 +1,5 @@
 """The table look-up of every instruction set, compiled by LLVM: code of other machines can be read, but not run."""
 
-import ctypes
-
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
@@ -9,9 +7,10 @@ from llvmlite import ir
 
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.arithmetic import arithmetic_of
-from infer.compute.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, target_features, usable_instruction_sets
+from infer.compute.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, usable_instruction_sets
 from infer.compute.backends.cpu.simd import I32X16
 from infer.compute.quantization.ggml_types import IQ4_VALUES
+from machine_code import call_native
 
 TABLE = [value + 128 for value in IQ4_VALUES]
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
@@ -35,12 +34,9 @@ def look_up_module(name: str, table: list[int]) -> ir.Module:
 @pytest.mark.parametrize(
     ("name", "triple", "features", "instruction", "count"),
     [
-        ("amx", X86, "+avx512bw", "vpshufb", 1),
+        *((name, X86, "+avx512bw", "vpshufb", 1) for name in ("amx", "avx512vnni", "avx512")),
+        *((name, X86, "+avx2", "vpshufb", 2) for name in ("avxvnni", "avx2")),
         ("amx", X86, "+avx512vbmi", "vpermb", 1),
-        ("avx512vnni", X86, "+avx512bw", "vpshufb", 1),
-        ("avxvnni", X86, "+avx2", "vpshufb", 2),
-        ("avx512", X86, "+avx512bw", "vpshufb", 1),
-        ("avx2", X86, "+avx2", "vpshufb", 2),
         ("neon", ARM, "+dotprod", "tbl", 4),
     ],
 )
@@ -61,13 +57,7 @@ def test_codes_are_looked_up_by_shuffles(
 def test_every_code_becomes_its_value(name: str, table: list[int]) -> None:
     if BY_NAME[name] not in usable_instruction_sets():
         pytest.skip(f"hardware: a CPU with {name}")
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    features = ",".join(f"+{feature}" for feature in sorted(target_features()))
-    machine = llvm.Target.from_default_triple().create_target_machine(features=features)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(look_up_module(name, table))), machine)
-    engine.finalize_object()
     codes = np.random.default_rng(0).integers(0, 256, 64, dtype=np.uint8)  # bits above a table's number are ignored
     found = codes.copy()
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("look_up"))(found.ctypes.data)
+    call_native(str(look_up_module(name, table)), "look_up", found.ctypes.data)
     assert found.tolist() == [table[code % len(table)] for code in codes]

@@ -23,13 +23,10 @@ from infer.compute.backends.cpu.threads.worker_loop import publish
 from infer.errors import InferError
 from infer.system.status_line import StatusLine
 from programs import Programs
-from watched import python_command
+from watched import python_command, run_python
 
-FOLDER = Path(__file__).parent
-PATHS = os.pathsep.join(filter(None, sys.path))
 SUM = np.dtype([("values", np.int64), ("count", np.int64), ("total", np.int64)])
-is_image_machine = sys.platform == "linux" and os.uname().machine == "x86_64"
-needs_images = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on x86-64 only")
+needs_images = pytest.mark.skipif(not linked_code.are_used_here(), reason="hardware: Linux on x86-64 only")
 
 FORWARD = """
 import sys, torch
@@ -42,17 +39,6 @@ assert torch.equal(y[0], torch.tensor([1.0] * 8 + [0.0] * 8)), y
 import infer.llm
 print(sorted({"numba", "llvmlite"} & set(sys.modules)))
 """
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        python_command(code),
-        env={**os.environ, "PYTHONPATH": PATHS, **environment},
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 SUMS = """
@@ -78,7 +64,8 @@ def made() -> tuple[str, bytes]:
     return one.symbol, one.object_code
 
 
-def run_sum(address: int) -> int:
+def run_sum(address: int | None) -> int:
+    assert address is not None
     arguments, values = np.zeros(1, SUM), np.arange(10)
     arguments["values"], arguments["count"] = values.ctypes.data, len(values)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t)(address)
@@ -95,31 +82,29 @@ def test_a_process_that_finds_its_kernels_loads_no_compiler(programs: Programs) 
 
 @pytest.mark.slow
 def test_damaged_and_emptied_caches_are_filled_again(tmp_path: Path) -> None:
-    first = run(SUMS, INFER_CACHE=str(tmp_path))
+    first = run_python(SUMS, INFER_CACHE=str(tmp_path))
     assert (first.returncode, first.stdout) == (0, "45 20 18\n"), first.stderr
     (folder,) = (tmp_path / "kernels").iterdir()
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert sum("sum_" in name for name in whole) == 3
-    for index, path in enumerate(sorted(folder.iterdir())):
-        path.write_bytes(
-            [b"", whole[path.name][:-1], whole[path.name][:100] + b"x" + whole[path.name][101:]][index % 3]
-        )
-    again = run(SUMS, INFER_CACHE=str(tmp_path))
+    for index, (name, content) in enumerate(sorted(whole.items())):
+        (folder / name).write_bytes([b"", content[:-1], content[:100] + b"x" + content[101:]][index % 3])
+    again = run_python(SUMS, INFER_CACHE=str(tmp_path))
     assert (again.returncode, again.stdout) == (0, first.stdout)
     assert {path.name for path in folder.iterdir()} == set(whole)
     folder.chmod(0o500)
-    warm = run(SUMS, INFER_CACHE=str(tmp_path))
+    warm = run_python(SUMS, INFER_CACHE=str(tmp_path))
     folder.chmod(0o700)
     assert (warm.returncode, warm.stdout, warm.stderr) == (0, first.stdout, "")
 
 
 def test_processes_that_start_together_with_a_cold_cache_both_work(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
-        both = list(threads.map(lambda _: run(SUMS, INFER_CACHE=str(tmp_path)), range(2)))
+        both = list(threads.map(lambda _: run_python(SUMS, INFER_CACHE=str(tmp_path)), range(2)))
     assert [(done.returncode, done.stdout) for done in both] == [(0, "45 20 18\n")] * 2
     line = "infer: compiling CPU kernels, once per machine and model type\n"  # the one line without a terminal
     assert line in {done.stderr for done in both} <= {line, ""}
-    warm = run(SUMS, INFER_CACHE=str(tmp_path))
+    warm = run_python(SUMS, INFER_CACHE=str(tmp_path))
     assert (warm.returncode, warm.stdout, warm.stderr) == (0, "45 20 18\n", ""), "the kernels are found"
 
 
@@ -127,9 +112,7 @@ def test_processes_that_start_together_with_a_cold_cache_both_work(tmp_path: Pat
 def test_an_image_has_the_results_of_its_object_file(made: tuple[str, bytes]) -> None:
     image = linked_code.try_make(made[1], made[0])
     assert image is not None
-    address = linked_code.try_load(image)
-    assert address is not None
-    assert run_sum(address) == 45
+    assert run_sum(linked_code.try_load(image)) == 45
 
 
 def test_an_object_file_in_the_cache_is_loaded(
@@ -138,9 +121,7 @@ def test_an_object_file_in_the_cache_is_loaded(
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     kernel = Kernel("test_kernel_cache:make_sum", (1,))
     kernel_cache.write(kernel.file_name, made[0].encode() + b"\n" + made[1])
-    address = addresses._try_load(kernel)
-    assert address is not None
-    assert run_sum(address) == 45
+    assert run_sum(addresses._try_load(kernel)) == 45
 
 
 def test_llvm_links_an_object_file(made: tuple[str, bytes]) -> None:
@@ -168,17 +149,16 @@ def test_an_image_with_an_unknown_symbol_is_not_loaded() -> None:
     assert linked_code.try_load(image.replace(b'"syscall"', b'"sysclown"')) is None
 
 
-def test_the_names_of_kernels_tell_maker_variant_and_foreign_source(tmp_path: Path) -> None:
+def test_the_names_of_kernels_tell_maker_variant_and_foreign_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert Kernel(".matmul.matmul:make_matmul", ("Q4_0", 2, "avx2")).file_name == "matmul.matmul.matmul_Q4_0_2_avx2"
     module = tmp_path / "kernel_module_of_tests.py"
-    sys.path.insert(0, str(tmp_path))
-    try:
-        names = []
-        for source in ("x = 1", "x = 2"):
-            module.write_text(source)
-            names.append(Kernel("kernel_module_of_tests:make_it", (3,)).file_name)
-    finally:
-        sys.path.remove(str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+    for source in ("x = 1", "x = 2"):
+        module.write_text(source)
+        names.append(Kernel("kernel_module_of_tests:make_it", (3,)).file_name)
     assert all(name.startswith("kernel_module_of_tests.it_3-") for name in names)
     assert names[0] != names[1]
 
@@ -231,15 +211,13 @@ def test_a_full_disk_gives_one_line(
     for name in ("first", "second"):
         kernel_cache.write(name, b"code")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(
-        f"for this process only: {tmp_path} cannot be written (No space left on device) (set INFER_CACHE)"
-    )
+    assert line.endswith(f"process only: {tmp_path} cannot be written (No space left on device) (set INFER_CACHE)")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 def test_a_fork_waits_until_no_thread_compiles() -> None:
-    done = run("""
+    done = run_python("""
 import os, threading, time
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.threads.pool import thread_pool
@@ -263,8 +241,8 @@ with addresses._lock:
 
 def stderr_on_a_terminal(code: str, **environment: str) -> str:
     parent, child = pty.openpty()
-    env = {**os.environ, "PYTHONPATH": PATHS, **environment}
-    with subprocess.Popen(python_command(code), env=env, cwd=FOLDER, stderr=child):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    with subprocess.Popen(python_command(code), env=env, stderr=child):
         os.close(child)
         shown = b""
         try:
@@ -289,11 +267,9 @@ def test_the_newest_of_several_has_the_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    first = StatusLine()
-    first.show("a")
-    second = StatusLine()
-    second.show("b")
-    first.show("c")
+    first, second = StatusLine(), StatusLine()
+    for line, text in ((first, "a"), (second, "b"), (first, "c")):
+        line.show(text)
     second.close()
     first.show("d")
     first.close()

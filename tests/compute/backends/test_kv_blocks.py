@@ -16,23 +16,9 @@ from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads
-from infer.compute.quantization.kv_formats import (
-    BLOCK_POSITIONS,
-    KV_TYPES,
-    QUANTIZED,
-    check_kv_type,
-    key_block_bytes,
-    value_block_bytes,
-)
-from infer.compute.quantization.kv_layout import (
-    decode_keys,
-    decode_values,
-    encode_keys,
-    encode_values,
-    key_parts,
-    mix,
-    value_parts,
-)
+from infer.compute.quantization import kv_formats, kv_layout
+from infer.compute.quantization.kv_formats import BLOCK_POSITIONS, KV_TYPES, key_block_bytes, value_block_bytes
+from infer.compute.quantization.kv_layout import mix
 from infer.errors import InvalidRequestError
 from layer_caches import attend_in_steps, make_heads, make_layer, threads
 from steps import join
@@ -65,9 +51,9 @@ def test_stored_values_are_within_half_a_step(seed: int, exponent: float, shift:
     largest, spread = groups.abs().amax(-1), groups.amax(-1) - groups.amin(-1)
     tiny = 1e-6 + largest * 2**-11  # halves are rounded, too
     for found, expected, step in (
-        (mix(decode_keys(encode_keys(x, "q4"), "q4")), mixed, mixed.abs().amax(-1) / 127),
-        (decode_values(encode_values(x, "q8"), "q8"), groups, largest / 127),
-        (decode_values(encode_values(x, "q4"), "q4"), groups, spread / 15),
+        (mix(kv_layout.decode_keys(kv_layout.encode_keys(x, "q4"), "q4")), mixed, mixed.abs().amax(-1) / 127),
+        (kv_layout.decode_values(kv_layout.encode_values(x, "q8"), "q8"), groups, largest / 127),
+        (kv_layout.decode_values(kv_layout.encode_values(x, "q4"), "q4"), groups, spread / 15),
     ):
         assert ((found.view(5, 2, 32) - expected).abs().amax(-1) <= step * 0.51 + tiny).all()
 
@@ -83,7 +69,8 @@ def test_mixing_is_a_rotation_and_its_own_inverse() -> None:
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_zeros_and_equal_values_are_exact_and_infinities_stay_visible(kv_type: str) -> None:
-    for encode, decode in ((encode_keys, decode_keys), (encode_values, decode_values)):
+    for part in ("keys", "values"):
+        encode, decode = (getattr(kv_layout, f"{verb}_{part}") for verb in ("encode", "decode"))
         for value in (0.0, 1.5, -2.0):
             x = torch.full((3, 64), value)
             assert torch.allclose(decode(encode(x, kv_type), kv_type), x, rtol=1e-3)
@@ -95,9 +82,9 @@ def test_zeros_and_equal_values_are_exact_and_infinities_stay_visible(kv_type: s
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
-@pytest.mark.parametrize("parts_of", [key_parts, value_parts])
+@pytest.mark.parametrize("parts_of", [kv_layout.key_parts, kv_layout.value_parts])
 def test_the_parts_of_a_block_share_out_its_bytes(kv_type: str, parts_of) -> None:  # type: ignore[no-untyped-def]
-    size = key_block_bytes(kv_type, 64) if parts_of is key_parts else value_block_bytes(kv_type, 64)
+    size = key_block_bytes(kv_type, 64) if parts_of is kv_layout.key_parts else value_block_bytes(kv_type, 64)
     owners = torch.full((BLOCK_POSITIONS, 2, size), 255, dtype=torch.uint8)
     for lane in range(BLOCK_POSITIONS):
         blocks = torch.zeros(2, size, dtype=torch.uint8)
@@ -118,19 +105,17 @@ def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: st
     start = 0
     for index, count in enumerate((5, 1, 300, 4, 200, 2)):
         qkv, step = make_qkv(heads, count, seed=index), Step.of([1] * count, start, row=1)
-        actual, expected = (
-            cpu.attend(Activations(qkv), heads, mine, step).floats,
-            reference.attend(Activations(qkv), heads, defined, step).floats,
-        )
+        actual = cpu.attend(Activations(qkv), heads, mine, step).floats
+        expected = reference.attend(Activations(qkv), heads, defined, step).floats
         assert (actual - expected).abs().max() <= 3e-6 * expected.abs().max()
         start += count
     # The last bit of a rotation may differ, and a few values that are rounded after it.
-    assert (mine.keys != defined.keys).sum() <= (1e-4 if kv_type in QUANTIZED else 1) * mine.keys.numel()
+    assert (mine.keys != defined.keys).sum() <= (1e-4 if kv_type in kv_formats.QUANTIZED else 1) * mine.keys.numel()
     assert torch.equal(mine.values, defined.values)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_type", QUANTIZED)
+@pytest.mark.parametrize("kv_type", kv_formats.QUANTIZED)
 def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
     heads = make_heads(7, 1, 64)
     expected = attend_in([290, 1, 3], heads, kv_type)
@@ -146,11 +131,8 @@ def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
 
 @EACH_TYPE
 def test_values_after_the_last_position_have_no_effect(kv_type: str) -> None:
-    heads = make_heads(9, 3, 64)
-    sizes = [20, 1, 1, 9]
-    assert torch.equal(
-        attend_in(sizes, heads, kv_type, fill=INFINITY_AND_NAN[kv_type]), attend_in(sizes, heads, kv_type)
-    )
+    heads, fills = make_heads(9, 3, 64), (0, INFINITY_AND_NAN[kv_type])
+    assert torch.equal(*(attend_in([20, 1, 1, 9], heads, kv_type, fill=fill) for fill in fills))
 
 
 @EACH_TYPE
@@ -164,10 +146,9 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
         cache.attend(layer, Activations(qkv[:40]), heads, Step.of([1] * 40, row=1))
     cache.commit(1, 37)
     tensors = {name: tensor.clone() for name, tensor in cache.export_row(1)}
-    stored = [tensor for name, tensor in tensors.items() if name != "states"]
-    assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == (
-        37 * 2 * 2 * (key_block_bytes(kv_type, 64) + value_block_bytes(kv_type, 64)) // BLOCK_POSITIONS
-    )
+    num_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name != "states")
+    per_block = 2 * 2 * (key_block_bytes(kv_type, 64) + value_block_bytes(kv_type, 64))
+    assert num_bytes == 37 * per_block // BLOCK_POSITIONS
     other.import_row(0, tensors, 37)
     other.copy_row(1, 0)
     expected = cache.attend(1, Activations(qkv[37:41]), heads, Step.of([1] * 4, 37, row=1)).floats.clone()
@@ -179,10 +160,3 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"0\.keys\.0"):
         other.import_row(0, wrong, 37)
     assert other.lengths == [37, 37]
-
-
-def test_heads_that_blocks_do_not_divide_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="kv_type q8 needs a head size that 32 divides, got 80: use f16"):
-        check_kv_type("q8", 80)
-    with pytest.raises(InvalidRequestError, match="kv_type must be one of f32, f16, bf16, q8, q4, got 'q5'"):
-        check_kv_type("q5", 64)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numba import njit
 
+from infer import GenerationResult
 from infer.compute import ops
 from infer.compute.backends.cpu.capture.sampled import StepCallback
 from infer.compute.backends.cpu.sample_records import SAMPLE
@@ -25,16 +26,14 @@ BOUND = Case("bound", tuple(b"abc abc"), SamplingParams(regex="[ab ]{40}", tempe
 FREE = Case("free", tuple(b"cab"), SamplingParams(temperature=0.8, seed=2, max_new_tokens=30, ignore_eos=True))
 
 
+Call = tuple[int, Callable[[], None]]
+NEVER: Call = (-1, lambda: None)
+
+
 class Watched(Constraint):
     """Wraps a constraint. A function is called before its n-th mask or after its n-th token."""
 
-    def __init__(
-        self,
-        constraint: Constraint | None,
-        *,
-        at_mask: tuple[int, Callable[[], None]] = (-1, lambda: None),
-        at_token: tuple[int, Callable[[], None]] = (-1, lambda: None),
-    ) -> None:
+    def __init__(self, constraint: Constraint | None, *, at_mask: Call = NEVER, at_token: Call = NEVER) -> None:
         assert constraint is not None
         self._constraint, self._at_mask, self._at_token = constraint, at_mask, at_token
         self._num_masks, self._num_tokens = 0, 0
@@ -92,28 +91,42 @@ def test_a_chain_ends_where_the_grammar_leaves_no_choice(world: World, monkeypat
     assert result.stats.multi_steps == 2
 
 
-@pytest.mark.parametrize("seconds", [0.0, 100.0], ids=["another thread", "at once"])
-def test_a_fault_while_a_mask_is_filled_ends_the_answer(
-    world: World, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("infer.engine.step.grammar_masks.HAND_OVER_SECONDS", seconds)
-    place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
-    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, fail(KeyError("bug"))))
-    assert "KeyError: 'bug'" in str(place.stream(running).run().error)
+@pytest.fixture(params=[0.0, 100.0], ids=["another thread", "between two steps"])
+def hand_over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill the masks in another thread, or between two steps."""
+    monkeypatch.setattr("infer.engine.step.grammar_masks.HAND_OVER_SECONDS", request.param)
+
+
+def run_watched(world: World, place: Place, at_mask: Callable[[], None]) -> GenerationResult:
+    """Return the result of a row, if a function is called when its sixth mask is filled."""
+    running = make_sequence(world, BOUND, Way())
+    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, at_mask))
+    return place.stream(running).run()
+
+
+@pytest.mark.usefixtures("hand_over")
+@pytest.mark.parametrize("kind", ["fault", "op"])
+def test_a_constraint_that_fails_or_runs_an_op_while_a_mask_is_filled_ends_the_answer(world: World, kind: str) -> None:
+    """An op within a step would wait for ever for the step's end."""
+
+    def use_an_op() -> None:
+        ops.embed(world.model.embedding.parts[0], torch.zeros(1, dtype=torch.int64), 1.0)
+
+    place = Place(world, Way())
+    error = str(run_watched(world, place, use_an_op if kind == "op" else fail(KeyError("bug"))).error)
+    assert ("an op, within a step that waits for it" if kind == "op" else "KeyError: 'bug'") in error
     assert Outcome.of(run_alone(world, BOUND, Way(), place=place)) == by_definition(world, BOUND)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 100.0], ids=["another thread", "at once"])
+@pytest.mark.usefixtures("hand_over")
 def test_an_exception_that_asks_the_program_to_end_while_a_mask_is_filled_ends_the_engine(
-    world: World, seconds: float, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported = list[type[BaseException] | None]()
     monkeypatch.setattr("threading.excepthook", lambda arguments: reported.append(arguments.exc_type))
-    monkeypatch.setattr("infer.engine.step.grammar_masks.HAND_OVER_SECONDS", seconds)
-    place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
-    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, fail(KeyboardInterrupt())))
+    place = Place(world, Way())
     with pytest.raises(EngineFailedError, match="the engine has failed: KeyboardInterrupt"):
-        place.stream(running).run()
+        run_watched(world, place, fail(KeyboardInterrupt()))
     place.loop.close()
     assert reported == [KeyboardInterrupt]
 
@@ -162,21 +175,6 @@ def test_a_callback_that_returns_false_stops_the_multi_step() -> None:
     call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, callback.address)
     callback.close()
     assert int(arguments["stop"][0]) == 1
-
-
-@pytest.mark.parametrize("seconds", [0.0, 100.0], ids=["another thread", "between two steps"])
-def test_a_constraint_that_runs_an_op_within_a_step_gets_an_error_instead_of_a_deadlock(
-    world: World, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def use_an_op() -> None:
-        ops.embed(world.model.embedding.parts[0], torch.zeros(1, dtype=torch.int64), 1.0)
-
-    monkeypatch.setattr("infer.engine.step.grammar_masks.HAND_OVER_SECONDS", seconds)
-    place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
-    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, use_an_op))
-    result = place.stream(running).run()
-    assert "ran the model, or an op, within a step that waits for it" in str(result.error)
-    assert Outcome.of(run_alone(world, BOUND, Way(), place=place)) == by_definition(world, BOUND)
 
 
 def test_a_grammar_that_forces_or_ends_leaves_its_neighbours_their_steps(world: World) -> None:

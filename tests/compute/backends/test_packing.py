@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from block_scales import FLOATS, stored_weight, with_tails
 from extent import IS_SHORT, slow_except
 from infer.compute import ops
-from infer.compute.backends.cpu.layouts import LAYOUTS
 from infer.compute.backends.cpu.threads.dispatch_table import Command
 from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.backends.cpu.weights import prepare_weights as packing_by_rows
@@ -28,7 +27,7 @@ from infer.models.load import make_rope_table
 from layer_caches import threads
 
 CPU = torch.device("cpu")
-TYPES = sorted(LAYOUTS)
+TYPES = sorted(BLOCK_TYPES)
 UNPACKED = ("F32", "Q8_0", "Q4_K", "Q6_K", "IQ1_M", "IQ1_S", "IQ3_XXS", "F8_E4M3")
 MULTIPLIED = ("F32", "Q8_0", "Q4_K", "F8_E4M3")
 SOME_TYPES = UNPACKED if IS_SHORT else TYPES
@@ -59,7 +58,7 @@ def columns_of(type_: str) -> list[int]:
     return [256, 512] if block == 256 else [block, 2 * block, 256, 256 + block]
 
 
-def packed(*weights: StoredWeight) -> tuple[PackedWeight, ...]:
+def packed(*weights: StoredWeight | UnreadWeight) -> tuple[PackedWeight, ...]:
     parts = ops.prepare(Projection(weights), CPU).parts
     assert all(isinstance(part, PackedWeight) for part in parts)
     return tuple(part for part in parts if isinstance(part, PackedWeight))
@@ -69,9 +68,9 @@ def unpacked(weight: PackedWeight) -> torch.Tensor:
     return ops.embed(weight, torch.arange(weight.out_features), 1.0)
 
 
-def assert_same_values(actual: torch.Tensor, weight: StoredWeight) -> None:
-    """Check that values are equal to the bit, except for the sign of a zero."""
-    assert torch.equal(actual, dense(weight).float())
+def assert_same_values(actual: torch.Tensor, *weights: StoredWeight) -> None:
+    """Check that the rows have the weights' values to the bit, except for the sign of a zero."""
+    assert torch.equal(actual, torch.cat([dense(weight).float() for weight in weights]))
 
 
 @EACH_TYPE
@@ -86,8 +85,7 @@ def test_unpacking_gives_the_dequantised_values(
     type_: str, rows: int, choice: int, scales: list[float], seed: int
 ) -> None:
     widths = columns_of(type_)
-    weight = make_weight(type_, rows, widths[choice % len(widths)], seed, tuple(scales))
-    (only,) = packed(weight)
+    (only,) = packed(weight := make_weight(type_, rows, widths[choice % len(widths)], seed, tuple(scales)))
     assert only.shape == weight.shape
     assert_same_values(unpacked(only), weight)
 
@@ -115,23 +113,17 @@ def test_a_unit_vector_picks_a_column(type_: str) -> None:
         zero = torch.zeros(columns, 37)
         actual = ops.project_add(zero, Activations(torch.eye(columns)), Projection(packed(weight)), None)
         expected = dense(weight).float()
-        largest = float(expected.abs().max())
-        assert torch.allclose(actual.T, expected, rtol=0, atol=2e-4 * largest), columns
+        assert torch.allclose(actual.T, expected, rtol=0, atol=2e-4 * float(expected.abs().max())), columns
 
 
 @given(
-    parts=st.lists(
-        st.tuples(st.sampled_from(SOME_TYPES), st.sampled_from([1, 16, 17, 32])),
-        min_size=1,
-        max_size=5,
-    ),
+    parts=st.lists(st.tuples(st.sampled_from(SOME_TYPES), st.sampled_from([1, 16, 17, 32])), min_size=1, max_size=5),
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=25, deadline=None)
 def test_parts_of_any_types_and_sizes_keep_their_rows_in_order(parts: list[tuple[str, int]], seed: int) -> None:
     weights = [make_weight(type_, rows, 256, seed + i, (0.1, -7.0)) for i, (type_, rows) in enumerate(parts)]
-    rows = torch.cat([unpacked(part) for part in packed(*weights)])
-    assert torch.equal(rows, torch.cat([dense(weight).float() for weight in weights]))
+    assert_same_values(torch.cat([unpacked(part) for part in packed(*weights)]), *weights)
 
 
 @pytest.mark.slow
@@ -139,10 +131,6 @@ def test_every_exponent_of_a_power_of_two_is_kept() -> None:
     weight = make_weight("MXFP4", 256, 32, 0, ())
     weight.data[:, 0] = torch.arange(256, dtype=torch.uint8)
     assert_same_values(unpacked(*packed(weight)), weight)
-
-
-def test_every_type_has_a_layout() -> None:
-    assert LAYOUTS.keys() == BLOCK_TYPES.keys()
 
 
 def test_rows_that_are_strided_in_memory_are_packed_as_they_are() -> None:
@@ -154,8 +142,7 @@ def test_rows_that_are_strided_in_memory_are_packed_as_they_are() -> None:
 
 @EACH_TYPE
 def test_packed_weights_take_the_bytes_of_the_stored_ones(type_: str) -> None:
-    weight = make_weight(type_, 64, 512, 0, (1.0,))
-    (only,) = packed(weight)
+    (only,) = packed(weight := make_weight(type_, 64, 512, 0, (1.0,)))
     ratio = MOST_MEMORY if type_.startswith(("IQ", "TQ")) else 1.2  # scales of 4 or 6 bits are stored as bytes
     assert weight.num_bytes <= only.num_bytes <= ratio * weight.num_bytes
     assert only.num_bytes == matrix_bytes(type_, *weight.shape)
@@ -174,11 +161,8 @@ def test_large_weights_are_read_a_few_rows_at_a_time(type_: str, monkeypatch: py
 
         return UnreadWeight(weight.type, weight.shape, rows)
 
-    parts = ops.prepare(Projection(tuple(map(unread, weights))), CPU).parts
-    assert torch.equal(
-        torch.cat([unpacked(part) for part in parts if isinstance(part, PackedWeight)]),
-        torch.cat([dense(weight).float() for weight in weights]),
-    )
+    parts = packed(*map(unread, weights))
+    assert_same_values(torch.cat([unpacked(part) for part in parts]), *weights)
     assert sum(read) == sum(weight.num_bytes for weight in weights)
     assert max(read) < 2 * max(20_000, 16 * weights[0].row_bytes)
 
@@ -189,11 +173,10 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
     type_: str, modules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.compute.backends.cpu.weights.prepare_weights._BYTES_AT_ONCE", 100_000)
-    convert = {
-        "Q8_0": lambda rows: quantise(rows.data, "Q8_0"),
-        "Q4_1": lambda rows: quantise(rows.data, "Q4_1"),
-        "BF16": lambda rows: rows.data.bfloat16(),
-    }[type_]
+
+    def convert(rows: StoredWeight) -> torch.Tensor:
+        return rows.data.bfloat16() if type_ == "BF16" else quantise(rows.data, type_)
+
     source, asked = make_weight("F32", 107, 96, 0, (0.1, 2.0)), []
     whole = StoredWeight(type_, source.shape, convert(source))
 
@@ -205,7 +188,7 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
         converted = ConvertedWeight(source, type_, noted)
         assert converted.num_bytes == whole.num_bytes
         (only,) = ops.prepare(Projection((converted,)), CPU).parts
-        assert torch.equal(ops.embed(only, torch.arange(107), 1.0), dense(whole).float())
+        assert_same_values(ops.embed(only, torch.arange(107), 1.0), whole)
     assert asked == ([16] * 6 + [11] if modules == "cpu" else [107])  # three threads, with one group each at a time
 
 
@@ -227,25 +210,20 @@ def test_a_thread_packs_the_rows_that_will_be_its_share(
     with threads(num_threads):
         (only,) = packed(*weights)
     sizes = [count // 16 for count in rows] if len(rows) == 2 else [sum(rows) // 16]
-    shares = [
-        thread
-        for size in sizes
-        for thread in range(num_threads)
-        for _ in range(size * thread // num_threads, size * (thread + 1) // num_threads)
-    ]
+    shares, each = list[int](), range(num_threads)
+    for size in sizes:
+        shares += [thread for thread in each for _ in range(*(size * at // num_threads for at in (thread, thread + 1)))]
     assert [packed_by[group] for group in range(len(shares))] == shares
-    assert torch.equal(unpacked(only), torch.cat([dense(weight).float() for weight in weights]))
+    assert_same_values(unpacked(only), *weights)
 
 
 def test_small_weights_lie_side_by_side_from_a_huge_page_on() -> None:
     pieces = Pieces()
-    weights = [pieces.take(300_001) for _ in range(5)]
+    weights = [pieces.take(size) for size in (*[300_001] * 5, 100_000_000)]
     starts = [weight.data_ptr() for weight in weights]
-    assert starts[0] % 2**21 == 0
-    assert np.diff(starts).tolist() == [300_032] * 4  # whole cache lines
-    large = pieces.take(100_000_000)
-    assert large.data_ptr() % 2**21 == 0
-    assert not any(weight.count_nonzero() for weight in (*weights, large))
+    assert (starts[0] % 2**21, starts[-1] % 2**21) == (0, 0)
+    assert np.diff(starts[:5]).tolist() == [300_032] * 4  # whole cache lines
+    assert not any(weight.count_nonzero() for weight in weights)
 
 
 def test_memory_goes_when_the_last_weight_in_it_does() -> None:

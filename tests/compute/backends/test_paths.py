@@ -10,36 +10,23 @@ from pathlib import Path
 
 import pytest
 
+import path_cases
 from extent import IS_WHOLE, slow_except
 from infer import LLM
 from infer.compute.backends.cpu.backend import CpuBackend
 from infer.sampling_params import SamplingParams
-from path_cases import (
-    CASES,
-    DRAFTS,
-    WINDOW,
-    Case,
-    Outcome,
-    Place,
-    Way,
-    World,
-    all_by_definition,
-    make_folder,
-    make_world,
-    run_alone,
-    run_batch,
-)
+from path_cases import CASES, Case, Outcome, Place, Way, World
 
 CHUNKS = (1, 7, 64, 512)
 CHAINS = (1, 8, 64)
 NUM_ROWS = 5
 
-PRODUCT = [Way(*values) for values in product(DRAFTS, CHUNKS, CHAINS)]
+PRODUCT = [Way(*values) for values in product(path_cases.DRAFTS, CHUNKS, CHAINS)]
 # Every draft with every chunk. The lengths of multi-steps take turns.
-PAIRWISE = [Way(drafts, CHUNKS[j], CHAINS[(i + j) % 3]) for i, drafts in enumerate(DRAFTS) for j in range(4)]
+PAIRWISE = [Way(drafts, CHUNKS[j], CHAINS[(i + j) % 3]) for i, drafts in enumerate(path_cases.DRAFTS) for j in range(4)]
 WAYS = PRODUCT if IS_WHOLE else PAIRWISE
 # Ways without a capture, or without a cache.
-SLOWER = [Way(drafts, chunk, capture=False) for drafts, chunk in zip(DRAFTS, CHUNKS * 2, strict=False)]
+SLOWER = [Way(drafts, chunk, capture=False) for drafts, chunk in zip(path_cases.DRAFTS, CHUNKS * 2, strict=False)]
 SLOWER += [Way(drafts, chunk, capture=False, cached=False) for drafts, chunk in (("none", 512), ("half", 7))]
 
 
@@ -56,7 +43,7 @@ WORLDS = ["llama", "windows", "chunks", "shared keys", "convolutions", "states"]
 def world(request: pytest.FixtureRequest, worlds: dict[str, World], tmp_path_factory: pytest.TempPathFactory) -> World:
     name = request.param
     if name not in worlds:
-        worlds[name] = make_world(name, tmp_path_factory.mktemp(name))
+        worlds[name] = path_cases.make_world(name, tmp_path_factory.mktemp(name))
     return worlds[name]
 
 
@@ -71,17 +58,19 @@ def in_turns(ways: Sequence[Way], step: int, num_quick: int) -> pytest.MarkDecor
 
 @pytest.fixture(scope="module")
 def expected(world: World) -> dict[str, Outcome]:
-    outcomes = all_by_definition(world, CASES)
+    outcomes = path_cases.all_by_definition(world, CASES)
     return {case.name: outcome for case, outcome in zip(CASES, outcomes, strict=True)}
 
 
 def alone(world: World, cases: Sequence[Case], way: Way, expected: dict[str, Outcome]) -> dict[str, Outcome]:
-    return {case.name: Outcome.of(run_alone(world, case, way, expected[case.name].token_ids)) for case in cases}
+    return {
+        case.name: Outcome.of(path_cases.run_alone(world, case, way, expected[case.name].token_ids)) for case in cases
+    }
 
 
 def together(world: World, cases: Sequence[Case], way: Way, expected: dict[str, Outcome]) -> dict[str, Outcome]:
     said = [expected[case.name].token_ids for case in cases]
-    results = run_batch(world, cases, way, NUM_ROWS, said)
+    results = path_cases.run_batch(world, cases, way, NUM_ROWS, said)
     return {case.name: Outcome.of(result) for case, result in zip(cases, results, strict=True)}
 
 
@@ -94,7 +83,7 @@ def test_the_cases_end_in_every_way_and_fill_the_window(expected: dict[str, Outc
     outcomes = expected.values()
     assert {outcome.finish_reason for outcome in outcomes} == {"eos", "stop", "length"}
     assert {" ab", "grammar", "max_new_tokens"} <= {outcome.stop_reason for outcome in outcomes}
-    assert max(len(outcome.token_ids) for outcome in outcomes) > 3 * WINDOW
+    assert max(len(outcome.token_ids) for outcome in outcomes) > 3 * path_cases.WINDOW
     assert sum(outcome.logprobs is not None for outcome in outcomes) == 8
 
 
@@ -124,15 +113,15 @@ def turns(world: World, expected: dict[str, Outcome]) -> list[tuple[Case, Case, 
     params = SamplingParams(temperature=0.8, seed=9, repetition_penalty=1.3, max_new_tokens=16)
     prompts = [(*case.prompt, *expected[case.name].token_ids, *b" ab") for case in FIRST]
     then = [Case(f"{case.name}, then", prompt, params) for case, prompt in zip(FIRST, prompts, strict=True)]
-    return list(zip(FIRST, then, all_by_definition(world, then), strict=True))
+    return list(zip(FIRST, then, path_cases.all_by_definition(world, then), strict=True))
 
 
 def gone_on(world: World, turns: Sequence[tuple[Case, Case, Outcome]], way: Way) -> Iterator[tuple[Outcome, Outcome]]:
     for first, second, outcome in turns:
         place = Place(world, way)
         said = second.prompt[len(first.prompt) :]
-        run_alone(world, first, way, said, place)
-        yield Outcome.of(run_alone(world, second, way, outcome.token_ids, place)), outcome
+        path_cases.run_alone(world, first, way, said, place)
+        yield Outcome.of(path_cases.run_alone(world, second, way, outcome.token_ids, place)), outcome
 
 
 @in_turns([Way("none", chain=64), Way("right"), Way("half", 7), Way("ends")], 1, 2)
@@ -161,11 +150,11 @@ def test_steps_larger_than_the_recording_run_in_pieces_with_the_same_answer(
 def test_quantised_weights_give_the_same_answer_with_drafts_and_neighbours(
     world: World, weights: str, precision: str, tmp_path: Path
 ) -> None:
-    llm = LLM(make_folder("windows", tmp_path), weights=weights, precision=precision)
+    llm = LLM(path_cases.make_folder("windows", tmp_path), weights=weights, precision=precision)
     cases = [case for case in CASES[::3] if case.params.logprobs is None]
     other = replace(world, model=llm.model)
-    plain = [Outcome.of(run_alone(other, case, Way(chain=1))) for case in cases]
+    plain = [Outcome.of(path_cases.run_alone(other, case, Way(chain=1))) for case in cases]
     said = [outcome.token_ids for outcome in plain]
     for way in (Way("half"), Way("none", 7, 64)):
-        results = run_batch(other, cases, way, NUM_ROWS, said)
+        results = path_cases.run_batch(other, cases, way, NUM_ROWS, said)
         assert [Outcome.of(result) for result in results] == plain

@@ -109,11 +109,8 @@ def prefixes(rows: list[int]) -> list[tuple[int, int]]:
     args["table"], args["table_stride"], args["page_bits"] = pages.table.data_ptr(), PAGES_PER_ROW, 6
     args["shifts"], args["windows"] = pages.shifts.data_ptr(), pages.windows.data_ptr()
     args["out"] = found.ctypes.data
-    state["rows"], state["positions"], state["num_tokens"] = (
-        step.rows.data_ptr(),
-        step.positions.data_ptr(),
-        len(step.rows),
-    )
+    state["rows"], state["positions"] = step.rows.data_ptr(), step.positions.data_ptr()
+    state["num_tokens"] = len(step.rows)
     address = compiled_address("test_shared_prefix:make_keep_prefixes", ATTEND)
     thread_pool().run(DispatchTable([Command(address, args, NO_BARRIER, "prefixes")]), state, 1)
     return [(token, num_chunks) for token, num_chunks in found.tolist() if token > 0]

@@ -51,14 +51,11 @@ def test_estimates_for_a_gpu_have_its_steps(tmp_path: Any) -> None:
     checkpoint = open_checkpoint(make_model(tmp_path))
     architecture = make_architecture(checkpoint.config)
     on_cpu = LoadSettings(num_threads=1)
-    asked = {"num_tokens": 256, "num_rows": 512}
-    found = {
-        device: estimate(
-            architecture, checkpoint.tensors, replace(on_cpu, device=device), CacheSettings(), **asked
-        ).workspace
-        for device in ("cpu", "cuda")
-    }
-    assert found["cuda"] > 8 * found["cpu"] > 0
+    cpu, cuda = (
+        estimate(architecture, checkpoint.tensors, load, CacheSettings(), num_tokens=256, num_rows=512).workspace
+        for load in (on_cpu, replace(on_cpu, device="cuda"))
+    )
+    assert cuda > 8 * cpu > 0
 
 
 def test_a_window_stores_one_step_of_the_device() -> None:

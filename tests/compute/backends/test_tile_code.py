@@ -4,8 +4,8 @@ A tile of the wrong shape has spills, and so has a tile that a release of LLVM o
 """
 
 import re
+from itertools import product
 
-import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
@@ -16,40 +16,31 @@ from infer.compute.backends.cpu.layouts import LAYOUTS
 from infer.compute.backends.cpu.matmul import panels
 from infer.compute.backends.cpu.matmul.vector_tiles import Operands
 from infer.compute.backends.cpu.simd import I64
+from machine_code import optimised_assembly
 
 pytestmark = pytest.mark.slow
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw"}
-CPUS = {  # triple, and features that change the code
-    "haswell": (X86, _AVX2),
-    "alderlake": (X86, _AVX2 | {"avxvnni"}),
-    "skylake-avx512": (X86, _AVX512),
-    "icelake-server": (X86, _AVX512 | {"avx512vnni"}),
-    "neoverse-n1": (ARM, {"neon", "dotprod"}),
-    "apple-m1": (ARM, {"neon", "dotprod"}),
-    "neoverse-v1": (ARM, {"neon", "dotprod", "i8mm"}),
+# The triple, and features that change the code. The instruction that multiplies, and its number for a record of Q4_1 ×
+# a token in two planes. Then the number of all instructions for 32 weights × a token: two planes with one token, two
+# with the widest tile, one with the widest tile.
+CPUS = {
+    "haswell": (X86, _AVX2, ("vpmaddubsw", 32, (9.0, 7.8, 4.3))),
+    "alderlake": (X86, _AVX2 | {"avxvnni"}, ("{vex}", 32, (6.8, 5.7, 3.4))),
+    "skylake-avx512": (X86, _AVX512, ("vpmaddubsw", 16, (5.3, 3.6, 2.15))),
+    "icelake-server": (X86, _AVX512 | {"avx512vnni"}, ("vpdpbusd", 16, (3.7, 2.4, 1.7))),
+    "neoverse-n1": (ARM, {"neon", "dotprod"}, ("sdot", 64, (10.2, 8.8, 5.0))),
+    "apple-m1": (ARM, {"neon", "dotprod"}, ("sdot", 64, (10.2, 8.8, 5.0))),
+    "neoverse-v1": (ARM, {"neon", "dotprod", "i8mm"}, ("usmmla", 32, (9.1, 7.7, 4.5))),
 }
-# The instruction that multiplies, and its number for a record of Q4_1 × a token in two planes. Then the number of all
-# instructions for 32 weights × a token: two planes with one token, two with the widest tile, one with the widest tile.
-INSTRUCTIONS = {
-    "haswell": ("vpmaddubsw", 32, (9.0, 7.8, 4.3)),
-    "alderlake": ("{vex}", 32, (6.8, 5.7, 3.4)),
-    "skylake-avx512": ("vpmaddubsw", 16, (5.3, 3.6, 2.15)),
-    "icelake-server": ("vpdpbusd", 16, (3.7, 2.4, 1.7)),
-    "neoverse-n1": ("sdot", 64, (10.2, 8.8, 5.0)),
-    "apple-m1": ("sdot", 64, (10.2, 8.8, 5.0)),
-    "neoverse-v1": ("usmmla", 32, (9.1, 7.7, 4.5)),
-}
-
-
 MOST_ON_STACK = {"Q4_1": 0.15, "Q4_K": 0.15, "Q8_0": 0.15, "Q6_K": 0.25, "F16": 0.15}  # of a loop's instructions
 
 
 def loop_of(cpu: str, type_: str, planes: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the instructions of the innermost loop, which multiplies one record."""
-    triple, features = CPUS[cpu]
+    triple, features, _ = CPUS[cpu]
     monkeypatch.setattr(simd, "target_features", lambda: frozenset(features))
     monkeypatch.setattr(weight_streams, "prefers_near", lambda: False)  # does not depend on this machine
     layout, isa = LAYOUTS[type_], set_of(cpu)
@@ -60,22 +51,11 @@ def loop_of(cpu: str, type_: str, planes: int, shape: Shape, monkeypatch: pytest
     operands = Operands(weights, activations, stride, num_records)
     panels.emit_tile(b, layout, isa.form(layout, planes), isa, shape, operands, out, None)
     b.ret_void()
-    return innermost(assembly(str(module), triple, cpu))
+    return innermost(optimised_assembly(f'target triple = "{triple}"\n{module}', triple, cpu))
 
 
 def set_of(cpu: str) -> InstructionSet:
     return next(isa for isa in INSTRUCTION_SETS if CPUS[cpu][1] >= isa.needs)
-
-
-def assembly(text: str, triple: str, cpu: str) -> str:
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    module = llvm.parse_assembly(f'target triple = "{triple}"\n{text}')
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
-    return str(machine.emit_assembly(module))
 
 
 def innermost(text: str) -> list[str]:
@@ -98,26 +78,24 @@ def on_stack(loop: list[str]) -> float:
     return sum(re.search(r"%r[sb]p|\[sp", line) is not None for line in loop) / len(loop)
 
 
+TYPES = [*MOST_ON_STACK, "Q4_1"]  # two for each CPU, in turns
+
+
 @pytest.mark.parametrize(
     ("cpu", "type_"),
-    [
-        (cpu, type_)
-        for at, cpu in enumerate(CPUS)
-        for type_ in (MOST_ON_STACK if IS_WHOLE else [*MOST_ON_STACK, "Q4_1"][2 * (at % 3) :][:2])
-    ],
+    [(cpu, type_) for at, cpu in enumerate(CPUS) for type_ in (TYPES[:5] if IS_WHOLE else TYPES[2 * (at % 3) :][:2])],
 )
 def test_tiles_stay_in_registers(cpu: str, type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, isa = LAYOUTS[type_], set_of(cpu)
-    for planes in (1, 2):
-        for groups in (1, 2):
-            shape = isa.shapes(layout, isa.form(layout, planes), groups)[0]
-            loop = loop_of(cpu, type_, planes, shape, monkeypatch)
-            assert on_stack(loop) <= MOST_ON_STACK[type_], (shape, planes, len(loop))
+    for planes, groups in product((1, 2), repeat=2):
+        shape = isa.shapes(layout, isa.form(layout, planes), groups)[0]
+        loop = loop_of(cpu, type_, planes, shape, monkeypatch)
+        assert on_stack(loop) <= MOST_ON_STACK[type_], (shape, planes, len(loop))
 
 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_a_record_takes_few_instructions(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    isa, (multiply, count, limits) = set_of(cpu), INSTRUCTIONS[cpu]
+    isa, (multiply, count, limits) = set_of(cpu), CPUS[cpu][2]
     for planes, shape, most in zip((2, 2, 1), (Shape(1, 1, 1), isa.exact[0], isa.fast[0]), limits, strict=True):
         loop = loop_of(cpu, "Q4_1", planes, shape, monkeypatch)
         assert sum(line.startswith(multiply) for line in loop) == count * shape.groups * shape.columns * planes // 2

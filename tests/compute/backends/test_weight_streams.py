@@ -16,6 +16,7 @@ from infer.compute.backends.cpu.matmul.matrix_tiles import make_configure, relea
 from infer.compute.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
 from infer.compute.backends.cpu.prefetch import Ahead
 from infer.compute.backends.cpu.simd import Value, address, operation
+from infer.compute.backends.cpu.threads.pool import aligned
 
 Prefer = Callable[[int], None]
 
@@ -97,13 +98,6 @@ def test_tiles_of_few_tokens_read_one_stream(isa: InstructionSet, type_: str, pr
             assert [shape.columns for shape in shapes if shape.widest == PANEL] == [shape.columns for shape in two]
 
 
-def aligned(num_bytes: int) -> np.ndarray:
-    """Return bytes whose address is that of a whole vector, as on a kernel's stack."""
-    found = np.zeros(num_bytes + 64, np.uint8)
-    first = -found.ctypes.data % 64
-    return found[first : first + num_bytes]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("type_", "planes"), [("Q4_1", 2), ("Q8_0", 1), ("F16", 2)])
 def test_no_bit_depends_on_it(type_: str, planes: int, prefer: Prefer) -> None:
@@ -129,7 +123,7 @@ def test_no_bit_depends_on_it(type_: str, planes: int, prefer: Prefer) -> None:
 
         all_results = []
         for width in widths:
-            out, scratch = np.zeros(2 * TILE_BYTES, np.uint8), aligned(1 << 16)
+            out, scratch = np.zeros(2 * TILE_BYTES, np.uint8), aligned(1 << 16, np.dtype(np.uint8))
             run(weights.ctypes.data, weights.ctypes.data + group_bytes, activations.ctypes.data, width,
                 out.ctypes.data, scratch.ctypes.data)  # fmt: skip
             results = out.view(np.float32).reshape(2, -1, LANES)[:, :width]

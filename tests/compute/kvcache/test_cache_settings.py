@@ -1,6 +1,5 @@
 """Refused settings of the cache, and the messages."""
 
-import subprocess
 from typing import Any
 
 import pytest
@@ -9,8 +8,9 @@ from infer.compute.kvcache import cache_settings as settings_module
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import check_layers
 from infer.compute.operands.mixers import Attention
+from infer.compute.quantization.kv_formats import check_kv_type
 from infer.errors import InvalidRequestError
-from watched import python_command
+from watched import run_python
 
 
 def make_layer(head_dim: int = 64, window: int | None = None) -> Attention:
@@ -19,7 +19,7 @@ def make_layer(head_dim: int = 64, window: int | None = None) -> Attention:
 
 def test_the_settings_load_no_torch() -> None:
     code = "import sys, infer.compute.kvcache.cache_settings; print('torch' in sys.modules)"
-    assert subprocess.run(python_command(code), capture_output=True, text=True).stdout.strip() == "False"
+    assert run_python(code).stdout == "False\n"
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,12 @@ def test_the_settings_load_no_torch() -> None:
         ({"eviction_window": True}, "eviction_window must be a whole number of at least 1, got True"),
         ({"protected_prefix": -1}, "protected_prefix must be a whole number of at least 0, got -1"),
         ({"memory_threshold_mb": 0}, "must be a whole number of at least 1, got 0"),
-        (
-            {"memory_threshold_mb": 2**40, "eviction_policy": "sliding"},
-            "memory_threshold_mb must be below this machine's",
-        ),
+        ({"memory_threshold_mb": 2**40, "eviction_policy": "sliding"}, "_mb must be below this machine's"),
         ({"memory_threshold_mb": 0, "eviction_policy": "snapkv"}, "must be a whole number of at least 1, got 0"),
         ({"page_tokens": 48}, "page_tokens must be 16, 32, 64, 128 or 256, got 48"),
         (
             {"eviction_policy": "sliding", "eviction_window": 4},
-            "eviction_window must be larger than protected_prefix=4, which it includes, got 4",
+            "larger than protected_prefix=4, which it inclu",
         ),
     ],
 )
@@ -54,6 +51,8 @@ def test_a_model_may_not_have_what_its_heads_or_windows_forbid() -> None:
     check_layers(CacheSettings(kv_type="q8", eviction_policy="sliding"), [make_layer(), make_layer(window=8)])
     with pytest.raises(InvalidRequestError, match="needs a head size that 32 divides, got 80: use f16"):
         check_layers(CacheSettings(kv_type="q4"), [make_layer(80)])
+    with pytest.raises(InvalidRequestError, match="kv_type must be one of f32, f16, bf16, q8, q4, got 'q5'"):
+        check_kv_type("q5", 64)
     check_layers(CacheSettings(kv_type="f16"), [make_layer(80)])
     with pytest.raises(InvalidRequestError, match="every layer of this model has its own window or chunks: use none"):
         check_layers(CacheSettings(eviction_policy="sliding"), [make_layer(window=8)])

@@ -5,26 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import path_cases
 from extent import slow_except
-from infer import LLM
+from infer import LLM, Session
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.runner.runner import Runner
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
-from path_cases import (
-    CASES,
-    CONTEXT,
-    Outcome,
-    Place,
-    Way,
-    World,
-    all_by_definition,
-    make_runner,
-    make_world,
-    run_alone,
-    run_batch,
-    varied_ids,
-)
+from path_cases import CASES, CONTEXT, Outcome, Place, Way, World, varied_ids
 
 STEP = 16  # tokens in one step, so few that windows are much shorter than the text and pages are used again
 SLIDING = CacheSettings(page_tokens=16, eviction_policy="sliding", eviction_window=24, protected_prefix=3)
@@ -43,21 +31,30 @@ SOME = CASES[::6]
 @pytest.fixture(scope="module", params=slow_except(["sliding"], WORLDS))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     name, settings = WORLDS[request.param]
-    return replace(make_world(name, tmp_path_factory.mktemp(name)), settings=settings)
+    return replace(path_cases.make_world(name, tmp_path_factory.mktemp(name)), settings=settings)
+
+
+def check_copies(session: Session, llm: LLM, params: SamplingParams, folder: Path) -> None:
+    """Check that a session, its fork and its copy on disk answer as the model answers the whole text."""
+    before, other = session.token_ids, session.fork()
+    session.save(folder / "saved")
+    wanted = llm.generate(before, params).token_ids
+    for each in (session, other, llm.load_session(folder / "saved")):
+        assert each.generate(params).token_ids == wanted
 
 
 @pytest.fixture(scope="module")
 def expected(world: World) -> dict[str, Outcome]:
-    outcomes = all_by_definition(world, SOME)
+    outcomes = path_cases.all_by_definition(world, SOME)
     return {case.name: outcome for case, outcome in zip(SOME, outcomes, strict=True)}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_cache_that_evicts_gives_the_answer_of_no_cache(world: World, expected: dict[str, Outcome], way: Way) -> None:
-    runner = make_runner(world, way, step_tokens=STEP)
+    runner = path_cases.make_runner(world, way, step_tokens=STEP)
     assert isinstance(runner, Runner)
     for case in SOME:
-        result = run_alone(world, case, way, expected[case.name].token_ids, Place(world, way, runner))
+        result = path_cases.run_alone(world, case, way, expected[case.name].token_ids, Place(world, way, runner))
         assert Outcome.of(result) == expected[case.name], case.name
         runner.cache.check_integrity()
     tables = [rows.table for rows in runner.cache.groups]
@@ -69,7 +66,7 @@ def test_rows_that_evict_side_by_side_give_the_same_answers(
     world: World, expected: dict[str, Outcome], way: Way
 ) -> None:
     said = [expected[case.name].token_ids for case in SOME]
-    results = run_batch(world, SOME, way, 3, said)
+    results = path_cases.run_batch(world, SOME, way, 3, said)
     assert [Outcome.of(result) for result in results] == [expected[case.name] for case in SOME]
 
 
@@ -111,9 +108,4 @@ def test_a_session_that_goes_back_beyond_its_cache_answers_as_a_new_model(llama:
         left = len(session.token_ids)
         assert session.num_cached_tokens in (0, left, left - 1)
         assert session.num_cached_tokens or count >= 500, "what is near was forgotten"
-        before = session.token_ids
-        other = session.fork()
-        session.save(tmp_path / "saved")
-        wanted = llm.generate(before, PLAIN).token_ids
-        for each in (session, other, llm.load_session(tmp_path / "saved")):
-            assert each.generate(PLAIN).token_ids == wanted
+        check_copies(session, llm, PLAIN, tmp_path)

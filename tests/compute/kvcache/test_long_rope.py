@@ -28,12 +28,20 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LLM]:
-    folder = tmp_path_factory.mktemp("long")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("long")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
     config = Phi3Config(**LONGROPE.config.to_dict() | {"vocab_size": VOCAB_SIZE, "eos_token_id": 256})
-    oracle = make_tiny(Tiny("long", config), folder)
     write_byte_tokenizer(folder)
-    return oracle, LLM(folder, dtype="float32")
+    return make_tiny(Tiny("long", config), folder)
+
+
+@pytest.fixture(scope="module")
+def llm(oracle: Any, folder: Path) -> LLM:
+    return LLM(folder, dtype="float32")
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:
@@ -55,8 +63,7 @@ def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]
 
 
 @pytest.mark.parametrize("length", [1, 40, BEYOND, BEYOND + 1, 100])
-def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], length: int) -> None:
-    oracle, llm = pair
+def test_logits_have_the_factors_of_the_sequences_length(oracle: Any, llm: LLM, length: int) -> None:
     token_ids = random_ids(length)
     assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4
 
@@ -65,9 +72,8 @@ def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], 
 @pytest.mark.parametrize("length", [30, BEYOND - 10, BEYOND - 1, BEYOND, BEYOND + 1, 90])
 @pytest.mark.parametrize("speculation", [None, "ngram"])
 def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
-    pair: tuple[Any, LLM], length: int, speculation: Any, monkeypatch: pytest.MonkeyPatch
+    oracle: Any, llm: LLM, length: int, speculation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oracle, llm = pair
     prompt = random_ids(length)
     expected = expected_greedy(oracle, prompt, 24)
     monkeypatch.setattr("infer.engine.step.drafting.DraftPolicy", lambda most, priors: Always())
@@ -77,16 +83,14 @@ def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
     assert (result.stats.drafts_accepted > 0) == (speculation is not None)
 
 
-def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[Any, LLM]) -> None:
-    _, llm = pair
+def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(llm: LLM) -> None:
     prompts = [random_ids(length, seed=length) for length in (3, 50, 60, 64, 70, 100)]
     alone = [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
     together = llm.generate_all(prompts, GREEDY, batch_size=4)
     assert [result.token_ids for result in together] == alone
 
 
-def test_a_prompt_beyond_the_border_takes_no_pages_of_one_before_it(pair: tuple[Any, LLM]) -> None:
-    _, llm = pair
+def test_a_prompt_beyond_the_border_takes_no_pages_of_one_before_it(llm: LLM) -> None:
     runner, token_ids = Runner(llm.model, 128, num_slots=2, settings=PAGES), random_ids(100)
     runner.choose_rope(0, 40)
     runner.extend(0, token_ids[:40])
@@ -108,10 +112,7 @@ def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: An
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_rows_on_both_sides_of_the_border_take_one_step(
-    pair: tuple[Any, LLM], count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, llm = pair
+def test_rows_on_both_sides_of_the_border_take_one_step(llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [Chunk(row, random_ids(count, seed=row), num_drafts=count - 1) for row in range(2)]
     alone = [
         runner_of(llm, [length], count).forward([part._replace(slot=0)])
@@ -129,8 +130,7 @@ def test_rows_on_both_sides_of_the_border_take_one_step(
     assert torch.equal(runner_of(llm, [10, 100], count).forward(parts), torch.cat(alone))
 
 
-def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(pair: tuple[Any, LLM]) -> None:
-    _, llm = pair
+def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(llm: LLM) -> None:
 
     def steps(lengths: Sequence[int], count: int) -> list[list[int]]:
         columns = SamplingColumns.of([GREEDY] * len(lengths), VOCAB_SIZE)
@@ -144,8 +144,7 @@ def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(pair: tu
     assert runner.rope_room(BEYOND + 1) > 1000
 
 
-def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
-    _, llm = pair
+def test_only_an_empty_row_changes_its_factors(llm: LLM) -> None:
     cache = runner_of(llm, [3, 100]).cache
     with pytest.raises(InvalidRequestError, match=r"only an empty row .*, but row 0 has tokens"):
         cache.set_rope(0, is_long=True)
@@ -159,8 +158,7 @@ def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
 
 
 @pytest.mark.slow
-def test_a_session_goes_back_and_forth_over_the_border(pair: tuple[Any, LLM], tmp_path: Path) -> None:
-    oracle, llm = pair
+def test_a_session_goes_back_and_forth_over_the_border(oracle: Any, llm: LLM, tmp_path: Path) -> None:
     session = llm.session()
     session.append(random_ids(60))
     before = session.generate(GREEDY).token_ids
@@ -176,8 +174,7 @@ def test_a_session_goes_back_and_forth_over_the_border(pair: tuple[Any, LLM], tm
     assert loaded.generate(GREEDY).token_ids == before
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_the_whole(pair: tuple[Any, LLM]) -> None:
-    oracle, llm = pair
+def test_log_probabilities_of_a_prompt_are_those_of_the_whole(oracle: Any, llm: LLM) -> None:
     token_ids = random_ids(100)
     expected = expected_logits(oracle, token_ids).log_softmax(-1)
     found = llm.prompt_logprobs(token_ids)

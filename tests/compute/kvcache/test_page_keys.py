@@ -4,28 +4,23 @@ import pytest
 
 from infer.compute.kvcache.page_rows import RowState, page_keys
 from infer.compute.kvcache.pages import PagePool, PageTable
-from test_page_pool import CAPACITY, PAGE, WHOLE, grow, make
+from test_page_pool import CAPACITY, PAGE, WHOLE, adopted, grow, make, remembered
 
 FIRST, OTHER = [1] * PAGE, [2] * PAGE
 
 
 def test_a_page_that_is_written_again_after_a_rewind_is_not_found_by_its_old_key() -> None:
-    cache = make(layers=(WHOLE,))
-    grow(cache, 0, 2 * PAGE)
-    cache.remember(0, FIRST + OTHER)
+    cache = remembered(FIRST + OTHER)
     cache.truncate(0, PAGE + 4)
     grow(cache, 0, 2)  # the page is not full again: no other key takes the place of the old one
     assert cache.adopt(1, [*FIRST, *OTHER, 9]) == PAGE
     cache.truncate(0, 0)
-    cache.truncate(1, 0)
-    assert cache.adopt(1, [*FIRST, *OTHER, 9]) == PAGE
+    assert adopted(cache, 1, [*FIRST, *OTHER, 9]) == PAGE
     cache.check_integrity()
 
 
 def test_a_page_that_is_handed_out_again_is_not_found_by_its_old_key() -> None:
-    cache = make(pool_pages=CAPACITY // PAGE + 1, layers=(WHOLE,))
-    grow(cache, 0, 2 * PAGE)
-    cache.remember(0, FIRST + OTHER)
+    cache = remembered(FIRST + OTHER, pool_pages=CAPACITY // PAGE + 1)
     cache.truncate(0, 0)
     grow(cache, 1, CAPACITY)
     grow(cache, 2, 0)
@@ -35,24 +30,19 @@ def test_a_page_that_is_handed_out_again_is_not_found_by_its_old_key() -> None:
 
 
 def test_after_a_cut_within_a_page_new_pages_have_the_keys_of_the_new_text() -> None:
-    cache = make(layers=(WHOLE,))
-    grow(cache, 0, 2 * PAGE)
-    cache.remember(0, FIRST + OTHER)
+    cache = remembered(FIRST + OTHER)
     cache.copy_row(1, 0)  # keeps the old second page alive, and its key
     cache.truncate(0, PAGE + 4)
     new = FIRST + OTHER[:4] + [3] * (PAGE - 4) + [4] * PAGE
     grow(cache, 0, 2 * PAGE - 4)
     cache.remember(0, new)
     assert cache.adopt(2, [*new, 9]) == 3 * PAGE
-    cache.truncate(2, 0)
-    assert cache.adopt(2, [*FIRST, *OTHER, *[4] * PAGE, 9]) == 2 * PAGE, "its third page was computed after others"
+    assert adopted(cache, 2, [*FIRST, *OTHER, *[4] * PAGE, 9]) == 2 * PAGE, "its third page was computed after others"
     cache.check_integrity()
 
 
 def test_an_adopted_row_goes_on_with_the_keys_of_its_own_text() -> None:
-    cache = make(layers=(WHOLE,))
-    grow(cache, 0, PAGE)
-    cache.remember(0, FIRST)
+    cache = remembered(FIRST)
     assert cache.adopt(1, [*FIRST, *OTHER]) == PAGE
     grow(cache, 1, PAGE)
     cache.remember(1, FIRST + OTHER)
@@ -65,12 +55,9 @@ def test_an_adopted_row_goes_on_with_the_keys_of_its_own_text() -> None:
 
 
 def test_the_last_token_of_a_prompt_is_never_adopted() -> None:
-    cache = make(layers=(WHOLE,))
-    grow(cache, 0, 2 * PAGE)
-    cache.remember(0, FIRST + OTHER)
+    cache = remembered(FIRST + OTHER)
     for length, expected in ((PAGE, 0), (PAGE + 1, PAGE), (2 * PAGE, PAGE), (2 * PAGE + 1, 2 * PAGE)):
-        cache.truncate(1, 0)
-        assert cache.adopt(1, [*FIRST, *OTHER, 9][:length]) == expected, length
+        assert adopted(cache, 1, [*FIRST, *OTHER, 9][:length]) == expected, length
 
 
 def test_a_key_is_of_the_salt_and_of_all_tokens_before_the_pages_end() -> None:
@@ -98,9 +85,7 @@ def test_rows_remember_and_adopt_under_their_own_salt_alone() -> None:
 
 
 def test_an_evicted_page_is_not_found_and_can_be_stored_again() -> None:
-    cache = make(layers=(WHOLE,))
-    grow(cache, 0, PAGE)
-    cache.remember(0, FIRST)
+    cache = remembered(FIRST)
     cache.forget(0)
     assert cache.adopt(1, [*FIRST, 9]) == 0
     assert cache.has_new_pages(0)
@@ -109,9 +94,7 @@ def test_an_evicted_page_is_not_found_and_can_be_stored_again() -> None:
 
 
 def test_one_row_is_remembered_for_at_most_half_of_the_pool() -> None:
-    cache = make(pool_pages=14, layers=(WHOLE,))
-    grow(cache, 0, 12 * PAGE)
-    cache.remember(0, list(range(12 * PAGE)))
+    cache = remembered(list(range(12 * PAGE)), pool_pages=14)
     assert not cache.has_new_pages(0)
     assert cache.adopt(1, list(range(12 * PAGE))) == 7 * PAGE
 

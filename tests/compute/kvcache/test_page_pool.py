@@ -52,6 +52,20 @@ def grow(cache: PagedCache, row: int, count: int) -> None:
         cache.commit(row, size)
 
 
+def remembered(token_ids: list[int], pool_pages: int | None = None) -> PagedCache:
+    """Return a cache without windows, whose row 0 has these tokens."""
+    cache = make(pool_pages=pool_pages, layers=(WHOLE,))
+    grow(cache, 0, len(token_ids))
+    cache.remember(0, token_ids)
+    return cache
+
+
+def adopted(cache: PagedCache, row: int, token_ids: list[int]) -> int:
+    """Return the number of tokens that a row has in pages that are found, if it is emptied first."""
+    cache.truncate(row, 0)
+    return cache.adopt(row, token_ids)
+
+
 def parts_of(cache: PagedCache, index: int) -> list[Tensor]:
     layer = cache.memory.layers[index]
     return [*key_parts(layer.keys, "f32"), *value_parts(layer.values, "f32")]
@@ -109,7 +123,7 @@ class Model:
     def fork(self, row: int) -> None:
         source, before = self.random.randrange(NUM_ROWS), self.cache.free_pages
         self.cache.copy_row(row, source)
-        self.token_ids[row], self.written[row] = list(self.token_ids[source]), dict(self.written[source])
+        self.copy(row, source)
         assert all(new >= old for old, new in zip(before, self.cache.free_pages, strict=True)), "a fork took a page"
 
     def remember(self, row: int) -> None:
@@ -119,8 +133,7 @@ class Model:
     def adopt(self, row: int) -> None:
         """Adopt the pages of a text that a row has now, or had when it was remembered."""
         wanted = [*self.random.choice([*self.token_ids, *self.remembered]), 1]
-        self.cache.truncate(row, 0)
-        count = self.cache.adopt(row, wanted)
+        count = adopted(self.cache, row, wanted)
         self.token_ids[row] = []
         contents, num_layers = [self.content(row, wanted[: at + 1]) for at in range(count)], len(self.parts)
         self.token_ids[row] = wanted[:count]
@@ -139,6 +152,9 @@ class Model:
         except OutOfPagesError:
             assert snapshot(self.cache) == before
             return
+        self.copy(row, source)
+
+    def copy(self, row: int, source: int) -> None:
         self.token_ids[row], self.written[row] = list(self.token_ids[source]), dict(self.written[source])
 
     def clear(self, row: int) -> None:
@@ -187,9 +203,9 @@ def test_random_traces_with_too_few_pages_store_what_was_written(
         model = Model(partial(make, settings, 7 + seed % 4, layers, capacity=7 * PAGE), seed)
         monkeypatch.setattr(paged, "available_memory_bytes", partial(model.random.choice, [0, *[1 << 40] * 5]))
         verbs = [model.append] * 9 + [model.truncate, model.fork, model.remember, model.adopt, model.clear]
-        verbs.append(model.save_and_load)
+        verbs += [model.save_and_load, model.give_back]
         for _ in range(60):
-            model.random.choice([*verbs, model.give_back])(model.random.randrange(NUM_ROWS))
+            model.random.choice(verbs)(model.random.randrange(NUM_ROWS))
             model.check()
         num_refused += model.num_refused
     assert num_refused > 2 * num_traces
@@ -236,8 +252,7 @@ def test_a_shared_beginning_is_stored_once() -> None:
     assert cache.adopt(2, [*token_ids[:40], 11]) == 32
     assert num_held(cache)[0] == 4
     cache.truncate(0, 0)
-    cache.truncate(1, 0)
-    assert cache.adopt(1, [*token_ids, 1]) == 64
+    assert adopted(cache, 1, [*token_ids, 1]) == 64
     cache.check_integrity()
 
 
@@ -248,17 +263,14 @@ def test_a_pool_has_the_pages_that_are_asked_for_and_no_more_than_rows_can_use()
     assert make(pool_pages=20).pool_pages == [20, 20]
     assert make(pool_pages=1000).pool_pages == [5 * full, 5 * windowed]
     assert make(pool_pages=full).num_bytes == (full + full) * PAGE * 2 * 4 * DIM
-    with pytest.raises(
-        InvalidRequestError, match="pool_pages must be at least 13, the pages of one sequence of 200 tokens, got 12: "
-    ):
+    with pytest.raises(InvalidRequestError, match="at least 13, the pages of one sequence of 200 tokens, got 12: "):
         make(pool_pages=12)
 
 
 def test_a_refused_reserve_changes_no_group() -> None:
     cache = make(pool_pages=14)
-    grow(cache, 0, 150)
-    for row in (1, 2):
-        grow(cache, row, 32)
+    for row, count in enumerate((150, 32, 32)):
+        grow(cache, row, count)
     before = snapshot(cache)
     assert cache.free_pages == [0, 14 - 5 - 4]
     assert fewest(cache, 1, STEP) == [2, 2]
@@ -340,8 +352,7 @@ def test_a_page_that_a_loaded_row_has_in_part_is_never_found() -> None:
         append(cache, 1, PAGE)
     windowed = cache.groups[1]
     for length in range(PAGE, 12 * PAGE, PAGE):
-        cache.truncate(2, 0)
-        found = cache.adopt(2, token_ids[: length + 1])
+        found = adopted(cache, 2, token_ids[: length + 1])
         seen = torch.arange(max(0, found + 1 - WINDOW), found)
         where = cache.memory.place(windowed, 2, seen)
         for _, part in cache.memory.parts(windowed):
@@ -366,9 +377,8 @@ def test_the_memory_of_free_pages_returns_to_the_system_and_other_pages_stay() -
     for row in range(3):
         cache.reserve(row, 2048)
         cache.commit(row, 2048)
-    for layer in cache.memory.layers:
-        layer.keys[:, : 3 * 16] = 1
-        layer.values[:, : 3 * 16] = 1
+    for stored in (stored for layer in cache.memory.layers for stored in (layer.keys, layer.values)):
+        stored[:, : 3 * 16] = 1
     cache.remember(1, [7] * 2048)
     for row in (0, 1):
         cache.truncate(row, 0)
@@ -436,9 +446,7 @@ def test_forks_compressed_in_any_order_answer_as_single_rows(llm: LLM, seed: int
         new = [chance.randrange(EOS) for _ in range(chance.choice([1, 3, 50]))]
         if len(known[row]) + len(new) > CONTEXT or (len(new) > 3 and compressed_at[row] is not None):
             return
-        cache.reserve(row, len(new))
-        logits = model.forward(Step.of(new, cache.lengths[row], row=row), cache)
-        cache.commit(row, len(new))
+        logits = forward(cache, row, new)
         known[row] += new
         alone = PagedCache(layers, 1, CONTEXT, model.kv_type, CPU, **sizes)
         prompt_tokens = len(known[row]) - len(new) if compressed_at[row] is None else compressed_at[row]
@@ -450,10 +458,13 @@ def test_forks_compressed_in_any_order_answer_as_single_rows(llm: LLM, seed: int
     def replay(cache: PagedCache, row: int, token_ids: list[int]) -> Tensor:
         logits = torch.empty(0)
         for start in range(0, len(token_ids), 64):
-            chunk = token_ids[start : start + 64]
-            cache.reserve(row, len(chunk))
-            logits = model.forward(Step.of(chunk, cache.lengths[row], row=row), cache)
-            cache.commit(row, len(chunk))
+            logits = forward(cache, row, token_ids[start : start + 64])
+        return logits
+
+    def forward(cache: PagedCache, row: int, chunk: list[int]) -> Tensor:
+        cache.reserve(row, len(chunk))
+        logits: Tensor = model.forward(Step.of(chunk, cache.lengths[row], row=row), cache)
+        cache.commit(row, len(chunk))
         return logits
 
     def compress(compression: PromptCompression, cache: PagedCache, row: int, token_ids: list[int]) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -32,6 +31,11 @@ def content_of(name: PageName) -> bytes:
 def open_in(folder: Path, max_bytes: int = 1 << 20, fingerprint: str = "ours") -> PrefixStore:
     folder.mkdir(mode=0o700, exist_ok=True)
     return PrefixStore(folder, fingerprint, max_bytes)
+
+
+def write(store: PrefixStore, *numbers: int) -> bool:
+    """Write pages, and return True if the last of them was stored."""
+    return [store.write(name_of(number), content_of(name_of(number))) for number in numbers][-1]
 
 
 def num_bytes_in(folder: Path) -> int:
@@ -79,7 +83,7 @@ def test_a_changed_file_is_removed_and_never_used(tmp_path: Path) -> None:
         "a link": lambda path: (path.unlink(), path.symlink_to(path_of(name_of(99)))),
         "a folder": lambda path: (path.unlink(), path.mkdir()),
     }
-    store.write(name_of(99), content_of(name_of(99)))
+    write(store, 99)
     for number, (case, harm) in enumerate(cases.items()):
         name = name_of(number)
         for each in (store, other, stranger):
@@ -96,12 +100,12 @@ def test_the_budget_holds_for_all_models_and_the_pages_used_longest_ago_go_first
     ours, theirs = open_in(tmp_path, most), open_in(tmp_path, most, fingerprint="theirs")
     for number in range(10):
         store = theirs if number % 2 else ours
-        store.write(name_of(number), content_of(name_of(number)))
+        write(store, number)
         os.utime(tmp_path / ("theirs" if number % 2 else "ours") / str(name_of(number)), (number, number))
     assert num_bytes_in(tmp_path) == most
     ours.touch(name_of(0), depth=0)  # this page is used now
     for number in range(10, 40):
-        ours.write(name_of(number), content_of(name_of(number)))
+        write(ours, number)
         assert num_bytes_in(tmp_path) <= most
         if number < 18:
             assert name_of(0) in ours
@@ -116,10 +120,9 @@ def test_the_budget_holds_for_all_models_and_the_pages_used_longest_ago_go_first
 def test_a_new_model_s_first_page_is_stored_when_the_budget_is_full(tmp_path: Path) -> None:
     most = 4 * ON_DISK
     ours = open_in(tmp_path, most)
-    for number in range(4):
-        ours.write(name_of(number), content_of(name_of(number)))
+    write(ours, *range(4))
     theirs = open_in(tmp_path, most, fingerprint="theirs")
-    assert theirs.write(name_of(9), content_of(name_of(9)))
+    assert write(theirs, 9)
     assert name_of(9) in theirs
     assert num_bytes_in(tmp_path) <= most
 
@@ -130,7 +133,7 @@ def test_a_page_that_cannot_be_written_gives_one_line(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(os, "statvfs", lambda path: full)
         with pytest.raises(PrefixStoreError, match="less than 1 GB free"):
-            store.write(name_of(1), content_of(name_of(1)))
+            write(store, 1)
 
     def fail(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -138,12 +141,11 @@ def test_a_page_that_cannot_be_written_gives_one_line(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", fail)
         with pytest.raises(PrefixStoreError, match="cannot be written: No space left on device"):
-            store.write(name_of(1), content_of(name_of(1)))
+            write(store, 1)
     assert name_of(1) not in store
     assert not list(tmp_path.glob("*/*"))
-    with monkeypatch.context() as patched:
-        patched.setattr(prefix_store, "is_writable", lambda folder: False)
-        assert "cannot be written" in str(open_in(tmp_path).problem)
+    monkeypatch.setattr(prefix_store, "is_writable", lambda folder: False)
+    assert "cannot be written" in str(open_in(tmp_path).problem)
     monkeypatch.setenv("INFER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
@@ -153,16 +155,16 @@ def test_a_page_that_cannot_be_written_gives_one_line(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("damage", [b"", b"x" * 40, b"-1"])
 def test_a_damaged_account_or_secret_is_made_again(damage: bytes, tmp_path: Path) -> None:
     store = open_in(tmp_path)
-    store.write(name_of(1), content_of(name_of(1)))
+    write(store, 1)
     (tmp_path / "account").write_bytes(damage)
-    store.write(name_of(2), content_of(name_of(2)))
+    write(store, 2)
     assert store.read(name_of(1), PAGE) is not None
     assert int((tmp_path / "account").read_text()) == 2 * ON_DISK
     (tmp_path / "secret").write_bytes(damage)
     again = open_in(tmp_path)
     with pytest.raises(PrefixStoreError, match="damaged"):  # it was stored with the lost secret
         again.read(name_of(1), PAGE)
-    again.write(name_of(1), content_of(name_of(1)))
+    write(again, 1)
     assert open_in(tmp_path).read(name_of(1), PAGE) == content_of(name_of(1))
 
 
@@ -183,36 +185,29 @@ while True:
 """
 
 
-@contextmanager
-def ended(process: "subprocess.Popen[str]") -> Iterator[None]:
-    """Kill a process at the end, also after a failure, so that the tests do not wait for it."""
-    try:
-        yield
-    finally:
-        process.kill()
-
-
 def test_processes_that_share_a_folder_and_are_killed_leave_whole_pages_within_the_budget(tmp_path: Path) -> None:
     most, delays = 100 * ON_DISK, random.Random(1)
 
-    def start(seed: int) -> "subprocess.Popen[str]":
+    @contextmanager
+    def started(seed: int) -> Iterator["subprocess.Popen[str]"]:
+        """Start a process, and kill it at the end, also after a failure."""
         command = [sys.executable, "-c", _WRITER, *map(str, (tmp_path, most, seed, PAGE))]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                yield process
+            finally:
+                process.kill()
 
-    with start(0) as steady, ended(steady):
-        assert steady.stdout is not None
-        steady.stdout.readline()
+    with started(0) as steady:
         for seed in range(1, 9):
-            with start(seed) as killed, ended(killed):
-                assert killed.stdout is not None
-                assert killed.stdout.readline() == "ready\n"
+            with started(seed):
                 time.sleep(delays.uniform(0, 0.1))
                 assert num_bytes_in(tmp_path) <= most + ON_DISK  # with a file that is being written
                 while len(list(tmp_path.glob("ours/*"))) <= 6 * seed and steady.poll() is None:
                     time.sleep(0.01)
-                killed.send_signal(signal.SIGKILL)
         assert steady.poll() is None, "it found what was not stored"
-        steady.kill()
     store = open_in(tmp_path, most)
     assert num_bytes_in(tmp_path) <= most
     assert not list(tmp_path.glob("*/*.partial"))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -31,13 +32,8 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 WEIGHTS = ConvWeights(numbers(TAPS, CHANNELS, seed=1), numbers(CHANNELS, seed=2))
 ROW_OF_TOKEN = numbers(50, 3 * CHANNELS, seed=3)  # result of a layer's projection for each token
-NET_WEIGHTS = DeltaNetWeights(
-    NET,
-    numbers(TAPS, NET.num_channels, seed=4),
-    numbers(2, seed=5),
-    -numbers(2, seed=6).exp(),
-    Norm(torch.ones(16), 1e-6),
-)
+TAP_ROWS, BIAS, DECAY = numbers(TAPS, NET.num_channels, seed=4), numbers(2, seed=5), -numbers(2, seed=6).exp()
+NET_WEIGHTS = DeltaNetWeights(NET, TAP_ROWS, BIAS, DECAY, Norm(torch.ones(16), 1e-6))
 NET_ROW_OF_TOKEN = numbers(50, NET.num_channels + NET.value_features + 4, seed=7)
 
 
@@ -60,6 +56,8 @@ def expected(token_ids: Sequence[int]) -> Tensor:
 class Rows:
     """The texts of a cache's rows. Each step's results are compared with those of the whole text."""
 
+    projected, weights = ROW_OF_TOKEN, cast("ConvWeights | DeltaNetWeights", WEIGHTS)
+
     def __init__(self, cache: PagedCache, backend: str) -> None:
         self.cache, self.backend = cache, backend
         self.texts: list[list[int]] = [[] for _ in range(NUM_ROWS)]
@@ -79,9 +77,9 @@ class Rows:
         return found
 
     def mix(self, step: Step) -> Tensor:
-        projected = Activations(ROW_OF_TOKEN[step.tokens].contiguous())
+        projected = Activations(self.projected[step.tokens].contiguous())
         with ops.using(self.backend):
-            return self.cache.mix(0, projected, WEIGHTS, step).floats
+            return self.cache.mix(0, projected, self.weights, step).floats
 
     def expected(self, text: Sequence[int]) -> Tensor:
         return expected(text)
@@ -93,10 +91,7 @@ class Rows:
 class StateRows(Rows):
     """Rows of a gated delta net. Their results have the bits of the whole text in one step of a new cache."""
 
-    def mix(self, step: Step) -> Tensor:
-        projected = Activations(NET_ROW_OF_TOKEN[step.tokens].contiguous())
-        with ops.using(self.backend):
-            return self.cache.mix(0, projected, NET_WEIGHTS, step).floats
+    projected, weights = NET_ROW_OF_TOKEN, NET_WEIGHTS
 
     def expected(self, text: Sequence[int]) -> Tensor:
         alone = StateRows(make(step_tokens=CAPACITY, recurrent=NET), self.backend)
@@ -138,11 +133,8 @@ def go_on_at_random(rows: Rows, seed: int, num_times: int) -> None:
         text = rows.texts[row]
         if what == "s":  # a step of several rows, of which some drafts are dropped
             sizes = {each: chosen.choice([1, 1, 3, 20, 150]) for each in chosen.sample(range(NUM_ROWS), 2)}
-            new = {
-                each: [chosen.randrange(2) for _ in range(size)]
-                for each, size in sizes.items()
-                if len(rows.texts[each]) + size <= CAPACITY
-            }
+            fits = {each: size for each, size in sizes.items() if len(rows.texts[each]) + size <= CAPACITY}
+            new = {each: chosen.choices(range(2), k=size) for each, size in fits.items()}
             if new:
                 is_draft = max(map(len, new.values())) <= 20 and chosen.random() < 0.3
                 rows.step(new, (lambda count: chosen.randint(0, count)) if is_draft else (lambda count: count))

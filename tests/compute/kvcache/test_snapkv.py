@@ -17,6 +17,7 @@ from infer.engine.runner.runner import Runner
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, make_folder, varied_ids
+from test_eviction import check_copies
 
 WINDOW, PREFIX = 48, 3
 SNAPKV = CacheSettings(page_tokens=16, eviction_policy="snapkv", eviction_window=WINDOW, protected_prefix=PREFIX)
@@ -129,12 +130,7 @@ def test_a_session_answers_as_a_new_model(llm: LLM, tmp_path: Path) -> None:
     for count in (0, 5, 30):
         session.rewind(count)
         session.append(varied_ids(12))
-        before = session.token_ids
-        other = session.fork()
-        session.save(tmp_path / "saved")
-        wanted = llm.generate(before, replace(PLAIN, max_new_tokens=10)).token_ids
-        for each in (session, other, llm.load_session(tmp_path / "saved")):
-            assert each.generate(replace(PLAIN, max_new_tokens=10)).token_ids == wanted
+        check_copies(session, llm, replace(PLAIN, max_new_tokens=10), tmp_path)
 
 
 def test_impossible_settings_are_refused(folder: Path, llm: LLM) -> None:

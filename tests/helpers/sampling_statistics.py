@@ -20,6 +20,8 @@ from infer.sampling_params import SamplingParams
 INF = np.inf
 CONTEXT, NUM_PROMPT_TOKENS = (0, 1, 6, 2, 7, 7, 6), 3  # logits of both signs, in the tests' rows
 
+EVERYTHING = {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "min_p": 0.02, "logit_bias": {2: 1.5, 11: -INF}}
+EVERYTHING |= {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.1}
 # Parameters of a user: each one separately, and all together.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,16 +34,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "window": {"repetition_penalty": 2.0, "repetition_window": 4},
     "bias and mask": {"logit_bias": {3: 2.0, 4: -INF, 20: -1.0}, "allowed_token_ids": range(2, 30)},
     "temperature last": {"temperature": 1.7, "top_p": 0.7, "temperature_last": True},
-    "everything": {
-        "temperature": 0.9,
-        "top_k": 12,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "logit_bias": {2: 1.5, 11: -INF},
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.2,
-        "presence_penalty": 0.1,
-    },
+    "everything": EVERYTHING,
 }
 
 

@@ -24,24 +24,26 @@ def test_a_new_folder_is_private_at_every_step(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Return a private folder, with private folders in it."""
+    for folder in (base := tmp_path / "cache", base / "kernels", base / "kernels" / "0"):
+        folder.mkdir()
+        folder.chmod(0o700)
+    return base
+
+
 @needs_users
 @pytest.mark.parametrize("inner", ["", "kernels", "kernels/0"])
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, inner: str, mode: int) -> None:
-    base = tmp_path / "cache"
-    (base / "kernels" / "0").mkdir(parents=True, mode=0o700)
-    for folder in (base, base / "kernels", base / "kernels" / "0"):
-        folder.chmod(0o700)
+def test_a_folder_that_others_may_write_to_is_refused(base: Path, inner: str, mode: int) -> None:
     (base / inner).chmod(mode)
     assert "can be written by others" in str(folder_problem(base / "kernels" / "0", base=base))
 
 
 @needs_root
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    base = tmp_path / "cache"
-    (base / "kernels").mkdir(parents=True, mode=0o700)
+def test_a_folder_of_another_user_is_refused(base: Path) -> None:
     os.chown(base / "kernels", 12345, 12345)
-    base.chmod(0o700)
     assert "belongs to user 12345" in str(folder_problem(base / "kernels" / "0", base=base))
 
 
@@ -123,11 +125,10 @@ def test_a_user_without_a_home_has_no_cache_and_none_is_made(tmp_path: Path, mon
     monkeypatch.setenv("HOME", str(tmp_path / "absent"))
     assert base_folder() is None
     assert list(tmp_path.iterdir()) == []
-    for home in ("", None):
-        monkeypatch.delenv("HOME", raising=False)
-        if home is not None:
-            monkeypatch.setenv("HOME", home)
-        assert base_folder() is None
+    monkeypatch.setenv("HOME", "")
+    assert base_folder() is None
+    monkeypatch.delenv("HOME")
+    assert base_folder() is None
     with pytest.raises(ModelError, match=r"no home folder .* set INFER_CACHE"):
         cache_folder()
 

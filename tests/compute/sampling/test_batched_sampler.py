@@ -16,27 +16,14 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
+import sampling_cases
 from extent import IS_SHORT, slow_except
 from infer.compute import ops
 from infer.compute.sampling import sampler
 from infer.compute.sampling.history import History
 from infer.compute.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Choose, Sampled
 from infer.errors import InvalidRequestError
-from sampling_cases import (
-    IMPLEMENTATIONS,
-    INF,
-    STYLES,
-    Batch,
-    Row,
-    asking,
-    batches_of_rows,
-    kept_ids,
-    make_batch,
-    make_logits,
-    reference_logits,
-    reference_token,
-    same_bits,
-)
+from sampling_cases import IMPLEMENTATIONS, INF, Row, batches_of_rows, make_batch, make_logits, same_bits
 
 some = settings(max_examples=10 if IS_SHORT else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 many = settings(some, max_examples=25 if IS_SHORT else 50)
@@ -45,16 +32,12 @@ implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), id
 EVERYTHING = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
 EVERYTHING |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 
-# Every parameter with a value that has no effect, and with one that has an effect.
+# Every parameter with a value that has an effect.
+SINGLE = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.3, "repetition_penalty": 1.5}
+SINGLE |= {"frequency_penalty": 1.0, "presence_penalty": 1.0}
 ON: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.5},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.5},
-    "min_p": {"min_p": 0.3},
-    "repetition_penalty": {"repetition_penalty": 1.5},
+    **{name: {name: value} for name, value in SINGLE.items()},
     "repetition_window": {"repetition_penalty": 3.0, "repetition_window": 1},
-    "frequency_penalty": {"frequency_penalty": 1.0},
-    "presence_penalty": {"presence_penalty": 1.0},
     "logit_bias": {"logit_bias": {0: 4.0, 1: -INF}},
     "allowed_token_ids": {"allowed_token_ids": [1, 2]},
     "min_new_tokens": {"min_new_tokens": 50, "stop_token_ids": [0]},
@@ -91,7 +74,7 @@ def test_every_row_of_a_batch_is_processed_as_the_reference_does_it_alone(
     rows, end_ids = drawn
     found = processed(rows, end_ids)
     for mine, each in zip(found, rows, strict=True):
-        expected = reference_logits(each, end_ids)
+        expected = sampling_cases.reference_logits(each, end_ids)
         if expected is not None:
             assert same_bits(mine, expected)
 
@@ -103,7 +86,7 @@ def test_every_row_of_a_batch_gets_the_token_of_the_reference(
     choose: Choose, drawn: tuple[list[Row], frozenset[int]]
 ) -> None:
     rows, end_ids = drawn
-    assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
+    assert choose_from(choose, rows, end_ids) == [sampling_cases.reference_token(each, end_ids) for each in rows]
 
 
 @implementations
@@ -114,7 +97,7 @@ def test_rows_of_large_vocabularies_get_the_token_of_the_reference(
 ) -> None:
     """With more than 16,384 tokens, each group of the compiled sampler has more than one vector."""
     rows, end_ids = drawn
-    assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
+    assert choose_from(choose, rows, end_ids) == [sampling_cases.reference_token(each, end_ids) for each in rows]
 
 
 REAL_SIZES = [(49_152, torch.float16), (49_152, torch.bfloat16), (262_144, torch.float32)]
@@ -137,7 +120,7 @@ def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]
         Row(make_logits(style, vocab_size, seed).to(dtype), {"seed": seed << 40 | seed} | values, context, 500)
         for seed, (style, values) in enumerate(knobs)
     ]
-    return rows, [reference_token(each) for each in rows]
+    return rows, [sampling_cases.reference_token(each) for each in rows]
 
 
 @implementations
@@ -190,7 +173,7 @@ def many_rows(draw: st.DrawFn) -> tuple[list[Row], list[int]]:
             "logprobs_mode": "processed" if random.random() < 0.5 else "raw",
         }
         context = tuple(random.integers(0, min(vocab_size, 9), random.integers(0, 12)).tolist())
-        style = str(random.choice(STYLES))
+        style = str(random.choice(sampling_cases.STYLES))
         rows.append(Row(make_logits(style, vocab_size, seed + index), values, context))
     return rows, draw(st.permutations(range(count)))
 
@@ -274,7 +257,7 @@ def test_a_row_that_cannot_be_sampled_fails_alone_with_its_code(choose: Choose, 
     expected = choose_from(choose, good)
     assert tokens == [*expected[:5], code, *expected[5:], code]
     assert choose_from(choose, [bad]) == [code]
-    assert reference_token(bad) == code
+    assert sampling_cases.reference_token(bad) == code
     assert ("nothing is sampled" if code == NOT_A_NUMBER else "no token of this row") in sampler.message_of(code)
 
 
@@ -346,13 +329,13 @@ def test_top_p_counts_integer_weights_so_that_an_order_of_equal_probabilities_do
 @given(batches_of_rows(), st.integers(0, 20))
 def test_log_probabilities_are_those_of_the_softmax(drawn: tuple[list[Row], frozenset[int]], count: int) -> None:
     rows, end_ids = drawn
-    rows = [asking(each, count, ("raw", "processed")[index % 2]) for index, each in enumerate(rows)]
+    rows = [sampling_cases.asking(each, count, ("raw", "processed")[index % 2]) for index, each in enumerate(rows)]
     sampled = sampler.sample(*make_batch(rows, end_ids).arguments())
     for index, each in enumerate(rows):
         token_id = int(sampled.token_ids[index])
         if token_id < 0:
             continue
-        scored = reference_logits(each, end_ids) if index % 2 else each.logits.float()
+        scored = sampling_cases.reference_logits(each, end_ids) if index % 2 else each.logits.float()
         assert scored is not None
         entry = sampled.logprob_of(index, min(count, len(scored)))
         exact = scored.double().log_softmax(0)
@@ -386,7 +369,7 @@ def test_a_packed_mask_allows_exactly_its_bits(choose: Choose, data: st.DataObje
     vocab_size = data.draw(st.sampled_from([1, 31, 32, 33, 64, 95]))
     allowed = data.draw(st.frozensets(st.integers(0, vocab_size - 1), min_size=1))
     each = Row(make_logits("normal", vocab_size, 1), {"seed": 1}, allowed=allowed)
-    assert kept_ids(processed([each])[0]) == sorted(allowed)
+    assert sampling_cases.kept_ids(processed([each])[0]) == sorted(allowed)
     assert choose_from(choose, [each])[0] in allowed
 
 
@@ -398,7 +381,7 @@ def test_bits_beyond_the_vocabulary_count_for_nothing(choose: Choose) -> None:
         assert choose(*with_changes(batch, allowed=mask)).tolist() == [expected]
 
 
-def with_changes(batch: Batch, **changes: Any) -> tuple[Any, ...]:
+def with_changes(batch: sampling_cases.Batch, **changes: Any) -> tuple[Any, ...]:
     return replace(batch, **changes).arguments()
 
 

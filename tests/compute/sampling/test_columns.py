@@ -26,19 +26,8 @@ def pack(*values: dict[str, Any], vocab_size: int = 10, **options: Any) -> Sampl
 # Columns
 
 
-PASSES = (
-    "has_greedy",
-    "has_penalty",
-    "has_bias",
-    "has_mask",
-    "has_min_new_tokens",
-    "has_edits",
-    "max_top_k",
-    "has_top_p",
-    "has_min_p",
-    "has_temperature",
-    "has_temperature_last",
-)
+PASSES = ["max_top_k", *(f"has_{name}" for name in ("greedy", "penalty", "bias", "mask", "min_new_tokens", "edits"))]
+PASSES += ["has_top_p", "has_min_p", "has_temperature", "has_temperature_last"]
 
 
 @pytest.mark.parametrize(
@@ -76,18 +65,11 @@ def test_only_rows_with_a_penalty_have_a_history_slot() -> None:
 
 
 def test_ragged_lists_belong_to_their_rows() -> None:
-    columns = pack(
-        {"logit_bias": {7: 1.0, 2: -INF}},
-        {},
-        {"logit_bias": {1: 3.0, 5: INF}, "min_new_tokens": 4, "stop_token_ids": [9]},
-        end_ids=[3],
-    )
-    assert (columns.bias_starts.tolist(), columns.bias_ids.tolist()) == ([0, 2, 2, 3], [2, 7, 1])
-    assert columns.biases.tolist() == [-INF, 1.0, 3.0]
-    assert columns.bias_rows.tolist() == [0, 0, 2]
-    assert (columns.end_starts.tolist(), columns.end_ids.tolist()) == ([0, 0, 0, 2], [3, 9])
-    assert columns.end_rows.tolist() == [2, 2]
-    assert columns.mask_index.tolist() == [-1, -1, 0]
+    last = {"logit_bias": {1: 3.0, 5: INF}, "min_new_tokens": 4, "stop_token_ids": [9]}
+    columns = pack({"logit_bias": {7: 1.0, 2: -INF}}, {}, last, end_ids=[3])
+    expected = {"bias_starts": [0, 2, 2, 3], "bias_ids": [2, 7, 1], "biases": [-INF, 1.0, 3.0], "bias_rows": [0, 0, 2]}
+    expected |= {"end_starts": [0, 0, 0, 2], "end_ids": [3, 9], "end_rows": [2, 2], "mask_index": [-1, -1, 0]}
+    assert {name: getattr(columns, name).tolist() for name in expected} == expected
     assert torch.equal(columns.masks, pack_masks([[5]], 10))
 
 
@@ -99,9 +81,8 @@ def test_a_seed_keeps_its_64_bits(seed: int) -> None:
 @pytest.mark.parametrize("number", [2**62, 2**63, 2**64, 10**30])
 def test_a_number_that_no_column_holds_means_as_far_as_any_context_goes(number: int) -> None:
     columns = pack({"repetition_window": number, "min_new_tokens": number, "max_new_tokens": None, "top_k": number})
-    assert columns.repetition_window.tolist() == [WHOLE_HISTORY]
-    assert columns.min_new_tokens.tolist() == [WHOLE_HISTORY]
-    assert columns.top_k.tolist() == [0]
+    found = [each.tolist() for each in (columns.repetition_window, columns.min_new_tokens, columns.top_k)]
+    assert found == [[WHOLE_HISTORY], [WHOLE_HISTORY], [0]]
 
 
 @pytest.mark.parametrize("value", [5e-324, 1e-45, 1e-39])
@@ -134,9 +115,8 @@ def test_a_vanishing_top_p_keeps_the_likeliest_token_and_a_goal_above_nothing(to
     ],
 )
 def test_an_id_outside_the_vocabulary_is_an_error_with_name_rule_and_value(name: str, make: Any, token_id: int) -> None:
-    with pytest.raises(
-        InvalidRequestError, match=rf"^{name}: token id must be in \[0, 10\), the vocabulary, got {token_id}$"
-    ):
+    said = rf"^{name}: token id must be in \[0, 10\), the vocabulary, got {token_id}$"
+    with pytest.raises(InvalidRequestError, match=said):
         pack({}, {name: make(token_id)})
 
 
@@ -150,15 +130,13 @@ def test_a_sampled_row_without_a_seed_is_an_error() -> None:
     assert len(SamplingColumns.of([SamplingParams(temperature=0)], 10)) == 1
 
 
-@pytest.mark.parametrize("counts", [[], [1], [1, 2, 3]])
-def test_a_wrong_number_of_prompt_tokens_is_an_error(counts: list[int]) -> None:
-    with pytest.raises(InvalidRequestError, match="num_prompt_tokens must be 2 counts, one a row, got"):
+WRONG_COUNTS = [(counts, "must be 2 counts, one a row, got") for counts in ([], [1], [1, 2, 3])]
+
+
+@pytest.mark.parametrize(("counts", "said"), [*WRONG_COUNTS, ([1, -1], "must be at least 0, got -1")])
+def test_a_wrong_number_of_prompt_tokens_is_an_error(counts: list[int], said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"num_prompt_tokens {said}"):
         pack({}, {}, num_prompt_tokens=counts)
-
-
-def test_a_negative_number_of_prompt_tokens_is_an_error() -> None:
-    with pytest.raises(InvalidRequestError, match="num_prompt_tokens must be at least 0, got -1"):
-        pack({}, num_prompt_tokens=[-1])
 
 
 # Slots

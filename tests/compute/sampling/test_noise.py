@@ -81,10 +81,6 @@ def test_a_token_has_the_same_noise_alone_in_any_order_and_in_any_batch(
     assert torch.equal(noise.gumbel_at(seed, position, token_ids[:1]), row[:1])
 
 
-def test_chosen_tokens_are_a_part_of_the_whole_row() -> None:
-    assert torch.equal(gumbel(3, 4, 1000)[[5, 17, 999]], noise.gumbel_at(3, 4, torch.tensor([5, 17, 999])))
-
-
 def test_a_row_never_repeats_a_hash() -> None:
     hashes = noise.hash_tokens(torch.tensor([123456789]), torch.arange(262_144))
     assert len(hashes.unique()) == 262_144
@@ -105,22 +101,19 @@ def test_noise_of_neighbouring_seeds_and_positions_is_gumbel_distributed(vary: s
         assert stats.kstest(values, "gumbel_r").pvalue > FALSE_ALARM / 3
 
 
-@pytest.mark.parametrize("lag", ["seed", "position", "token", "seed and position", "high half of the seed"])
+LAGS = {"seed": (1, 0, 0), "position": (0, 1, 0), "token": (0, 0, 400)}
+LAGS |= {"seed and position": (1, -1, 0), "high half of the seed": (2**32, 0, 0)}
+
+
+@pytest.mark.parametrize("lag", LAGS)
 def test_neighbours_are_independent(lag: str) -> None:
     """The test is chi-square on the 16 × 16 table of the two uniforms, with 500 × 400 pairs."""
     seeds, positions, token_ids = torch.arange(500) * 977, torch.arange(500) % 64, torch.arange(400)
     first = noise.gumbel_rows(seeds, positions, token_ids)
-    moved = {
-        "seed": (seeds + 1, positions, token_ids),
-        "position": (seeds, positions + 1, token_ids),
-        "token": (seeds, positions, token_ids + 400),
-        "seed and position": (seeds + 1, positions - 1, token_ids),
-        "high half of the seed": (seeds + 2**32, positions, token_ids),
-    }[lag]
-    second = noise.gumbel_rows(*moved)
-    ranks = [
-        (torch.exp(-torch.exp(-values.double())) * 16).long().clamp(max=15).flatten() for values in (first, second)
-    ]
+    of_seed, of_position, of_token = LAGS[lag]
+    second = noise.gumbel_rows(seeds + of_seed, positions + of_position, token_ids + of_token)
+    uniforms = [torch.exp(-torch.exp(-values.double())).flatten() for values in (first, second)]
+    ranks = [(uniform * 16).long().clamp(max=15) for uniform in uniforms]
     table = torch.bincount(ranks[0] * 16 + ranks[1], minlength=256).double()
     expected = table.sum() / 256
     assert stats.chi2.sf(float(((table - expected) ** 2 / expected).sum()), 255) > FALSE_ALARM / 5
@@ -131,16 +124,12 @@ def test_every_bit_of_seed_position_and_token_flips_half_of_the_hash() -> None:
     seeds = torch.arange(4000) * 7919
     keys = noise.mix64(noise.mix64(seeds) + 3)
     base = noise.hash_tokens(keys, torch.tensor([1000]))
-    for bit in range(64):
-        flip = 1 << bit if bit < 63 else -(1 << 63)
-        changed = noise.hash_tokens(noise.mix64(noise.mix64(seeds ^ flip) + 3), torch.tensor([1000]))
-        assert flipped_share(base, changed) == pytest.approx(0.5, abs=0.01)
-    for bit in range(18):
-        assert flipped_share(base, noise.hash_tokens(keys, torch.tensor([1000 ^ 1 << bit]))) == pytest.approx(
-            0.5, abs=0.01
-        )
-        moved = noise.mix64(noise.mix64(seeds) + (3 ^ 1 << bit))
-        assert flipped_share(base, noise.hash_tokens(moved, torch.tensor([1000]))) == pytest.approx(0.5, abs=0.01)
+    of_seeds = [noise.mix64(noise.mix64(seeds ^ flip) + 3) for flip in [*(1 << bit for bit in range(63)), -(1 << 63)]]
+    of_positions = [noise.mix64(noise.mix64(seeds) + (3 ^ 1 << bit)) for bit in range(18)]
+    changed = [noise.hash_tokens(moved, torch.tensor([1000])) for moved in of_seeds + of_positions]
+    changed += [noise.hash_tokens(keys, torch.tensor([1000 ^ 1 << bit])) for bit in range(18)]
+    for each in changed:
+        assert flipped_share(base, each) == pytest.approx(0.5, abs=0.01)
 
 
 def flipped_share(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -151,12 +140,9 @@ def flipped_share(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_argmax_of_logits_plus_noise_draws_from_the_softmax() -> None:
     """The test is chi-square on 40,000 draws over 50 tokens."""
     logits = torch.linspace(-3, 3, 50)
-    draws = torch.cat(
-        [
-            (logits + noise.gumbel_rows(torch.full((10_000,), seed), torch.arange(10_000), torch.arange(50))).argmax(1)
-            for seed in range(4)
-        ]
-    )
+    positions, ids = torch.arange(10_000), torch.arange(50)
+    noisy = [logits + noise.gumbel_rows(torch.full((10_000,), seed), positions, ids) for seed in range(4)]
+    draws = torch.cat(noisy).argmax(1)
     expected = logits.double().softmax(0) * len(draws)
     statistic = float(((torch.bincount(draws, minlength=50) - expected) ** 2 / expected).sum())
     assert stats.chi2.sf(statistic, 49) > FALSE_ALARM

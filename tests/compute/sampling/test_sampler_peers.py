@@ -19,17 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as hf
 
 from infer.compute.sampling import sampler
 from infer.serving.protocols.params import make_params
@@ -47,7 +37,7 @@ def ours(logits: Tensor, context: list[int], num_prompt_tokens: int = 0, **value
 
 
 def theirs(logits: Tensor, context: list[int], *processors: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    found: Tensor = LogitsProcessorList(processors)(torch.tensor([context]), logits[None].clone())[0]
+    found: Tensor = hf.LogitsProcessorList(processors)(torch.tensor([context]), logits[None].clone())[0]
     return found
 
 
@@ -55,13 +45,16 @@ def theirs(logits: Tensor, context: list[int], *processors: Callable[[Tensor, Te
 
 
 PEERS: list[tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = [
-    *(({"repetition_penalty": x}, RepetitionPenaltyLogitsProcessor(x)) for x in (0.5, 1.0, 1.1, 2.0, 10.0)),
-    *(({"temperature": x}, TemperatureLogitsWarper(x)) for x in (0.1, 0.7, 1.0, 1.9)),
-    *(({"top_k": k}, TopKLogitsWarper(k)) for k in (1, 2, 57, VOCAB - 1, VOCAB, VOCAB + 5)),  # of different logits
-    *(({"min_p": x}, MinPLogitsWarper(x)) for x in (0.01, 0.05, 0.1, 0.5, 0.9)),
-    ({"allowed_token_ids": [3, 5, 200]}, SuppressTokensLogitsProcessor([*{*range(VOCAB)} - {3, 5, 200}], device="cpu")),
+    *(({"repetition_penalty": x}, hf.RepetitionPenaltyLogitsProcessor(x)) for x in (0.5, 1.0, 1.1, 2.0, 10.0)),
+    *(({"temperature": x}, hf.TemperatureLogitsWarper(x)) for x in (0.1, 0.7, 1.0, 1.9)),
+    *(({"top_k": k}, hf.TopKLogitsWarper(k)) for k in (1, 2, 57, VOCAB - 1, VOCAB, VOCAB + 5)),  # of different logits
+    *(({"min_p": x}, hf.MinPLogitsWarper(x)) for x in (0.01, 0.05, 0.1, 0.5, 0.9)),
+    (
+        {"allowed_token_ids": [3, 5, 200]},
+        hf.SuppressTokensLogitsProcessor([*{*range(VOCAB)} - {3, 5, 200}], device="cpu"),
+    ),
     *(
-        ({"logit_bias": bias}, SequenceBiasLogitsProcessor({(token_id,): value for token_id, value in bias.items()}))
+        ({"logit_bias": bias}, hf.SequenceBiasLogitsProcessor({(token_id,): value for token_id, value in bias.items()}))
         for bias in ({0: -4.0, 299: 2.5}, {7: 100.0, 8: -INF}, {3: -INF})
     ),
 ]
@@ -83,20 +76,20 @@ def test_a_repetition_window_is_the_penalty_on_the_last_ids(seed: int, context: 
     logits = make_logits("normal", VOCAB, seed)
     window = data.draw(st.integers(1, len(context)))
     found = ours(logits, context, repetition_penalty=1.3, repetition_window=window)
-    assert torch.equal(found, theirs(logits, context[-window:], RepetitionPenaltyLogitsProcessor(1.3)))
+    assert torch.equal(found, theirs(logits, context[-window:], hf.RepetitionPenaltyLogitsProcessor(1.3)))
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits_where_hugging_face_keeps_all() -> None:
     logits = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
     assert kept_ids(ours(logits, [0], top_k=2)) == [1, 2]
-    assert kept_ids(theirs(logits, [0], TopKLogitsWarper(2))) == [1, 2, 3]
+    assert kept_ids(theirs(logits, [0], hf.TopKLogitsWarper(2))) == [1, 2, 3]
 
 
 @few
 @given(seeds, st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.95, 0.99]))
 def test_top_p_is_hugging_faces_but_for_a_token_at_the_border(seed: int, p: float) -> None:
     logits = make_logits("normal", VOCAB, seed)
-    found, expected = kept_ids(ours(logits, [0], top_p=p)), kept_ids(theirs(logits, [0], TopPLogitsWarper(p)))
+    found, expected = kept_ids(ours(logits, [0], top_p=p)), kept_ids(theirs(logits, [0], hf.TopPLogitsWarper(p)))
     probabilities = logits.double().softmax(0)
     differing = set(found) ^ set(expected)
     assert len(differing) <= 1
@@ -109,7 +102,7 @@ def test_top_p_is_hugging_faces_but_for_a_token_at_the_border(seed: int, p: floa
 def test_the_minimum_length_is_hugging_faces(num_output: int) -> None:
     logits = make_logits("normal", VOCAB, 1)
     context = [0, 1] + [2] * num_output
-    expected = theirs(logits, context, MinNewTokensLengthLogitsProcessor(2, 2, [7], device="cpu"))
+    expected = theirs(logits, context, hf.MinNewTokensLengthLogitsProcessor(2, 2, [7], device="cpu"))
     assert torch.equal(ours(logits, context, 2, min_new_tokens=2), expected)
 
 
@@ -117,9 +110,9 @@ def test_the_minimum_length_is_hugging_faces(num_output: int) -> None:
 @given(seeds, context_lists)
 def test_the_whole_pipeline_is_hugging_faces_in_its_order(seed: int, context: list[int]) -> None:
     logits = make_logits("normal", VOCAB, seed)
-    edits = [SequenceBiasLogitsProcessor({(5,): 3.0, (9,): -INF}), RepetitionPenaltyLogitsProcessor(1.2)]
-    warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.03)]
-    expected = theirs(logits, context, *edits, *warpers)
+    edits = [hf.SequenceBiasLogitsProcessor({(5,): 3.0, (9,): -INF}), hf.RepetitionPenaltyLogitsProcessor(1.2)]
+    filters = [hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.9), hf.MinPLogitsWarper(0.03)]
+    expected = theirs(logits, context, *edits, hf.TemperatureLogitsWarper(0.8), *filters)
     values = {"logit_bias": {5: 3.0, 9: -INF}, "repetition_penalty": 1.2, "temperature": 0.8}
     found = ours(logits, context, **values, top_k=50, top_p=0.9, min_p=0.03)
     differing = set(kept_ids(found)) ^ set(kept_ids(expected))

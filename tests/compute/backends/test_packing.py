@@ -210,9 +210,10 @@ def test_a_thread_packs_the_rows_that_will_be_its_share(
     with threads(num_threads):
         (only,) = packed(*weights)
     sizes = [count // 16 for count in rows] if len(rows) == 2 else [sum(rows) // 16]
-    shares, each = list[int](), range(num_threads)
+    shares = list[int]()
     for size in sizes:
-        shares += [thread for thread in each for _ in range(*(size * at // num_threads for at in (thread, thread + 1)))]
+        starts = [size * thread // num_threads for thread in range(num_threads + 1)]
+        shares += np.repeat(range(num_threads), np.diff(starts)).tolist()
     assert [packed_by[group] for group in range(len(shares))] == shares
     assert_same_values(unpacked(only), *weights)
 

@@ -213,7 +213,8 @@ assert counter.is_right()
 """)
 
 
-ENDS = [f"counter.run(thread_pool(), 3); time.sleep({pause})" for pause in (0.0, 0.1)]  # workers spin, or sleep
+RUN = "counter.run(thread_pool(), 3); assert counter.is_right()"
+ENDS = [RUN, f"{RUN}; time.sleep(0.1)"]  # workers spin, or sleep
 ENDS.append("""
 def run_on():
     while True:

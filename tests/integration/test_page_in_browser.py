@@ -269,7 +269,7 @@ def test_a_tool_call_can_be_branched_and_its_result_goes_back(page: Page, served
     assert page.texts(".message.tool .text") == ["18 degrees"]
     assert page.run("[...document.querySelectorAll('.call')].map((each) => each.open)") == [True, False, True]
     call = traced["tool_calls"][0] | {
-        "function": {"name": "get_weather", "arguments": page.texts(".pair .call pre")[1]},
+        "function": {"name": "get_weather", "arguments": page.texts(".pair .call pre")[1]}
     }
     messages += [
         {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -21,10 +21,7 @@ CHECKS = (
 
 @pytest.mark.parametrize("phase", ["coverage", "fuzzing", "stateful"])
 def test_requests_of_schemathesis_are_answered_as_described(phase: str, tmp_path: Path) -> None:
-    with (
-        LLM(make_model(tmp_path), max_seq_len=128) as llm,
-        serving(llm, model="tiny", allow_embeddings=True) as served,
-    ):
+    with LLM(make_model(tmp_path), max_seq_len=128) as llm, serving(llm, model="tiny", allow_embeddings=True) as served:
         command = [
             sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--phases", phase,
             "--checks", CHECKS, "--max-examples", "100", "--seed", "1", "--no-color", "--request-timeout", "60",

@@ -4,9 +4,9 @@ import json
 import random
 import re
 import subprocess
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -31,6 +31,11 @@ MERGES = [("{", '"'), ('"', ":"), ('":', " "), ("a", "b"), ("ab", "c"), ("t", "r
 MERGES += [("b", "a"), ("ba", "r"), (" ", '"'), ('"', ","), ("n", "a"), ("na", "me"[0]), ("x", "x"), ("}", "\n")]
 MODEL_VOCAB = 300  # the embedding has more rows than tokens
 
+
+def json_schema(**words: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(words))
+
+
 LANGUAGES: dict[str, tuple[Grammar, list[str]]] = {
     "choice": (
         Grammar("choice", '["bar", "abc", "ab", "(a|b)", "name\\"", "\\\\"]'),
@@ -46,22 +51,13 @@ LANGUAGES: dict[str, tuple[Grammar, list[str]]] = {
         [f"{verb} {noun}{end}" for verb in ("bar", "xx") for noun in ("abc", "ac", "10") for end in ("", "!")],
     ),
     "json_schema": (
-        Grammar(
-            "json_schema",
-            json.dumps(
-                {
-                    "type": "object",
-                    "properties": {"ab": {"enum": ["x", "xx", 10, None]}, "tru": {"type": "boolean"}},
-                    "required": ["ab"],
-                    "additionalProperties": False,
-                }
-            ),
+        json_schema(
+            type="object",
+            properties={"ab": {"enum": ["x", "xx", 10, None]}, "tru": {"type": "boolean"}},
+            required=["ab"],
+            additionalProperties=False,
         ),
-        [
-            json.dumps({"ab": value} | more)
-            for value in ("x", "xx", 10, None)
-            for more in ({}, {"tru": True}, {"tru": False})
-        ],
+        [json.dumps({"ab": ab} | more) for ab in ("x", "xx", 10, None) for more in ({}, {"tru": True}, {"tru": False})],
     ),
 }
 
@@ -75,8 +71,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
-    if find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed: make unit")
+    pytest.importorskip(request.param)
     return make_compiler(tokenizer, MODEL_VOCAB, backend=request.param)
 
 
@@ -191,8 +186,7 @@ def test_every_end_id_ends_and_only_where_the_grammar_may(compiler: Compiler, to
 def test_a_tokenizer_without_an_end_is_done_by_the_text(tmp_path: Path, compiler: Compiler) -> None:
     write_byte_tokenizer(tmp_path)
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
-    spec["added_tokens"] = []
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"added_tokens": []}))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     without = Tokenizer.from_folder(tmp_path)
     assert not without.eos_token_ids
@@ -238,20 +232,14 @@ def test_texts_of_random_schemas_parse_and_validate(compiler: Compiler, tokenize
 
 
 def test_json_is_spaced_as_json_dumps_does_and_never_more(compiler: Compiler, tokenizer: Tokenizer) -> None:
-    schema = {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
-    schema["items"]["additionalProperties"] = False  # type: ignore[index]
-    constraint = compiler.compile(Grammar("json_schema", json.dumps(schema)))
-    text = json.dumps([{"a": 1}, {"a": 2}])
-    assert constraint.accept(tokenizer.encode(text)) == len(tokenizer.encode(text))
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    grammar = json_schema(type="array", items={**inner, "additionalProperties": False})
+    constraint, ids = compiler.compile(grammar), tokenizer.encode(json.dumps([{"a": 1}, {"a": 2}]))
+    assert constraint.accept(ids) == len(ids)
     assert constraint.done
     for spaced in ("[ ", "[\n", '[{"a" ', '[{"a":  ', '[{"a": 1 '):
-        bytewise = compiler.compile(Grammar("json_schema", json.dumps(schema)))
-        assert b"".join(tokenizer.token_bytes[i] for i in accepted(bytewise, tokenizer, spaced)) != spaced.encode()
-
-
-def accepted(constraint: Constraint, tokenizer: Tokenizer, text: str) -> list[int]:
-    ids = tokenizer.encode(text)
-    return ids[: constraint.accept(ids)]
+        ids = tokenizer.encode(spaced)
+        assert compiler.compile(grammar).accept(ids) < len(ids)
 
 
 def test_no_control_token_is_text(compiler: Compiler, tokenizer: Tokenizer) -> None:
@@ -295,8 +283,7 @@ def test_a_grammar_that_is_known_begins_anew_for_each_text(compiler: Compiler) -
 
 @pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
 def test_no_hostile_grammar_harms_a_backend(backend: str, tmp_path: Path) -> None:
-    if find_spec(backend) is None:
-        pytest.skip(f"{backend} is not installed: make unit")
+    pytest.importorskip(backend)
     write_byte_tokenizer(tmp_path, merges=MERGES)
     command = script_command(Path(hostile_grammars.__file__), backend, tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -306,19 +293,15 @@ def test_no_hostile_grammar_harms_a_backend(backend: str, tmp_path: Path) -> Non
     found = {(kind, name): problem for kind, name, problem in map(json.loads, lines)}
     assert len(found) == len(hostile_grammars.all_hostile()) >= 100
     for (kind, name), problem in found.items():
-        assert "\n" not in problem, (kind, name)
-        assert len(problem) < 500, (kind, name)
-        if problem:
-            assert problem.startswith(kind), (kind, name, problem)
+        assert re.fullmatch(rf"({kind}.{{,480}})?", problem), (kind, name, problem)
     for keyword in ("uniqueItems", "contains"):
         assert f"{keyword!r}" in found["json_schema", keyword]
 
 
 POINTED = {
     ("json_schema", '{"properties": {"a/b": {"type": "strnig"}}}'): "at /properties/a~1b: 'type' must be",
-    ("json_schema", '{"items": {"type": "array", "minItems": 3, "maxItems": 1}, "minItems": 1, "type": "array"}'): (
-        "at /items: .*minItems.* is greater than maxItems"
-    ),
+    ("json_schema", '{"items": {"type": "array", "minItems": 3, "maxItems": 1}, "minItems": 1, "type": "array"}'):
+        "at /items: .*minItems.* is greater than maxItems",
     ("json_schema", '{"items": {"anyOf": [{"minItems": 2}, {"format": 3}]}}'): "at /items/anyOf/1: 'format' must be",
     ("json_schema", '{"properties": {"a": {"pattern": "(x"}}}'): "at /properties/a: pattern, column 1: ",
     ("regex", r"a\x{110000}"): r"column 2: \\x\{110000\} is not a character: the last one is 10FFFF",
@@ -334,7 +317,7 @@ POINTED = {
     ("grammar", 'start: b\nb: "x" b'): "line .: the rule|line ., column 1: the rule",
     ("grammar", "start: /x(/"): "line 1, column 8: pattern, column 2",
     ("choice", '["a", "\\ud800"]'): "choice 1: character 1",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "text"), POINTED)

@@ -19,7 +19,7 @@ from extent import usual_or_all
 from infer.errors import InvalidRequestError
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
-from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, gguf_metadata, load, load_gguf, smollm2_gguf
+from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, gguf_keys, gguf_metadata, load, load_gguf, smollm2_gguf
 
 NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(1000, 20_000)))
 EVERY = usual_or_all(3, 1)  # every third word of a vocabulary, or every word
@@ -48,12 +48,7 @@ def random_strings(seed: int, count: int, words: list[str]) -> Iterator[str]:
         return "".join(chr(choose(characters)) for _ in range(generator.randrange(1, 8)))
 
     kinds: list[Callable[[], str]] = [
-        lambda: choose(words),
-        lambda: choose(words),
-        lambda: choose(FRAGMENTS),
-        script,
-        script,
-        emoji,
+        *(lambda: choose(words), lambda: choose(words), lambda: choose(FRAGMENTS), script, script, emoji),
         lambda: "".join(generator.choices(BLANKS, k=generator.randrange(1, 9))),
         lambda: "".join(generator.choices("0123456789", k=generator.randrange(1, 9))),
         lambda: choose(CODE),
@@ -74,17 +69,12 @@ def naughty_strings() -> list[str]:
 def llama2_metadata() -> dict[str, Any]:
     """Return metadata as SentencePiece writes it: two tokens are merged earlier if their result has a better score."""
     metadata = as_gguf("llama2", "")
-    tokens = metadata["tokenizer.ggml.tokens"]
-    merges = metadata["tokenizer.ggml.merges"]
+    tokens, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges"))
     scores = {merge.replace(" ", ""): -float(rank) for rank, merge in reversed(list(enumerate(merges)))}
     kinds = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
-    return metadata | {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.token_type": [int(kind) for kind in kinds] + [1] * (len(tokens) - 259),
-        "tokenizer.ggml.scores": [scores.get(token, 0.0) for token in tokens],
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.bos_token_id": 1,
-    }
+    types = list(map(int, kinds)) + [1] * (len(tokens) - 259)
+    metadata |= gguf_keys(model="llama", token_type=types, unknown_token_id=0, bos_token_id=1)
+    return metadata | gguf_keys(scores=[scores.get(token, 0.0) for token in tokens])
 
 
 def smollm2_definition() -> Tokenizer:
@@ -100,7 +90,7 @@ def smollm2_definition() -> Tokenizer:
 
 
 def marked(name: str) -> dict[str, Any]:
-    return as_gguf(name, "") | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.unknown_token_id": 3}
+    return as_gguf(name, "") | gguf_keys(model="gemma4", unknown_token_id=3)
 
 
 PAIRS: dict[str, Callable[[], tuple[Tokenizer, Tokenizer]]] = {

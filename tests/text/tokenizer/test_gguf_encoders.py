@@ -11,23 +11,24 @@ from infer.models.catalog.explanation import _without_words
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from test_encoder_tokenizers import CONTROL_TEXTS, TEXTS, folder_of, load
-from test_tokenizer import byte_level_metadata, texts_of
+from test_tokenizer import byte_level_metadata, gguf_keys, texts_of
+
+
+def assert_equal(tokenizer: Tokenizer, oracle: Any, texts: list[str] = TEXTS) -> None:
+    assert [tokenizer.encode(text) for text in texts] == [oracle.encode(text) for text in texts]
 
 
 @pytest.mark.parametrize("is_written", [True, False])
 def test_a_cased_bert_is_told_by_its_keys_or_by_its_capital_letters(tmp_path: Path, is_written: bool) -> None:
     oracle = make_bert_folder(tmp_path, lowercase=False)
     keys = {"normalizer.lowercase": False} if is_written else {}
-    tokenizer = Tokenizer.from_gguf(as_bert_gguf(tmp_path, **keys))
-    for text in TEXTS:
-        assert tokenizer.encode(text) == oracle.encode(text)
+    assert_equal(Tokenizer.from_gguf(as_bert_gguf(tmp_path, **keys)), oracle)
 
 
 def test_the_key_for_accents_is_read(tmp_path: Path) -> None:
     oracle = make_bert_folder(tmp_path, strip_accents=False)
     tokenizer = Tokenizer.from_gguf(as_bert_gguf(tmp_path, **{"normalizer.strip_accents": False}))
-    for text in TEXTS:
-        assert tokenizer.encode(text) == oracle.encode(text)
+    assert_equal(tokenizer, oracle)
     assert tokenizer.encode("Ärger") != load("bert gguf").encode("Ärger")
 
 
@@ -38,8 +39,7 @@ def test_an_older_bert_names_its_first_token_cls_and_keeps_names_in_brackets(tmp
     metadata["tokenizer.ggml.tokens"] = [token.replace("▁[unused1]", "[unused1]") for token in tokens]
     metadata["tokenizer.ggml.token_type"] = [int(TokenType.NORMAL)] * len(tokens)  # the named ids define them
     tokenizer = Tokenizer.from_gguf(metadata)
-    for text in [*TEXTS, *CONTROL_TEXTS]:
-        assert tokenizer.encode(text) == oracle.encode(text)
+    assert_equal(tokenizer, oracle, [*TEXTS, *CONTROL_TEXTS])
     assert tokenizer.decode(range(tokenizer.vocab_size)) == load("bert").decode(range(tokenizer.vocab_size))
     del metadata["tokenizer.ggml.token_type"]
     assert Tokenizer.from_gguf(metadata).encode("a [SEP]") == oracle.encode("a [SEP]")
@@ -48,7 +48,7 @@ def test_an_older_bert_names_its_first_token_cls_and_keeps_names_in_brackets(tmp
 def test_berts_ids_are_llama_cpps_defaults_if_the_file_has_none() -> None:
     words = [f"▁w{number}" for number in range(110)]
     words[0], words[100:104] = "[PAD]", ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    metadata = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": words}
+    metadata = gguf_keys(model="bert", tokens=words)
     tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.encode("w7 zzz [MASK]") == [101, 7, 100, 103, 102]
     assert tokenizer.special_token_ids == {0, 100, 101, 102, 103}
@@ -103,30 +103,18 @@ def test_flags_decide_about_the_ends_of_unigram(changes: dict[str, Any], single:
 def test_spaces_are_those_of_sentencepieces_settings(
     prefix: bool | None, removes: bool | None, expected: list[str]
 ) -> None:
-    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", "a", "b", "▁a"]
-    settings = {
-        "tokens": pieces,
-        "scores": [0.0] * 4 + [-2.0, -2.0, -2.0, -2.5],
-        "token_type": [3, 3, 3, 2, 1, 1, 1, 1],
-        "mask_token_id": None,
-        "add_space_prefix": prefix,
-        "remove_extra_whitespaces": removes,
-    }
-    metadata = as_xlmr_gguf(folder_of("xlmr")[0], **settings)
-    tokenizer = Tokenizer.from_gguf(metadata)
+    pieces, scores = ["<s>", "<pad>", "</s>", "<unk>", "▁", "a", "b", "▁a"], [0.0] * 4 + [-2.0, -2.0, -2.0, -2.5]
+    settings = {"tokens": pieces, "scores": scores, "token_type": [3, 3, 3, 2, 1, 1, 1, 1], "mask_token_id": None}
+    settings |= {"add_space_prefix": prefix, "remove_extra_whitespaces": removes}
+    tokenizer = Tokenizer.from_gguf(as_xlmr_gguf(folder_of("xlmr")[0], **settings))
     assert texts_of(tokenizer, " a  b ") == expected
     assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
 
 
 def test_bytes_spell_what_unigram_has_no_piece_for() -> None:
     pieces = ["<pad>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a"]
-    metadata = {
-        "tokenizer.ggml.model": "t5",
-        "tokenizer.ggml.tokens": pieces,
-        "tokenizer.ggml.scores": [0.0] * 3 + [-9.0] * 256 + [-1.0, -1.0],
-        "tokenizer.ggml.token_type": [3, 3, 2, *[6] * 256, 1, 1],
-        "tokenizer.ggml.add_space_prefix": True,
-    }
+    scores, types = [0.0] * 3 + [-9.0] * 256 + [-1.0, -1.0], [3, 3, 2, *[6] * 256, 1, 1]
+    metadata = gguf_keys(model="t5", tokens=pieces, scores=scores, token_type=types, add_space_prefix=True)
     tokenizer = Tokenizer.from_gguf(metadata)
     assert texts_of(tokenizer, "aé", add_special_tokens=True) == ["▁", "a", "<0xC3>", "<0xA9>", "</s>"]
 
@@ -147,8 +135,7 @@ def test_tokens_that_a_user_defined_are_found_and_shown() -> None:
     tokenizer = Tokenizer.from_gguf(metadata)
     last = tokenizer.vocab_size - 1
     for parse_special in (True, False):
-        ids = tokenizer.encode("a[PAD9]", add_special_tokens=False, parse_special=parse_special)
-        assert ids[-1] == last
+        assert tokenizer.encode("a[PAD9]", add_special_tokens=False, parse_special=parse_special)[-1] == last
     assert last not in tokenizer.special_token_ids
 
 
@@ -189,11 +176,12 @@ def test_a_bert_flag_that_is_no_flag_is_a_format_error(key: str) -> None:
         Tokenizer.from_gguf(as_bert_gguf(folder_of("bert")[0], **{key: 1}))
 
 
+SHORT, LONG = ([*["<s>", "hello", "<|end|>"], *separators, "hello", "<|end|>"] for separators in ([], ["<|end|>"]))
 BYTE_LEVEL_PAIRS = [
-    ("roberta-bpe", {}, ["<s>", "hello", "<|end|>", "<|end|>", "hello", "<|end|>"], [0] * 6),
-    ("jina-v2-code", {}, ["<s>", "hello", "<|end|>", "<|end|>", "hello", "<|end|>"], [0] * 6),
-    ("modern-bert", {}, ["<s>", "hello", "<|end|>", "hello", "<|end|>"], [0, 0, 0, 1, 1]),
-    ("gpt-2", {"add_sep_token": True}, ["<s>", "hello", "<|end|>", "<|end|>", "hello", "<|end|>"], [0] * 6),
+    ("roberta-bpe", {}, LONG, [0] * 6),
+    ("jina-v2-code", {}, LONG, [0] * 6),
+    ("modern-bert", {}, SHORT, [0, 0, 0, 1, 1]),
+    ("gpt-2", {"add_sep_token": True}, LONG, [0] * 6),
 ]
 
 

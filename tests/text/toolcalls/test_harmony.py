@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from byte_tokenizer import VOCAB_SIZE
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.tool_options import effort_variables
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.messages import _with_single_calls
 from infer.text.toolcalls.template_formats import reasoning_of
-from test_tool_formats import Found, constraint_of, conversation, form_of, marked, parsed, parsed_anyhow
+from test_tool_formats import Found, allows, conversation, form_of, make_tokenizer, marked, parsed, parsed_anyhow
 from tool_templates import TEMPLATES
 
 ENDS = ("<|return|>", "<|call|>")
@@ -35,25 +34,20 @@ CALLS = (
     " to=functions.weather<|channel|>commentary <|constrain|>json<|message|>",
 )
 WRITTEN = '{"city": "Paris <|end|>"}'
+SAID = "<|channel|>commentary<|message|>I look.<|end|>" + NEXT
 
 
-def write_tokenizer(folder: Path) -> None:
-    write_byte_tokenizer(folder, controls=CONTROLS)
-    (folder / "chat_template.jinja").write_text(TEMPLATES["harmony"])
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
     end_id = VOCAB_SIZE + CONTROLS.index("<|end|>")
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": [{end_id}]}}')
+    return folder
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return Tokenizer.from_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Compiler:
-    return make_compiler(tokenizer)
+def tokenizer(folder: Path) -> Tokenizer:
+    return make_tokenizer(folder, CONTROLS, TEMPLATES["harmony"])
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -68,12 +62,8 @@ def read(tokenizer: Tokenizer, text: str, **options: Any) -> Found:
     return parsed_anyhow(form, marked(form, tokenizer, ids_of(tokenizer, text)))
 
 
-def accepts(tokenizer: Tokenizer, compiler: Compiler, text: str, answer: Grammar | None = None, **options: Any) -> bool:
-    constraint = constraint_of(compiler, form_of(tokenizer, **options), answer)
-    ids = ids_of(tokenizer, text)
-    if constraint.accept(ids) != len(ids):
-        return False
-    return constraint.done or constraint.accept([min(tokenizer.eos_token_ids)]) == 1
+def accepts(tokenizer: Tokenizer, text: str, answer: Grammar | None = None, **options: Any) -> bool:
+    return allows(tokenizer, form_of(tokenizer, **options), ids_of(tokenizer, text), answer, ends=True)
 
 
 def test_return_and_call_end_an_answer_and_end_does_not_whatever_the_files_say(tokenizer: Tokenizer) -> None:
@@ -87,8 +77,7 @@ def test_return_and_call_end_an_answer_and_end_does_not_whatever_the_files_say(t
     [
         (THOUGHT + FINAL + "Hi.", ("Hi.", "Hm <b> to=x.", ())),
         (THOUGHT * 2 + FINAL + " Hi\n", (" Hi\n", "Hm <b> to=x.\n\nHm <b> to=x.", ())),
-        (THOUGHT + "<|channel|>commentary<|message|>I look.<|end|>" + NEXT + FINAL + "So.", (
-            "I look.\n\nSo.", "Hm <b> to=x.", ())),
+        (THOUGHT + SAID + FINAL + "So.", ("I look.\n\nSo.", "Hm <b> to=x.", ())),
         ("Hi there", ("Hi there", None, ())),
         (" to", (" to", None, ())),
         ("to be", ("to be", None, ())),
@@ -101,21 +90,19 @@ def test_return_and_call_end_an_answer_and_end_does_not_whatever_the_files_say(t
         ("<|channel|>fin", ("", None, ())),
         (CALLS[0] + WRITTEN, ("", WRITTEN, ())),
     ],
-)  # fmt: skip
+)
 def test_an_answer_has_its_final_text_and_its_reasoning_and_no_part_of_a_header(
     text: str, expected: Found, tokenizer: Tokenizer
 ) -> None:
     assert read(tokenizer, text) == expected
-    assert parsed(form_of(tokenizer, reasoning_format="none"), marked(
-        form_of(tokenizer), tokenizer, ids_of(tokenizer, text)))[1] is None  # fmt: skip
+    pieces = marked(form_of(tokenizer), tokenizer, ids_of(tokenizer, text))
+    assert parsed(form_of(tokenizer, reasoning_format="none"), pieces)[1] is None
 
 
-@pytest.mark.parametrize("before", ["", THOUGHT, "<|channel|>commentary<|message|>I look.<|end|>" + NEXT])
+@pytest.mark.parametrize("before", ["", THOUGHT, SAID])
 @pytest.mark.parametrize("header", CALLS)
-def test_a_call_is_allowed_and_read_in_every_form_of_its_header(
-    header: str, before: str, tokenizer: Tokenizer, compiler: Compiler
-) -> None:
-    assert accepts(tokenizer, compiler, before + header + WRITTEN, tools=TOOLS)
+def test_a_call_is_allowed_and_read_in_every_form_of_its_header(header: str, before: str, tokenizer: Tokenizer) -> None:
+    assert accepts(tokenizer, before + header + WRITTEN, tools=TOOLS)
     text, _, (call,) = read(tokenizer, before + header + WRITTEN + "<|call|>", tools=TOOLS)
     assert (text, call.name, call.arguments) == ("I look." if "I look" in before else "", "weather", WRITTEN)
 
@@ -146,35 +133,31 @@ def test_a_call_that_is_cut_shows_a_beginning_and_no_part_of_its_header(tokenize
     ],
 )
 def test_the_grammar_allows_what_the_choice_allows(
-    choice: str, text: str, is_allowed: bool, tokenizer: Tokenizer, compiler: Compiler
+    choice: str, text: str, is_allowed: bool, tokenizer: Tokenizer
 ) -> None:
-    assert accepts(tokenizer, compiler, text, tools=TOOLS, tool_choice=choice) == is_allowed
+    assert accepts(tokenizer, text, tools=TOOLS, tool_choice=choice) == is_allowed
 
 
-def test_a_schema_holds_the_final_text_after_free_reasoning(tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_a_schema_holds_the_final_text_after_free_reasoning(tokenizer: Tokenizer) -> None:
     answer = Grammar("json_schema", '{"type": "boolean"}')
     for options in ({}, {"tools": TOOLS}, {"reasoning_budget": 30}):
         for header in (FINAL, "<|channel|>final <|constrain|>json<|message|>"):
-            assert accepts(tokenizer, compiler, THOUGHT + header + "true", answer, **options)
-        assert not accepts(tokenizer, compiler, FINAL + "Hi", answer, **options)
-        said = "<|channel|>commentary<|message|>I look.<|end|>" + NEXT
-        assert not accepts(tokenizer, compiler, said + FINAL + "true", answer, **options)
-    assert not accepts(tokenizer, compiler, THOUGHT * 2 + FINAL + "Hi", reasoning_budget=30)
-    assert accepts(tokenizer, compiler, THOUGHT + CALLS[0] + WRITTEN, answer, tools=TOOLS)
+            assert accepts(tokenizer, THOUGHT + header + "true", answer, **options)
+        for refused in (FINAL + "Hi", SAID + FINAL + "true"):
+            assert not accepts(tokenizer, refused, answer, **options)
+    assert not accepts(tokenizer, THOUGHT * 2 + FINAL + "Hi", reasoning_budget=30)
+    assert accepts(tokenizer, THOUGHT + CALLS[0] + WRITTEN, answer, tools=TOOLS)
 
 
 def test_a_prompt_that_ends_in_a_text_is_continued_as_text(tokenizer: Tokenizer) -> None:
-    begun = tokenizer.encode(NEXT + FINAL + "So", add_special_tokens=False)
-    assert conversation(tokenizer).answer_format(begun) is None
-    ended = tokenizer.encode(NEXT + FINAL + "So<|end|>", add_special_tokens=False)
-    form = conversation(tokenizer).answer_format(ended)
-    assert form is not None
-    assert parsed(form, marked(form, tokenizer, ids_of(tokenizer, NEXT + FINAL + "b"))) == ("b", None, ())
-    opened = tokenizer.encode(NEXT + "<|channel|>analysis<|message|>", add_special_tokens=False)
-    form = conversation(tokenizer).answer_format(opened)
-    assert form is not None
-    text = marked(form, tokenizer, ids_of(tokenizer, "a<|end|>" + NEXT + FINAL + "b"))
-    assert parsed(form, text) == ("b", "a", ())
+    def read_after(prompt: str, text: str) -> Found | None:
+        form = conversation(tokenizer).answer_format(tokenizer.encode(prompt, add_special_tokens=False))
+        return form and parsed(form, marked(form, tokenizer, ids_of(tokenizer, text)))
+
+    assert read_after(NEXT + FINAL + "So", "b") is None
+    assert read_after(NEXT + FINAL + "So<|end|>", NEXT + FINAL + "b") == ("b", None, ())
+    opened = NEXT + "<|channel|>analysis<|message|>"
+    assert read_after(opened, "a<|end|>" + NEXT + FINAL + "b") == ("b", "a", ())
 
 
 def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -197,10 +180,7 @@ def test_reasoning_stays_in_the_prompt_while_its_call_is_unanswered(tokenizer: T
     )
     answer = {"role": "assistant", "content": "Rain.", "reasoning_content": "Well."}
     answered = rendered(tokenizer, [*ASKED, turn, heard, answer, *ASKED])
-    assert written in answered
-    assert "Rain." in answered
-    assert "Hm." not in answered
-    assert "Well." not in answered
+    assert [part in answered for part in (written, "Rain.", "Hm.", "Well.")] == [True, True, False, False]
 
 
 def test_several_calls_of_one_message_are_shown_one_by_one_each_with_its_result(tokenizer: Tokenizer) -> None:
@@ -230,12 +210,11 @@ def test_harmony_is_known_by_its_channels_and_takes_no_other_tool_format(tokeniz
 @pytest.mark.slow
 @pytest.mark.parametrize("effort", [None, "low", "high"])
 def test_a_history_with_calls_is_rendered_as_transformers_does(
-    effort: str | None, tmp_path: Path, tokenizer: Tokenizer
+    effort: str | None, folder: Path, tokenizer: Tokenizer
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    write_tokenizer(tmp_path)
-    oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    oracle = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     arguments = {"city": "Paris", "ä": [1, "<b>"]}
     function = {"name": "weather", "arguments": arguments}
     turn = {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [{"id": "1", "function": function}]}

@@ -5,21 +5,13 @@ from typing import Any
 
 import pytest
 
-from byte_tokenizer import write_byte_tokenizer
-from infer.text.tokenizer import Tokenizer
-from test_tool_formats import conversation, form_of, parsed
+from test_tool_formats import conversation, form_of, make_tokenizer, parsed
 from tool_templates import LFM2_LISTS, QWEN35
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>")
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 ASKED = [{"role": "user", "content": "Weather?"}]
-
-
-def make_tokenizer(folder: Path, template: str) -> Tokenizer:
-    write_byte_tokenizer(folder, controls=CONTROLS)
-    (folder / "chat_template.jinja").write_text(template)
-    return Tokenizer.from_folder(folder)
 
 
 def asked_with(city: str, text: str = "") -> list[dict[str, Any]]:
@@ -31,7 +23,7 @@ def asked_with(city: str, text: str = "") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("template", LFM2_LISTS.values(), ids=["LFM2", "LFM2.5"])
 def test_a_past_call_that_is_written_for_the_template_has_its_control_tokens(template: str, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path, template)
+    tokenizer = make_tokenizer(tmp_path, CONTROLS, template)
     asked = conversation(tokenizer, tools=TOOLS)
     ids = asked.encode(asked_with("Paris", "I look."))
     call = '<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>'
@@ -47,7 +39,7 @@ def test_a_past_call_that_is_written_for_the_template_has_its_control_tokens(tem
 )
 @pytest.mark.parametrize("template", LFM2_LISTS.values(), ids=["LFM2", "LFM2.5"])
 def test_control_text_in_a_past_call_stays_text(template: str, forged: str, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path, template)
+    tokenizer = make_tokenizer(tmp_path, CONTROLS, template)
     asked = conversation(tokenizer, tools=TOOLS)
 
     def controls(messages: list[dict[str, Any]]) -> list[int]:
@@ -60,13 +52,11 @@ def test_control_text_in_a_past_call_stays_text(template: str, forged: str, tmp_
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 def test_the_generation_prompt_opens_the_reasoning_unless_it_is_not_wanted(tools: Any, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path, QWEN35)
+    tokenizer = make_tokenizer(tmp_path, CONTROLS, QWEN35)
     usual, thinking, other = (
         form_of(tokenizer, variables, tools=tools)
         for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False})
     )
-    assert usual.is_open
-    assert thinking.is_open
-    assert not other.is_open
+    assert (usual.is_open, thinking.is_open, other.is_open) == (True, True, False)
     assert parsed(usual, ["Hm.\n</think>\n\nRain."]) == ("Rain.", "Hm.", ())
     assert parsed(other, ["Rain."]) == ("Rain.", None, ())

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -101,34 +102,24 @@ def check_calls(result: GenerationResult, names: tuple[str, ...] = ("is_on", "no
 def test_a_function_becomes_its_schema() -> None:
     (tool,) = read_tools([forecast])
     nullable = {"anyOf": [{"type": "string", "enum": ["celsius", "fahrenheit"]}, {"type": "null"}]}
-    span = {
-        "type": "object",
-        "properties": {"first": {"type": "integer"}, "last": {"type": "integer"}},
-        "required": ["first"],
-        "additionalProperties": False,
-    }
-    place = {
-        "type": "object",
-        "properties": {"name": {"type": "string"}, "country": {"type": "string"}},
-        "required": ["country", "name"],
-        "additionalProperties": False,
-        "description": "Where, in words.",
-    }
+
+    def held(properties: dict[str, Any], *required: str, **others: Any) -> dict[str, Any]:
+        named = {"type": "object", "properties": properties, "required": list(required)}
+        return named | {"additionalProperties": False} | others
+
+    text, integer, null = ({"type": name} for name in ("string", "integer", "null"))
+    place = held({"name": text, "country": text}, "country", "name", description="Where, in words.")
     assert (tool.name, tool.description) == ("forecast", "Forecast the weather. It is a guess.")
-    assert tool.parameters == {
-        "type": "object",
-        "properties": {
-            "place": place,
-            "unit": nullable,
-            "hours": {"type": "array", "items": {"type": "integer"}, "description": "Which."},
-            "span": {"anyOf": [span, {"type": "null"}]},
-            "level": {"type": "string", "enum": ["low", "high"]},
-            "scale": {"type": "number", "description": "how much"},
-            "extra": {"anyOf": [{"type": "object", "additionalProperties": {"type": "boolean"}}, {"type": "null"}]},
-        },
-        "required": ["place"],
-        "additionalProperties": False,
+    properties = {
+        "place": place,
+        "unit": nullable,
+        "hours": {"type": "array", "items": integer, "description": "Which."},
+        "span": {"anyOf": [held({"first": integer, "last": integer}, "first"), null]},
+        "level": {"type": "string", "enum": ["low", "high"]},
+        "scale": {"type": "number", "description": "how much"},
+        "extra": {"anyOf": [{"type": "object", "additionalProperties": {"type": "boolean"}}, null]},
     }
+    assert tool.parameters == held(properties, "place")
 
 
 @pytest.mark.parametrize("function", [lambda *a: 0, lambda a, /: 0, len, print])
@@ -147,22 +138,21 @@ def test_a_type_without_a_schema_names_the_argument() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_a_required_call_is_made_streamed_and_the_same_in_a_batch(llm: LLM, name: str, is_parallel: bool) -> None:
-    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "tool_format": name} | SAMPLED
-    result = llm.chat(ASKED, parallel_tool_calls=is_parallel, **asked)
+    forced: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "tool_format": name}
+    forced["parallel_tool_calls"] = is_parallel
+    result = llm.chat(ASKED, **forced, **SAMPLED)
     check_calls(result)
     assert result.tool_calls
     assert not result.text
     assert is_parallel or len(result.tool_calls) == 1
-    pieces = list(llm.stream_chat(ASKED, parallel_tool_calls=is_parallel, **asked))
+    pieces = list(llm.stream_chat(ASKED, **forced, **SAMPLED))
     assert assembled(delta for piece in pieces for delta in piece.deltas) == (None, result.tool_calls)
     first = next(delta for piece in pieces for delta in piece.deltas)
     assert isinstance(first, ToolCallDelta)
     assert (first.index, first.id, first.arguments) == (0, result.tool_calls[0].id, "")
     if name.startswith("mistral"):
         assert all(len(call.id) == 9 and call.id.isalnum() for call in result.tool_calls)
-    options = RequestOptions(
-        tools=TOOLS, tool_choice="required", tool_format=name, parallel_tool_calls=is_parallel, prefill_chunk=3
-    )
+    options = RequestOptions(**forced, prefill_chunk=3)
     for each in llm.generate_all([ASKED, "other", ASKED][::2], SAMPLED, options=options):
         assert (each.token_ids, each.tool_calls) == (result.token_ids, result.tool_calls)
 
@@ -185,9 +175,7 @@ def test_ids_differ_with_the_prompt_the_seed_and_the_call(llm: LLM) -> None:
 def test_auto_leaves_text_alone_and_none_makes_no_call(llm: LLM) -> None:
     for choice in ("auto", "none"):
         result = llm.chat(ASKED, tools=TOOLS, tool_choice=choice, allowed_token_ids=TEXT_IDS, **SAMPLED)
-        assert result.text
-        assert result.tool_calls == ()
-        assert result.grammar_complete is None
+        assert (bool(result.text), result.tool_calls, result.grammar_complete) == (True, (), None)
 
 
 def test_a_call_may_follow_text_and_stop_strings_hold_for_the_text_alone(llm: LLM) -> None:
@@ -196,8 +184,8 @@ def test_a_call_may_follow_text_and_stop_strings_hold_for_the_text_alone(llm: LL
     asked: dict[str, Any] = {"tools": [is_on], "tool_format": "hermes", "parallel_tool_calls": False} | SAMPLED
     result = llm.chat(ASKED, answer_prefix=begun, stop=["flag", "name"], **asked)
     check_calls(result)
-    assert (result.text, result.finish_reason, len(result.tool_calls)) == ("Hi", "stop", 1)
-    assert result.stop_reason == "grammar"
+    assert (result.text, result.finish_reason, result.stop_reason) == ("Hi", "stop", "grammar")
+    assert len(result.tool_calls) == 1
     result = llm.chat(ASKED, answer_prefix=spelt[:1], stop=["i"], logit_bias={spelt[1]: 100}, **asked)
     assert (result.text, result.stop_reason, result.tool_calls) == ("H", "i", ())
 
@@ -206,8 +194,7 @@ def test_an_answer_that_is_cut_has_the_beginning_of_its_call(llm: LLM) -> None:
     tools = [{"name": "say", "parameters": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}]
     asked = {"tools": tools, "tool_choice": "say", "tool_format": "hermes"} | SAMPLED | {"max_new_tokens": 60}
     result = llm.chat(ASKED, **asked, allowed_token_ids=[i for i in TEXT_IDS if i != ord('"')] + [10])
-    assert result.finish_reason == "length"
-    assert result.tool_calls[0].name == "say"
+    assert (result.finish_reason, result.tool_calls[0].name) == ("length", "say")
     assert result.tool_calls[0].arguments.startswith('{"text": "')
     with pytest.raises(ValueError, match="Unterminated"):
         result.tool_calls[0].parsed()
@@ -229,11 +216,8 @@ def test_a_state_made_again_from_the_ids_is_the_same(llm: LLM) -> None:
 
 def test_async_answers_are_the_same(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", **SAMPLED}
-
-    async def answer() -> GenerationResult:
-        return await AsyncLLM(llm).chat(ASKED, **asked)
-
-    assert asyncio.run(answer()).tool_calls == llm.chat(ASKED, **asked).tool_calls
+    answer = asyncio.run(AsyncLLM(llm).chat(ASKED, **asked))
+    assert answer.tool_calls == llm.chat(ASKED, **asked).tool_calls
 
 
 def test_tools_belong_to_conversations(llm: LLM) -> None:
@@ -270,8 +254,7 @@ def test_a_session_keeps_an_answer_that_was_cancelled_while_it_reasoned(llm: LLM
     letters = {"allowed_token_ids": [*range(97, 123)], "ignore_eos": True, "max_new_tokens": 50}
     with llm.session(chat_template=THINKING, open=True) as session:
         stream = session.stream("weather?", temperature=0, **letters)
-        for _ in range(5):
-            next(stream)
+        assert len(list(islice(stream, 5))) == 5
         stream.close()
         result = stream.result
         assert (result.finish_reason, result.text, len(result.reasoning or "")) == ("abort", "", 5)
@@ -282,8 +265,7 @@ def test_a_session_keeps_an_answer_that_was_cancelled_while_it_reasoned(llm: LLM
 def test_a_schema_and_a_forced_call_hold_after_the_reasoning(llm: LLM) -> None:
     asked: dict[str, Any] = {"chat_template": THINKING, "open": True, "reasoning_budget": 9, **SAMPLED}
     result = llm.chat(ASKED, json_schema={"type": "boolean"}, **asked)
-    assert result.text in ("true", "false")
-    assert result.grammar_complete
+    assert (result.text in ("true", "false"), result.grammar_complete) == (True, True)
     result = llm.chat(ASKED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **asked)
     check_calls(result)
     assert (result.text, len(result.tool_calls)) == ("", 1)

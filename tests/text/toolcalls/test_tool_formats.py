@@ -1,7 +1,9 @@
 """Formats of tool calls and reasoning: the grammar allows the calls that the parser reads, for any cut of the text."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,26 +62,26 @@ Found = tuple[str, str | None, tuple[ToolCall, ...]]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder, controls=CONTROLS)
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), CONTROLS)
+
+
+def make_tokenizer(folder: Path, controls: Sequence[str], template: str = "") -> Tokenizer:
+    write_byte_tokenizer(folder, controls=controls)
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.from_folder(folder)
 
 
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Compiler:
+@cache
+def compiler_of(tokenizer: Tokenizer) -> Compiler:
     return make_compiler(tokenizer)
 
 
 def answer_format(
-    tokenizer: Tokenizer,
-    form: ToolCallFormat,
-    tools: tuple[Tool, ...] = TOOLS,
-    kind: Kind = "auto",
-    reasoning: Any = None,
-    **options: Any,
-) -> AnswerFormat:
-    literals = [*literals_of(form), *(literals_of(reasoning) if reasoning else [])]
-    ids = tokenizer.special_ids_in(literals)
+    tokenizer: Tokenizer, form: ToolCallFormat, tools: tuple[Tool, ...] = TOOLS, kind: Kind = "auto",
+    reasoning: Any = None, **options: Any,
+) -> AnswerFormat:  # fmt: skip
+    ids = tokenizer.special_ids_in([*literals_of(form), *(literals_of(reasoning) if reasoning else [])])
     marks = marks_of(ids)
     return AnswerFormat(
         Calls(in_vocabulary(form, marks), tools, kind),
@@ -89,18 +91,31 @@ def answer_format(
     )
 
 
-def constraint_of(compiler: Compiler, form: AnswerFormat, answer: Grammar | None = None) -> Constraint:
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text, in which control tokens are parsed."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def constraint_of(tokenizer: Tokenizer, form: AnswerFormat, answer: Grammar | None = None) -> Constraint:
+    compiler = compiler_of(tokenizer)
     source = AnswerGrammars(compiler).prepare(form, answer).source
     assert source is not None
     return compiler.compile_answer(source)
 
 
 def allows(
-    compiler: Compiler, tokenizer: Tokenizer, form: AnswerFormat, text: str, answer: Grammar | None = None
+    tokenizer: Tokenizer,
+    form: AnswerFormat,
+    said: str | list[int],
+    answer: Grammar | None = None,
+    *,
+    ends: bool = False,
 ) -> bool:
-    """Return True if an answer may begin with a text, in which control tokens are parsed."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return constraint_of(compiler, form, answer).accept(ids) == len(ids)
+    """Return True if an answer may begin, or with `ends` be complete, with a text or ids."""
+    constraint, ids = constraint_of(tokenizer, form, answer), ids_of(tokenizer, said) if isinstance(said, str) else said
+    if constraint.accept(ids) < len(ids):
+        return False
+    return not ends or constraint.done or constraint.accept([min(tokenizer.eos_token_ids)]) == 1
 
 
 def call_of(form: ToolCallFormat) -> str:
@@ -112,9 +127,9 @@ def calls_of(form: ToolCallFormat) -> str:
     return form.written(calls[: 1 + form.is_parallel])
 
 
-def marked(form: AnswerFormat, tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+def marked(form: AnswerFormat, tokenizer: Tokenizer, said: str | Iterable[int]) -> Iterator[str]:
     detokenizer = tokenizer.make_detokenizer()
-    for token_id in ids:
+    for token_id in ids_of(tokenizer, said) if isinstance(said, str) else said:
         yield form.marks.get(token_id) or detokenizer.push(token_id)
 
 
@@ -150,28 +165,20 @@ def form_of(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **
 @pytest.mark.parametrize("kind", ["auto", "required"])
 @pytest.mark.parametrize("reasoning", [None, THINK, THINK_CONTROL], ids=["", "text", "control"])
 def test_calls_of_a_format_are_allowed_and_read_for_any_cut(
-    name: str, kind: Kind, reasoning: Any, tokenizer: Tokenizer, compiler: Compiler
+    name: str, kind: Kind, reasoning: Any, tokenizer: Tokenizer
 ) -> None:
     form = answer_format(tokenizer, FORMATS[name], kind=kind, reasoning=reasoning)
     thought = 'What <tool_call> [TOOL, {"name": "x"}?' if reasoning else ""
     before = f"{reasoning.opening}\n{thought}\n{reasoning.closing}\n\n" if reasoning else ""
     says = "I will look. " if kind == "auto" and FORMATS[name].trigger else ""
-    ids = tokenizer.encode(before + says + calls_of(FORMATS[name]), add_special_tokens=False)
-    constraint = constraint_of(compiler, form)
-    assert constraint.accept(ids) == len(ids)
-    assert constraint.done or constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 1
-    pieces = list(marked(form, tokenizer, ids))
-    text, found_thought, calls = found = parsed(form, pieces)
+    answer = before + says + calls_of(FORMATS[name])
+    assert allows(tokenizer, form, answer, ends=True)
+    pieces = list(marked(form, tokenizer, answer))
+    text, found_thought, calls = found = parsed_anyhow(form, pieces, usual_or_all(3, 1))
     assert (text, found_thought) == (says.rstrip(), thought or None)
     assert [(call.name, call.parsed()) for call in calls] == [(NAME, ARGUMENTS), ("now", {})][: len(calls)]
     assert len(calls) == 1 + FORMATS[name].is_parallel
-    whole = "".join(pieces)
-    assert parsed(form, [whole]) == found
-    rng = random.Random(f"{name} {kind} {reasoning}")
-    every = usual_or_all(3, 1)
-    assert all(
-        parsed(form, [whole[:cut], whole[cut:]]) == found for cut in range(rng.randrange(every), len(whole), every)
-    )
+    whole, rng = "".join(pieces), random.Random(f"{name} {kind} {reasoning}")
     for _ in range(10):
         cuts = sorted(rng.choices(range(len(whole)), k=rng.randint(1, 20)))
         assert parsed(form, [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]) == found
@@ -180,7 +187,7 @@ def test_calls_of_a_format_are_allowed_and_read_for_any_cut(
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_that_is_cut_shows_a_beginning_of_its_call(name: str, tokenizer: Tokenizer) -> None:
     form = answer_format(tokenizer, FORMATS[name])
-    whole = "".join(marked(form, tokenizer, tokenizer.encode(call_of(FORMATS[name]), add_special_tokens=False)))
+    whole = "".join(marked(form, tokenizer, call_of(FORMATS[name])))
     *_, (expected,) = parsed(form, [whole])
     for length in range(0, len(whole), usual_or_all(2, 1)):
         text, _, calls = parsed(form, [whole[:length]])
@@ -191,11 +198,10 @@ def test_an_answer_that_is_cut_shows_a_beginning_of_its_call(name: str, tokenize
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if not form.trigger])
 def test_an_answer_that_ends_while_it_may_still_begin_a_call_is_text(name: str, tokenizer: Tokenizer) -> None:
     form = answer_format(tokenizer, FORMATS[name])
-    assert form.calls is not None
+    assert form.calls
     assert form.calls.beginnings
-    for beginning in form.calls.beginnings:
-        for length in range(1, len(beginning)):
-            assert parsed(form, [beginning[:length]])[0] == beginning[:length]
+    for begun in (each[:length] for each in form.calls.beginnings for length in range(1, len(each))):
+        assert parsed(form, [begun])[0] == begun
 
 
 @settings(max_examples=usual_or_all(60, 2_000), deadline=None)
@@ -225,41 +231,39 @@ def test_many_tokens_at_once_lose_no_brace_repeat_no_argument_and_leak_no_tag(ar
         assert [call.id for call in calls] == ["0", "1"]
 
 
-def test_a_forced_call_may_follow_reasoning_and_no_text_stands_before_it(
-    tokenizer: Tokenizer, compiler: Compiler
-) -> None:
+def test_a_forced_call_may_follow_reasoning_and_no_text_stands_before_it(tokenizer: Tokenizer) -> None:
     form = answer_format(tokenizer, FORMATS["hermes"], kind="required", reasoning=THINK)
     for text, is_allowed in [("<think>Hm</think>\n\n<tool_call>", True), ("<tool_call>", True), ("Sure", False)]:
-        assert allows(compiler, tokenizer, form, text) == is_allowed
+        assert allows(tokenizer, form, text) == is_allowed
     form = answer_format(tokenizer, FORMATS["hermes"], kind="required", reasoning=THINK, is_open=True)
-    assert allows(compiler, tokenizer, form, "Hm</think>\n\n<tool_call>")
+    assert allows(tokenizer, form, "Hm</think>\n\n<tool_call>")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_call_is_written_where_none_is_allowed(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_no_call_is_written_where_none_is_allowed(name: str, tokenizer: Tokenizer) -> None:
     for reasoning, before in ((None, ""), (THINK, "<think>a</think>\n\n")):
         form = answer_format(tokenizer, FORMATS[name], kind="none", reasoning=reasoning)
-        assert allows(compiler, tokenizer, form, f"{before}Hi <to [ {{")
-        assert not allows(compiler, tokenizer, form, before + calls_of(FORMATS[name]))
+        assert allows(tokenizer, form, f"{before}Hi <to [ {{")
+        assert not allows(tokenizer, form, before + calls_of(FORMATS[name]))
 
 
-def test_control_text_that_is_spelt_is_no_control_token(tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_control_text_that_is_spelt_is_no_control_token(tokenizer: Tokenizer) -> None:
     form = answer_format(tokenizer, FORMATS["mistral"])
     text = '[TOOL_CALLS][{"name": "x'
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-    assert constraint_of(compiler, form).accept(ids) == len(ids)
+    assert allows(tokenizer, form, ids)
     assert parsed(form, marked(form, tokenizer, ids)) == (text, None, ())
 
 
-def test_no_request_names_a_control_token(tokenizer: Tokenizer, compiler: Compiler) -> None:
-    control_id = tokenizer.encode("[TOOL_CALLS]", add_special_tokens=False)[0]
+def test_no_request_names_a_control_token(tokenizer: Tokenizer) -> None:
+    control_id = ids_of(tokenizer, "[TOOL_CALLS]")[0]
     for text in (f"start: <[{control_id}]>", "start: <[TOOL_CALLS]>", "start: @answer"):
         with pytest.raises(InvalidRequestError):
-            compiler.compile(Grammar("grammar", text))
+            compiler_of(tokenizer).compile(Grammar("grammar", text))
     form = AnswerFormat(None, THINK, is_open=True)
     with pytest.raises(InvalidRequestError):
-        constraint_of(compiler, form, Grammar("grammar", f"start: <[{control_id}]>"))
-    assert constraint_of(compiler, form, Grammar("regex", "a+")).accept([control_id]) == 0
+        constraint_of(tokenizer, form, Grammar("grammar", f"start: <[{control_id}]>"))
+    assert not allows(tokenizer, form, [control_id], Grammar("regex", "a+"))
 
 
 @pytest.mark.parametrize(
@@ -271,28 +275,24 @@ def test_no_request_names_a_control_token(tokenizer: Tokenizer, compiler: Compil
         (Grammar("choice", '["yes", "no"]'), "no"),
     ],
 )
-def test_constraints_of_the_text_apply_after_the_reasoning(
-    answer: Grammar, text: str, tokenizer: Tokenizer, compiler: Compiler
-) -> None:
+def test_constraints_of_the_text_apply_after_the_reasoning(answer: Grammar, text: str, tokenizer: Tokenizer) -> None:
     for is_open in (True, False):
         form = AnswerFormat(None, THINK, is_open=is_open)
-        before = "" if is_open else "<think>"
-        ids = tokenizer.encode(f"{before} Hm {text} </think>\n\n{text}", add_special_tokens=False)
-        constraint = constraint_of(compiler, form, answer)
-        assert constraint.accept(ids) == len(ids)
-        assert constraint.accept([ord("?")]) == 0
-    assert constraint_of(compiler, form, answer).accept(list(text.encode())) == len(text)
+        whole = f"{'' if is_open else '<think>'} Hm {text} </think>\n\n{text}"
+        assert allows(tokenizer, form, whole, answer)
+        assert not allows(tokenizer, form, whole + "?", answer)
+    assert allows(tokenizer, form, text, answer)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_budget_closes_the_reasoning_after_exactly_so_many_tokens(
-    num_tokens: int, is_open: bool, tokenizer: Tokenizer, compiler: Compiler
+    num_tokens: int, is_open: bool, tokenizer: Tokenizer
 ) -> None:
     form = AnswerFormat(None, THINK, is_open=is_open, budget=num_tokens)
     closing = list(b"</think>")
     budget = Budget(num_tokens, b"<think>", b"</think>", tuple(closing), lambda i: bytes([i]), is_open)
-    constraint = BudgetConstraint(constraint_of(compiler, form), budget)
+    constraint = BudgetConstraint(constraint_of(tokenizer, form), budget)
     opening = [] if is_open else list(b"<think>")
     assert constraint.accept([*opening, *b"x" * 20]) == len(opening) + num_tokens
     assert constraint.forced() == closing
@@ -323,24 +323,20 @@ def random_tool(rng: random.Random, number: int) -> Tool:
 
 
 @pytest.mark.parametrize("seed", range(usual_or_all(30, 600)))
-def test_random_walks_through_random_tools_give_valid_calls(
-    seed: int, tokenizer: Tokenizer, compiler: Compiler
-) -> None:
+def test_random_walks_through_random_tools_give_valid_calls(seed: int, tokenizer: Tokenizer) -> None:
     rng = random.Random(seed)
     tools = tuple(random_tool(rng, number) for number in range(rng.randint(1, 4)))
     form = FORMATS[list(FORMATS)[seed % len(FORMATS)]]
     found = answer_format(tokenizer, form, tools, "required")
-    constraint = constraint_of(compiler, found)
-    whole = walk(constraint, tokenizer, tokenizer.vocab_size, rng, 4_000).decode()
+    whole = walk(constraint_of(tokenizer, found), tokenizer, tokenizer.vocab_size, rng, 4_000).decode()
     for text, mark in marks_of(tokenizer.special_ids_in(literals_of(form))).items():
         whole = whole.replace(text, mark)
     content, _, calls = parsed(found, [whole])
     assert not content
     assert calls
-    by_name = {tool.name: tool for tool in tools}
+    schemas = {tool.name: {**tool.parameters, "additionalProperties": False} for tool in tools}
     for call in calls:
-        schema = {**by_name[call.name].parameters, "additionalProperties": False}
-        Draft202012Validator(schema).validate(call.parsed())
+        Draft202012Validator(schemas[call.name]).validate(call.parsed())
 
 
 def test_a_choice_of_tools_is_checked() -> None:
@@ -375,7 +371,7 @@ def test_values_that_are_not_tools_are_refused_in_one_line(tools: Any, rule: str
     assert "\n" not in str(error.value)
 
 
-def test_a_refusal_of_a_format_names_the_tool(tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_a_refusal_of_a_format_names_the_tool(tokenizer: Tokenizer) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("pythonic", {"properties": {"a b": {}}}, "cannot name 'a b'"),
         ("qwen3-coder", {"anyOf": [{}]}, "anyOf cannot be enforced"),
@@ -394,7 +390,13 @@ def test_a_refusal_of_a_format_names_the_tool(tokenizer: Tokenizer, compiler: Co
     for name, parameters, rule in cases:
         tools = read_tools([{"name": "f", "parameters": parameters, "strict": True}])
         with pytest.raises(InvalidRequestError, match=rf"tools\[0\] \(f\): .*{rule}"):
-            constraint_of(compiler, answer_format(tokenizer, FORMATS[name], tools))
+            constraint_of(tokenizer, answer_format(tokenizer, FORMATS[name], tools))
+
+
+def only_call(tokenizer: Tokenizer, name: str, tools: tuple[Tool, ...], **arguments: Any) -> tuple[AnswerFormat, str]:
+    """Return the format of an answer that must call a tool, and the call with these arguments."""
+    written = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], arguments))])
+    return answer_format(tokenizer, FORMATS[name], tools, "required"), written
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.syntax == "xml"])
@@ -408,14 +410,15 @@ def test_a_refusal_of_a_format_names_the_tool(tokenizer: Tokenizer, compiler: Co
     ],
 )
 def test_a_text_without_quotes_is_held_by_its_pattern_and_its_lengths(
-    name: str, schema: dict[str, Any], allowed: list[str], refused: list[str], tokenizer: Tokenizer, compiler: Compiler
+    name: str, schema: dict[str, Any], allowed: list[str], refused: list[str], tokenizer: Tokenizer
 ) -> None:
     tools = read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string", **schema}}}}])
-    form = answer_format(tokenizer, FORMATS[name], tools, "required")
-    for text, is_allowed in [(each, True) for each in allowed] + [(each, False) for each in refused]:
+    for text in allowed + refused:
         value = text.replace("{end}", FORMATS[name].after_value)
-        written = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value}))])
-        assert allows(compiler, tokenizer, form, written) == is_allowed, value
+        assert allows(tokenizer, *only_call(tokenizer, name, tools, a=value)) == (text in allowed), value
+
+
+TEXTS = {"type": "array", "items": {"type": "string"}}
 
 
 @pytest.mark.parametrize("name", ["functiongemma", "gemma-4"])
@@ -426,11 +429,7 @@ def test_a_text_without_quotes_is_held_by_its_pattern_and_its_lengths(
         ({"type": "object"}, [{}, {"a": 1}], ["a", 1]),
         ({"type": "object", "additionalProperties": {"type": "boolean"}}, [{}, {"a": True}], [{"a": 1}]),
         ({"type": "object", "properties": {"a b": {"type": "string"}}}, [{}, {"a b": "c"}], [{"d": 1}]),
-        (
-            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
-            [["a"], ["a", "{,:}"]],
-            [[], ["a"] * 3],
-        ),
+        (TEXTS | {"minItems": 1, "maxItems": 2}, [["a"], ["a", "{,:}"]], [[], ["a"] * 3]),
         ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2, 3]], [["a"]]),
         ({"type": "string", "pattern": "^a+$", "minLength": 2}, ["aa"], ["a", "ab", ""]),
         ({"type": "string", "maxLength": 2}, ["", "ab"], ["abc"]),
@@ -439,31 +438,24 @@ def test_a_text_without_quotes_is_held_by_its_pattern_and_its_lengths(
     ],
 )
 def test_gemma_s_values_are_held_to_their_schema(
-    name: str, schema: dict[str, Any], allowed: list[Any], refused: list[Any], tokenizer: Tokenizer, compiler: Compiler
+    name: str, schema: dict[str, Any], allowed: list[Any], refused: list[Any], tokenizer: Tokenizer
 ) -> None:
     tools = read_tools([{"name": "f", "parameters": {"properties": {"a": schema}, "required": ["a"]}}])
-    form = answer_format(tokenizer, FORMATS[name], tools, "required")
-    for value, is_allowed in [(each, True) for each in allowed] + [(each, False) for each in refused]:
-        whole = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value}))])
-        assert allows(compiler, tokenizer, form, whole) == is_allowed, value
-        if is_allowed:
-            ids = tokenizer.encode(whole, add_special_tokens=False)
-            (call,) = parsed(form, marked(form, tokenizer, ids))[2]
-            assert call.parsed() == {"a": value}
+    for value in allowed:
+        form, whole = only_call(tokenizer, name, tools, a=value)
+        assert allows(tokenizer, form, whole), value
+        (call,) = parsed(form, marked(form, tokenizer, whole))[2]
+        assert call.parsed() == {"a": value}
+    assert [value for value in refused if allows(tokenizer, *only_call(tokenizer, name, tools, a=value))] == []
 
 
 @pytest.mark.parametrize("name", ["pythonic", "lfm2"])
-def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Tokenizer) -> None:
     inner = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
     outer = {"type": "object", "properties": {"color": {"enum": ["red", None]}, "inner": inner}, "required": ["color"]}
     tools = read_tools([{"name": "f", "parameters": {"properties": {"a": outer, "b": outer}, "required": ["a"]}}])
-    form = answer_format(tokenizer, FORMATS[name], tools, "required")
-    for value, is_allowed in (
-        ({"color": "red", "inner": {"on": True}}, True),
-        ({"color": None, "inner": {"color": "red"}}, False),
-    ):
-        text = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value, "b": value}))])
-        assert allows(compiler, tokenizer, form, text) == is_allowed
+    values = ({"color": "red", "inner": {"on": True}}, {"color": None, "inner": {"color": "red"}})
+    assert [allows(tokenizer, *only_call(tokenizer, name, tools, a=each, b=each)) for each in values] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["pythonic", "lfm2"])
@@ -479,20 +471,18 @@ def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Token
     ],
 )
 def test_texts_may_have_single_quotes_in_python(
-    name: str, written: str, arguments: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler
+    name: str, written: str, arguments: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
-    form = answer_format(tokenizer, FORMATS[name], kind="required")
-    ids = tokenizer.encode(FORMATS[name].written([(NAME, written)]), add_special_tokens=False)
-    constraint = constraint_of(compiler, form)
-    assert constraint.accept(ids) == len(ids)
-    *_, calls = parsed_anyhow(form, marked(form, tokenizer, ids))
+    form, said = answer_format(tokenizer, FORMATS[name], kind="required"), FORMATS[name].written([(NAME, written)])
+    assert allows(tokenizer, form, said)
+    *_, calls = parsed_anyhow(form, marked(form, tokenizer, said))
     assert [(call.name, call.parsed()) for call in calls] == [(NAME, arguments)]
 
 
 @pytest.mark.parametrize("text", [r"'a\x'", "'a\nb'", r"'\u0041'"])
-def test_a_text_in_single_quotes_is_one_that_json_can_hold(text: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+def test_a_text_in_single_quotes_is_one_that_json_can_hold(text: str, tokenizer: Tokenizer) -> None:
     form = answer_format(tokenizer, FORMATS["pythonic"], kind="required")
-    assert not allows(compiler, tokenizer, form, f"[get_weather(city={text})]")
+    assert not allows(tokenizer, form, f"[get_weather(city={text})]")
 
 
 CODER = FORMATS["qwen3-coder"]
@@ -503,22 +493,19 @@ UNCLOSED = f"Is <tool_call>\n<function=get_weathers>\n right, or <function={NAME
 @pytest.mark.parametrize("kind", ["auto", "required"])
 @pytest.mark.parametrize("reasoning", [THINK, THINK_CONTROL], ids=["text", "control"])
 def test_a_call_ends_reasoning_that_is_not_closed(
-    is_open: bool, kind: Kind, reasoning: Any, tokenizer: Tokenizer, compiler: Compiler
+    is_open: bool, kind: Kind, reasoning: Any, tokenizer: Tokenizer
 ) -> None:
     """See vllm#39056."""
     form = answer_format(tokenizer, CODER, kind=kind, reasoning=reasoning, is_open=is_open)
     before = "" if is_open else reasoning.opening
-    ids = tokenizer.encode(f"{before}\n{UNCLOSED}\n\n{calls_of(CODER)}", add_special_tokens=False)
-    constraint = constraint_of(compiler, form)
-    assert constraint.accept(ids) == len(ids)
-    assert constraint.done or constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 1
-    text, thought, calls = parsed_anyhow(form, "".join(marked(form, tokenizer, ids)), usual_or_all(3, 1))
+    said = f"{before}\n{UNCLOSED}\n\n{calls_of(CODER)}"
+    assert allows(tokenizer, form, said, ends=True)
+    text, thought, calls = parsed_anyhow(form, "".join(marked(form, tokenizer, said)), usual_or_all(3, 1))
     assert (text, thought) == ("", UNCLOSED.strip())
     assert [(call.name, call.parsed()) for call in calls] == [(NAME, ARGUMENTS), ("now", {})]
-    cut = tokenizer.encode(f"{before}Hm. {call_of(CODER)[:-30]}", add_special_tokens=False)
-    constraint = constraint_of(compiler, form)
-    assert constraint.accept(cut) == len(cut)
-    assert constraint.accept([next(iter(tokenizer.eos_token_ids))]) == 0  # the call must be completed
+    cut = f"{before}Hm. {call_of(CODER)[:-30]}"
+    assert allows(tokenizer, form, cut)
+    assert not allows(tokenizer, form, cut, ends=True)  # the call must be completed
 
 
 @pytest.mark.parametrize(
@@ -527,13 +514,13 @@ def test_a_call_ends_reasoning_that_is_not_closed(
     ids=["no call", "a budget", "another format"],
 )
 def test_a_call_in_reasoning_is_reasoning_where_it_may_not_end_it(
-    name: str, options: dict[str, Any], tokenizer: Tokenizer, compiler: Compiler
+    name: str, options: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
     form = answer_format(tokenizer, FORMATS[name], reasoning=THINK, is_open=True, **options)
     thought = f"I could write {call_of(FORMATS[name])} here."
-    ids = tokenizer.encode(f"{thought}</think>\nNo.", add_special_tokens=False)
-    assert constraint_of(compiler, form).accept(ids) == len(ids)
-    assert parsed(form, marked(form, tokenizer, ids)) == ("No.", thought, ())
+    said = f"{thought}</think>\nNo."
+    assert allows(tokenizer, form, said)
+    assert parsed(form, marked(form, tokenizer, said)) == ("No.", thought, ())
 
 
 def test_reasoning_that_is_left_in_the_text_is_all_of_it() -> None:

@@ -30,14 +30,11 @@ NAMES_TOOLS = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"
 )
 TEXT = {"type": "string"}
+LIST = {"type": "array", "items": TEXT}
 BAD: dict[str, tuple[Any, str, str]] = {
     "look-around": ({"properties": {"a": {**TEXT, "pattern": "(?=x)y"}}}, "/properties/a/pattern ", "look-around"),
     "word boundary": ({"properties": {"a": {**TEXT, "pattern": r"\bx"}}}, "/properties/a/pattern ", "boundaries"),
-    "uniqueItems": (
-        {"properties": {"a": {"type": "array", "items": TEXT, "uniqueItems": True}}},
-        "/properties/a/uniqueItems ",
-        "uniqueItems",
-    ),
+    "uniqueItems": ({"properties": {"a": {**LIST, "uniqueItems": True}}}, "/properties/a/uniqueItems ", "uniqueItems"),
     "reference": ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "/properties/a/$ref ", "leads to no schema"),
     "type": ({"properties": {"a": {"type": "strange"}}}, "/properties/a/type ", "must be one of"),
     "length": ({"properties": {"a": {**TEXT, "minLength": "3"}}}, "/properties/a/minLength ", "integer"),
@@ -116,13 +113,9 @@ def test_the_other_parts_of_the_schema_and_other_tools_are_enforced(llm: LLM) ->
     seen = set[str]()
     for form in ("hermes", "qwen3-coder", "pythonic", "gemma-4"):
         for seed in range(6):
-            tools = [tool(held), tool(other, "g")]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result = llm.chat(
-                    ASKED, tools=tools, tool_choice="required", tool_format=form, seed=seed,
-                    parallel_tool_calls=False, **SAMPLED,
-                )  # fmt: skip
+            asked: dict[str, Any] = {"tools": [tool(held), tool(other, "g")], "tool_format": form, "seed": seed}
+            with warnings.catch_warnings(action="ignore"):
+                result = llm.chat(ASKED, tool_choice="required", parallel_tool_calls=False, **asked, **SAMPLED)
             (call,) = result.tool_calls
             seen.add(call.name)
             loose = {**held, "properties": {"a": {**TEXT, "maxLength": 3}, "b": digit}}
@@ -131,13 +124,10 @@ def test_the_other_parts_of_the_schema_and_other_tools_are_enforced(llm: LLM) ->
 
 
 def test_a_tool_that_is_never_called_refuses_nothing(llm: LLM) -> None:
+    asked: dict[str, Any] = {"tools": [tool(BAD["uniqueItems"][0])], "tool_format": "hermes", "max_new_tokens": 4}
     for choice, num_said in (("auto", 1), ("none", 0)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = llm.chat(
-                ASKED, tools=[tool(BAD["uniqueItems"][0])], tool_choice=choice, max_new_tokens=4,
-                allowed_token_ids=[*range(97, 123)], tool_format="hermes",
-            )  # fmt: skip
+        with warnings.catch_warnings(action="ignore"):
+            result = llm.chat(ASKED, tool_choice=choice, allowed_token_ids=[*range(97, 123)], **asked)
         assert (result.tool_calls, len(result.warnings)) == ((), num_said)
 
 
@@ -159,11 +149,11 @@ def test_a_session_keeps_that_a_tool_is_strict(llm: LLM) -> None:
 
 def test_a_schema_that_takes_too_long_costs_a_bounded_number_of_trials(llm: LLM) -> None:
     slow = {"type": "integer", "allOf": [{"multipleOf": number} for number in (99991, 99989, 99971)]}
-    tools = [tool({"properties": {"a": slow, "b": {"type": "boolean"}}, "required": ["b"]}), *[
-        tool({"properties": {f"a{index}": slow}}, f"g{index}") for index in range(20)]]  # fmt: skip
+    tools = [tool({"properties": {"a": slow, "b": {"type": "boolean"}}, "required": ["b"]})]
+    tools += [tool({"properties": {f"a{index}": slow}}, f"g{index}") for index in range(20)]
+    asked: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "chat_template": NAMES_TOOLS}
     with pytest.warns(SchemaWarning):
-        result = llm.chat(ASKED, tools=tools, tool_choice="required", tool_format="hermes",
-                          parallel_tool_calls=False, chat_template=NAMES_TOOLS, seed=1, **SAMPLED)  # fmt: skip
+        result = llm.chat(ASKED, tools=tools, tool_format="hermes", seed=1, **asked, **SAMPLED)
     assert result.tool_calls
     assert {said.split("'")[1] for said in result.warnings} == {"f", *(f"g{index}" for index in range(20))}
     assert sum("other tools used up the time" in said for said in result.warnings) > 15
@@ -208,12 +198,8 @@ def past(arguments: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:
-    asked: dict[str, Any] = {
-        "tools": [tool({"properties": {"a": TEXT}})],
-        "tool_format": form,
-        "seed": 1,
-        "max_new_tokens": 1,
-    }
+    asked: dict[str, Any] = {"tools": [tool({"properties": {"a": TEXT}})], "tool_format": form, "seed": 1}
+    asked["max_new_tokens"] = 1
     llm._opened.requests._warned.clear()
     with pytest.warns(MessageWarning, match=r"messages\[1\].tool_calls\[0\].*INVALID_JSON"):
         result = llm.chat(past('{"a": "Pa'), **asked)
@@ -274,35 +260,28 @@ def test_random_cuts_never_forbid_more(seed: int) -> None:
 
 def test_a_batch_takes_such_tools_and_such_calls(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": [tool(BAD["uniqueItems"][0])], "tool_choice": "f", "tool_format": "hermes"}
-    asked |= {"seed": 1, **SAMPLED}
-    llm._opened.requests.warns = False
-    first, second = llm.generate_all([ASKED, past('{"a": ')], [asked, asked])
-    llm._opened.requests.warns = True
+    with warnings.catch_warnings(action="ignore"):
+        first, second = llm.generate_all([ASKED, past('{"a": ')], [asked | {"seed": 1, **SAMPLED}] * 2)
     assert (len(first.tool_calls), len(second.tool_calls)) == (1, 1)
     assert ["uniqueItems" in said for said in first.warnings] == [True]
     assert ["INVALID_JSON" in said for said in second.warnings] == [False, True]
     assert json.loads(json.dumps(second.to_json()))["warnings"] == list(second.warnings)
 
 
+NULL = {"type": "null"}
+
+
+def of_a(schema: Any) -> dict[str, Any]:
+    return {"properties": {"a": schema}}
+
+
 @pytest.mark.parametrize(
     ("schema", "pointer", "left"),
     [
         ({"not": {"pattern": "x"}}, "/not/pattern", {"additionalProperties": True}),
-        (
-            {"properties": {"a": {"oneOf": [{"pattern": "x"}, {"type": "null"}]}}},
-            "/properties/a/oneOf/0/pattern",
-            {"properties": {"a": {"anyOf": [{}, {"type": "null"}]}}},
-        ),
-        (
-            {"properties": {"a": {"properties": 3, "additionalProperties": False}}},
-            "/properties/a/properties",
-            {"properties": {"a": {}}},
-        ),
-        (
-            {"properties": {"a": {"$ref": "#/b", "unevaluatedProperties": False}}},
-            "/properties/a/$ref",
-            {"properties": {"a": {}}},
-        ),
+        (of_a({"oneOf": [{"pattern": "x"}, NULL]}), "/properties/a/oneOf/0/pattern", of_a({"anyOf": [{}, NULL]})),
+        (of_a({"properties": 3, "additionalProperties": False}), "/properties/a/properties", of_a({})),
+        (of_a({"$ref": "#/b", "unevaluatedProperties": False}), "/properties/a/$ref", of_a({})),
         (
             {"$defs": {"b": {"pattern": "x"}}, "properties": {"a": {"not": {"$ref": "#/$defs/b"}}}},
             "/$defs/b/pattern",

@@ -86,19 +86,18 @@ def test_a_schema_that_expands_too_much_is_refused_in_a_separate_process(
 def test_plain_requests_are_answered_while_schemas_are_read(served: Served, short_of_time: None) -> None:
     """The schemas would otherwise take all threads that prepare plain requests, and Python's lock."""
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": long_schema(4_500)}}
-    statuses = list[int]()
+    statuses, messages = list[int](), [{"role": "user", "content": "a"}]
+
+    def ask(route: str, key: str, **body: Any) -> int:
+        headers = {"Authorization": f"Bearer sk-{key}"}
+        return served.client.post(f"/v1/{route}", json={"max_tokens": 1} | body, headers=headers).status_code
 
     def ask_for_much() -> None:
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "response_format": schema}
-        answer = served.client.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer sk-loud"})
-        statuses.append(answer.status_code)
+        statuses.append(ask("chat/completions", "loud", messages=messages, response_format=schema))
 
     with beside([ask_for_much] * 5):
         time.sleep(0.3)
-        for _ in range(5):
-            body = {"prompt": "ab", "max_tokens": 3}
-            answer = served.client.post("/v1/completions", json=body, headers={"Authorization": "Bearer sk-quiet"})
-            assert answer.status_code == 200
+        assert [ask("completions", "quiet", prompt="ab", max_tokens=3) for _ in range(5)] == [200] * 5
         assert len(statuses) < 5, "the schemas were read before anybody asked"
     assert statuses == [400] * 5
 

@@ -2,7 +2,6 @@
 
 import random
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,7 @@ PATTERN = "(?:[ab]{2,5} bar abc ){2}x?|[xy]+"
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def compilers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Compiler]:
-    if find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed: make unit")
+    pytest.importorskip(request.param)
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_byte_tokenizer(folder, merges=[("a", "b"), ("b", "a"), ("ba", "r"), ("x", "y")])
     tokenizer = Tokenizer.from_folder(folder)
@@ -42,20 +40,17 @@ def test_to_advance_is_accept_done_forced_and_fill(compilers: list[Compiler]) ->
             rng = random.Random(seed)
             following, stepping = (compiler.compile(Grammar("regex", PATTERN)) for _ in range(2))
             while not stepping.done:
-                ids = allowed_ids(stepping, vocab_size)
-                token_id = rng.choice(ids)
+                token_id = rng.choice(allowed_ids(stepping, vocab_size))
                 assert stepping.accept([token_id]) == 1
-                line = lines[rng.randrange(2)]
+                line, asked = lines[rng.randrange(2)], rng.random() < 0.8
                 line[:] = 0x5A5A5A5A
-                before, asked = line.copy(), rng.random() < 0.8
+                expected = line.copy()
                 has_choice = following.advance(token_id, line, not asked)
                 assert has_choice == (not stepping.done and not stepping.forced())
                 assert place(following, vocab_size) == place(stepping, vocab_size)
-                expected = before.copy()
                 if asked and has_choice:
                     stepping.fill(expected)
-                if has_choice:
-                    assert (line == expected).all()
+                assert not has_choice or (line == expected).all()
                 assert following.num_accepted == stepping.num_accepted
                 seen[has_choice] += 1
     assert min(seen.values()) > 20
@@ -110,28 +105,17 @@ def test_a_library_that_fails_amid_a_multi_step_raises_at_the_next_call(
 
 def test_a_mask_that_cannot_be_filled_ends_the_advance_and_raises_when_requested() -> None:
     class Broken(Constraint):
-        num_tokens = 0
+        num_accepted, done, rollback = 0, False, None
 
         def fill(self, mask: np.ndarray) -> None:
             raise ConstraintError("too complex")
 
-        def accept(self, token_ids: list[int]) -> int:  # type: ignore[override]
-            self.num_tokens += len(token_ids)
+        def accept(self, token_ids: list[int]) -> int:
+            self.num_accepted += len(token_ids)
             return len(token_ids)
-
-        def rollback(self, num_tokens: int) -> None:
-            raise NotImplementedError
-
-        @property
-        def num_accepted(self) -> int:
-            return self.num_tokens
 
         def forced(self) -> list[int]:
             return []
-
-        @property
-        def done(self) -> bool:
-            return False
 
     constraint, mask = Broken(), np.zeros(4, np.int32)
     assert constraint.advance(1, mask, True)

@@ -35,9 +35,8 @@ def case_of(seed: int, temperature: float | None = None) -> Case:
 def check(world: World, case: Case, result: GenerationResult) -> None:
     schema = json.loads(str(case.params.json_schema))
     assert result.error is None
-    written = b"".join(
-        world.tokenizer.token_bytes[i] for i in result.token_ids if i not in world.tokenizer.eos_token_ids
-    )
+    ids = [token_id for token_id in result.token_ids if token_id not in world.tokenizer.eos_token_ids]
+    written = b"".join(world.tokenizer.token_bytes[token_id] for token_id in ids)
     if not result.grammar_complete:
         assert result.finish_reason == "length"
         constraint = constraint_of(world, case.params)

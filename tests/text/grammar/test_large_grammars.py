@@ -69,10 +69,9 @@ def test_a_pattern_of_hundreds_of_alternatives_is_followed(compiler: Compiler, t
 
 def test_the_trial_follows_a_grammar_for_some_bytes(compiler: Compiler) -> None:
     """Before a request is accepted, the trial finds grammars that can be begun but not followed."""
-    source = json.dumps(
-        {"grammars": [{"lark_grammar": 'start: "x" word\nword: ' + " | ".join(map(json.dumps, words(20_001, 7)))}]}
-    )
-    assert "items; max is 20000" in llguidance_follow(llguidance)(Source("", source))
+    options = " | ".join(map(json.dumps, words(20_001, 7)))
+    source = {"grammars": [{"lark_grammar": f'start: "x" word\nword: {options}'}]}
+    assert "items; max is 20000" in llguidance_follow(llguidance)(Source("", json.dumps(source)))
 
 
 @pytest.mark.parametrize("brackets", ["()", "[]"])
@@ -80,9 +79,7 @@ def test_groups_nest_as_deep_as_is_said_and_no_deeper(compiler: Compiler, bracke
     opening, closing = brackets
     for name in ("start: {}", "start: word\nword: {}"):
         compiler.compile(Grammar("grammar", name.format(opening * 28 + '"a"' + closing * 28)))
-        with pytest.raises(
-            InvalidRequestError, match=r"\Agrammar, line \d, column \d+: groups must be nested at most 28 deep\Z"
-        ):
+        with pytest.raises(InvalidRequestError, match=r"column \d+: groups must be nested at most 28 deep\Z"):
             compiler.compile(Grammar("grammar", name.format(opening * 29 + '"a"' + closing * 29)))
 
 

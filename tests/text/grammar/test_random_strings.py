@@ -15,11 +15,13 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from assets import asset
 from extent import usual_or_all
 from infer.errors import InvalidRequestError
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
-from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, gguf_keys, gguf_metadata, load, load_gguf, smollm2_gguf
+from test_detokenizer import streamed
+from test_tokenizer import FRAGMENTS, SCRIPTS, as_gguf, gguf_keys, gguf_metadata, load, load_gguf
 
 NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(1000, 20_000)))
 EVERY = usual_or_all(3, 1)  # every third word of a vocabulary, or every word
@@ -59,9 +61,7 @@ def random_strings(seed: int, count: int, words: list[str]) -> Iterator[str]:
 
 
 def naughty_strings() -> list[str]:
-    path = ASSETS.parent / "naughty_strings" / "blns.json"
-    if not path.is_file():
-        pytest.skip(f"{path} is absent; scripts/fetch_test_assets.py fetches it")
+    path = asset("naughty_strings/blns.json")
     others = ["\0", "a\0b", "\ufeff", "\u202e", "\ud7ff\ue000", "\U0010ffff"]
     return [*json.loads(path.read_text(encoding="utf-8")), *others]
 
@@ -78,7 +78,7 @@ def llama2_metadata() -> dict[str, Any]:
 
 
 def smollm2_definition() -> Tokenizer:
-    metadata = gguf_metadata(smollm2_gguf())
+    metadata = gguf_metadata("smollm2")
     vocabulary = {text: token_id for token_id, text in enumerate(metadata["tokenizer.ggml.tokens"])}
     backend = Backend(models.BPE(vocabulary, [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]))
     digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -152,13 +152,11 @@ def test_random_ids_stream_to_their_decoded_text(name: str) -> None:
     byte_ids = [token_id for token_id, text in enumerate(tokenizer.token_bytes) if len(text) == 1]
     for _ in range(NUM_STREAMS // 4):
         ids = [generator.choice(byte_ids) if generator.random() < 0.5 else generator.randrange(size) for _ in range(9)]
-        detokenizer = tokenizer.make_detokenizer()
-        streamed = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
         kept = b"".join(tokenizer.token_bytes[token_id] for token_id in ids if token_id not in control)
         expected = kept.decode("utf-8", "replace")
         if name == "llama2":
             expected = expected.removeprefix(" ")
-        assert streamed == tokenizer.decode(ids) == expected
+        assert streamed(tokenizer.make_detokenizer(), ids) == tokenizer.decode(ids) == expected
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gemma3"])

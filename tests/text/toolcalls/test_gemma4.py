@@ -19,17 +19,7 @@ from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from infer.text.toolcalls.answer_format import AnswerFormat
 from test_tokenizer import as_gguf, folder
-from test_tool_formats import (
-    Found,
-    allows,
-    conversation,
-    form_of,
-    ids_of,
-    make_tokenizer,
-    marked,
-    parsed,
-    parsed_anyhow,
-)
+from test_tool_formats import Found, allows, conversation, form_of, make_tokenizer, marked, parsed, parsed_anyhow
 from tiny import Tiny, make_tiny
 from tool_templates import GEMMA4_FIRST, TEMPLATES
 
@@ -195,7 +185,8 @@ def test_thinking_is_a_setting_of_the_template_and_an_effort_sets_it(tokenizer: 
     assert effort_variables("none", TEMPLATES["gemma-4"])["enable_thinking"] is False
     assert prompt(**effort_variables("high", TEMPLATES["gemma-4"])) == prompt(enable_thinking=True)
     assert not any(thinking(tokenizer, thinks=thinks).is_open for thinks in (True, False))
-    form = conversation(tokenizer).answer_format(ids_of(tokenizer, PROMPT + "<|channel>thought\n"))
+    opened = tokenizer.encode(PROMPT + "<|channel>thought\n", add_special_tokens=False)
+    form = conversation(tokenizer).answer_format(opened)
     assert form
     assert parsed(form, marked(form, tokenizer, "Hm.<channel|>Hi.")) == ("Hi.", "Hm.", ())
 

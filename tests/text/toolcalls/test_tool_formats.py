@@ -24,15 +24,9 @@ from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.tokenizer import Tokenizer
+from infer.text.toolcalls import formats
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls, written_arguments
-from infer.text.toolcalls.formats import (
-    FORMATS,
-    REASONING_FORMATS,
-    ToolCallFormat,
-    in_vocabulary,
-    literals_of,
-    marks_of,
-)
+from infer.text.toolcalls.formats import FORMATS, REASONING_FORMATS, ToolCallFormat, in_vocabulary
 from infer.text.toolcalls.parser import AnswerParser, make_parser
 from infer.text.toolcalls.tools import Kind, Tool, read_tool_choice, read_tools
 
@@ -81,8 +75,8 @@ def answer_format(
     tokenizer: Tokenizer, form: ToolCallFormat, tools: tuple[Tool, ...] = TOOLS, kind: Kind = "auto",
     reasoning: Any = None, **options: Any,
 ) -> AnswerFormat:  # fmt: skip
-    ids = tokenizer.special_ids_in([*literals_of(form), *(literals_of(reasoning) if reasoning else [])])
-    marks = marks_of(ids)
+    ids = tokenizer.special_ids_in([text for each in (form, reasoning) if each for text in formats.literals_of(each)])
+    marks = formats.marks_of(ids)
     return AnswerFormat(
         Calls(in_vocabulary(form, marks), tools, kind),
         in_vocabulary(reasoning, marks) if reasoning else None,
@@ -329,7 +323,7 @@ def test_random_walks_through_random_tools_give_valid_calls(seed: int, tokenizer
     form = FORMATS[list(FORMATS)[seed % len(FORMATS)]]
     found = answer_format(tokenizer, form, tools, "required")
     whole = walk(constraint_of(tokenizer, found), tokenizer, tokenizer.vocab_size, rng, 4_000).decode()
-    for text, mark in marks_of(tokenizer.special_ids_in(literals_of(form))).items():
+    for text, mark in formats.marks_of(tokenizer.special_ids_in(formats.literals_of(form))).items():
         whole = whole.replace(text, mark)
     content, _, calls = parsed(found, [whole])
     assert not content

@@ -49,11 +49,9 @@ def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
     assert formats.calls is FORMATS[name]
     text = rendered(TEMPLATES[name], formats)
     form = formats.calls
-    assert "Of a city." in text
     assert pattern_of(form.start + "get_weather" + form.before_arguments).search(text)
     arguments = written_arguments(form, TOOLS[0], {"city": "Paris", "days": 3})
-    assert arguments in text
-    assert "rain" in text
+    assert [part for part in ("Of a city.", arguments, "rain") if part not in text] == []
     if name != HEADED:
         assert probed(TEMPLATES[name], "hermes").calls is FORMATS["hermes"]
 
@@ -67,9 +65,7 @@ def test_parts_that_a_template_does_not_show_are_written_as_text() -> None:
     twice = shown_messages([*MESSAGES, *[MESSAGES[2], *MESSAGES[1:3]] * 2], (), formats)
     assert [message["role"] for message in twice] == ["user", *["assistant", "user"] * 3]
     assert shown[1]["content"] == '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
-    assert shown[2]["content"] == (
-        "Result of get_weather: rain\nResult of get_weather: rain\nNow answer with this, in words."
-    )
+    assert shown[2]["content"] == "Result of get_weather: rain\n" * 2 + "Now answer with this, in words."
     assert "tool_calls" not in shown[1]
     (system, *others) = shown_messages(MESSAGES, TOOLS, formats)
     assert system["role"] == "system"
@@ -78,10 +74,8 @@ def test_parts_that_a_template_does_not_show_are_written_as_text() -> None:
 
 
 def test_a_call_that_a_template_writes_in_a_way_of_its_own_wants_a_name() -> None:
-    source = (
-        "{{ tools | tojson }}{% for message in messages %}{{ message.content }}"
-        "{% for call in message.tool_calls or [] %}!{{ call.function.name }}!{% endfor %}{% endfor %}"
-    )
+    calls = "{% for call in message.tool_calls or [] %}!{{ call.function.name }}!{% endfor %}"
+    source = f"{{{{ tools | tojson }}}}{{% for message in messages %}}{{{{ message.content }}}}{calls}{{% endfor %}}"
     with pytest.raises(InvalidRequestError, match="an unknown format: set tool_format to one of hermes"):
         probed(source)
     assert probed(source, "pythonic").calls.name == "pythonic"
@@ -110,8 +104,7 @@ def test_a_template_that_writes_texts_in_single_quotes_shows_the_calls_itself() 
 
 def test_qwen3_5_s_template_writes_calls_as_qwen3_coder_s_and_refuses_a_chat_without_a_question() -> None:
     formats = probed(QWEN35)
-    assert formats.calls.name == "qwen3-coder"
-    assert shown_parts(formats) == (True, True, True)
+    assert (formats.calls.name, shown_parts(formats)) == ("qwen3-coder", (True, True, True))
     text = rendered(QWEN35, formats)
     assert "<think>\n\n</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>" in text
     assert text.endswith("rain\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n")

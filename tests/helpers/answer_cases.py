@@ -25,26 +25,17 @@ SCORED = GREEDY | {"logprobs": 2}
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_new_tokens": 16}
 FEW_LETTERS = {"allowed_token_ids": tuple(b"abc ")}
 NGRAM = FEW_LETTERS | {"temperature": 0.3, "seed": 3, "max_new_tokens": 24, "speculation": "ngram"}
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"enum": ["fox", "dog"]}, "legs": {"enum": [2, 4]}},
-    "required": ["name", "legs"],
-    "additionalProperties": False,
-}
 GRAMMAR = 'start: "fox" (" " WORD)+ "."\nWORD: /[a-c]{1,3}/'
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "count",
-        "description": "Count animals.",
-        "parameters": {
-            "type": "object",
-            "properties": {"animal": {"enum": ["fox", "dog"]}},
-            "required": ["animal"],
-            "additionalProperties": False,
-        },
-    },
-}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+SCHEMA = _object(name={"enum": ["fox", "dog"]}, legs={"enum": [2, 4]})
+COUNT = {"name": "count", "description": "Count animals.", "parameters": _object(animal={"enum": ["fox", "dog"]})}
+TOOL = {"type": "function", "function": COUNT}
 TOOLS = {"tools": (TOOL,), "max_new_tokens": 80}
 MESSAGES = ({"role": "system", "content": "Be short."}, {"role": "user", "content": "How many foxes are there?"})
 
@@ -63,17 +54,12 @@ class Case:
 
 def _on(model: str, *rows: tuple[str, Mapping[str, Any]], settings: Mapping[str, Any] | None = None) -> list[Case]:
     """Return the rows of one model, each with its name, its parameters, and perhaps `call` and `asked`."""
-    return [
-        Case(
-            f"{model}: {name}",
-            model,
-            {key: value for key, value in values.items() if key not in ("call", "asked")},
-            settings or {},
-            values.get("call", "generate"),
-            values.get("asked", TEXT),
-        )
-        for name, values in rows
-    ]
+    cases = []
+    for name, values in rows:
+        params = dict(values)
+        own = {key: params.pop(key) for key in ("call", "asked") if key in params}
+        cases.append(Case(f"{model}: {name}", model, params, settings or {}, **own))
+    return cases
 
 
 _BATCH: dict[str, Any] = {"call": "generate_all", "asked": EIGHT}

@@ -32,15 +32,10 @@ _NORMS = ("output_norm", *(f"blk.{at}.{part}_norm" for at in range(2) for part i
 def write_mixed_gguf(path: Path) -> Path:
     """Write a Llama of two layers, and return its path."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
+    sizes = {"block_count": 2, "context_length": CONTEXT, "embedding_length": HIDDEN, "feed_forward_length": HIDDEN}
+    heads = {"head_count": HEADS, "head_count_kv": KV_HEADS, "key_length": HEAD_DIM}
+    for name, value in {**sizes, **heads, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10_000.0}.items():
+        getattr(writer, f"add_{name}")(value)
     _add_tokenizer(writer, path.parent)
     for name in _NORMS:
         writer.add_tensor(f"{name}.weight", (integers(name, (HIDDEN,)) / 128 + 1).astype(np.float32))

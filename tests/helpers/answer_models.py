@@ -94,6 +94,10 @@ def _with(prefix: str, *parts: Mapping[str, Any]) -> Shapes:
     return {f"{prefix}{name}": (shape,) if isinstance(shape, int) else shape for name, shape in merged.items()}
 
 
+def _projections(rows: Mapping[str, int]) -> Shapes:
+    return {f"{which}_proj.weight": (count, HIDDEN) for which, count in rows.items()}
+
+
 def _layers(count: int, layer: Callable[[int], Shapes]) -> Shapes:
     return {name: shape for at in range(count) for name, shape in _with(f"model.layers.{at}.", layer(at)).items()}
 
@@ -106,7 +110,7 @@ def _ends(norm: str = "norm", *, has_head: bool = True) -> Shapes:
 def _attention(queries: int = Q, kv: int = KV, *, out: str = "o_proj", bias: str = "", norms: str = "") -> Shapes:
     """Return the matrices, biases of the projections whose letters are in `bias`, and norms named by `norms`."""
     rows = {"q": queries, "k": kv, "v": kv}
-    shapes: Shapes = {f"self_attn.{which}_proj.weight": (count, HIDDEN) for which, count in rows.items()}
+    shapes = _with("self_attn.", _projections(rows))
     shapes[f"self_attn.{out}.weight"] = (HIDDEN, Q)
     shapes |= {f"self_attn.{which}_proj.bias": ((rows | {"o": HIDDEN})[which],) for which in bias}
     return shapes | ({f"self_attn.{which}_{norms}.weight": (HEAD_DIM,) for which in "qk"} if norms else {})
@@ -163,7 +167,7 @@ def _gemma4() -> Folder:
     def layer(at: int) -> Shapes:
         dim = 16 if kinds[at] == _WINDOW else HEAD_DIM
         rows = {"q": HEADS * dim} | ({"k": 32} if at < 2 else {}) | ({"v": 32} if at == 0 else {})
-        shapes: Shapes = {f"self_attn.{which}_proj.weight": (count, HIDDEN) for which, count in rows.items()}
+        shapes = _with("self_attn.", _projections(rows))
         shapes |= {f"self_attn.{which}_norm.weight": (dim,) for which in rows if which != "v"}
         return shapes | {"self_attn.o_proj.weight": (HIDDEN, HEADS * dim), "layer_scalar": (1,)} | _mlp() | _SANDWICH
 
@@ -230,15 +234,11 @@ def _olmo_hybrid() -> Folder:
     own |= {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_allow_neg_eigval": True}
     own |= {"layer_types": [_LINEAR, _FULL], "rope_parameters": _rope() | {"rope_theta": None}, "head_dim": 16}
     rows = {"q": 64, "k": 64, "v": 128}
-    net: Shapes = {
-        f"{which}_proj.weight": (count, HIDDEN) for which, count in (rows | {"g": 128, "a": 4, "b": 4}).items()
-    }
+    net = _projections(rows | {"g": 128, "a": 4, "b": 4})
     net |= {f"{which}_conv1d.weight": (count, 1, 4) for which, count in rows.items()}
     net |= {"A_log": (4,), "dt_bias": (4,), "o_norm.weight": (32,), "o_proj.weight": (HIDDEN, 128)}
     linear = _with("linear_attn.", net) | _norms("attention_layer_norm", "feedforward_layer_norm")
-    full = {
-        f"self_attn.{which}_proj.weight": (count, 64) for which, count in (("q", 64), ("k", 32), ("v", 32), ("o", 64))
-    }
+    full = _with("self_attn.", _projections({"q": 64, "k": 32, "v": 32, "o": 64}))
     full |= {"self_attn.q_norm.weight": (64,), "self_attn.k_norm.weight": (32,)}
     full |= _norms("feedforward_layer_norm", "post_feedforward_layernorm")
     config = _config("olmo_hybrid", 2, attention_bias=False, tie_word_embeddings=False, **own)
@@ -251,10 +251,7 @@ def _lfm2() -> Folder:
     own |= {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True, "head_dim": 16}
     conv: Shapes = {"conv.conv.weight": (HIDDEN, 1, 3), "conv.in_proj.weight": (3 * HIDDEN, HIDDEN)}
     conv["conv.out_proj.weight"] = (HIDDEN, HIDDEN)
-    full: Shapes = {
-        f"self_attn.{which}_proj.weight": (rows, HIDDEN) for which, rows in (("q", 64), ("k", 32), ("v", 32))
-    }
-    full |= {"self_attn.out_proj.weight": (HIDDEN, 64)}
+    full = _with("self_attn.", _projections({"q": 64, "k": 32, "v": 32, "out": 64}))
     full |= {f"self_attn.{which}_layernorm.weight": (16,) for which in "qk"}
     others = _mlp("feed_forward.", names=("w1", "w3", "w2")) | _norms("ffn_norm", "operator_norm")
     tensors = _ends("embedding_norm", has_head=False) | _layers(3, lambda at: (full if at == 1 else conv) | others)
@@ -270,10 +267,8 @@ def _qwen3(*, has_head: bool = True, files: Mapping[str, Any] | None = None, **s
 def _embedder() -> Folder:
     """Return an embedding model in the form of sentence-transformers."""
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [
-        {"idx": at, "name": str(at), "type": f"sentence_transformers.models.{kind}", "path": path}
-        for at, (kind, path) in enumerate(kinds.items())
-    ]
+    named = {f"sentence_transformers.models.{kind}": path for kind, path in kinds.items()}
+    modules = [{"idx": i, "name": str(i), "type": kind, "path": at} for i, (kind, at) in enumerate(named.items())]
     pooling = {"word_embedding_dimension": HIDDEN, "pooling_mode_lasttoken": True}
     return _qwen3(has_head=False, files={"modules.json": modules, "1_Pooling/config.json": pooling})
 

@@ -7,7 +7,7 @@ prompt and the answer, and of log-probabilities, vectors or scores if the reques
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,11 @@ def write_model(name: str, folder: Path) -> Path:
     if name == "gguf":
         from answer_gguf import write_mixed_gguf  # here, because emulated CPUs have no `gguf` package
 
-        return path / "model.gguf" if path.exists() else write_mixed_gguf(_made(path) / "model.gguf")
+        if not path.exists():
+            path.mkdir()
+            write_mixed_gguf(path / "model.gguf")
+        return path / "model.gguf"
     return path if path.exists() else MODELS[name]().write(path)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 class Answers:
@@ -95,31 +93,24 @@ class Answers:
 @contextmanager
 def answers_in(folder: Path) -> Iterator[Answers]:
     """Yield an object that answers cases, with models in `folder`. Close its model at the end."""
-    answers = Answers(folder)
-    try:
+    with closing(Answers(folder)) as answers:
         yield answers
-    finally:
-        answers.close()
 
 
 def answer(llm: LLM, case: Case) -> Row:
     """Return the row of a case that the model answers."""
-    params = dict(case.params)
+    params, encode = dict(case.params), llm.tokenizer.encode
     if case.call == "generate":
-        return _row(llm, [(_ids(llm, case.asked), llm.generate(case.asked, **params))])
+        return _row(llm, [(encode(case.asked), llm.generate(case.asked, **params))])
     if case.call == "generate_all":
         results = llm.generate_all(case.asked, **params)
-        return _row(llm, list(zip((_ids(llm, text) for text in case.asked), results, strict=True)))
+        return _row(llm, list(zip(map(encode, case.asked), results, strict=True)))
     if case.call == "chat":
         tools = {"tools": params["tools"]} if "tools" in params else {}
         return _row(llm, [(llm.tokenizer.encode_chat(case.asked, **tools), llm.chat(case.asked, **params))])
     if case.call == "session":
         return _session(llm, case.asked, params)
     return {"bits": digest(_numbers(llm, case, params))}
-
-
-def _ids(llm: LLM, text: str) -> list[int]:
-    return llm.tokenizer.encode(text)
 
 
 def _session(llm: LLM, messages: Sequence[str], params: dict[str, Any]) -> Row:
@@ -140,11 +131,9 @@ def _row(llm: LLM, answered: Sequence[tuple[list[int], GenerationResult]]) -> Ro
 def _answered(results: Sequence[GenerationResult]) -> Row:
     row: Row = {"ids": [result.token_ids for result in results]}
     row["ends"] = [f"{result.finish_reason} {result.stop_reason}" for result in results]
-    scored = [entry for result in results for entry in result.logprobs or ()]
-    if scored:
-        row["logprobs"] = digest(
-            [number for each in scored for number in (each.rank, each.logprob, *sum(each.top, ()))]
-        )
+    if scored := [entry for result in results for entry in result.logprobs or ()]:
+        numbers = ((each.rank, each.logprob, *sum(each.top, ())) for each in scored)
+        row["logprobs"] = digest([number for each in numbers for number in each])
     return row
 
 

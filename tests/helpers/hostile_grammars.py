@@ -30,7 +30,9 @@ def _doubling(keyword: str, depth: int) -> dict[str, Any]:
     """Return definitions that each use the one before twice, so that the text has 2 ** depth parts."""
     definitions: dict[str, Any] = {"d0": {"type": "integer"}}
     for i in range(depth):
-        definitions[f"d{i + 1}"] = {keyword: [{"$ref": f"#/$defs/d{i}"}, {"$ref": f"#/$defs/d{i}"}]}
+        twice = [{"$ref": f"#/$defs/d{i}"}, {"$ref": f"#/$defs/d{i}"}]
+        both = {"type": "object", "properties": dict(zip("lr", twice, strict=True)), "required": ["l", "r"]}
+        definitions[f"d{i + 1}"] = {keyword: twice} if keyword else both
     return {"$defs": definitions, "$ref": f"#/$defs/d{depth}"}
 
 
@@ -54,7 +56,7 @@ def _stored() -> Iterator[Hostile]:
 
 def schemas() -> Iterator[Hostile]:
     yield from (("json_schema", name, text) for name, text in _schema_texts().items())
-    for name, schema in {**_doubled(), **_explosive()}.items():
+    for name, schema in _explosive().items():
         yield "json_schema", name, json.dumps(schema)
 
 
@@ -70,30 +72,12 @@ def _schema_texts() -> dict[str, str]:
     }
 
 
-def _doubled() -> dict[str, Any]:
+def _explosive() -> dict[str, Any]:
     return {
         "allOf doubled 30 times": _doubling("allOf", 30),
         "anyOf doubled 30 times": _doubling("anyOf", 30),
         "oneOf doubled 12 times": _doubling("oneOf", 12),
-        "objects doubled 30 times": {
-            "$defs": {
-                "d0": {"type": "integer"},
-                **{
-                    f"d{i + 1}": {
-                        "type": "object",
-                        "properties": {"l": {"$ref": f"#/$defs/d{i}"}, "r": {"$ref": f"#/$defs/d{i}"}},
-                        "required": ["l", "r"],
-                    }
-                    for i in range(30)
-                },
-            },
-            "$ref": "#/$defs/d30",
-        },
-    }
-
-
-def _explosive() -> dict[str, Any]:
-    return {
+        "objects doubled 30 times": _doubling("", 30),
         "an enum of 10,001": {"enum": list(range(10_001))},
         "an enum of 5,000 texts": {"enum": [f"v{i}" for i in range(5000)]},
         "an enum of one long text": {"enum": ["x" * 60_000]},
@@ -127,15 +111,17 @@ def patterns() -> Iterator[Hostile]:
 
 
 def grammars() -> Iterator[Hostile]:
+    def doubled(rule: str) -> str:
+        rules = (f"{rule}{i}: {rule}{i + 1} {rule}{i + 1}\n" for i in range(40))
+        return f'start: {rule}0\n{"".join(rules)}{rule}40: "a"'
+
     texts = {
         "30,000 parentheses": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000,
         "65 parentheses": "start: " + "(" * 65 + '"a"' + ")" * 65,
         "100,000 characters": 'start: "' + "a" * 100_000 + '"',
         "5,000 rules": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"',
-        "doubled 40 times": "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(40)) + '\nr40: "a"',
-        "terminals doubled 40 times": "start: T0\n"
-        + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(40))
-        + '\nT40: "a"',
+        "doubled 40 times": doubled("r"),
+        "terminals doubled 40 times": doubled("T"),
         "a huge pattern": "start: /" + "(a|b)" * 1000 + "/",
         "a pattern of parentheses": "start: /" + "(" * 20_000 + ")" * 20_000 + "/",
         "a deep %json": "start: %json " + "[" * 5000 + "]" * 5000,

@@ -44,9 +44,8 @@ def test_a_sentence_of_a_page_has_thirty_words_at_most(page: str, lines: list[in
 
 def test_a_file_may_get_better_but_not_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed, file = tmp_path / "english.json", tmp_path / "a.py"
-    monkeypatch.setattr(check_english, "ROOT", tmp_path)
-    monkeypatch.setattr(check_english, "ALLOWED", allowed)
-    monkeypatch.setattr(check_english, "files", lambda: [file])
+    for name, value in {"ROOT": tmp_path, "ALLOWED": allowed, "files": lambda: [file]}.items():
+        monkeypatch.setattr(check_english, name, value)
     monkeypatch.setattr(sys, "argv", ["check_english.py"])
     file.write_text(BAD)
     allowed.write_text("{}")

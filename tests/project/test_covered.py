@@ -14,26 +14,18 @@ from functools import cache
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import infer
+import test_house
 from infer.compute.backends.cpu.host import kernel_cache
 from infer.engine.prefixes import prefix_fingerprint
 from infer.engine.runner.runner import Runner
 from path_cases import World
 from shapes import SOURCE, checked_modules
-from test_house import (
-    ROOT,
-    files_named_once,
-    module_name,
-    modules_that_know_kernels,
-    project_files,
-    python_files_of_tests,
-    syntax_trees,
-)
+from test_house import ROOT, module_name, project_files, syntax_trees
 
 NUM_MODULES = 719
 NUM_CHECKED = 572
@@ -48,14 +40,8 @@ NUM_NAMES_IN_STRINGS = 75  # without the logger `infer.server`, which is no modu
 
 # Modules that the runner uses, but that compute no keys and values.
 COMPUTE_NO_VALUES = (
-    "infer.errors",
-    "infer.outputs",
-    "infer.parameters",
-    "infer.request_limits",
-    "infer.compute.sampling",
-    "infer.sampling_params",
-    "infer.system",
-    "infer.text",
+    *("infer.errors", "infer.outputs", "infer.parameters", "infer.request_limits", "infer.compute.sampling"),
+    *("infer.sampling_params", "infer.system", "infer.text"),
 )
 # Names of loggers, of fields in logs, and of metadata in files: no modules, although they begin like one.
 NO_MODULES = (
@@ -139,15 +125,13 @@ def test_prefixes_name_the_code_of_all_that_the_runner_uses() -> None:
     assert [module for module in used if is_in(module, *prefix_fingerprint.WITHOUT_VALUES)] == []
 
 
-@pytest.mark.parametrize("package", ["infer.no_such_package", "infer_without_sources"])
-def test_a_missing_package_of_prefixes_is_an_error(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_of_prefixes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "infer_without_sources").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(prefix_fingerprint, "PACKAGES", (*prefix_fingerprint.PACKAGES, package))
-    with pytest.raises(ModuleNotFoundError, match=f"{package} has no sources"):
-        prefix_fingerprint.sources()
+    for package in ("infer.no_such_package", "infer_without_sources"):
+        monkeypatch.setattr(prefix_fingerprint, "PACKAGES", ("infer.system", package))
+        with pytest.raises(ModuleNotFoundError, match=f"{package} has no sources"):
+            prefix_fingerprint.sources()
 
 
 @pytest.mark.parametrize("name", ["inner/kernel.py", "kernel.cl"])
@@ -174,20 +158,15 @@ def test_prefixes_of_other_libraries_have_another_name(monkeypatch: pytest.Monke
     assert len(set(found)) == 6
 
 
-def test_prefixes_of_other_machines_and_layouts_have_another_name(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefixes_of_other_machines_and_layouts_have_other_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of another instruction set may have other bits, and pages of another size have other tokens."""
     runner = Runner(world.model, 256, num_slots=1, pool_pages=4, settings=world.settings)
     found = [prefix_fingerprint.prefix_fingerprint({}, runner)]
-    others: list[tuple[Any, str, Any]] = [
-        (type(runner.model.backend), "instruction_set", "another"),
-        (torch.backends.cpu, "get_cpu_capability", "another"),
-        (type(runner.cache.memory), "page_bytes", 1),
-    ]
-    for target, name, value in others:
+    backend, memory = type(runner.model.backend), type(runner.cache.memory)
+    others = ((backend, "instruction_set"), (torch.backends.cpu, "get_cpu_capability"), (memory, "page_bytes"))
+    for target, name in others:
         with monkeypatch.context() as patch:
-            patch.setattr(target, name, lambda *given, own=value: own)
+            patch.setattr(target, name, lambda *given: 1)
             found.append(prefix_fingerprint.prefix_fingerprint({}, runner))
     assert len(set(found)) == 4
 
@@ -203,21 +182,11 @@ def test_compiled_kernels_name_all_of_their_sources(monkeypatch: pytest.MonkeyPa
 
 
 def test_compiled_kernels_name_the_constants_of_other_packages() -> None:
-    found = set()
-    for module in trees():
-        if is_in(module, KERNELS):
-            for other, names in imports(module):
-                if (
-                    other != "infer"
-                    and not is_in(other, KERNELS)
-                    and any(name.isupper() or name == "*" for name in names)
-                ):
-                    found.add(other)
-    assert found >= {
-        "infer.compute.sampling.constants",
-        "infer.compute.quantization.ggml_grids",
-        "infer.compute.operands.limits",
-    }
+    used = (each for module in trees() if is_in(module, KERNELS) for each in imports(module))
+    others = ((other, names) for other, names in used if other != "infer" and not is_in(other, KERNELS))
+    found = {other for other, names in others if any(name.isupper() or name == "*" for name in names)}
+    known = ("sampling.constants", "quantization.ggml_grids", "operands.limits")
+    assert found >= {f"infer.compute.{name}" for name in known}
     assert sorted(found - {*kernel_cache.CONSTANTS, *NOT_IN_KERNELS}) == []
 
 
@@ -262,9 +231,9 @@ def test_shapes_are_checked_in_as_many_modules() -> None:
 
 def test_rules_of_the_house_see_as_many_files() -> None:
     assert len(project_files()) >= NUM_PROJECT_FILES
-    assert len(python_files_of_tests()) >= NUM_TEST_FILES
-    assert len(files_named_once()) >= NUM_NAMED_ONCE
-    assert len(modules_that_know_kernels()) >= NUM_THAT_KNOW_KERNELS
+    assert len(test_house.python_files_of_tests()) >= NUM_TEST_FILES
+    assert len(test_house.files_named_once()) >= NUM_NAMED_ONCE
+    assert len(test_house.modules_that_know_kernels()) >= NUM_THAT_KNOW_KERNELS
 
 
 def test_settings_of_the_project_name_existing_modules_and_files() -> None:

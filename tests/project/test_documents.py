@@ -5,12 +5,14 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 import pytest
 import yaml
 
 import infer
+import site_hooks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,32 +52,23 @@ def test_the_site_has_each_page_once_and_loads_nothing_from_other_hosts() -> Non
     assert "://" not in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
-def test_the_site_leads_links_out_of_the_documents_to_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import site_hooks
+def page_at(uri: str) -> Any:
+    return SimpleNamespace(file=SimpleNamespace(src_uri=uri))
 
-    class Page:
-        class file:  # noqa: N801
-            src_uri = "dev/log.md"
 
+def test_the_site_leads_links_out_of_the_documents_to_copies() -> None:
     text = "[a](../../README.md) [b](../python.md) [c](../../benchmarks) ![d](../page.png)"
-    led = site_hooks.on_page_markdown(text, Page)
+    led = site_hooks.on_page_markdown(text, page_at("dev/log.md"))
     assert led == "[a](../repository/README.md) [b](../python.md) c ![d](../page.png)"
 
 
 def test_a_diagram_becomes_a_part_of_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import site_hooks
-
-    class Page:
-        class file:  # noqa: N801
-            src_uri = "dev/design.md"
-
     (tmp_path / "dev").mkdir()
     (tmp_path / "diagrams").mkdir()
     (tmp_path / "diagrams" / "a.svg").write_text("<svg>one</svg>\n")
     monkeypatch.setattr(site_hooks, "DOCS", tmp_path)
-    drawn = site_hooks.on_page_markdown("before\n\n![Layers](../diagrams/a.svg)\n\n![b](../page.png)", Page)
+    text = "before\n\n![Layers](../diagrams/a.svg)\n\n![b](../page.png)"
+    drawn = site_hooks.on_page_markdown(text, page_at("dev/design.md"))
     assert '<figure role="img" aria-label="Layers" style="width: 100%">\n<svg>one</svg>\n</figure>' in drawn
     assert "![b](../page.png)" in drawn
 

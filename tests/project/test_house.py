@@ -119,12 +119,10 @@ def test_no_hasattr_global_or_type_checking() -> None:
 def test_functions_import_only_heavy_dependencies() -> None:
     found = []
     for name, tree in syntax_trees().items():
+        is_front = name.startswith(LAZY_FRONT) and not name.startswith("cli/bench/")
         for function in ast.walk(tree):
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            for node in ast.walk(function):
-                for module in imported_modules(node):
-                    is_front = name.startswith(LAZY_FRONT) and not name.startswith("cli/bench/")
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for module in (each for node in ast.walk(function) for each in imported_modules(node)):
                     is_lazy_front = is_front and module.startswith("infer.")
                     if module.split(".")[0] not in LAZY_DEPENDENCIES and not is_lazy_front:
                         found.append(f"{name}:{function.name} imports {module}")
@@ -162,18 +160,12 @@ def test_kernel_modules_export_every_op() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ".kernels" in ast.unparse(node.func)
     } & {name for name in vars(ops) if not name.startswith("_")}
     assert "attend" in called
-    for module in (
-        reference,
-        ops.backend_of(torch.device("cpu")).kernels,
-        importlib.import_module("infer.compute.backends.cuda"),
-    ):
-        refused = (
-            {"add_experts", "gate_inputs", "gated_delta_net", "per_layer_inputs", "short_conv"}
-            | {"add_text_inputs", "append_keys", "norm_activate", "project_add_norm"}
-            if module.__name__ == "infer.compute.backends.cuda"
-            else set()
-        )  # by its `check_layers`
-        assert sorted(called - set(vars(module)) - refused) == [], module.__name__
+    cuda = importlib.import_module("infer.compute.backends.cuda")
+    refused = {"add_experts", "gate_inputs", "gated_delta_net", "per_layer_inputs", "short_conv"}
+    refused |= {"add_text_inputs", "append_keys", "norm_activate", "project_add_norm"}  # by its `check_layers`
+    for module in (reference, ops.backend_of(torch.device("cpu")).kernels, cuda):
+        missing = called - set(vars(module)) - (refused if module is cuda else set())
+        assert sorted(missing) == [], module.__name__
 
 
 def test_no_test_asserts_a_time() -> None:
@@ -204,10 +196,8 @@ def test_files_name_no_registry_and_no_path_of_this_machine() -> None:
 
 def project_files() -> list[Path]:
     folders = ("src", "tests", "benchmarks", "examples", "scripts", "docs", ".ci")
-    below = [
-        p for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts
-    ]
-    return sorted(below + [p for p in ROOT.iterdir() if p.is_file()])
+    paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    return sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts)
 
 
 def test_the_stub_for_type_checkers_lists_every_public_name() -> None:

@@ -4,41 +4,23 @@ import pytest
 
 from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 
-PROJECTIONS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+PROJECTIONS = {"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+PROJECTIONS |= {f"attn_{which}": f"self_attn.{which}_proj" for which in "qkv"}
+PROJECTIONS |= {f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")}
+TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+TOP |= {"output.weight": "lm_head.weight"}
 LAYER = "model.layers.7."
 LLAMA_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-GEMMA_NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "post_mlp_norm",
-}
-GGUF_NORMS = {
-    "attn_norm": "attention_norm",
-    "post_attention_norm": "post_attention_norm",
-    "ffn_norm": "mlp_norm",
-    "post_ffw_norm": "post_mlp_norm",
-}
+GEMMA_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "post_attention_norm"}
+GEMMA_NORMS |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "post_mlp_norm"}
+GGUF_NORMS = {"attn_norm": "attention_norm", "post_attention_norm": "post_attention_norm"}
+GGUF_NORMS |= {"ffn_norm": "mlp_norm", "post_ffw_norm": "post_mlp_norm"}
 
 
 def test_ggufs_names_become_ours() -> None:
-    expected = TOP | {f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in PROJECTIONS.items()}
-    expected |= {f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in GGUF_NORMS.items()}
+    expected = TOP | {
+        f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in (PROJECTIONS | GGUF_NORMS).items()
+    }
     expected["blk.7.attn_q.bias"] = f"{LAYER}self_attn.q_proj.bias"
     assert names_from_gguf(expected) == expected
 
@@ -52,16 +34,14 @@ def test_the_norm_after_attention_differs_from_the_norm_before_the_mlp(norms: di
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
 def test_the_text_part_of_a_multimodal_model_has_the_same_names(prefix: str) -> None:
     ours = [*PROJECTIONS.values(), *GEMMA_NORMS]
-    stored = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
-    stored += [f"{prefix}layers.7.{name}.weight" for name in ours]
-    expected = ["model.embed_tokens.weight", "model.norm.weight"]
-    expected += [f"{LAYER}{GEMMA_NORMS.get(name, name)}.weight" for name in ours]
-    assert list(names_from_hugging_face(stored).values()) == expected
+    expected = {f"{prefix}{name}.weight": f"model.{name}.weight" for name in ("embed_tokens", "norm")}
+    expected |= {f"{prefix}layers.7.{name}.weight": f"{LAYER}{GEMMA_NORMS.get(name, name)}.weight" for name in ours}
+    assert names_from_hugging_face(expected) == expected
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "language_model.lm_head.weight"])
-def test_the_head_has_one_name(name: str) -> None:
-    assert names_from_hugging_face([name]) == {name: "lm_head.weight"}
+def test_the_head_has_one_name() -> None:
+    for name in ("lm_head.weight", "language_model.lm_head.weight"):
+        assert names_from_hugging_face([name]) == {name: "lm_head.weight"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,10 @@ ROWS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "surface.json").rea
 MEMBER = re.compile(r"(\w+)\.(\w+)")
 WITHOUT_RESULT = ("→ None", "async → None")
 ANY = re.compile(r"(?:, |→ )Any(?!\])")  # a whole type, not an item of one
+SPECIALS = {
+    ast.With: ("__enter__", "__exit__"), ast.AsyncWith: ("__aenter__", "__aexit__"), ast.Call: ("__call__",),
+    ast.For: ("__iter__", "__next__"), ast.AsyncFor: ("__anext__",),
+}  # fmt: skip
 TYPED = ("field", "property")  # the file of the surface has the types of these
 
 
@@ -42,19 +46,15 @@ def is_assertion(node: ast.AST) -> bool:
 
 def members_in(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield the variables or classes in a part of a function, each with a member that the part uses."""
-    specials: tuple[str, ...] = ()
     match node:
-        case ast.With(items=[ast.withitem(context_expr=ast.Name(id=name))]):
-            specials = ("__enter__", "__exit__")
-        case ast.AsyncWith(items=[ast.withitem(context_expr=ast.Name(id=name))]):
-            specials = ("__aenter__", "__aexit__")
-        case ast.For(iter=ast.Name(id=name)):
-            specials = ("__iter__", "__next__")
-        case ast.AsyncFor(iter=ast.Name(id=name)):
-            specials = ("__anext__",)
-        case ast.Call(func=ast.Name(id=name)):
-            specials = ("__call__",)
-    yield from ((name, special) for special in specials)
+        case (
+            ast.With(items=[ast.withitem(context_expr=ast.Name(id=name))])
+            | ast.AsyncWith(items=[ast.withitem(context_expr=ast.Name(id=name))])
+            | ast.For(iter=ast.Name(id=name))
+            | ast.AsyncFor(iter=ast.Name(id=name))
+            | ast.Call(func=ast.Name(id=name))
+        ):
+            yield from ((name, special) for special in SPECIALS[type(node)])
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
             yield each.value.id, each.attr
@@ -73,13 +73,8 @@ def tree() -> ast.Module:
 
 
 def test_every_exported_name_is_used(tree: ast.Module) -> None:
-    imported = {
-        alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == infer.__name__
-        for alias in node.names
-    }
-    assert imported == {*infer.__all__, "__version__"}
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == infer.__name__]
+    assert {alias.name for node in nodes for alias in node.names} == {*infer.__all__, "__version__"}
 
 
 def test_every_public_member_is_used(tree: ast.Module) -> None:
@@ -95,8 +90,7 @@ def test_every_result_has_its_type_asserted(tree: ast.Module) -> None:
 
 
 def test_no_assertion_and_no_field_allows_any_type(tree: ast.Module) -> None:
-    allowed = [node for node in ast.walk(tree) if is_assertion(node) and ast.unparse(node).endswith(", Any)")]
-    assert allowed == []
+    assert [node for node in ast.walk(tree) if is_assertion(node) and ast.unparse(node).endswith(", Any)")] == []
     fields = {name: row for name, row in ROWS.items() if MEMBER.fullmatch(name) and row.startswith(TYPED)}
     assert len(fields) > 120
     assert [name for name, row in fields.items() if ANY.search(row)] == ["RequestOptions.tool_choice"]
@@ -109,9 +103,8 @@ def test_mypy_reads_the_file() -> None:
 
 
 def test_a_member_counts_only_for_the_class_of_its_variable() -> None:
-    tree = ast.parse(
-        "def f(llm: LLM, x: Session):\n  assert_type(llm.chat(x.token_ids), int)\n  with x:\n    llm.trim()"
-    )
+    text = "def f(llm: LLM, x: Session):\n  assert_type(llm.chat(x.token_ids), int)\n  with x:\n    llm.trim()"
+    tree = ast.parse(text)
     asserted = {"LLM.chat", "Session.token_ids", "assert_type.__call__"}
     assert used_members(tree) == {*asserted, "Session.__enter__", "Session.__exit__", "LLM.trim"}
     assert used_members(tree, only_asserted=True) == asserted

@@ -17,24 +17,10 @@ from random_weights import write_gguf
 
 pytestmark = pytest.mark.slow
 
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 12,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "max_position_embeddings": 512,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": False,
-}
+CONFIG = {"model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}
+CONFIG |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "num_hidden_layers": 12, "rms_norm_eps": 1e-6}
+CONFIG |= {"rope_theta": 1e6, "max_position_embeddings": 512, "vocab_size": 151_936, "tie_word_embeddings": False}
 
 
 def write_and_rebuild(folder: Path, type_: str = "Q4_K") -> Qwen3MoeForCausalLM:
@@ -49,13 +35,11 @@ def write_and_rebuild(folder: Path, type_: str = "Q4_K") -> Qwen3MoeForCausalLM:
     with torch.no_grad():
         for name, parameter in oracle.eval().named_parameters():
             block = name.replace("model.layers.", "blk.")[:5]
-            if name.endswith("gate_up_proj"):
-                parts = [found.pop(f"{block}.ffn_{which}_exps.weight") for which in ("gate", "up")]
-                parameter.copy_(torch.cat(parts, 1))
-            elif name.endswith("experts.down_proj"):
-                parameter.copy_(found.pop(f"{block}.ffn_down_exps.weight"))
-            else:
-                parameter.copy_(found.pop(names.get_name(name, try_suffixes=(".weight",)) or name))
+            stored = [names.get_name(name, try_suffixes=(".weight",)) or name]
+            if "experts." in name:
+                parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+                stored = [f"{block}.ffn_{which}_exps.weight" for which in parts]
+            parameter.copy_(torch.cat([found.pop(each) for each in stored], 1 if len(stored) > 1 else 0))
     assert not found
     return oracle
 

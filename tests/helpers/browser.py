@@ -56,9 +56,7 @@ class Browser:
         self._process = subprocess.Popen(
             ["bash", "-c", command, "bash", path, *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
             pass_fds=(for_child, from_child),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL),
         )
         os.close(for_child)
         os.close(from_child)
@@ -127,11 +125,15 @@ class Page:
         self._browser.send("Target.closeTarget", targetId=self._target)
 
     def resize(self, width: int, height: int, *, is_dark: bool = False) -> None:
-        self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.send("Emulation.setDeviceMetricsOverride", **sizes)
         feature = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[feature])
+
+    def connect(self, *, is_on: bool) -> None:
+        """Cut or mend all connections of the page, also those that are in use."""
+        usual = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        self.send("Network.emulateNetworkConditions", offline=not is_on, **usual)
 
     def open(self, url: str) -> None:
         self.send("Page.navigate", url="about:blank")
@@ -154,6 +156,9 @@ class Page:
                 return value
             time.sleep(0.02)
         raise PageError(f"it never became true: {script}; the page has: {self.run('document.body.innerText')[:1500]}")
+
+    def text(self, selector: str) -> str:
+        return str(self.run(f"document.querySelector({json.dumps(selector)}).textContent"))
 
     def texts(self, selector: str) -> list[str]:
         return list(self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.textContent)"))
@@ -186,9 +191,8 @@ class Page:
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def click(self, selector: str) -> None:
-        x, y = self.place(selector)
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        self.click_at(x, y)
+        self.hover(selector)
+        self.click_at(*self.place(selector))
 
     def click_at(self, x: float, y: float) -> None:
         for kind in ("mousePressed", "mouseReleased"):
@@ -216,25 +220,21 @@ class Page:
     @property
     def faults(self) -> list[str]:
         """Exceptions and logged errors, except for errors of the network."""
+        entries = self._told("Log.entryAdded", "entry")
+        logged = [each for each in entries if each["level"] == "error" and each["source"] != "network"]
+        return [json.dumps(each)[:600] for each in self._told("Runtime.exceptionThrown", "exceptionDetails") + logged]
+
+    def _told(self, method: str, part: str) -> list[dict[str, Any]]:
+        """Return this part of each event of a kind."""
         own = [each for each in self._browser.events if each.get("sessionId") == self._session]
-        thrown = [each["params"]["exceptionDetails"] for each in own if each["method"] == "Runtime.exceptionThrown"]
-        logged = [each["params"]["entry"] for each in own if each["method"] == "Log.entryAdded"]
-        return [
-            json.dumps(each)[:600]
-            for each in (
-                *thrown,
-                *(each for each in logged if each["level"] == "error" and each["source"] != "network"),
-            )
-        ]
+        return [each["params"][part] for each in own if each["method"] == method]
 
     @property
     def requests(self) -> list[str]:
-        own = [each for each in self._browser.events if each.get("sessionId") == self._session]
-        return [each["params"]["request"]["url"] for each in own if each["method"] == "Network.requestWillBeSent"]
+        return [each["url"] for each in self._told("Network.requestWillBeSent", "request")]
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
         """The JSON bodies of the requests to generate text, in their order."""
-        own = [each for each in self._browser.events if each.get("sessionId") == self._session]
-        asked = [each["params"]["request"] for each in own if each["method"] == "Network.requestWillBeSent"]
+        asked = self._told("Network.requestWillBeSent", "request")
         return [json.loads(each["postData"]) for each in asked if each["url"].endswith("completions")]

@@ -1,7 +1,7 @@
 """Real weights and files: where they are, or a skip that says how to get them."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,16 +27,12 @@ if find_spec("ray") is None:  # 660 MB, which `make ray` installs
     collect_ignore.append("test_ray.py")
 
 
-def installed_model(name: str) -> Path:
-    try:
-        return resolve(name)
-    except InvalidRequestError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    return installed_model("smollm2")
+    try:
+        return resolve("smollm2")
+    except InvalidRequestError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -72,40 +68,8 @@ def idle_afterwards(served: "Served") -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def gemma3_path() -> Path:
-    return installed_model("gemma3-270m")
-
-
-@pytest.fixture(scope="session")
-def published_model() -> Callable[[str], Path]:
-    """Return a function that takes a name of `MODELS` in fetch_published_models.py, and returns the model's path."""
-    return lambda name: asset(f"models/{name}")
-
-
-@pytest.fixture(scope="session")
 def tokenizers_folder() -> Path:
     return asset("tokenizers")
-
-
-@pytest.fixture(scope="session")
-def llama3_tokenizer_folder() -> Path:
-    return asset("tokenizers/llama3_1")
-
-
-@pytest.fixture(scope="session")
-def axe_path() -> Path:
-    """Return the path of axe, a script that finds faults of a page for people with disabilities."""
-    return asset("axe/axe.min.js")
-
-
-@pytest.fixture(scope="session")
-def qwen3_tokenizer_folder() -> Path:
-    return asset("tokenizers/qwen3")
-
-
-@pytest.fixture(scope="session")
-def gemma3_tokenizer_folder() -> Path:
-    return asset("tokenizers/gemma3")
 
 
 @pytest.fixture(scope="session")
@@ -113,18 +77,6 @@ def node() -> str:
     if (path := shutil.which("node")) is None:
         pytest.skip("node is not installed")
     return path
-
-
-@pytest.fixture(scope="session")
-def openai_package() -> Path:
-    """Return the folder of npm's package `openai`."""
-    return asset("clients/openai")
-
-
-@pytest.fixture(scope="session")
-def ai_sdk() -> Path:
-    """Return a folder with npm's `ai` and its dependencies."""
-    return asset("clients/ai")
 
 
 @pytest.fixture(scope="session")

@@ -3,30 +3,19 @@
 from typing import Any
 
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+import transformers
 
 from infer.files import Checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.weight_loader import dense
 
-_GEMMA_NORMS = {
-    "attention_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "post_mlp_norm": "post_feedforward_layernorm",
-}
+_GEMMA_NORMS = {"attention_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+_GEMMA_NORMS |= {"mlp_norm": "pre_feedforward_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
 _LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _KINDS: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
-    "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig),
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
+    "gemma3_text": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig),
 }
 
 

@@ -99,8 +99,7 @@ def served(llm: LLM, gateway: Gateway) -> Iterator[Served]:
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """Return the output of the agent. It has an empty home folder, and no person to ask."""
     kept = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
-    home = folder / "home"
-    work = folder / "work"
+    home, work = folder / "home", folder / "work"
     for each in (home, work):
         each.mkdir(exist_ok=True)
     environment |= kept | {"HOME": str(home)}

@@ -28,13 +28,8 @@ PROMISES = {
 
 
 def run(name: str, *arguments: object) -> str:
-    done = subprocess.run(
-        script_command(EXAMPLES / name, *arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+    command, settings = script_command(EXAMPLES / name, *arguments), {"stdin": subprocess.DEVNULL, "text": True}
+    done = subprocess.run(command, capture_output=True, check=False, **settings)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from assets import asset
 from served import Served
 
 pytestmark = pytest.mark.slow
@@ -14,10 +15,8 @@ SCRIPT = Path(__file__).parent / "openai_client.mjs"
 
 
 @pytest.mark.usefixtures("idle_afterwards")
-def test_npm_s_client_gets_the_library_s_answers(
-    served: Served, expected: str, node: str, openai_package: Path
-) -> None:
-    command = [node, str(SCRIPT), str(openai_package), f"{served.url}/v1"]
+def test_npm_s_client_gets_the_library_s_answers(served: Served, expected: str, node: str) -> None:
+    command = [node, str(SCRIPT), str(asset("clients/openai")), f"{served.url}/v1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

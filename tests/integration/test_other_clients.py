@@ -33,14 +33,8 @@ class City(BaseModel):
     name: Literal["Paris", "Rome"]
 
 
-FORMAT = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "City",
-        "strict": True,
-        "schema": {**City.model_json_schema(), "additionalProperties": False},
-    },
-}
+SCHEMA = {**City.model_json_schema(), "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "City", "strict": True, "schema": SCHEMA}}
 
 
 # litellm
@@ -70,9 +64,8 @@ def test_litellm_gets_a_schema_and_an_error(lite: dict[str, Any]) -> None:
 
 @pytest.fixture
 def chain(served: Served) -> Any:
-    return langchain_openai.ChatOpenAI(
-        model="smollm2", base_url=f"{served.url}/v1", api_key="none", temperature=0, max_tokens=24, max_retries=0
-    )
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "max_retries": 0}
+    return langchain_openai.ChatOpenAI(model="smollm2", base_url=f"{served.url}/v1", api_key="none", **settings)
 
 
 def test_langchain_converses_and_streams(chain: Any, expected: str) -> None:
@@ -138,8 +131,8 @@ def test_llm_converses_with_and_without_a_stream(served: Served, expected: str, 
 
 
 def test_llm_gets_a_schema_and_an_error(served: Served, tmp_path: Path) -> None:
-    schema = json.dumps(FORMAT["json_schema"]["schema"])  # type: ignore[index]
-    done = run_llm(served, tmp_path, "prompt", "-m", "served", "--key", "none", "--schema", schema, QUESTION)
+    options = ("--schema", json.dumps(SCHEMA), QUESTION)
+    done = run_llm(served, tmp_path, "prompt", "-m", "served", "--key", "none", *options)
     City.model_validate_json(done.stdout)
     done = run_llm(served, tmp_path, "prompt", "-m", "served", "--key", "none", "word " * 2000)
     assert done.returncode != 0

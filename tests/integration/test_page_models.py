@@ -16,6 +16,7 @@ from infer.errors import InferError
 from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
+from infer.serving.server.routes import ollama_pull
 from served import SECONDS, serving
 from test_front_bodies import OneReplica
 from test_session import make_model
@@ -49,11 +50,9 @@ class Download(NamedTuple):
 @pytest.fixture
 def download(monkeypatch: pytest.MonkeyPatch) -> Download:
     found = Download(threading.Event(), threading.Event(), ["first"])
-    monkeypatch.setattr("infer.serving.server.routes.ollama_pull.fetch", found.fetch)
-    monkeypatch.setattr("infer.serving.server.routes.ollama_pull.is_at_hand", lambda name: False)
-    monkeypatch.setattr(
-        "infer.serving.server.routes.ollama_pull.is_fetched", lambda name: False if "/" in name else None
-    )
+    monkeypatch.setattr(ollama_pull, "fetch", found.fetch)
+    monkeypatch.setattr(ollama_pull, "is_at_hand", lambda name: False)
+    monkeypatch.setattr(ollama_pull, "is_fetched", lambda name: False if "/" in name else None)
     return found
 
 
@@ -104,9 +103,8 @@ def test_a_model_is_downloaded_with_progress_can_be_stopped_and_is_chosen_at_its
     page: Page, download: Download
 ) -> None:
     said = "document.getElementById('pull-state').textContent"
-    page.run(
-        "(e => { e.selectedIndex = 1; e.dispatchEvent(new Event('change')); })(document.getElementById('model-choice'))"
-    )
+    chosen = "e.selectedIndex = 1; e.dispatchEvent(new Event('change'));"
+    page.run(f"(e => {{ {chosen} }})(document.getElementById('model-choice'))")
     page.until("document.getElementById('pull-dialog').open")
     pull(page, "nothing")
     page.until(f"{said}.includes('is not a name on the hub')")

@@ -19,6 +19,7 @@ import pytest
 
 from infer import LLM
 from infer.cli import main
+from looping import beside
 from watched import python_command, script_command
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -79,15 +80,11 @@ def asked_all_the_time(client: Client) -> Iterator[list[str]]:
         while not is_over.is_set():
             answers.append("".join(client.pieces()))
 
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield answers
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join(PATIENCE)
+    with beside([ask] * 2):
+        try:
+            yield answers
+        finally:
+            is_over.set()
 
 
 class Served(NamedTuple):
@@ -178,9 +175,7 @@ def test_a_file_has_the_lines_of_infer_batch_after_any_kill(smollm2_path: Path, 
     Ray's control service dies, the program goes on with another cluster.
     """
     rows, expected, output = (tmp_path / name for name in ("in.jsonl", "expected.jsonl", "out.jsonl"))
-    prompts = [
-        {"id": f"row {number}", "prompt": f"The number {number} is", "max_new_tokens": 20} for number in range(90)
-    ]
+    prompts = ({"id": f"row {at}", "prompt": f"The number {at} is", "max_new_tokens": 20} for at in range(90))
     rows.write_text("".join(json.dumps(each) + "\n" for each in prompts))
     assert main(["batch", str(rows), str(expected), "-q", "--model", str(smollm2_path)]) == 0
     command = script_command(ROOT / "examples" / "ray_batch.py", rows, output, smollm2_path, 1, seconds=SECONDS)
@@ -209,6 +204,5 @@ def test_a_cluster_that_is_not_there_is_one_line(smollm2_path: Path) -> None:
     environment = {**os.environ, "RAY_ADDRESS": "nowhere:6379"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 2, found.stderr
-    assert (
-        "infer: RAY_ADDRESS='nowhere:6379': no cluster there lets us in: start one (ray start --head)" in found.stderr
-    )
+    said = "infer: RAY_ADDRESS='nowhere:6379': no cluster there lets us in: start one (ray start --head)"
+    assert said in found.stderr

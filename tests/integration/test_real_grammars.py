@@ -2,7 +2,6 @@
 
 import json
 import random
-from importlib.util import find_spec
 from pathlib import Path
 
 import jsonschema
@@ -27,8 +26,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
-    if find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed: make unit")
+    pytest.importorskip(request.param)
     return make_compiler(tokenizer, VOCAB_SIZE, backend=request.param)
 
 
@@ -52,9 +50,7 @@ def test_forced_text_is_spelled_as_by_the_tokenizer(compiler: Compiler, tokenize
         ids = constraint.forced()
         if not ids:
             num_sampled += 1
-            ids = max(
-                ([i] for i in allowed_ids(constraint, VOCAB_SIZE)), key=lambda i: len(tokenizer.token_bytes[i[0]])
-            )
+            ids = [max(allowed_ids(constraint, VOCAB_SIZE), key=lambda i: len(tokenizer.token_bytes[i]))]
         assert constraint.accept(ids) == len(ids)
         written += ids
     assert tokenizer.decode(written) == text

@@ -140,16 +140,14 @@ def test_seeded_text_with_speculation_and_in_batches_is_that_of_plain_steps(smol
     plain = [llm.generate(prompt, params) for prompt, params in zip(PROMPTS, each, strict=False)]
     for speculation in (None, "ngram"):
         together = llm.generate_all(PROMPTS[:4], each, batch_size=3, speculation=speculation)
-        assert [(r.token_ids, r.text, r.finish_reason) for r in together] == [
-            (r.token_ids, r.text, r.finish_reason) for r in plain
-        ]
+        for one, other in zip(together, plain, strict=True):
+            assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
 
 
 def test_smollm2_answers_a_question() -> None:
     llm = LLM("smollm2")
     result = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0))
-    assert result.text == "The capital of France is Paris."
-    assert result.finish_reason == "eos"
+    assert (result.text, result.finish_reason) == ("The capital of France is Paris.", "eos")
 
 
 def test_a_process_that_finds_its_kernels_answers_without_a_compiler() -> None:

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from infer import Tokenizer
-from infer.engine.prepare.answer import AnswerGrammars
 from infer.engine.requests.conversation import Conversation, TemplateProbes
 from infer.engine.requests.request_options import RequestOptions
-from infer.text.grammar.grammar_compiler import make_compiler
-from infer.text.toolcalls.parser import AnswerParser
+from test_tool_formats import allows, marked, parsed
 from watched import script_command
 
 pytestmark = pytest.mark.slow
@@ -20,13 +18,10 @@ CHECK = Path(__file__).parents[2] / "benchmarks" / "check_tool_calls.py"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"name": "get_weather", "description": "Of a city.", "parameters": SCHEMA}]
 ASKED = {"role": "user", "content": "weather?"}
-PAST: list[dict[str, Any]] = [
-    ASKED,
-    {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "abcdefghi", "type": "function",
-         "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]},
-    {"role": "tool", "tool_call_id": "abcdefghi", "content": "rain"},
-]  # fmt: skip
+FUNCTION = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+CALL = {"id": "abcdefghi", "type": "function", "function": FUNCTION}
+PAST: list[dict[str, Any]] = [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+PAST += [{"role": "tool", "tool_call_id": "abcdefghi", "content": "rain"}]
 DEEPSEEK = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
     '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
@@ -52,31 +47,20 @@ def test_a_real_template_shows_a_call_as_its_grammar_writes_it(
     found = conversation(tokenizer, tool_choice="required", **named)
     assert found.formats.calls.name == form
     prompt = tokenizer.decode(found.encode(PAST), skip_special_tokens=False)
-    assert call in prompt
-    assert "rain" in prompt
-    assert "Of a city." in prompt
+    assert [part for part in (call, "rain", "Of a city.") if part not in prompt] == []
     answer = found.answer_format(found.encode([ASKED]))
     assert answer is not None
-    compiler = make_compiler(tokenizer)
-    source = AnswerGrammars(compiler).prepare(answer, None).source
-    assert source is not None
-    constraint, parser = compiler.compile_answer(source), AnswerParser(answer, str)
-    ids = tokenizer.encode(call, add_special_tokens=False)
-    assert constraint.accept(ids) == len(ids)
-    detokenizer = tokenizer.make_detokenizer()
-    texts = (answer.marks.get(token_id) or detokenizer.push(token_id) for token_id in ids)
-    deltas = [delta for text in texts for delta in parser.push(text).deltas]
-    assert "".join(getattr(delta, "arguments", "") for delta in deltas) == '{"city": "Paris"}'
+    assert allows(tokenizer, answer, call)
+    *_, (read,) = parsed(answer, marked(answer, tokenizer, call))
+    assert read.arguments == '{"city": "Paris"}'
 
 
-def test_reasoning_of_qwen3_is_opened_by_the_model_and_switched_off_by_its_template(
-    qwen3_tokenizer_folder: Path,
-) -> None:
-    tokenizer = Tokenizer.from_folder(qwen3_tokenizer_folder)
+def test_reasoning_of_qwen3_is_opened_by_the_model_and_switched_off_by_its_template(tokenizers_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tokenizers_folder / "qwen3")
     on = conversation(tokenizer)
     answer = on.answer_format(on.encode([ASKED]))
-    assert answer is not None
-    assert answer.reasoning is not None
+    assert answer
+    assert answer.reasoning
     assert (answer.reasoning.opening, answer.is_open) == ("<think>", False)
     off = Conversation(tokenizer, on.probes, RequestOptions(), {"enable_thinking": False})
     assert tokenizer.decode(off.encode([ASKED]), skip_special_tokens=False).endswith("<think>\n\n</think>\n\n")

@@ -51,9 +51,8 @@ def test_openai_s_client_gets_the_library_s_vectors(vectors: Served, embedder: L
 
 def test_langchain_embeds_documents_and_a_query(vectors: Served, embedder: LLM) -> None:
     # By default it sends ids of OpenAI's own tokenizer.
-    client = langchain_openai.OpenAIEmbeddings(
-        model="tiny", base_url=f"{vectors.url}/v1", api_key="none", dimensions=16, check_embedding_ctx_length=False
-    )
+    settings: dict[str, Any] = {"api_key": "none", "dimensions": 16, "check_embedding_ctx_length": False}
+    client = langchain_openai.OpenAIEmbeddings(model="tiny", base_url=f"{vectors.url}/v1", **settings)
     assert client.embed_documents(TEXTS) == close_to(embedder.embed(TEXTS, dimensions=16))
     (expected,) = close_to(embedder.embed([QUERY], dimensions=16))
     assert client.embed_query(QUERY) == expected
@@ -86,7 +85,6 @@ def test_cohere_s_clients_rank_documents(ranks: Served, judge: LLM, version: str
 def test_langchain_s_reranker_keeps_the_best_documents(ranks: Served, judge: LLM) -> None:
     client = langchain_cohere.CohereRerank(model="tiny", base_url=ranks.url, cohere_api_key="none", top_n=2)
     documents = [langchain_documents.Document(page_content=text) for text in TEXTS]
-    found = [
-        (each.page_content, each.metadata["relevance_score"]) for each in client.compress_documents(documents, QUERY)
-    ]
+    kept = client.compress_documents(documents, QUERY)
+    found = [(each.page_content, each.metadata["relevance_score"]) for each in kept]
     assert found == [(each.document, each.score) for each in judge.rerank(QUERY, TEXTS, top_n=2)]

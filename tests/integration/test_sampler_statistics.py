@@ -8,20 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+import sampling_statistics
 from extent import IS_WHOLE, usual_or_all
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
 from sampling_cases import IMPLEMENTATIONS, make_logits
-from sampling_statistics import (
-    CONFIGURATIONS,
-    draw_tokens,
-    exact_distribution,
-    goodness_of_fit,
-    independence,
-    total_variation,
-    total_variation_bound,
-)
+from sampling_statistics import CONFIGURATIONS, draw_tokens, exact_distribution, goodness_of_fit
 
 pytestmark = pytest.mark.slow(cases=1)
 
@@ -39,18 +32,17 @@ def test_200_000_draws_follow_the_exact_distribution(choose: Choose, name: str) 
     probabilities = exact_distribution(logits, values)
     tokens = draw_tokens(choose, logits, values, NUM_SEEDS, NUM_POSITIONS)
     assert goodness_of_fit(tokens, probabilities) > FALSE_ALARM
-    assert total_variation(tokens, probabilities) < total_variation_bound(probabilities, tokens.size, FALSE_ALARM)
+    bound = sampling_statistics.total_variation_bound(probabilities, tokens.size, FALSE_ALARM)
+    assert sampling_statistics.total_variation(tokens, probabilities) < bound
 
 
 @pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choose: Choose) -> None:
     """One batch has 8 configurations without history × 500 seeds × 50 positions, interleaved."""
-    free = {
-        name: values
-        for name, values in CONFIGURATIONS.items()
-        if not {"repetition_penalty", "frequency_penalty"} & set(values)
-    } | {"greedy": {"temperature": 0.0}}
+    history = {"repetition_penalty", "frequency_penalty"}
+    free = {name: values for name, values in CONFIGURATIONS.items() if history.isdisjoint(values)}
+    free["greedy"] = {"temperature": 0.0}
     logits = {name: make_logits("normal", 50, seed) / 2 for seed, name in enumerate(free)}
     params = [SamplingParams(seed=seed, **values) for seed in range(500) for values in free.values()]
     columns = SamplingColumns.of(params, 50)
@@ -103,7 +95,7 @@ def test_neighbouring_positions_rows_and_seeds_are_independent(choose: Choose, n
         "seed + 2³²": (tokens, draw_tokens(choose, logits, values, 4001, 51, first_seed=2**32)),
     }
     for name, (first, second) in pairs.items():
-        assert independence(first, second, probabilities) > FALSE_ALARM / len(pairs), name
+        assert sampling_statistics.independence(first, second, probabilities) > FALSE_ALARM / len(pairs), name
 
 
 def test_a_million_draws_without_a_forbidden_token() -> None:

@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from assets import asset
 from served import Served
 
 anthropic = pytest.importorskip("anthropic")
@@ -23,6 +24,7 @@ from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
 AI_SDK = Path(__file__).parent / "ai_sdk_client.mjs"
 QUESTION = "What is the weather in Paris?"
+ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
 
 pytestmark = [pytest.mark.usefixtures("idle_afterwards"), pytest.mark.filterwarnings("ignore")]  # theirs
 
@@ -86,16 +88,10 @@ def test_pydantic_ai_gets_a_value_whole_and_streamed(model: Any) -> None:
 
 
 def test_instructor_gets_a_value_partial_ones_and_several(served: Served) -> None:
-    client = instructor.from_openai(
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0), mode=instructor.Mode.TOOLS
-    )
-    asked: dict[str, Any] = {
-        "model": "smollm2",
-        "messages": [{"role": "user", "content": QUESTION}],
-        "temperature": 0,
-        "max_tokens": 100,
-        "max_retries": 0,
-    }
+    openai_client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    client = instructor.from_openai(openai_client, mode=instructor.Mode.TOOLS)
+    asked: dict[str, Any] = {"model": "smollm2", "messages": ASKED, "temperature": 0, "max_tokens": 100}
+    asked["max_retries"] = 0
     found = client.create(response_model=City, **asked)
     assert isinstance(found, City)
     *_, last = client.create_partial(response_model=City, **asked)
@@ -108,9 +104,8 @@ def test_instructor_gets_a_value_partial_ones_and_several(served: Served) -> Non
 
 def test_langchain_runs_a_tool_and_gives_its_result(served: Served, weather: Weather) -> None:
     tool = langchain_tools.tool(weather.get_weather)
-    chat = langchain_openai.ChatOpenAI(
-        model="smollm2", base_url=f"{served.url}/v1", api_key="none", temperature=0, max_tokens=100, max_retries=0
-    )
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "max_retries": 0}
+    chat = langchain_openai.ChatOpenAI(model="smollm2", base_url=f"{served.url}/v1", api_key="none", **settings)
     messages = [langchain_messages.HumanMessage(QUESTION)]
     messages.append(chat.bind_tools([tool], tool_choice="any", parallel_tool_calls=False).invoke(messages))
     messages += [tool.invoke(call) for call in messages[-1].tool_calls]
@@ -124,14 +119,9 @@ def test_langchain_runs_a_tool_and_gives_its_result(served: Served, weather: Wea
 
 def test_anthropic_s_tool_runner_goes_on_with_results(served: Served, weather: Weather) -> None:
     client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
-    asked: dict[str, Any] = {
-        "model": "smollm2",
-        "max_tokens": 100,
-        "tools": [anthropic.beta_tool(weather.get_weather)],
-        "messages": [{"role": "user", "content": QUESTION}],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        "max_iterations": 2,
-    }
+    asked: dict[str, Any] = {"model": "smollm2", "max_tokens": 100, "messages": ASKED, "max_iterations": 2}
+    asked["tools"] = [anthropic.beta_tool(weather.get_weather)]
+    asked["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
     first, second = client.beta.messages.tool_runner(**asked)
     assert [first.stop_reason, second.stop_reason] == ["tool_use"] * 2
     assert len(weather.asked) == 2
@@ -143,8 +133,8 @@ def test_anthropic_s_tool_runner_goes_on_with_results(served: Served, weather: W
 # Vercel's client
 
 
-def test_vercel_s_ai_sdk_runs_tools_in_steps(served: Served, node: str, ai_sdk: Path) -> None:
-    command = [node, str(AI_SDK), str(ai_sdk), f"{served.url}/v1"]
+def test_vercel_s_ai_sdk_runs_tools_in_steps(served: Served, node: str) -> None:
+    command = [node, str(AI_SDK), str(asset("clients/ai")), f"{served.url}/v1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

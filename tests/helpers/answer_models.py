@@ -296,20 +296,9 @@ def _bert() -> Folder:
     return Folder(config, _with("embeddings.", tables, norm) | layers)
 
 
-MODELS: dict[str, Callable[[], Folder]] = {
-    "llama": _llama,
-    "llama in bf16": lambda: _llama(torch.bfloat16),
-    "llama in f16": lambda: _llama(torch.float16),
-    "gemma2": _gemma2,
-    "gemma4": _gemma4,
-    "qwen2_moe": _qwen2_moe,
-    "gpt_oss": _gpt_oss,
-    "llama4": _llama4,
-    "qwen3_5": _qwen3_5,
-    "olmo_hybrid": _olmo_hybrid,
-    "lfm2": _lfm2,
-    "qwen3": _qwen3,
-    "embedder": _embedder,
-    "classifier": _classifier,
-    "bert": _bert,
-}
+_MAKERS: tuple[Callable[[], Folder], ...] = (
+    *(_llama, _gemma2, _gemma4, _qwen2_moe, _gpt_oss, _llama4, _qwen3_5, _olmo_hybrid, _lfm2),
+    *(_qwen3, _embedder, _classifier, _bert),
+)
+MODELS = {make.__name__.removeprefix("_"): make for make in _MAKERS}
+MODELS |= {"llama in bf16": lambda: _llama(torch.bfloat16), "llama in f16": lambda: _llama(torch.float16)}

@@ -130,11 +130,6 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
-    def connect(self, *, is_on: bool) -> None:
-        """Cut or mend all connections of the page, also those that are in use."""
-        usual = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-        self.send("Network.emulateNetworkConditions", offline=not is_on, **usual)
-
     def open(self, url: str) -> None:
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)

@@ -109,9 +109,7 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_claude_code_runs_a_tool_and_gets_a_text(
-    served: Served, gateway: Gateway, agents: Path, tmp_path: Path
-) -> None:
+def test_claude_code_runs_a_tool_and_gets_text(served: Served, gateway: Gateway, agents: Path, tmp_path: Path) -> None:
     (program,) = agents.glob("node_modules/@anthropic-ai/claude-code-*/claude*")
     command = [str(program), "-p", PROMPT, "--output-format", "stream-json", "--verbose", "--model", "smollm2"]
     command += ["--tools", "Read", "--disable-slash-commands", "--system-prompt", "You are an assistant."]

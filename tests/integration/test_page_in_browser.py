@@ -3,9 +3,12 @@
 import base64
 import json
 import os
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 
@@ -29,6 +32,42 @@ CHECKS = Path(__file__).parent / "page_checks"
 SERIOUS = """axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations
     .filter((each) => ['serious', 'critical'].includes(each.impact))
     .map((each) => [each.id, each.nodes.map((node) => node.html).slice(0, 3)]))"""
+
+
+@final
+class Wire:
+    """A connection between a browser and the server that can be cut and mended."""
+
+    def __init__(self, target: int) -> None:
+        self._target, self.port = target, 0
+        self.mend()
+
+    def mend(self) -> None:
+        self._ends = [socket.create_server(("127.0.0.1", self.port))]
+        self.port = self._ends[0].getsockname()[1]
+        threading.Thread(target=self._accept, args=(self._ends,), daemon=True).start()
+
+    def close(self) -> None:
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self, ends: list[socket.socket]) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = ends[0].accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                ends += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while found := source.recv(1 << 16):
+            target.sendall(found)
+        target.shutdown(socket.SHUT_WR)
 
 
 SAMPLED: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
@@ -436,17 +475,22 @@ def test_the_drawer_of_a_phone_closes_by_scrim_key_and_button(page: Page) -> Non
 
 def test_an_answer_goes_on_when_the_server_is_back(browser: Browser, smollm2_path: Path) -> None:
     """This model is slow enough for a cut amid its answer."""
-    with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, model="smollm2", slots=4) as served:
+    with (
+        LLM(smollm2_path, max_seq_len=1024) as llm,
+        serving(llm, model="smollm2", slots=4) as served,
+        closing(Wire(served.port)) as wire,
+    ):
         page = browser.page()
-        page.open(served.url)
+        page.open(f"http://127.0.0.1:{wire.port}/")
         keep_settings(page, seed=7, max_tokens=80, min_p=0.02)
-        ready(page, served, "?again")
+        page.open(f"http://127.0.0.1:{wire.port}/?again")
+        page.until("document.getElementById('status').dataset.state === 'ready'")
         send(page, STORY)
         page.until("document.querySelectorAll('.answer [data-i]').length > 20")
-        page.connect(is_on=False)
+        wire.close()
         page.until("document.getElementById('status').dataset.state === 'lost'")
         page.until("document.querySelector('.answer .fault').textContent.includes('continues when the server is back')")
-        page.connect(is_on=True)
+        wire.mend()
         page.until("document.getElementById('status').dataset.state === 'ready'")
         ended(page)
         expected = llm.chat([{"role": "user", "content": STORY}], seed=7, max_new_tokens=80, min_p=0.02)

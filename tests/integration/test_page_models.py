@@ -99,9 +99,7 @@ def show(page: Page, name: str) -> None:
             page.picture(Path(os.environ["INFER_ARTIFACTS"]) / f"{name}-{width}.png")
 
 
-def test_a_model_is_downloaded_with_progress_can_be_stopped_and_is_chosen_at_its_end(
-    page: Page, download: Download
-) -> None:
+def test_a_model_is_downloaded_with_progress_can_be_stopped_and_is_chosen(page: Page, download: Download) -> None:
     said = "document.getElementById('pull-state').textContent"
     chosen = "e.selectedIndex = 1; e.dispatchEvent(new Event('change'));"
     page.run(f"(e => {{ {chosen} }})(document.getElementById('model-choice'))")

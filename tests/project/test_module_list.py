@@ -32,9 +32,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x = 1\n", '"""No full stop"""\n', '"""One sentence on\ntwo lines."""\n', '"""One.\nTwo."""\n']
-)
+@pytest.mark.parametrize("text", ["", "x = 1\n", '"""No full stop"""\n', '"""One\nline."""\n', '"""One.\nTwo."""\n'])
 def test_a_module_without_a_first_line_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(text)
     with pytest.raises(MissingLineError, match=r"a\.py: the docstring must begin with one line"):
@@ -44,9 +42,8 @@ def test_a_module_without_a_first_line_is_named(text: str, tmp_path: Path) -> No
 def test_the_page_is_written_and_an_old_page_fails_the_check(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(list_modules, "ROOT", root)
-    monkeypatch.setattr(list_modules, "PACKAGE", root / "infer")
-    monkeypatch.setattr(list_modules, "PAGE", root / "modules.md")
+    for name, path in {"ROOT": root, "PACKAGE": root / "infer", "PAGE": root / "modules.md"}.items():
+        monkeypatch.setattr(list_modules, name, path)
     monkeypatch.setattr(sys, "argv", ["list_modules.py"])
     assert main() == 0
     page = (root / "modules.md").read_text()

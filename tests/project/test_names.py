@@ -18,9 +18,8 @@ GGUF_NORMS |= {"ffn_norm": "mlp_norm", "post_ffw_norm": "post_mlp_norm"}
 
 
 def test_ggufs_names_become_ours() -> None:
-    expected = TOP | {
-        f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in (PROJECTIONS | GGUF_NORMS).items()
-    }
+    names = (PROJECTIONS | GGUF_NORMS).items()
+    expected = TOP | {f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in names}
     expected["blk.7.attn_q.bias"] = f"{LAYER}self_attn.q_proj.bias"
     assert names_from_gguf(expected) == expected
 

@@ -51,9 +51,7 @@ def named_options(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
-def test_the_command_line_accepts_each_command_of_a_page(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infer_accepts_each_command_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "person.json").write_text("{}")
     for command in commands_in_blocks(page):

@@ -18,10 +18,9 @@ ROWS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "surface.json").rea
 MEMBER = re.compile(r"(\w+)\.(\w+)")
 WITHOUT_RESULT = ("→ None", "async → None")
 ANY = re.compile(r"(?:, |→ )Any(?!\])")  # a whole type, not an item of one
-SPECIALS = {
-    ast.With: ("__enter__", "__exit__"), ast.AsyncWith: ("__aenter__", "__aexit__"), ast.Call: ("__call__",),
-    ast.For: ("__iter__", "__next__"), ast.AsyncFor: ("__anext__",),
-}  # fmt: skip
+SPECIALS: dict[type[ast.AST], tuple[str, ...]] = {ast.Call: ("__call__",), ast.AsyncFor: ("__anext__",)}
+SPECIALS |= {ast.With: ("__enter__", "__exit__"), ast.AsyncWith: ("__aenter__", "__aexit__")}
+SPECIALS |= {ast.For: ("__iter__", "__next__")}
 TYPED = ("field", "property")  # the file of the surface has the types of these
 
 

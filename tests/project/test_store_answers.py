@@ -57,9 +57,8 @@ def test_a_row_changes_only_if_it_is_named(
         assert answer_runs.read_stored() == rows
 
 
-def test_an_unknown_name_is_refused(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("file")
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, dict(STORED), "--change", "firts")
     assert "--change must name rows of the file, got 'firts': use one of first, second" in capsys.readouterr().err

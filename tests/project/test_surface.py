@@ -42,9 +42,8 @@ def test_rows_name_no_module_of_the_package(found: dict[str, Rows]) -> None:
 
 
 def test_every_own_variable_that_the_code_reads_is_on_its_page(found: dict[str, Rows]) -> None:
-    own = {name: promise for name, promise in found["environment variables"].items() if name.startswith("INFER_")}
-    for_tests = {"INFER_POISON"}
-    assert {name for name, promise in own.items() if promise != "read, documented"} == for_tests
+    unlisted = {name for name, promise in found["environment variables"].items() if promise != "read, documented"}
+    assert {name for name in unlisted if name.startswith("INFER_")} == {"INFER_POISON"}  # for tests
 
 
 def test_every_exit_status_is_on_its_page(found: dict[str, Rows]) -> None:
@@ -108,8 +107,7 @@ def test_a_former_name_answers_with_a_warning(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(infer._FORMER_NAMES, "Sampling", "SamplingParams")
     with pytest.warns(DeprecationWarning, match=r"infer\.Sampling has been renamed: use infer\.SamplingParams"):
         assert infer.Sampling is infer.SamplingParams
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert infer.SamplingParams.__name__ == "SamplingParams"
 
 

@@ -74,9 +74,7 @@ def long_schema(count: int) -> dict[str, Any]:
 # Schemas
 
 
-def test_a_schema_that_expands_too_much_is_refused_in_a_separate_process(
-    compiler: Compiler, short_of_time: None
-) -> None:
+def test_a_schema_that_expands_too_much_is_refused_in_another_process(compiler: Compiler, short_of_time: None) -> None:
     before = time.process_time()
     with pytest.raises(InvalidRequestError, match=r"json_schema: takes .* make it smaller"):
         compiler.compile(Grammar("json_schema", json.dumps(long_schema(4_500))))
@@ -157,9 +155,7 @@ def test_a_process_that_gets_no_core_does_not_blame_the_grammar() -> None:
 # Masks
 
 
-def test_an_ambiguous_grammar_ends_by_the_time_that_its_masks_take(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ambiguous_grammars_end_by_the_time_of_their_masks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.text.grammar.llguidance.SLOW_SECONDS", 1e-4)
     monkeypatch.setattr("infer.text.grammar.llguidance.MOST_EXCESS_SECONDS", 2e-3)
     text = 'start: a\na: a a | a a a | "a" | '
@@ -211,9 +207,7 @@ def test_a_value_is_made_once_and_other_threads_use_the_cache_meanwhile() -> Non
     assert cache.get("b") == "B"
 
 
-def test_a_compiler_forgets_the_grammar_that_was_not_used_for_longest(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_forgets_the_grammar_not_used_for_longest(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = list[str]()
 
     def counted(backend: str, grammar: Grammar) -> Any:

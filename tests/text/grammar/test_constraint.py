@@ -80,9 +80,7 @@ def compile_regex(compiler: Compiler, pattern: str) -> Constraint:
 
 
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_a_mask_allows_exactly_the_tokens_that_can_continue_a_text(
-    compiler: Compiler, tokenizer: Tokenizer, name: str
-) -> None:
+def test_a_mask_allows_exactly_what_can_continue_a_text(compiler: Compiler, tokenizer: Tokenizer, name: str) -> None:
     grammar, texts = LANGUAGES[name]
     language = [text.encode() for text in texts]
     seen = set()
@@ -92,7 +90,7 @@ def test_a_mask_allows_exactly_the_tokens_that_can_continue_a_text(
         while True:
             seen.add(written)
             ids = allowed_ids(constraint, MODEL_VOCAB)
-            check_place(constraint, tokenizer, ids, written, language)
+            check(constraint, tokenizer, ids, written, language)
             chosen = rng.choice(ids)
             assert constraint.accept([chosen]) == 1
             if chosen in tokenizer.eos_token_ids:
@@ -103,9 +101,7 @@ def test_a_mask_allows_exactly_the_tokens_that_can_continue_a_text(
     assert len(seen) > len(texts)
 
 
-def check_place(
-    constraint: Constraint, tokenizer: Tokenizer, ids: list[int], written: bytes, language: list[bytes]
-) -> None:
+def check(constraint: Constraint, tokenizer: Tokenizer, ids: list[int], written: bytes, language: list[bytes]) -> None:
     left = [text for text in language if text.startswith(written)]
     ends = tokenizer.eos_token_ids if written in left else frozenset()
     forced = constraint.forced()
@@ -202,9 +198,7 @@ def test_ids_beyond_the_tokenizer_are_never_allowed(compiler: Compiler, tokenize
 @pytest.mark.parametrize(
     "pattern", ["[a-c]*x", "(ab|abc|b)+", "a{2,5}b?", "(x|xx)*y|ab", "[^a-z]{3}", "(a*b*)*c", r"\d+(\.\d{1,2})?"]
 )
-def test_masks_agree_with_another_regular_expression_engine(
-    compiler: Compiler, tokenizer: Tokenizer, pattern: str
-) -> None:
+def test_masks_agree_with_another_regex_engine(compiler: Compiler, tokenizer: Tokenizer, pattern: str) -> None:
     compiled = regex.compile(pattern)
     for seed in range(8):
         rng = random.Random(seed)
@@ -275,12 +269,6 @@ def test_one_constraint_may_be_filled_while_it_moves(compiler: Compiler) -> None
     assert mask.any()
 
 
-def test_a_grammar_that_is_known_begins_anew_for_each_text(compiler: Compiler) -> None:
-    first, second = compile_regex(compiler, "x5"), compile_regex(compiler, "x5")
-    first.accept(list(b"x5"))
-    assert not second.done
-
-
 @pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
 def test_no_hostile_grammar_harms_a_backend(backend: str, tmp_path: Path) -> None:
     pytest.importorskip(backend)
@@ -300,8 +288,9 @@ def test_no_hostile_grammar_harms_a_backend(backend: str, tmp_path: Path) -> Non
 
 POINTED = {
     ("json_schema", '{"properties": {"a/b": {"type": "strnig"}}}'): "at /properties/a~1b: 'type' must be",
-    ("json_schema", '{"items": {"type": "array", "minItems": 3, "maxItems": 1}, "minItems": 1, "type": "array"}'):
-        "at /items: .*minItems.* is greater than maxItems",
+    ("json_schema", '{"items": {"type": "array", "minItems": 3, "maxItems": 1}, "minItems": 1, "type": "array"}'): (
+        "at /items: .*minItems.* is greater than maxItems"
+    ),
     ("json_schema", '{"items": {"anyOf": [{"minItems": 2}, {"format": 3}]}}'): "at /items/anyOf/1: 'format' must be",
     ("json_schema", '{"properties": {"a": {"pattern": "(x"}}}'): "at /properties/a: pattern, column 1: ",
     ("regex", r"a\x{110000}"): r"column 2: \\x\{110000\} is not a character: the last one is 10FFFF",
@@ -317,7 +306,7 @@ POINTED = {
     ("grammar", 'start: b\nb: "x" b'): "line .: the rule|line ., column 1: the rule",
     ("grammar", "start: /x(/"): "line 1, column 8: pattern, column 2",
     ("choice", '["a", "\\ud800"]'): "choice 1: character 1",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("kind", "text"), POINTED)

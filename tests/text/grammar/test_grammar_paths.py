@@ -20,15 +20,10 @@ WAYS = (Way("ngram"), Way("half", 7), Way("none", 1, capture=False), Way("random
 
 
 def case_of(seed: int, temperature: float | None = None) -> Case:
-    params = SamplingParams(
-        json_schema=schema_text(seed, wide=True),
-        temperature=TEMPERATURES[seed % 3] if temperature is None else temperature,
-        seed=seed,
-        max_new_tokens=6 + seed % 42,
-        logit_bias=CLOSING,
-        frequency_penalty=0.3,
-        min_new_tokens=seed % 5,
-    )
+    temperature = TEMPERATURES[seed % 3] if temperature is None else temperature
+    limits = {"max_new_tokens": 6 + seed % 42, "min_new_tokens": seed % 5}
+    fixed = {"seed": seed, "logit_bias": CLOSING, "frequency_penalty": 0.3}
+    params = SamplingParams(json_schema=schema_text(seed, wide=True), temperature=temperature, **limits, **fixed)
     return Case(f"schema {seed}", tuple(b'{"a b": [1, "x"]}'[: 1 + seed % 17]), params)
 
 

@@ -164,9 +164,7 @@ hard = st.one_of(
     st.builds(lambda a, b, c: {"if": a, "then": b, "else": c}, parts, parts, parts),
     st.builds(lambda a, b: {"dependentRequired": {a: [b]}}, names, names),
     st.builds(lambda a, b: {"dependentSchemas": {a: b}}, names, parts),
-    st.builds(
-        lambda least, most: {"minProperties": least, "maxProperties": most}, st.integers(0, 2), st.integers(2, 3)
-    ),
+    st.builds(lambda a, b: {"minProperties": a, "maxProperties": b}, st.integers(0, 2), st.integers(2, 3)),
     st.builds(lambda names: {"propertyNames": {"enum": sorted(names)}}, st.sets(names, min_size=1)),
 )
 schemas = st.builds(lambda base, one, two: {**base, "allOf": [one, two]}, st.one_of(objects, leaves), hard, hard)

@@ -56,12 +56,6 @@ def test_text_cut_into_bytes_comes_back_whole_and_never_shows_half_a_character(t
     assert all(len(piece) <= 1 for piece in pieces)
 
 
-def test_an_unfinished_character_leaves_a_replacement_character() -> None:
-    detokenizer = Detokenizer(ANY_BYTES)
-    assert [detokenizer.push(byte) for byte in "é".encode()[:1]] == [""]
-    assert detokenizer.flush() == "\ufffd"
-
-
 def test_a_token_costs_the_same_however_long_the_text() -> None:
     """Each token reads only its own bytes, and the state does not grow."""
 
@@ -109,14 +103,6 @@ def test_sentencepiece_marks_are_spaces_and_byte_tokens_bytes(strip: bool) -> No
     ids = [vocabulary[text] for text in ("▁Hello", "<0xC3>", "<0xA9>", "<0x0A>", "▁▁", "a", "<0xZZ>")]
     assert tokenizer.decode(ids) == (" Hello" if not strip else "Hello") + "é\n  a<0xZZ>"
     assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
-
-
-def test_only_the_first_space_of_a_text_is_stripped() -> None:
-    tokenizer = make_sentencepiece_tokenizer(strip=True)
-    vocabulary = tokenizer.backend.get_vocab()
-    for texts in (["▁▁", "a"], ["▁", "▁", "a"], ["a", "▁"], ["▁"]):
-        ids = [vocabulary[text] for text in texts]
-        assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
 
 
 @pytest.mark.parametrize("strip", [None, False, True])

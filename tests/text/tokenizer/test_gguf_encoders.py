@@ -100,9 +100,7 @@ def test_flags_decide_about_the_ends_of_unigram(changes: dict[str, Any], single:
         (None, None, ["▁a", "▁", "▁", "b", "▁"]),
     ],
 )
-def test_spaces_are_those_of_sentencepieces_settings(
-    prefix: bool | None, removes: bool | None, expected: list[str]
-) -> None:
+def test_spaces_are_those_of_sentencepieces_settings(prefix: Any, removes: Any, expected: list[str]) -> None:
     pieces, scores = ["<s>", "<pad>", "</s>", "<unk>", "▁", "a", "b", "▁a"], [0.0] * 4 + [-2.0, -2.0, -2.0, -2.5]
     settings = {"tokens": pieces, "scores": scores, "token_type": [3, 3, 3, 2, 1, 1, 1, 1], "mask_token_id": None}
     settings |= {"add_space_prefix": prefix, "remove_extra_whitespaces": removes}
@@ -186,9 +184,7 @@ BYTE_LEVEL_PAIRS = [
 
 
 @pytest.mark.parametrize(("pre", "changes", "texts", "types"), BYTE_LEVEL_PAIRS)
-def test_encoders_with_byte_pairs_have_their_form_for_pairs(
-    pre: str, changes: dict[str, Any], texts: list[str], types: list[int]
-) -> None:
+def test_encoders_with_byte_pairs_have_their_form_for_pairs(pre: str, changes: Any, texts: Any, types: Any) -> None:
     metadata = byte_level_metadata(pre=pre, add_bos_token=True, add_eos_token=True, **changes)
     tokenizer = Tokenizer.from_gguf(metadata)
     pair = tokenizer.encode_pair("hello", "hello")

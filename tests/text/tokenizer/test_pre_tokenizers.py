@@ -77,9 +77,7 @@ DEFINITIONS: dict[str, list[dict[str, Any]]] = {
     "tekken": [split(O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")), BYTES],
     "falcon": [{"type": "Punctuation", "behavior": "Contiguous"}, WORDS, digits(False), split("[0-9][0-9][0-9]")],
     "deepseek-v3": [split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"), split(DEEPSEEK3), BYTES],
-    "deepseek-coder": [
-        *map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")), digits(True), BYTES
-    ],
+    "deepseek-coder": [*map(split, ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")), digits(True), BYTES],
     "jais-2": [split(JAIS2), BYTES],
     "tiny_aya": [split(r"\d{1,3}(?=(?:\d{3})*\b)"), split(O200K), BYTES],
     "viking": [split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), digits(True), BYTES],
@@ -153,9 +151,7 @@ def test_another_engine_cuts_alike(name: str) -> None:
 
 def test_digits_are_counted_from_the_right() -> None:
     for name in ("superbpe", "afmoe", "tiny_aya"):
-        cuts = {
-            text: [piece for piece, _ in cutter(name).pre_tokenize_str(text)] for text in ("1234567", "12", "123456")
-        }
+        cuts = {text: [cut for cut, _ in cutter(name).pre_tokenize_str(text)] for text in ("1234567", "12", "123456")}
         assert cuts == {"1234567": ["1", "234", "567"], "12": ["12"], "123456": ["123", "456"]}, name
 
 
@@ -188,26 +184,18 @@ def test_an_unknown_pre_tokenizer_gives_one_warning_and_the_default_cuts() -> No
 
 # Linear time. Some pattern could read the characters of each text many times, which would take hours.
 
-LONG = {
-    "letters": "a" * NUM_LONG,
-    "capitals": "A" * NUM_LONG,
-    "spaces": " " * NUM_LONG,
-    "spaces, then a letter": " " * NUM_LONG + "x",
-    "spaces, then another script": " " * NUM_LONG + "\u0e01",
-    "tabs and spaces": " \t" * (NUM_LONG // 2) + "x",
-    "digits": "1" * NUM_LONG,
-    "digits, then a letter": "1" * NUM_LONG + "x",
-    "pairs": "a " * (NUM_LONG // 2),
-    "lines": "\n" * NUM_LONG,
-    "marks": "a" + "\u0301" * NUM_LONG,
-    "ideographs": "四" * NUM_LONG,
-    "apostrophes": "'" * NUM_LONG,
-}
+# Runs of a character, alone or beside another, and of pairs.
+LONG = [
+    *(character * NUM_LONG for character in "aA 1\n四'"),
+    *(run * NUM_LONG + "x" for run in " 1"),
+    *(" " * NUM_LONG + "\u0e01", "a" + "\u0301" * NUM_LONG),
+    *(" \t" * (NUM_LONG // 2) + "x", "a " * (NUM_LONG // 2)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", sorted(set(PRE_TOKENIZERS.values()) - {PRE_TOKENIZERS["gemma4"]}, key=repr), ids=str)
 def test_long_runs_are_cut_in_linear_time(rules: PreTokenizer) -> None:
-    for text in LONG.values():
+    for text in LONG:
         pieces = rules.make().pre_tokenize_str(text)
         assert pieces[-1][1][1] == len(text)

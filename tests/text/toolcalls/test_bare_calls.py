@@ -66,13 +66,9 @@ TEXTS = [
     '{"arguments": {}, "name": []}',
     '{"name": "add", "arguments": {"a": "\\ud800"}}',
     '{"name": "add", "arguments": {"a": 1e999}}',
-    '{"city": "Oslo"}',
-    f"See {OSLO}",
-    "```python\nprint(1)\n```\nIt prints 1.\n",
+    *('{"city": "Oslo"}', f"See {OSLO}", "``", "  two\n\n lines  \n", "```python\nprint(1)\n```\nIt prints 1.\n"),
     f"```json\n{OSLO}\nand more\n```",
     '```json\n{"name": "unknown", "arguments": {}}\n```',
-    "``",
-    "  two\n\n lines  \n",
     '{"name": "add", "arguments": ' + "[" * 5000,
 ]
 

@@ -135,9 +135,7 @@ def test_an_answer_of_the_real_vocabulary_is_allowed_and_read(real: Tokenizer) -
         ("a <channel|> b", ("a  b", None, ())),
     ],
 )
-def test_thoughts_are_separated_from_the_text_and_no_control_token_is_shown(
-    text: str, expected: Found, tokenizer: Tokenizer
-) -> None:
+def test_thoughts_are_separated_and_no_control_token_is_shown(text: str, expected: Found, tokenizer: Tokenizer) -> None:
     assert read(tokenizer, text) == expected
     assert read(tokenizer, text, thinks=False) == expected
 
@@ -162,9 +160,7 @@ def test_calls_are_read_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
         (THOUGHT + THOUGHT, {}, False),
     ],
 )
-def test_the_grammar_allows_what_the_tools_allow(
-    text: str, options: dict[str, Any], is_allowed: bool, tokenizer: Tokenizer
-) -> None:
+def test_a_grammar_allows_what_the_tools_allow(text: str, options: Any, is_allowed: bool, tokenizer: Tokenizer) -> None:
     form = thinking(tokenizer, tools=TOOLS, **options)
     assert allows(tokenizer, form, text) == is_allowed
 
@@ -291,9 +287,7 @@ def answers(llm: LLM, text: str, *, thinks: bool) -> Iterator[tuple[int, Generat
 @pytest.mark.parametrize("thinks", [True, False])
 def test_a_turn_reads_only_new_tokens_although_the_template_drops_the_thought(llm: LLM, thinks: bool) -> None:
     """The next prompt differs from the ids of an answer after the header of the model's turn."""
-    first, second, third = [
-        (shared, result.reused_tokens) for shared, result in answers(llm, "Hi. " * 80, thinks=thinks)
-    ]
+    first, second, third = [(num, result.reused_tokens) for num, result in answers(llm, "Hi. " * 80, thinks=thinks)]
     assert first == (0, 0)
     assert 0 < second[0] == second[1] < third[0] == third[1]
 

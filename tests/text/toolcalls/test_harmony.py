@@ -91,9 +91,7 @@ def test_return_and_call_end_an_answer_and_end_does_not_whatever_the_files_say(t
         (CALLS[0] + WRITTEN, ("", WRITTEN, ())),
     ],
 )
-def test_an_answer_has_its_final_text_and_its_reasoning_and_no_part_of_a_header(
-    text: str, expected: Found, tokenizer: Tokenizer
-) -> None:
+def test_an_answer_has_its_text_its_reasoning_and_no_header(text: str, expected: Found, tokenizer: Tokenizer) -> None:
     assert read(tokenizer, text) == expected
     pieces = marked(form_of(tokenizer), tokenizer, ids_of(tokenizer, text))
     assert parsed(form_of(tokenizer, reasoning_format="none"), pieces)[1] is None
@@ -132,9 +130,7 @@ def test_a_call_that_is_cut_shows_a_beginning_and_no_part_of_its_header(tokenize
         ("weather", CALLS[5] + WRITTEN, True),
     ],
 )
-def test_the_grammar_allows_what_the_choice_allows(
-    choice: str, text: str, is_allowed: bool, tokenizer: Tokenizer
-) -> None:
+def test_grammars_allow_what_the_choice_allows(choice: str, text: str, is_allowed: bool, tokenizer: Tokenizer) -> None:
     assert accepts(tokenizer, text, tools=TOOLS, tool_choice=choice) == is_allowed
 
 
@@ -209,9 +205,7 @@ def test_harmony_is_known_by_its_channels_and_takes_no_other_tool_format(tokeniz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("effort", [None, "low", "high"])
-def test_a_history_with_calls_is_rendered_as_transformers_does(
-    effort: str | None, folder: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_history_with_calls_is_rendered_as_transformers_does(effort: Any, folder: Path, tokenizer: Tokenizer) -> None:
     from transformers import PreTrainedTokenizerFast
 
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))

@@ -33,24 +33,15 @@ from infer.text.toolcalls.tools import Kind, Tool, read_tool_choice, read_tools
 CONTROLS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]", "<escape>")
 THINK, THINK_CONTROL, *_ = REASONING_FORMATS
 NAME = "get_weather"
-PROPERTIES = {
-    "city": {"type": "string"},
-    "days": {"type": "integer"},
-    "hourly": {"type": "boolean"},
-    "at": {"type": ["number", "null"]},
-    "tags": {"type": "array", "items": {"enum": ["a", True, None]}},
-}
+TYPES = {"city": "string", "days": "integer", "hourly": "boolean", "at": ["number", "null"]}
+PROPERTIES: dict[str, Any] = {name: {"type": kind} for name, kind in TYPES.items()}
+PROPERTIES["tags"] = {"type": "array", "items": {"enum": ["a", True, None]}}
 TOOLS = read_tools([
     {"name": NAME, "parameters": {"type": "object", "properties": PROPERTIES, "required": ["city"]}},
     {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": None}},
 ])  # fmt: skip
-ARGUMENTS: dict[str, Any] = {
-    "city": 'Ä}"{\\</tool_call>\n</parameter> [f(x="1")]',
-    "days": -3,
-    "hourly": True,
-    "at": None,
-    "tags": ["a", True, None],
-}
+ARGUMENTS: dict[str, Any] = {"city": 'Ä}"{\\</tool_call>\n</parameter> [f(x="1")]'}
+ARGUMENTS |= {"days": -3, "hourly": True, "at": None, "tags": ["a", True, None]}
 Found = tuple[str, str | None, tuple[ToolCall, ...]]
 
 
@@ -72,9 +63,8 @@ def compiler_of(tokenizer: Tokenizer) -> Compiler:
 
 
 def answer_format(
-    tokenizer: Tokenizer, form: ToolCallFormat, tools: tuple[Tool, ...] = TOOLS, kind: Kind = "auto",
-    reasoning: Any = None, **options: Any,
-) -> AnswerFormat:  # fmt: skip
+    tokenizer: Tokenizer, form: Any, tools: Any = TOOLS, kind: Kind = "auto", reasoning: Any = None, **options: Any
+) -> AnswerFormat:
     ids = tokenizer.special_ids_in([text for each in (form, reasoning) if each for text in formats.literals_of(each)])
     marks = formats.marks_of(ids)
     return AnswerFormat(
@@ -98,12 +88,7 @@ def constraint_of(tokenizer: Tokenizer, form: AnswerFormat, answer: Grammar | No
 
 
 def allows(
-    tokenizer: Tokenizer,
-    form: AnswerFormat,
-    said: str | list[int],
-    answer: Grammar | None = None,
-    *,
-    ends: bool = False,
+    tokenizer: Tokenizer, form: AnswerFormat, said: Any, answer: Grammar | None = None, *, ends: bool = False
 ) -> bool:
     """Return True if an answer may begin, or with `ends` be complete, with a text or ids."""
     constraint, ids = constraint_of(tokenizer, form, answer), ids_of(tokenizer, said) if isinstance(said, str) else said
@@ -158,9 +143,7 @@ def form_of(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", ["auto", "required"])
 @pytest.mark.parametrize("reasoning", [None, THINK, THINK_CONTROL], ids=["", "text", "control"])
-def test_calls_of_a_format_are_allowed_and_read_for_any_cut(
-    name: str, kind: Kind, reasoning: Any, tokenizer: Tokenizer
-) -> None:
+def test_calls_are_allowed_and_read_for_any_cut(name: str, kind: Kind, reasoning: Any, tokenizer: Tokenizer) -> None:
     form = answer_format(tokenizer, FORMATS[name], kind=kind, reasoning=reasoning)
     thought = 'What <tool_call> [TOOL, {"name": "x"}?' if reasoning else ""
     before = f"{reasoning.opening}\n{thought}\n{reasoning.closing}\n\n" if reasoning else ""
@@ -213,15 +196,13 @@ def test_text_without_a_call_is_shown_to_the_letter(parts: list[str]) -> None:
 HERMES = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    "arguments", ["{}", '{"a": {}}', '{"a": "}"}', '{"a": "</tool_call>"}', '{"a": [1, {"b": 2}]}']
-)
-def test_many_tokens_at_once_lose_no_brace_repeat_no_argument_and_leak_no_tag(arguments: str) -> None:
+@pytest.mark.parametrize("given", ["{}", '{"a": {}}', '{"a": "}"}', '{"a": "</tool_call>"}', '{"a": [1, {"b": 2}]}'])
+def test_many_tokens_at_once_lose_no_brace_repeat_no_argument_and_leak_no_tag(given: str) -> None:
     form = AnswerFormat(Calls(FORMATS["hermes"], read_tools([{"name": "f"}])))
-    whole = f"Hm.\n{HERMES % arguments}\n{HERMES % arguments}"
+    whole = f"Hm.\n{HERMES % given}\n{HERMES % given}"
     for size in range(1, len(whole) + 1):
         text, _, calls = parsed(form, [whole[at : at + size] for at in range(0, len(whole), size)])
-        assert (text, [call.arguments for call in calls]) == ("Hm.", [arguments, arguments])
+        assert (text, [call.arguments for call in calls]) == ("Hm.", [given, given])
         assert [call.id for call in calls] == ["0", "1"]
 
 
@@ -280,9 +261,7 @@ def test_constraints_of_the_text_apply_after_the_reasoning(answer: Grammar, text
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_budget_closes_the_reasoning_after_exactly_so_many_tokens(
-    num_tokens: int, is_open: bool, tokenizer: Tokenizer
-) -> None:
+def test_a_budget_closes_reasoning_after_so_many_tokens(num_tokens: int, is_open: bool, tokenizer: Tokenizer) -> None:
     form = AnswerFormat(None, THINK, is_open=is_open, budget=num_tokens)
     closing = list(b"</think>")
     budget = Budget(num_tokens, b"<think>", b"</think>", tuple(closing), lambda i: bytes([i]), is_open)
@@ -464,9 +443,7 @@ def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Token
         ("city='Ä', tags=[\"a\", 'a']", {"city": "Ä", "tags": ["a", "a"]}),
     ],
 )
-def test_texts_may_have_single_quotes_in_python(
-    name: str, written: str, arguments: dict[str, Any], tokenizer: Tokenizer
-) -> None:
+def test_texts_may_have_single_quotes_in_python(name: str, written: str, arguments: Any, tokenizer: Tokenizer) -> None:
     form, said = answer_format(tokenizer, FORMATS[name], kind="required"), FORMATS[name].written([(NAME, written)])
     assert allows(tokenizer, form, said)
     *_, calls = parsed_anyhow(form, marked(form, tokenizer, said))
@@ -486,9 +463,7 @@ UNCLOSED = f"Is <tool_call>\n<function=get_weathers>\n right, or <function={NAME
 @pytest.mark.parametrize("is_open", [True, False], ids=["open", ""])
 @pytest.mark.parametrize("kind", ["auto", "required"])
 @pytest.mark.parametrize("reasoning", [THINK, THINK_CONTROL], ids=["text", "control"])
-def test_a_call_ends_reasoning_that_is_not_closed(
-    is_open: bool, kind: Kind, reasoning: Any, tokenizer: Tokenizer
-) -> None:
+def test_a_call_ends_unclosed_reasoning(is_open: bool, kind: Kind, reasoning: Any, tokenizer: Tokenizer) -> None:
     """See vllm#39056."""
     form = answer_format(tokenizer, CODER, kind=kind, reasoning=reasoning, is_open=is_open)
     before = "" if is_open else reasoning.opening
@@ -507,9 +482,7 @@ def test_a_call_ends_reasoning_that_is_not_closed(
     [("qwen3-coder", {"kind": "none"}), ("qwen3-coder", {"budget": 500}), ("hermes", {})],
     ids=["no call", "a budget", "another format"],
 )
-def test_a_call_in_reasoning_is_reasoning_where_it_may_not_end_it(
-    name: str, options: dict[str, Any], tokenizer: Tokenizer
-) -> None:
+def test_a_call_in_reasoning_is_reasoning_if_it_may_not_end_it(name: str, options: Any, tokenizer: Tokenizer) -> None:
     form = answer_format(tokenizer, FORMATS[name], reasoning=THINK, is_open=True, **options)
     thought = f"I could write {call_of(FORMATS[name])} here."
     said = f"{thought}</think>\nNo."

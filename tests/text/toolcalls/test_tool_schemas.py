@@ -95,8 +95,7 @@ def test_a_part_of_a_schema_that_cannot_be_built_is_dropped_with_a_warning(llm: 
         result = llm.chat(ASKED, tools=[tool(parameters)], **asked, **SAMPLED)
     assert [call.name for call in result.tool_calls] == ["f"]
     assert any(place in said and reason in said and "tool 'f'" in said for said in result.warnings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the warning appears once
+    with warnings.catch_warnings(action="error"):  # the warning appears once
         assert llm.chat(ASKED, tools=[tool(parameters)], **asked, **SAMPLED).warnings == result.warnings
 
 

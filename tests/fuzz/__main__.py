@@ -49,12 +49,6 @@ def fuzz(name: str, seconds: int) -> None:
     atheris.Fuzz()
 
 
-def repeat(name: str, path: Path) -> None:
-    from targets import TARGETS, check
-
-    check(TARGETS[name], path.read_bytes())
-
-
 def alone(name: str, seconds: str) -> int:
     """Fuzz in a separate process. Its output is shown if it found something."""
     command = [sys.executable, str(Path(__file__).parent), name, seconds]
@@ -74,7 +68,9 @@ def main(name: str, what: str) -> int:
     if what.isdigit():
         fuzz(name, int(what))
     else:
-        repeat(name, Path(what))
+        from targets import TARGETS, check
+
+        check(TARGETS[name], Path(what).read_bytes())
     return 0
 
 

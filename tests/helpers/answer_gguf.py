@@ -42,9 +42,8 @@ def write_mixed_gguf(path: Path) -> Path:
     for name, type_ in _TYPES.items():
         kind = gguf.GGMLQuantizationType[type_]
         writer.add_tensor(f"{name}.weight", _matrix(name, type_), raw_dtype=None if type_ == "F16" else kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
     writer.close()
     return path
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -12,12 +13,7 @@ VOCAB_SIZE = 258
 
 
 def write_byte_tokenizer(
-    folder: Path,
-    *,
-    merges: Sequence[tuple[str, str]] = (),
-    controls: Sequence[str] = (),
-    added: Sequence[str] = (),
-    **config: str,
+    folder: Path, *, merges: Sequence[Any] = (), controls: Sequence[str] = (), added: Sequence[str] = (), **config: str
 ) -> None:
     """Write a tokenizer. Its ids are those of the bytes, of `merges`, of the two ends, of `controls`, and of `added`.
 

@@ -55,9 +55,8 @@ def _stored() -> Iterator[Hostile]:
 
 
 def schemas() -> Iterator[Hostile]:
-    yield from (("json_schema", name, text) for name, text in _schema_texts().items())
-    for name, schema in _explosive().items():
-        yield "json_schema", name, json.dumps(schema)
+    texts = _schema_texts() | {name: json.dumps(schema) for name, schema in _explosive().items()}
+    yield from (("json_schema", name, text) for name, text in texts.items())
 
 
 def _schema_texts() -> dict[str, str]:

@@ -77,9 +77,3 @@ def node() -> str:
     if (path := shutil.which("node")) is None:
         pytest.skip("node is not installed")
     return path
-
-
-@pytest.fixture(scope="session")
-def agents() -> Path:
-    """Return a folder with npm's Claude Code and Codex CLI."""
-    return asset("clients/agents")

@@ -14,6 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from assets import asset
 from idle import until_idle
 from infer import LLM
 from infer.serving.server.app import ROUTES
@@ -109,8 +110,8 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_claude_code_runs_a_tool_and_gets_text(served: Served, gateway: Gateway, agents: Path, tmp_path: Path) -> None:
-    (program,) = agents.glob("node_modules/@anthropic-ai/claude-code-*/claude*")
+def test_claude_code_runs_a_tool_and_gets_text(served: Served, gateway: Gateway, tmp_path: Path) -> None:
+    (program,) = asset("clients/agents").glob("node_modules/@anthropic-ai/claude-code-*/claude*")
     command = [str(program), "-p", PROMPT, "--output-format", "stream-json", "--verbose", "--model", "smollm2"]
     command += ["--tools", "Read", "--disable-slash-commands", "--system-prompt", "You are an assistant."]
     environment = {"ANTHROPIC_BASE_URL": served.url, "ANTHROPIC_AUTH_TOKEN": "none", "IS_SANDBOX": "1"}
@@ -130,14 +131,12 @@ def blocks_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def test_codex_cli_runs_a_tool_and_gets_a_text(
-    served: Served, gateway: Gateway, node: str, agents: Path, tmp_path: Path
-) -> None:
+def test_codex_cli_runs_a_tool_and_gets_a_text(served: Served, gateway: Gateway, node: str, tmp_path: Path) -> None:
     provider = {"name": "infer", "base_url": f"{served.url}/v1", "wire_api": "responses", "env_key": "NO_KEY"}
     settings = {"model_provider": "infer", "model": "smollm2"}
     settings |= {f"model_providers.infer.{name}": value for name, value in provider.items()}
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
-    program = agents / "node_modules/@openai/codex/bin/codex.js"
+    program = asset("clients/agents") / "node_modules/@openai/codex/bin/codex.js"
     command = [node, str(program), "exec", "--skip-git-repo-check", "--json", "--sandbox", "read-only"]
     (tmp_path / "codex").mkdir()
     printed = run([*command, *options, PROMPT], tmp_path, CODEX_HOME=str(tmp_path / "codex"), NO_KEY="none")

@@ -28,9 +28,7 @@ TUTORIALS = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "tutorials"
 COMMANDS = [ROOT / "docs" / "command-line.md", ROOT / "docs" / "how-to" / "model-files.md"]
 PAGES = [*TUTORIALS, ROOT / "README.md", *COMMANDS]
 MEASURED = re.compile(r"[\d,]+(?:\.\d+)? (?:ms|s|tokens/sec|rows/s|tok/s)\b")
-BLOCK = re.compile(
-    r"(?:as `(?P<file>[\w.-]+)`[^\n]*:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
-)
+BLOCK = re.compile(r"(?:as `(?P<file>[\w.-]+)`[^\n]*:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.S | re.M)
 
 
 class Example(NamedTuple):

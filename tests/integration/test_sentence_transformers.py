@@ -27,14 +27,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warning
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 ENDS = (([], True), (DENSE, False), (DENSE[:1], True), ([], False))
-CASES = [(mode, include, *end) for mode, include, end in product(MODES, (True, False), ENDS)]
+CASES = [
+    ({"pooling_mode": mode, "include_prompt": has}, *end) for mode, has, end in product(MODES, (True, False), ENDS)
+]
 
 
-@pytest.mark.parametrize(("mode", "include_prompt", "dense", "is_normalized"), CASES[:: usual_or_all(5, 1)])
-def test_vectors_are_those_of_the_pipeline(
-    tmp_path: Path, mode: str, include_prompt: bool, dense: Any, is_normalized: bool
-) -> None:
-    pooling = {"pooling_mode": mode, "include_prompt": include_prompt}
+@pytest.mark.parametrize(("pooling", "dense", "is_normalized"), CASES[:: usual_or_all(5, 1)])
+def test_vectors_are_those_of_the_pipeline(tmp_path: Path, pooling: Any, dense: Any, is_normalized: bool) -> None:
     make_embedding_model(tmp_path, pooling=pooling, dense=dense, is_normalized=is_normalized)
     oracle = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
     with LLM(tmp_path, kv_type="f32") as llm:

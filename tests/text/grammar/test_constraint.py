@@ -111,11 +111,8 @@ def check(constraint: Constraint, tokenizer: Tokenizer, ids: list[int], written:
         assert all(text.startswith(written + spelt) for text in left), "what is forced is in every text"
         assert not tokenizer.special_token_ids.intersection(forced)
     else:
-        can_follow = {
-            i
-            for i, token in enumerate(tokenizer.token_bytes)
-            if i not in tokenizer.special_token_ids and any(text.startswith(written + token) for text in left)
-        }
+        ordinary = {i: token for i, token in enumerate(tokenizer.token_bytes) if i not in tokenizer.special_token_ids}
+        can_follow = {i for i, token in ordinary.items() if any(text.startswith(written + token) for text in left)}
         assert set(ids) == can_follow | ends
     assert constraint.done == (left == [written])
 

@@ -93,11 +93,9 @@ def marked(name: str) -> dict[str, Any]:
     return as_gguf(name, "") | gguf_keys(model="gemma4", unknown_token_id=3)
 
 
+PRES = (("llama3_1", "llama-bpe"), ("qwen3", "qwen2"), ("gptoss", "gpt-4o"), ("deepseek_v3", "deepseek-v3"))
 PAIRS: dict[str, Callable[[], tuple[Tokenizer, Tokenizer]]] = {
-    "llama3_1": lambda: (Tokenizer.from_gguf(as_gguf("llama3_1", "llama-bpe")), load("llama3_1")),
-    "qwen3": lambda: (Tokenizer.from_gguf(as_gguf("qwen3", "qwen2")), load("qwen3")),
-    "gptoss": lambda: (Tokenizer.from_gguf(as_gguf("gptoss", "gpt-4o")), load("gptoss")),
-    "deepseek_v3": lambda: (Tokenizer.from_gguf(as_gguf("deepseek_v3", "deepseek-v3")), load("deepseek_v3")),
+    **{name: lambda name=name, pre=pre: (Tokenizer.from_gguf(as_gguf(name, pre)), load(name)) for name, pre in PRES},
     "llama2": lambda: (Tokenizer.from_gguf(llama2_metadata()), load("llama2")),
     "gemma3": lambda: (load_gguf("gemma3"), load("gemma3")),
     "gemma3 as gemma4": lambda: (Tokenizer.from_gguf(marked("gemma3")), load("gemma3")),

@@ -87,9 +87,7 @@ def constraint_of(tokenizer: Tokenizer, form: AnswerFormat, answer: Grammar | No
     return compiler.compile_answer(source)
 
 
-def allows(
-    tokenizer: Tokenizer, form: AnswerFormat, said: Any, answer: Grammar | None = None, *, ends: bool = False
-) -> bool:
+def allows(tokenizer: Tokenizer, form: AnswerFormat, said: Any, answer: Any = None, *, ends: bool = False) -> bool:
     """Return True if an answer may begin, or with `ends` be complete, with a text or ids."""
     constraint, ids = constraint_of(tokenizer, form, answer), ids_of(tokenizer, said) if isinstance(said, str) else said
     if constraint.accept(ids) < len(ids):

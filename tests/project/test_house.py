@@ -49,6 +49,7 @@ def test_light_modules_load_no_torch_and_only_the_kernels_for_gpus_load_triton(m
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
+@pytest.mark.slow  # `make test` checks no shapes
 def test_a_wrong_shape_is_caught_at_the_call() -> None:
     from infer.compute.operands.step import Step
 
@@ -60,6 +61,7 @@ def test_a_wrong_shape_is_caught_at_the_call() -> None:
         Step(tokens.float(), tokens, tokens, tokens[:1])
 
 
+@pytest.mark.slow  # `make test` checks no shapes
 def test_arguments_and_results_are_checked_together() -> None:
     @checked
     def first_rows(x: Float[Tensor, "rows columns"], count: int, names: list[str]) -> Float[Tensor, "rows columns"]:

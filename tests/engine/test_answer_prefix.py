@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from infer import LLM, AsyncLLM, SamplingParams
 from refusals import check_refused
 from test_session import GREEDY, SAMPLED
@@ -39,16 +40,14 @@ def test_another_token_makes_another_answer_with_the_same_beginning(llm: LLM) ->
     assert said == (found.token_ids, found.text)
 
 
-@pytest.mark.parametrize(
-    ("values", "prefix", "message"),
-    [
-        ({}, "abc", "answer_prefix must be a list of token ids, got 'abc'"),
-        ({}, [1, -1], "answer_prefix: token ids must be from 0 to"),
-        ({}, [97, True], "answer_prefix: token ids must be whole numbers"),
-        ({"max_new_tokens": 2}, [97, 98, 99], r"answer_prefix\[1\]: the answer ends with this token \(length"),
-        ({"stop": "b"}, [97, 98], r"answer_prefix\[1\]: the answer ends with this token \(stop, 'b'\)"),
-        ({"regex": "[a-f]{9}"}, [97, 122], r"answer_prefix\[1\]: the grammar does not allow token 122 there"),
-    ],
+@cases(
+    "values prefix message",
+    ({}, "abc", "answer_prefix must be a list of token ids, got 'abc'"),
+    ({}, [1, -1], "answer_prefix: token ids must be from 0 to"),
+    ({}, [97, True], "answer_prefix: token ids must be whole numbers"),
+    ({"max_new_tokens": 2}, [97, 98, 99], r"answer_prefix\[1\]: the answer ends with this token \(length"),
+    ({"stop": "b"}, [97, 98], r"answer_prefix\[1\]: the answer ends with this token \(stop, 'b'\)"),
+    ({"regex": "[a-f]{9}"}, [97, 122], r"answer_prefix\[1\]: the grammar does not allow token 122 there"),
 )
 def test_a_prefix_that_no_answer_can_continue_is_refused(llm: LLM, values: Any, prefix: Any, message: str) -> None:
     check_refused(lambda: llm.generate("hello", answer_prefix=prefix, **values), message)

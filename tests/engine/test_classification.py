@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from byte_tokenizer import EOS
+from cases import cases
 from classifier_model import LABELS, join_pairs, make_classifier
 from embedding_model import CONTEXT
 from gguf_files import HIDDEN, random_tensors, write_model
@@ -64,16 +65,14 @@ def test_probabilities_are_those_of_transformers(tmp_path: Path, name: str) -> N
     assert logits.softmax(-1)[0].max() < 0.999
 
 
-@pytest.mark.parametrize(
-    ("labels", "settings", "function"),
-    [
-        (LABELS, {"problem_type": "multi_label_classification"}, torch.sigmoid),
-        (LABELS, {"problem_type": "single_label_classification"}, lambda logits: logits.softmax(-1)),
-        (LABELS, {"problem_type": "regression"}, lambda logits: logits),
-        (LABELS[:2], {}, lambda logits: logits.softmax(-1)),
-        (["score"], {}, torch.sigmoid),
-        (["score"], {"problem_type": "regression"}, lambda logits: logits),
-    ],
+@cases(
+    "labels settings function",
+    (LABELS, {"problem_type": "multi_label_classification"}, torch.sigmoid),
+    (LABELS, {"problem_type": "single_label_classification"}, lambda logits: logits.softmax(-1)),
+    (LABELS, {"problem_type": "regression"}, lambda logits: logits),
+    (LABELS[:2], {}, lambda logits: logits.softmax(-1)),
+    (["score"], {}, torch.sigmoid),
+    (["score"], {"problem_type": "regression"}, lambda logits: logits),
 )
 def test_the_kind_of_problem_sets_the_function(tmp_path: Path, labels: list[str], settings: Any, function: Any) -> None:
     model = make_classifier(tmp_path, labels=labels, pad_token_id=EOS, **settings)
@@ -155,17 +154,15 @@ def test_a_model_without_labels_says_what_it_lacks(embedder: LLM) -> None:
 
 
 @pytest.mark.slow(cases=2)
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"id2label": {"0": "a", "1": "b"}}, "id2label: expected 3 names, one per row of the weight, got"),
-        ({"id2label": {"0": "a", "1": "b", "3": "c"}}, "id2label: expected a name for each number from 0, got"),
-        ({"id2label": {"0": "a", "1": "b", "2": 5}}, "id2label: expected 3 names"),
-        ({"id2label": ["a", "b", "c"]}, "id2label: expected a name for each number"),
-        ({"problem_type": "odd"}, "problem_type: expected one of single_label_classification, .*, got 'odd'"),
-        ({"problem_type": ["odd"]}, "problem_type: expected one of"),
-        ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForTokenClassification labels tokens: supported"),
-    ],
+@cases(
+    "config message",
+    ({"id2label": {"0": "a", "1": "b"}}, "id2label: expected 3 names, one per row of the weight, got"),
+    ({"id2label": {"0": "a", "1": "b", "3": "c"}}, "id2label: expected a name for each number from 0, got"),
+    ({"id2label": {"0": "a", "1": "b", "2": 5}}, "id2label: expected 3 names"),
+    ({"id2label": ["a", "b", "c"]}, "id2label: expected a name for each number"),
+    ({"problem_type": "odd"}, "problem_type: expected one of single_label_classification, .*, got 'odd'"),
+    ({"problem_type": ["odd"]}, "problem_type: expected one of"),
+    ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForTokenClassification labels tokens: supported"),
 )
 def test_broken_labels_are_an_error_of_the_model(tmp_path: Path, config: Any, message: str) -> None:
     make_classifier(tmp_path, pad_token_id=EOS)

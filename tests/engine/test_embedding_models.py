@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
 from byte_tokenizer import EOS
+from cases import cases
 from embedding_model import CONTEXT, PROMPTS, make_embedding_model
 from infer import LLM, InvalidRequestError, ModelError
 from infer.errors import TruncationWarning
@@ -143,31 +144,27 @@ def test_long_texts_are_cut_before_their_end_token(llm: LLM) -> None:
     assert torch.equal(of_ids, llm.embed([[7] * CONTEXT])[0])
 
 
-@pytest.mark.parametrize(
-    ("texts", "options", "message"),
-    [
-        (["a"], {"prompt_name": "passage"}, "prompt_name must be one of 'query', 'document', got 'passage'"),
-        ([[1]], {"prompt_name": "query"}, "text 0: prompt_name needs texts"),
-        ("hello", {}, "prompts must be a list"),
-        (["a"], {"pooling": "sum"}, "pooling must be 'mean' or 'last' or 'cls' or .*, got 'sum'"),
-        (["a", [1, 10_000]], {}, "text 1: the prompt: token ids must be from 0"),
-        (["a"], {"dimensions": 0}, "dimensions must be a whole number in .1, 64., got 0"),
-        (["a", "x" * CONTEXT], {}, f"text 1: the text has {CONTEXT + 1} tokens and the context holds {CONTEXT}"),
-        (["x" * (CONTEXT - 1)], {"prompt_name": "query"}, "text 0: the text has 280 tokens"),
-    ],
+@cases(
+    "texts options message",
+    (["a"], {"prompt_name": "passage"}, "prompt_name must be one of 'query', 'document', got 'passage'"),
+    ([[1]], {"prompt_name": "query"}, "text 0: prompt_name needs texts"),
+    ("hello", {}, "prompts must be a list"),
+    (["a"], {"pooling": "sum"}, "pooling must be 'mean' or 'last' or 'cls' or .*, got 'sum'"),
+    (["a", [1, 10_000]], {}, "text 1: the prompt: token ids must be from 0"),
+    (["a"], {"dimensions": 0}, "dimensions must be a whole number in .1, 64., got 0"),
+    (["a", "x" * CONTEXT], {}, f"text 1: the text has {CONTEXT + 1} tokens and the context holds {CONTEXT}"),
+    (["x" * (CONTEXT - 1)], {"prompt_name": "query"}, "text 0: the text has 280 tokens"),
 )
 def test_texts_that_cannot_be_embedded_give_one_line(llm: LLM, texts: Any, options: Any, message: str) -> None:
     check_refused(lambda: llm.embed(texts, **options), message)
 
 
-@pytest.mark.parametrize(
-    ("names", "texts", "default", "message"),
-    [
-        (["query"], ["a", "b"], None, "key 'infer.prompts.texts': expected 1 texts, one per name, got 2"),
-        (["query"], "a", None, "key 'infer.prompts.texts': expected a list of texts"),
-        ([1], ["a"], None, "key 'infer.prompts.names': expected a list of texts"),
-        (["query"], ["a"], "text", "key 'infer.prompts.default': 'text' is not the name of a prompt"),
-    ],
+@cases(
+    "names texts default message",
+    (["query"], ["a", "b"], None, "key 'infer.prompts.texts': expected 1 texts, one per name, got 2"),
+    (["query"], "a", None, "key 'infer.prompts.texts': expected a list of texts"),
+    ([1], ["a"], None, "key 'infer.prompts.names': expected a list of texts"),
+    (["query"], ["a"], "text", "key 'infer.prompts.default': 'text' is not the name of a prompt"),
 )
 def test_broken_prompts_of_a_gguf_file_name_the_key(names: Any, texts: Any, default: Any, message: str) -> None:
     metadata = {NAMES_KEY: names, TEXTS_KEY: texts, DEFAULT_KEY: default}
@@ -175,14 +172,12 @@ def test_broken_prompts_of_a_gguf_file_name_the_key(names: Any, texts: Any, defa
 
 
 @pytest.mark.slow(cases=1)
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"prompts": ["query"]}, "key 'prompts': expected texts by name"),
-        ({"prompts": {"query": 5}}, "key 'prompts': expected texts by name"),
-        ({"prompts": {}, "default_prompt_name": "query"}, "'query' is not the name of a prompt"),
-        ("{", "JSON"),
-    ],
+@cases(
+    "config message",
+    ({"prompts": ["query"]}, "key 'prompts': expected texts by name"),
+    ({"prompts": {"query": 5}}, "key 'prompts': expected texts by name"),
+    ({"prompts": {}, "default_prompt_name": "query"}, "'query' is not the name of a prompt"),
+    ("{", "JSON"),
 )
 def test_broken_prompts_are_an_error_of_the_model(tmp_path: Path, config: Any, message: str) -> None:
     make_embedding_model(tmp_path)

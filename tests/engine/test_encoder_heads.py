@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cases import cases
 from converted_encoders import write_gguf
 from encoder_models import BY_NAME, CONTEXT, make_encoder
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
@@ -90,16 +91,14 @@ def test_modernbert_pools_as_its_config_says(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(cases=3)
-@pytest.mark.parametrize(
-    ("changes", "function"),
-    [
-        ({}, torch.sigmoid),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, lambda logits: logits),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, torch.sigmoid),
-        ({"sentence_transformers": {"version": "5.0.0"}}, torch.sigmoid),
-        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, lambda logits: logits),
-        ({"problem_type": "regression"}, lambda logits: logits),
-    ],
+@cases(
+    "changes function",
+    ({}, torch.sigmoid),
+    ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, lambda logits: logits),
+    ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, torch.sigmoid),
+    ({"sentence_transformers": {"version": "5.0.0"}}, torch.sigmoid),
+    ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, lambda logits: logits),
+    ({"problem_type": "regression"}, lambda logits: logits),
 )
 def test_the_files_choose_the_function_of_a_score(changes: dict[str, Any], function: Any, tmp_path: Path) -> None:
     model, tokenizer = make_folder(tmp_path, "bert", ("score",))
@@ -178,18 +177,16 @@ def test_a_gguf_file_of_bert_lacks_a_layer_of_the_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(cases=3)
-@pytest.mark.parametrize(
-    ("name", "lost", "changes", "problem"),
-    [
-        ("bert", "bert.pooler.dense.weight", {}, r"tensor 'pooler\.dense\.weight': is missing"),
-        ("roberta", "classifier.dense.weight", {}, r"tensor 'classifier\.dense\.weight': is missing"),
-        ("modernbert", "head.norm.weight", {}, r"tensor 'head\.norm\.weight': is missing"),
-        ("modernbert", "", {"classifier_pooling": "max"}, "classifier_pooling 'max' is not supported: supported are"),
-        ("modernbert", "", {"classifier_activation": ["x"]}, r"classifier_activation \['x'\] is not supported"),
-        ("modernbert", "", {"norm_eps": "x"}, "norm_eps"),
-        ("bert", "", {"architectures": ["BertForTokenClassification"]}, "TokenClassification does not label texts"),
-        ("bert", "", {"id2label": {"0": "a"}}, "expected 3 names, one per row of the weight"),
-    ],
+@cases(
+    "name lost changes problem",
+    ("bert", "bert.pooler.dense.weight", {}, r"tensor 'pooler\.dense\.weight': is missing"),
+    ("roberta", "classifier.dense.weight", {}, r"tensor 'classifier\.dense\.weight': is missing"),
+    ("modernbert", "head.norm.weight", {}, r"tensor 'head\.norm\.weight': is missing"),
+    ("modernbert", "", {"classifier_pooling": "max"}, "classifier_pooling 'max' is not supported: supported are"),
+    ("modernbert", "", {"classifier_activation": ["x"]}, r"classifier_activation \['x'\] is not supported"),
+    ("modernbert", "", {"norm_eps": "x"}, "norm_eps"),
+    ("bert", "", {"architectures": ["BertForTokenClassification"]}, "TokenClassification does not label texts"),
+    ("bert", "", {"id2label": {"0": "a"}}, "expected 3 names, one per row of the weight"),
 )
 def test_a_head_that_does_not_fit_is_refused_in_one_line(
     name: str, lost: str, changes: dict[str, Any], problem: str, tmp_path: Path
@@ -204,12 +201,10 @@ def test_a_head_that_does_not_fit_is_refused_in_one_line(
 
 
 @pytest.mark.slow(cases=1)
-@pytest.mark.parametrize(
-    ("tensor", "problem"),
-    [
-        ("classifier.weight", r"tensor 'classifier\.weight': expected finite numbers"),
-        ("bert.encoder.layer.1.attention.self.key.bias", "text 0: the model's states are not finite: its weights are"),
-    ],
+@cases(
+    "tensor problem",
+    ("classifier.weight", r"tensor 'classifier\.weight': expected finite numbers"),
+    ("bert.encoder.layer.1.attention.self.key.bias", "text 0: the model's states are not finite: its weights are"),
 )
 def test_numbers_that_are_not_finite_give_no_scores(tensor: str, problem: str, tmp_path: Path) -> None:
     make_folder(tmp_path, "bert", ("score",))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from cases import cases
 from infer.compute.sampling.keywords import SamplingKeywords
 from infer.engine.requests.request_options import OPTIONS, RequestKeywords
 from infer.errors import InvalidRequestError
@@ -110,18 +111,16 @@ def test_a_refusal_survives_a_process() -> None:
 NAME = "tools[0].function.name"
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"n": "a"}, "n", "n: expected `int | null`, got 'a'"),
-        ({"n": 0}, "n", "n: expected `int` >= 1, got 0"),
-        ({"stop": [1]}, "stop[0]", "stop[0]: expected `str`, got 1"),
-        ({"logit_bias": {" - at `$.n`": "x"}}, "logit_bias", "logit_bias: expected `float`"),
-        ({"overflow": " - at `$.n`"}, "overflow", "overflow must be 'error' or 'truncate_left', got ' - at `$.n`'"),
-        ({"tools": [{"function": {"name": 5}}]}, NAME, f"{NAME}: expected `str`, got 5"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is missing: it is required"),
-        ({"guided_regex": 3}, "guided_regex", "guided_regex is read as regex: expected `str | null`, got 3"),
-    ],
+@cases(
+    "body param message",
+    ({"n": "a"}, "n", "n: expected `int | null`, got 'a'"),
+    ({"n": 0}, "n", "n: expected `int` >= 1, got 0"),
+    ({"stop": [1]}, "stop[0]", "stop[0]: expected `str`, got 1"),
+    ({"logit_bias": {" - at `$.n`": "x"}}, "logit_bias", "logit_bias: expected `float`"),
+    ({"overflow": " - at `$.n`"}, "overflow", "overflow must be 'error' or 'truncate_left', got ' - at `$.n`'"),
+    ({"tools": [{"function": {"name": 5}}]}, NAME, f"{NAME}: expected `str`, got 5"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is missing: it is required"),
+    ({"guided_regex": 3}, "guided_regex", "guided_regex is read as regex: expected `str | null`, got 3"),
 )
 def test_a_refusal_has_the_place_that_msgspec_names(body: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:

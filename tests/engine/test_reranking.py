@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from cases import cases
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer import LLM, AsyncLLM, InvalidRequestError, ModelError, RankedDocument
 from infer.engine.requests.reranker import make_reranker
@@ -166,13 +167,11 @@ def test_a_document_is_cut_before_the_end_of_the_prompt(judge: LLM) -> None:
     check_refused(lambda: judge.rerank("q" * 5000, ["a"], truncate=True), "document 0: the first text of the pair has")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("a", "b"), "documents must be a list of texts, got str"),
-        (("a", ["b"], 0), "top_n must be a whole number of at least 1, got 0"),
-        (("\ud800", ["b"]), "document 0: the text contains a lone surrogate"),
-    ],
+@cases(
+    "given message",
+    (("a", "b"), "documents must be a list of texts, got str"),
+    (("a", ["b"], 0), "top_n must be a whole number of at least 1, got 0"),
+    (("\ud800", ["b"]), "document 0: the text contains a lone surrogate"),
 )
 def test_documents_that_cannot_be_ranked_give_one_line(judge: LLM, given: Any, message: str) -> None:
     check_refused(lambda: judge.rerank(*given), message)

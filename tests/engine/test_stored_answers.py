@@ -11,6 +11,7 @@ import pytest
 
 from answer_cases import CASES, Case
 from answer_runs import Answers, Row, answers_in, differences, read_stored
+from cases import cases
 from infer.compute.backends.cpu.isa import target_features
 
 STORED = read_stored()
@@ -46,17 +47,15 @@ def test_every_stored_answer_has_its_request() -> None:
     assert len(CASES) >= 98
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ({"ids": [[1, 2, 4]], "logits": "ab"}, "token 2 of answer 0 is 4, stored is 3"),
-        ({"ids": [[1, 2]], "logits": "ab"}, "token 2 of answer 0 is missing, stored is 3"),
-        ({"ids": [[1, 2, 3, 5]], "logits": "ab"}, "token 3 of answer 0 is 5, stored is no token"),
-        ({"ids": [[1, 2, 3], []], "logits": "ab"}, "there are 2 answers, stored are 1"),
-        ({"ids": [[1, 2, 3]], "logits": "cd"}, "logits is cd, stored is ab"),
-        ({"ids": [[1, 2, 3]]}, "logits is None, stored is ab"),
-        ({"ids": [[1, 2, 3]], "logits": "ab", "logprobs": "ef"}, "logprobs is ef, stored is None"),
-    ],
+@cases(
+    "found message",
+    ({"ids": [[1, 2, 4]], "logits": "ab"}, "token 2 of answer 0 is 4, stored is 3"),
+    ({"ids": [[1, 2]], "logits": "ab"}, "token 2 of answer 0 is missing, stored is 3"),
+    ({"ids": [[1, 2, 3, 5]], "logits": "ab"}, "token 3 of answer 0 is 5, stored is no token"),
+    ({"ids": [[1, 2, 3], []], "logits": "ab"}, "there are 2 answers, stored are 1"),
+    ({"ids": [[1, 2, 3]], "logits": "cd"}, "logits is cd, stored is ab"),
+    ({"ids": [[1, 2, 3]]}, "logits is None, stored is ab"),
+    ({"ids": [[1, 2, 3]], "logits": "ab", "logprobs": "ef"}, "logprobs is ef, stored is None"),
 )
 def test_a_difference_names_the_first_token_or_the_digest(found: dict[str, Any], message: str) -> None:
     stored: Row = {"ids": [[1, 2, 3]], "logits": "ab"}

@@ -14,6 +14,7 @@ import pytest
 
 from assets import asset
 from browser import Browser, Page, browsing
+from cases import cases
 from infer import LLM
 from served import Served, serving
 from test_session import make_model
@@ -388,21 +389,19 @@ def test_a_links_settings_end_with_its_conversation(browser: Browser, page: Page
 HAS_TEXT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
 
-@pytest.mark.parametrize(
-    ("body", "fault"),
-    [
-        ({}, "it has no messages"),
-        ({"messages": 7}, "its messages must be a list"),
-        ({"messages": []}, "its messages must be a list"),
-        ({"messages": [None]}, "its messages must be a list of one or more objects"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "the role of message 1 must be one of system"),
-        ({"messages": [{"role": "user", "content": 5}]}, "the content of message 1 must be a text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "each tool call of message 1 must have a function"),
-        (HAS_TEXT | {"seed": 1.5}, "its seed must be an integer"),
-        (HAS_TEXT | {"tools": [{}]}, "each of its tools must have a function"),
-        (None, "it has no request"),
-        ("%%%", "The link is damaged: the part after #r= is not base64url of JSON."),
-    ],
+@cases(
+    "body fault",
+    ({}, "it has no messages"),
+    ({"messages": 7}, "its messages must be a list"),
+    ({"messages": []}, "its messages must be a list"),
+    ({"messages": [None]}, "its messages must be a list of one or more objects"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "the role of message 1 must be one of system"),
+    ({"messages": [{"role": "user", "content": 5}]}, "the content of message 1 must be a text"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "each tool call of message 1 must have a function"),
+    (HAS_TEXT | {"seed": 1.5}, "its seed must be an integer"),
+    (HAS_TEXT | {"tools": [{}]}, "each of its tools must have a function"),
+    (None, "it has no request"),
+    ("%%%", "The link is damaged: the part after #r= is not base64url of JSON."),
 )
 def test_a_malformed_link_says_what_is_wrong(page: Page, served: Served, body: Any, fault: str) -> None:
     ready(page, served, "#r=%%%" if body == "%%%" else fragment_of("fp", body))

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from cases import cases
+
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import beside
@@ -56,14 +58,12 @@ class Answering:
         return self._bits
 
 
-@pytest.mark.parametrize(
-    ("new", "said"),
-    [
-        (Answering([1, 2, 3], [0.5]), "3 greedy tokens and their log-probabilities are equal"),
-        (Answering([1, 2, 4], [0.5]), "the greedy tokens differ after 2 of 3"),
-        (Answering([1, 2], [0.5]), "the greedy tokens differ after 2 of 3"),
-        (Answering([1, 2, 3], [0.25]), "3 greedy tokens are equal, their log-probabilities differ"),
-    ],
+@cases(
+    "new said",
+    (Answering([1, 2, 3], [0.5]), "3 greedy tokens and their log-probabilities are equal"),
+    (Answering([1, 2, 4], [0.5]), "the greedy tokens differ after 2 of 3"),
+    (Answering([1, 2], [0.5]), "the greedy tokens differ after 2 of 3"),
+    (Answering([1, 2, 3], [0.25]), "3 greedy tokens are equal, their log-probabilities differ"),
 )
 def test_the_bits_of_both_sides_are_compared(new: Answering, said: str) -> None:
     sides: dict[str, Any] = {beside.OLD: Answering([1, 2, 3], [0.5]), beside.NEW: new}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import check_commits
+from cases import cases
 
 WHY = "Readers of the log did not see what had become faster."
 
@@ -53,20 +54,18 @@ def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Shown:
     return lambda root=tmp_path: (check_commits.main(root), capsys.readouterr().out.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("title", "rule"),
-    [
-        ("Shorter lines", "at least 3 words"),
-        ("Free the pages", None),
-        ("A test follows a message", '"A"'),
-        ("An answer ends here", '"An"'),
-        ("The page says more", '"The"'),
-        ("One function stores planes", '"One"'),
-        ("Analyse the first page", None),
-        ("Free pages of cancelled sequences.", "without a period"),
-        (f"Free the {'x' * 91}", None),
-        (f"Free the {'x' * 92}", "at most 100 characters, got 101"),
-    ],
+@cases(
+    "title rule",
+    ("Shorter lines", "at least 3 words"),
+    ("Free the pages", None),
+    ("A test follows a message", '"A"'),
+    ("An answer ends here", '"An"'),
+    ("The page says more", '"The"'),
+    ("One function stores planes", '"One"'),
+    ("Analyse the first page", None),
+    ("Free pages of cancelled sequences.", "without a period"),
+    (f"Free the {'x' * 91}", None),
+    (f"Free the {'x' * 92}", "at most 100 characters, got 101"),
 )
 def test_a_title_is_a_verb_with_some_words(repository: Repository, shown: Shown, title: str, rule: str | None) -> None:
     repository.commit(title)
@@ -76,17 +75,15 @@ def test_a_title_is_a_verb_with_some_words(repository: Repository, shown: Shown,
     assert rule is None or (rule in lines[0] and title in lines[0])
 
 
-@pytest.mark.parametrize(
-    ("body", "path", "is_refused"),
-    [
-        ("", "src/infer/a.py", True),
-        ("", "tests/src/test_a.py", False),
-        (WHY, "src/infer/a.py", False),
-        ("Because it failed often.", "src/infer/a.py", True),
-        ("Because it failed too often.", "src/infer/a.py", False),
-        ("Signed-off-by: Somebody With Many Names <a@b.c>\nFixes: number 12 of the old list", "src/infer/a.py", True),
-        (f"{WHY}\n\nSigned-off-by: Somebody <a@b.c>", "src/infer/a.py", False),
-    ],
+@cases(
+    "body path is_refused",
+    ("", "src/infer/a.py", True),
+    ("", "tests/src/test_a.py", False),
+    (WHY, "src/infer/a.py", False),
+    ("Because it failed often.", "src/infer/a.py", True),
+    ("Because it failed too often.", "src/infer/a.py", False),
+    ("Signed-off-by: Somebody With Many Names <a@b.c>\nFixes: number 12 of the old list", "src/infer/a.py", True),
+    (f"{WHY}\n\nSigned-off-by: Somebody <a@b.c>", "src/infer/a.py", False),
 )
 def test_a_change_of_src_says_why(repository: Repository, shown: Shown, body: str, path: str, is_refused: bool) -> None:
     name = repository.commit(f"Free pages in time\n\n{body}", path)

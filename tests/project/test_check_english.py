@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import check_english
+from cases import cases
 from check_english import docstring_faults, main, page_faults
 
 LONG = "word " * 31
@@ -27,16 +28,14 @@ def test_a_docstring_must_not_begin_with_a_word_that_names_nothing() -> None:
     assert not list(docstring_faults('"""Whatsoever."""\n\n\ndef f():\n    """Return what it does."""\n'))
 
 
-@pytest.mark.parametrize(
-    ("page", "lines"),
-    [
-        (f"One.\n\n{LONG}.\n", [3]),
-        ("word " * 29 + "word.", []),
-        (f"{'word ' * 20}. {'word ' * 20}.\n", []),
-        (f"```\n{LONG}\n```\n\n{LONG}\n", [5]),
-        (f"| {LONG} |\n# {LONG}\n", []),
-        (f"- {'word ' * 20}\n- {'word ' * 20}\n", []),
-    ],
+@cases(
+    "page lines",
+    (f"One.\n\n{LONG}.\n", [3]),
+    ("word " * 29 + "word.", []),
+    (f"{'word ' * 20}. {'word ' * 20}.\n", []),
+    (f"```\n{LONG}\n```\n\n{LONG}\n", [5]),
+    (f"| {LONG} |\n# {LONG}\n", []),
+    (f"- {'word ' * 20}\n- {'word ' * 20}\n", []),
 )
 def test_a_sentence_of_a_page_has_thirty_words_at_most(page: str, lines: list[int]) -> None:
     assert [line for line, _ in page_faults(page)] == lines

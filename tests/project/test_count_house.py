@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import count_house
+from cases import cases
 from house.limits import Limit, problems, read_limits, with_set, with_tightened
 from house.sizes import count, totals
 from house.source import Source
@@ -75,16 +76,14 @@ def test_the_files_that_grew_are_named(repository: Path, monkeypatch: pytest.Mon
     assert line.endswith("grown since the limits changed: src/infer/cli/new.py +7")
 
 
-@pytest.mark.parametrize(
-    ("section", "limit", "kept", "broken", "loose"),
-    [
-        ("falls", 1000, [1000, 980], [1001], [979]),
-        ("falls", 10, [10], [11], [9]),
-        ("rises", 200, [200, 204], [199], [205]),
-        ("bounds", 150, [150, 1], [151], []),
-        ("flow", 800, [800, 768], [801], [767]),
-        ("flow", 45, [45, 43], [46], [42]),
-    ],
+@cases(
+    "section limit kept broken loose",
+    ("falls", 1000, [1000, 980], [1001], [979]),
+    ("falls", 10, [10], [11], [9]),
+    ("rises", 200, [200, 204], [199], [205]),
+    ("bounds", 150, [150, 1], [151], []),
+    ("flow", 800, [800, 768], [801], [767]),
+    ("flow", 45, [45, 43], [46], [42]),
 )
 def test_a_limit_is_kept_within_a_few_per_cent(section: str, limit: int, kept: Any, broken: Any, loose: Any) -> None:
     messages = {number: Limit(section, limit).problem("x", number) for number in [*kept, *broken, *loose]}

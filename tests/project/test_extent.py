@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import extent
+from cases import cases
 from near_tests import ROOT, near
 
 SLOW = "pytest.mark.slow"
@@ -53,16 +54,14 @@ def test_cases_are_counted_for_each_function_and_a_slow_case_is_none_of_them() -
     assert split(*items)[1] == ["a.py::a[1]"]
 
 
-@pytest.mark.parametrize(
-    ("text", "is_left_out"),
-    [
-        ("import pytest\n\npytestmark = pytest.mark.slow\n", True),
-        ("pytestmark = pytest.mark.slow  # trains a model\n", True),
-        ("pytestmark = pytest.mark.slow(cases=1)\n", False),
-        ("pytestmark = pytest.mark.slow\n\n\n@pytest.mark.slow(cases=1)\ndef test_a(): ...\n", False),
-        ("@pytest.mark.slow\ndef test_a(): ...\n", False),
-        ("    pytestmark = pytest.mark.slow\n", False),
-    ],
+@cases(
+    "text is_left_out",
+    ("import pytest\n\npytestmark = pytest.mark.slow\n", True),
+    ("pytestmark = pytest.mark.slow  # trains a model\n", True),
+    ("pytestmark = pytest.mark.slow(cases=1)\n", False),
+    ("pytestmark = pytest.mark.slow\n\n\n@pytest.mark.slow(cases=1)\ndef test_a(): ...\n", False),
+    ("@pytest.mark.slow\ndef test_a(): ...\n", False),
+    ("    pytestmark = pytest.mark.slow\n", False),
 )
 def test_a_file_with_only_slow_tests_is_not_imported(text: str, is_left_out: bool) -> None:
     assert extent.has_only_slow_tests(text) is is_left_out
@@ -104,14 +103,12 @@ def is_in_make_test(test: str) -> bool:
     return name in functions_of_make_test(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "tests"),
-    [
-        ("src/infer/text/tokenizer/stop_strings.py", {"tests/text/tokenizer/test_stop_strings.py"}),
-        ("tests/text/tokenizer/test_stop_strings.py", {"tests/text/tokenizer/test_stop_strings.py"}),
-        ("scripts/near_tests.py", {"tests/project/test_extent.py"}),
-        ("tests/helpers/extent.py", {"tests/project/test_extent.py", "tests/engine/test_scheduling.py"}),
-    ],
+@cases(
+    "name tests",
+    ("src/infer/text/tokenizer/stop_strings.py", {"tests/text/tokenizer/test_stop_strings.py"}),
+    ("tests/text/tokenizer/test_stop_strings.py", {"tests/text/tokenizer/test_stop_strings.py"}),
+    ("scripts/near_tests.py", {"tests/project/test_extent.py"}),
+    ("tests/helpers/extent.py", {"tests/project/test_extent.py", "tests/engine/test_scheduling.py"}),
 )
 def test_tests_beside_a_file_are_found(name: str, tests: set[str]) -> None:
     assert tests <= near(name)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cases import cases
 from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 
 PROJECTIONS = {"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -43,16 +44,14 @@ def test_the_head_has_one_name() -> None:
         assert names_from_hugging_face([name]) == {name: "lm_head.weight"}
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
-    [
-        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
-        "model.vision_tower.vision_model.post_layernorm.weight",
-        "model.visual.blocks.0.norm1.weight",
-        "multi_modal_projector.mm_input_projection_weight",
-        "model.multi_modal_projector.mm_soft_emb_norm.weight",
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-    ],
+    "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+    "model.vision_tower.vision_model.post_layernorm.weight",
+    "model.visual.blocks.0.norm1.weight",
+    "multi_modal_projector.mm_input_projection_weight",
+    "model.multi_modal_projector.mm_soft_emb_norm.weight",
+    "model.layers.0.self_attn.rotary_emb.inv_freq",
 )
 def test_tensors_outside_the_text_network_are_skipped(name: str) -> None:
     assert names_from_hugging_face([name]) == {}

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
+from cases import cases
 
 ROOT = Path(__file__).parents[2]
 THIS_FILE = Path(__file__).relative_to(ROOT).as_posix()
@@ -77,20 +77,18 @@ def test_each_promise_has_its_tests_and_its_words_in_the_page() -> None:
     assert [f"{row['says']} {fault}" for row in ALL_ROWS for fault in faults_of(row)] == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({}, None),
-        ({"quote": "All   models\nload from safetensors"}, None),
-        ({"quote": "No model loads"}, "README.md does not say: No model loads"),
-        ({"quote": "a model"}, "the quote is shorter than 12 characters: a model"),
-        ({"where": "docs/none.md"}, "docs/none.md is no page and no source"),
-        ({"where": "document 005"}, "document 005 is no page and no source"),
-        ({"where": "document 004", "quote": None}, None),
-        ({"tests": ["tests/project/test_promises.py::test_nothing"]}, "test_promises.py::test_nothing"),
-        ({"tests": ["tests/project/test_none.py::test_nothing"]}, "test_none.py::test_nothing"),
-        ({"tests": ["tests/project/test_promises.py::faults_of"]}, "test_promises.py::faults_of"),
-    ],
+@cases(
+    "changes fault",
+    ({}, None),
+    ({"quote": "All   models\nload from safetensors"}, None),
+    ({"quote": "No model loads"}, "README.md does not say: No model loads"),
+    ({"quote": "a model"}, "the quote is shorter than 12 characters: a model"),
+    ({"where": "docs/none.md"}, "docs/none.md is no page and no source"),
+    ({"where": "document 005"}, "document 005 is no page and no source"),
+    ({"where": "document 004", "quote": None}, None),
+    ({"tests": ["tests/project/test_promises.py::test_nothing"]}, "test_promises.py::test_nothing"),
+    ({"tests": ["tests/project/test_none.py::test_nothing"]}, "test_none.py::test_nothing"),
+    ({"tests": ["tests/project/test_promises.py::faults_of"]}, "test_promises.py::faults_of"),
 )
 def test_a_wrong_row_is_found(changes: dict[str, Any], fault: str | None) -> None:
     good = {"where": "README.md", "quote": "All models load", "tests": [f"{THIS_FILE}::test_a_wrong_row_is_found"]}

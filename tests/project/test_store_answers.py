@@ -8,6 +8,7 @@ import pytest
 
 import answer_runs
 import store_answers
+from cases import cases
 
 STORED = {"first": {"ids": [[1, 2]]}, "second": {"bits": "ab"}}
 
@@ -35,12 +36,10 @@ def test_a_row_of_a_new_request_is_added(file: Path, monkeypatch: pytest.MonkeyP
     assert len(file.read_text().splitlines()) == 2 + len(rows)
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ({"first": {"ids": [[1, 3]]}, "second": {"bits": "ab"}}, "first: token 1 of answer 0 is 3, stored is 2"),
-        ({"first": {"ids": [[1, 2]]}}, "second: no request has this name"),
-    ],
+@cases(
+    "rows message",
+    ({"first": {"ids": [[1, 3]]}, "second": {"bits": "ab"}}, "first: token 1 of answer 0 is 3, stored is 2"),
+    ({"first": {"ids": [[1, 2]]}}, "second: no request has this name"),
 )
 def test_a_row_changes_only_if_it_is_named(
     rows: dict[str, Any], message: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,7 @@ import pytest
 
 import infer
 import list_surface
+from cases import cases
 from list_surface import CHANGELOG, COMMAND, FILE, Rows, as_text, differences, unannounced, updated
 
 STORED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -68,16 +69,14 @@ def test_a_removed_row_needs_more_than_a_new_file() -> None:
     assert again == stored, "writing once more forgets nothing"
 
 
-@pytest.mark.parametrize(
-    ("changelog", "missing"),
-    [
-        ("### Removed\n\n- `LLM.run`: use `LLM.runs`.\n", []),
-        ("### Removed\n\n- `LLM.run(n)`, which had no effect.\n", ["python: LLM.run"]),
-        ("### Removed\n\n- `LLM`, `LLM.r` and LLM.run.\n", ["python: LLM.run", "python: LLM.run(n)"]),
-        ("### Removed\n\n- nothing\n\n### Fixed\n\n- `LLM.run`\n", ["python: LLM.run", "python: LLM.run(n)"]),
-        ("### Removed\n\n- nothing\n\n## [0.1.0]\n\n- `LLM.run`\n", ["python: LLM.run", "python: LLM.run(n)"]),
-        ("### Removed\n\n- a thing\n\n## [0.1.0]\n\n### Removed\n\n- `LLM.run`\n", []),
-    ],
+@cases(
+    "changelog missing",
+    ("### Removed\n\n- `LLM.run`: use `LLM.runs`.\n", []),
+    ("### Removed\n\n- `LLM.run(n)`, which had no effect.\n", ["python: LLM.run"]),
+    ("### Removed\n\n- `LLM`, `LLM.r` and LLM.run.\n", ["python: LLM.run", "python: LLM.run(n)"]),
+    ("### Removed\n\n- nothing\n\n### Fixed\n\n- `LLM.run`\n", ["python: LLM.run", "python: LLM.run(n)"]),
+    ("### Removed\n\n- nothing\n\n## [0.1.0]\n\n- `LLM.run`\n", ["python: LLM.run", "python: LLM.run(n)"]),
+    ("### Removed\n\n- a thing\n\n## [0.1.0]\n\n### Removed\n\n- `LLM.run`\n", []),
 )
 def test_a_removed_name_is_announced_under_its_heading(changelog: str, missing: list[str]) -> None:
     assert unannounced(updated(BEFORE, AFTER), changelog) == missing

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from block_scales import FLOATS, stored_weight
+from cases import cases
 from extent import IS_WHOLE, slow_except
 from infer.compute import ops
 from infer.compute.backends import reference
@@ -265,19 +266,17 @@ def step_of(row: int, start: int, count: int) -> Step:
     return Step.of([1] * count, start, row=row)
 
 
-@pytest.mark.parametrize(
-    ("shape", "window", "rotated", "softcap", "kv_type", "has_sinks", "has_gate"),
-    [
-        ((9, 3, 64), None, 64, None, "f32", False, True),
-        ((4, 1, 256), 100, 64, 0.5, "f16", False, True),
-        ((4, 4, 40), None, 0, 0.5, "f32", False, False),
-        ((6, 2, 20), 7, 20, 3.0, "f32", True, True),
-        ((6, 2, 64), 128, 64, None, "f16", True, False),
-        pytest.param((8, 2, 128), 300, 64, None, "bf16", True, False, marks=pytest.mark.slow),
-        pytest.param((4, 2, 32), 40, 8, None, "q8", False, True, marks=pytest.mark.slow),
-        pytest.param((6, 2, 64), 128, 64, None, "q8", True, False, marks=pytest.mark.slow),
-        pytest.param((6, 2, 64), None, 64, None, "q4", True, False, marks=pytest.mark.slow),
-    ],
+@cases(
+    "shape window rotated softcap kv_type has_sinks has_gate",
+    ((9, 3, 64), None, 64, None, "f32", False, True),
+    ((4, 1, 256), 100, 64, 0.5, "f16", False, True),
+    ((4, 4, 40), None, 0, 0.5, "f32", False, False),
+    ((6, 2, 20), 7, 20, 3.0, "f32", True, True),
+    ((6, 2, 64), 128, 64, None, "f16", True, False),
+    pytest.param((8, 2, 128), 300, 64, None, "bf16", True, False, marks=pytest.mark.slow),
+    pytest.param((4, 2, 32), 40, 8, None, "q8", False, True, marks=pytest.mark.slow),
+    pytest.param((6, 2, 64), 128, 64, None, "q8", True, False, marks=pytest.mark.slow),
+    pytest.param((6, 2, 64), None, 64, None, "q4", True, False, marks=pytest.mark.slow),
 )
 def test_attention_agrees_with_reference(
     shape: tuple[int, int, int],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from infer.cli.model_commands.compile_command import run_compile
 from infer.compute.backends.cpu.backend import CpuBackend
 from infer.compute.backends.cpu.compile import addresses
@@ -161,14 +162,12 @@ compilation.close()
 
 
 @pytest.mark.slow(cases=2)
-@pytest.mark.parametrize(
-    ("missing", "trouble", "said"),
-    [
-        ([], None, "all 9 CPU kernels are already in /kept"),
-        ([], "/kept cannot be written", "all 9 CPU kernels are already in /kept"),
-        (["add"], None, "1 of 9 CPU kernels compiled for avx2 in 0 s, in /kept"),
-        (["add"], "/kept cannot be written", "cannot be stored: /kept cannot be written; set INFER_CACHE"),
-    ],
+@cases(
+    "missing trouble said",
+    ([], None, "all 9 CPU kernels are already in /kept"),
+    ([], "/kept cannot be written", "all 9 CPU kernels are already in /kept"),
+    (["add"], None, "1 of 9 CPU kernels compiled for avx2 in 0 s, in /kept"),
+    (["add"], "/kept cannot be written", "cannot be stored: /kept cannot be written; set INFER_CACHE"),
 )
 def test_compile_prints_its_result_or_the_reason(
     missing: list[str],

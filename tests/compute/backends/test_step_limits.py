@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases import cases
 from infer.cli import main
 from infer.compute import ops
 from infer.compute.backends.before_load import step_limits
@@ -68,13 +69,11 @@ def test_a_window_stores_one_step_of_the_device() -> None:
 
 
 @pytest.mark.slow(cases=1)
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("serve --slots 65", "--slots must be at most 64 with --device cpu, got 65"),
-        ("generate hi --prefill-chunk 513", "--prefill-chunk must be at most 512 with --device cpu, got 513"),
-        ("batch in.jsonl out.jsonl --batch-size 65", "--batch-size must be at most 64 with --device cpu, got 65"),
-    ],
+@cases(
+    "line message",
+    ("serve --slots 65", "--slots must be at most 64 with --device cpu, got 65"),
+    ("generate hi --prefill-chunk 513", "--prefill-chunk must be at most 512 with --device cpu, got 513"),
+    ("batch in.jsonl out.jsonl --batch-size 65", "--batch-size must be at most 64 with --device cpu, got 65"),
 )
 def test_the_command_line_has_the_limits_of_the_device(
     line: str, message: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from infer.compute.kvcache import cache_settings as settings_module
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import check_layers
@@ -22,23 +23,21 @@ def test_the_settings_load_no_torch() -> None:
     assert run_python(code).stdout == "False\n"
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"kv_type": "q5"}, "kv_type must be one of auto, f32, f16, bf16, q8, q4, got 'q5'"),
-        ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, snapkv, got 'lru'"),
-        ({"eviction_window": 0}, "eviction_window must be a whole number of at least 1, got 0"),
-        ({"eviction_window": True}, "eviction_window must be a whole number of at least 1, got True"),
-        ({"protected_prefix": -1}, "protected_prefix must be a whole number of at least 0, got -1"),
-        ({"memory_threshold_mb": 0}, "must be a whole number of at least 1, got 0"),
-        ({"memory_threshold_mb": 2**40, "eviction_policy": "sliding"}, "_mb must be below this machine's"),
-        ({"memory_threshold_mb": 0, "eviction_policy": "snapkv"}, "must be a whole number of at least 1, got 0"),
-        ({"page_tokens": 48}, "page_tokens must be 16, 32, 64, 128 or 256, got 48"),
-        (
-            {"eviction_policy": "sliding", "eviction_window": 4},
-            "larger than protected_prefix=4, which it inclu",
-        ),
-    ],
+@cases(
+    "values said",
+    ({"kv_type": "q5"}, "kv_type must be one of auto, f32, f16, bf16, q8, q4, got 'q5'"),
+    ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, snapkv, got 'lru'"),
+    ({"eviction_window": 0}, "eviction_window must be a whole number of at least 1, got 0"),
+    ({"eviction_window": True}, "eviction_window must be a whole number of at least 1, got True"),
+    ({"protected_prefix": -1}, "protected_prefix must be a whole number of at least 0, got -1"),
+    ({"memory_threshold_mb": 0}, "must be a whole number of at least 1, got 0"),
+    ({"memory_threshold_mb": 2**40, "eviction_policy": "sliding"}, "_mb must be below this machine's"),
+    ({"memory_threshold_mb": 0, "eviction_policy": "snapkv"}, "must be a whole number of at least 1, got 0"),
+    ({"page_tokens": 48}, "page_tokens must be 16, 32, 64, 128 or 256, got 48"),
+    (
+        {"eviction_policy": "sliding", "eviction_window": 4},
+        "larger than protected_prefix=4, which it inclu",
+    ),
 )
 def test_bad_settings_are_refused_with_value_rule_and_fix(values: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError) as error:

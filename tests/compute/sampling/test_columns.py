@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import cases
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
 from infer.compute.sampling.integer_probs import target
@@ -30,25 +31,23 @@ PASSES = ["max_top_k", *(f"has_{name}" for name in ("greedy", "penalty", "bias",
 PASSES += ["has_top_p", "has_min_p", "has_temperature", "has_temperature_last"]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, set()),
-        ({"temperature": 0.0, "top_k": 3, "min_p": 0.1, "top_p": 0.5}, {"has_greedy"}),
-        ({"temperature": 0.5}, {"has_temperature"}),
-        ({"temperature_last": True}, {"has_temperature_last"}),
-        ({"top_k": 3}, {"max_top_k"}),
-        ({"top_k": 10}, set()),
-        ({"min_p": 0.1}, {"has_min_p"}),
-        ({"presence_penalty": 0.1}, {"has_penalty", "has_edits"}),
-        ({"repetition_penalty": 1.1}, {"has_penalty", "has_edits"}),
-        ({"repetition_penalty": 1.1, "repetition_window": 0}, set()),
-        ({"logit_bias": {1: 1.0}}, {"has_bias", "has_edits"}),
-        ({"logit_bias": {1: INF}}, {"has_mask", "has_edits"}),
-        ({"allowed_token_ids": [1]}, {"has_mask", "has_edits"}),
-        ({"min_new_tokens": 1, "stop_token_ids": [1]}, {"has_min_new_tokens", "has_edits"}),
-        ({"min_new_tokens": 1}, set()),
-    ],
+@cases(
+    "values expected",
+    ({}, set()),
+    ({"temperature": 0.0, "top_k": 3, "min_p": 0.1, "top_p": 0.5}, {"has_greedy"}),
+    ({"temperature": 0.5}, {"has_temperature"}),
+    ({"temperature_last": True}, {"has_temperature_last"}),
+    ({"top_k": 3}, {"max_top_k"}),
+    ({"top_k": 10}, set()),
+    ({"min_p": 0.1}, {"has_min_p"}),
+    ({"presence_penalty": 0.1}, {"has_penalty", "has_edits"}),
+    ({"repetition_penalty": 1.1}, {"has_penalty", "has_edits"}),
+    ({"repetition_penalty": 1.1, "repetition_window": 0}, set()),
+    ({"logit_bias": {1: 1.0}}, {"has_bias", "has_edits"}),
+    ({"logit_bias": {1: INF}}, {"has_mask", "has_edits"}),
+    ({"allowed_token_ids": [1]}, {"has_mask", "has_edits"}),
+    ({"min_new_tokens": 1, "stop_token_ids": [1]}, {"has_min_new_tokens", "has_edits"}),
+    ({"min_new_tokens": 1}, set()),
 )
 def test_the_host_knows_which_passes_a_batch_needs(values: dict[str, Any], expected: set[str]) -> None:
     columns = pack(values)
@@ -105,14 +104,12 @@ def test_a_vanishing_top_p_keeps_the_likeliest_token_and_a_goal_above_nothing(to
 
 
 @pytest.mark.parametrize("token_id", [10, 10**18, 10**30])
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("logit_bias", lambda i: {i: 1.0}),
-        ("logit_bias", lambda i: {i: INF}),
-        ("allowed_token_ids", lambda i: [1, i]),
-        ("stop_token_ids", lambda i: [i]),
-    ],
+@cases(
+    "name make",
+    ("logit_bias", lambda i: {i: 1.0}),
+    ("logit_bias", lambda i: {i: INF}),
+    ("allowed_token_ids", lambda i: [1, i]),
+    ("stop_token_ids", lambda i: [i]),
 )
 def test_an_id_outside_the_vocabulary_is_an_error_with_name_rule_and_value(name: str, make: Any, token_id: int) -> None:
     said = rf"^{name}: token id must be in \[0, 10\), the vocabulary, got {token_id}$"

@@ -12,6 +12,7 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 import infer
+from cases import cases
 from extent import IS_SHORT
 from infer import sample_token
 from infer.compute.sampling import definition, row_stages
@@ -232,17 +233,15 @@ def test_a_token_that_is_forced_and_impossible_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, 5, 10**18])
-@pytest.mark.parametrize(
+@cases(
     "call",
-    [
-        lambda row, i: infer.apply_logit_bias(row, {i: 1.0}),
-        lambda row, i: keep_allowed(row, [i]),
-        lambda row, i: infer.apply_repetition_penalty(row, [i], 1.1),
-        lambda row, i: infer.apply_frequency_penalty(row, [i], 1.1),
-        lambda row, i: infer.apply_presence_penalty(row, [i], 1.1),
-        lambda row, i: sample_token(row, [], SamplingParams(min_new_tokens=1), eos_token_ids={i}),
-        lambda row, i: log_probabilities(row, 1, i),
-    ],
+    lambda row, i: infer.apply_logit_bias(row, {i: 1.0}),
+    lambda row, i: keep_allowed(row, [i]),
+    lambda row, i: infer.apply_repetition_penalty(row, [i], 1.1),
+    lambda row, i: infer.apply_frequency_penalty(row, [i], 1.1),
+    lambda row, i: infer.apply_presence_penalty(row, [i], 1.1),
+    lambda row, i: sample_token(row, [], SamplingParams(min_new_tokens=1), eos_token_ids={i}),
+    lambda row, i: log_probabilities(row, 1, i),
 )
 def test_an_id_outside_the_vocabulary_is_an_error_that_names_it(
     call: Callable[[Tensor, int], Any], token_id: int

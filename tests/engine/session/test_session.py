@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams, Session
 from infer.engine.requests.stream import Stream
 from infer.engine.runner.runner import Runner
@@ -126,20 +127,18 @@ BYTES = (b"a", b"b", b"ab", b"ba", b"aba", b"<c>", b"")
 CONTROL = 5
 
 
-@pytest.mark.parametrize(
-    ("said", "rendered", "expected"),
-    [
-        ([0, 1, 0], [2, 0, 3], [0, 1, 0, 3]),  # a b a = ab a
-        ([2, 0, 3], [4, 1, 0, 1], [2, 0, 3, 1]),  # ab a ba = aba b a
-        ([2, 3], [4, 1, 0], [4, 1, 0]),  # abba is not ababa
-        ([0, 5, 0], [0, 5, 1], [0, 5, 1]),
-        ([0, 0], [0, 5], [0, 5]),
-        ([6, 0], [0, 1], [0, 1]),  # a token of no bytes is not skipped
-        ([], [0], [0]),
-        ([0], [], []),
-        ([4], [0, 1], [0, 1]),  # aba is longer than what is rendered
-        ([99, 0], [0, 0], [0, 0]),
-    ],
+@cases(
+    "said rendered expected",
+    ([0, 1, 0], [2, 0, 3], [0, 1, 0, 3]),  # a b a = ab a
+    ([2, 0, 3], [4, 1, 0, 1], [2, 0, 3, 1]),  # ab a ba = aba b a
+    ([2, 3], [4, 1, 0], [4, 1, 0]),  # abba is not ababa
+    ([0, 5, 0], [0, 5, 1], [0, 5, 1]),
+    ([0, 0], [0, 5], [0, 5]),
+    ([6, 0], [0, 1], [0, 1]),  # a token of no bytes is not skipped
+    ([], [0], [0]),
+    ([0], [], []),
+    ([4], [0, 1], [0, 1]),  # aba is longer than what is rendered
+    ([99, 0], [0, 0], [0, 0]),
 )
 def test_spellings_agree_where_bytes_and_control_tokens_do(said: Any, rendered: Any, expected: Any) -> None:
     assert keep_spelling(said, rendered, BYTES, {CONTROL}) == expected

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import cases
 from infer.engine.speculation.ngram import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, NgramDraft, NgramDrafter
 
 token_ids = st.lists(st.integers(0, 3), max_size=60)
@@ -78,16 +78,14 @@ def test_the_next_tokens_show_the_guesses(prompt: list[int], said: list[int]) ->
         assert draft.propose(9) == asked.propose(9)
 
 
-@pytest.mark.parametrize(
-    ("said", "proposed"),
-    [
-        ([10, 11, 99], [13, 14, 15]),  # another word in place of 12
-        ([10, 11, 13], [14, 15, 16]),  # without 12
-        ([10, 11, 15], [16, 17, 18]),  # without 12, 13 and 14
-        ([10, 11, 99, 98], [14, 15, 16]),
-        ([10, 11, 99, 98, 97], []),  # not a copy any more
-        ([10, 11, 99, 13, 98], [15, 16, 17]),
-    ],
+@cases(
+    "said proposed",
+    ([10, 11, 99], [13, 14, 15]),  # another word in place of 12
+    ([10, 11, 13], [14, 15, 16]),  # without 12
+    ([10, 11, 15], [16, 17, 18]),  # without 12, 13 and 14
+    ([10, 11, 99, 98], [14, 15, 16]),
+    ([10, 11, 99, 98, 97], []),  # not a copy any more
+    ([10, 11, 99, 13, 98], [15, 16, 17]),
 )
 def test_a_copy_continues_after_a_change_or_an_omission(said: list[int], proposed: list[int]) -> None:
     draft = NgramDraft([*range(10, 30), 1])

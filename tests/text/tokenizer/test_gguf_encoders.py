@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder
 from infer.errors import ModelFormatError
 from infer.models.catalog.explanation import _without_words
@@ -90,15 +91,13 @@ def test_flags_decide_about_the_ends_of_unigram(changes: dict[str, Any], single:
     )
 
 
-@pytest.mark.parametrize(
-    ("prefix", "removes", "expected"),
-    [
-        (True, True, ["▁a", "▁", "b"]),
-        (True, False, ["▁a", "▁", "▁", "b", "▁"]),
-        (False, True, ["a", "▁", "b"]),
-        (False, False, ["▁a", "▁", "▁", "b", "▁"]),
-        (None, None, ["▁a", "▁", "▁", "b", "▁"]),
-    ],
+@cases(
+    "prefix removes expected",
+    (True, True, ["▁a", "▁", "b"]),
+    (True, False, ["▁a", "▁", "▁", "b", "▁"]),
+    (False, True, ["a", "▁", "b"]),
+    (False, False, ["▁a", "▁", "▁", "b", "▁"]),
+    (None, None, ["▁a", "▁", "▁", "b", "▁"]),
 )
 def test_spaces_are_those_of_sentencepieces_settings(prefix: Any, removes: Any, expected: list[str]) -> None:
     pieces, scores = ["<s>", "<pad>", "</s>", "<unk>", "▁", "a", "b", "▁a"], [0.0] * 4 + [-2.0, -2.0, -2.0, -2.5]
@@ -137,23 +136,21 @@ def test_tokens_that_a_user_defined_are_found_and_shown() -> None:
     assert last not in tokenizer.special_token_ids
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"scores": None}, "scores: missing"),
-        ({"scores": [0.0]}, "scores.*1 items"),
-        ({"token_type": [1]}, "token_type.*1 items"),
-        ({"tokens": None}, "tokens: missing"),
-        ({"unknown_token_id": 9999}, "unknown_token_id: 9999 is not an id"),
-        ({"bos_token_id": -1}, "bos_token_id: -1 is not an id"),
-        ({"bos_token_id": None}, "bos_token_id: missing"),
-        ({"add_sep_token": 1}, "add_sep_token: expected true or false"),
-        ({"remove_extra_whitespaces": 1}, "remove_extra_whitespaces: expected true or false"),
-        ({"precompiled_charsmap": "AAAA"}, "precompiled_charsmap: expected a list of integers"),
-        ({"precompiled_charsmap": [1, 2, 3]}, "precompiled_charsmap: is not a map of characters"),
-        ({"precompiled_charsmap": [4, 0, 0, 0, 0, 0, 0, 255, 255]}, "tokenizer: "),
-        ({"precompiled_charsmap": [4, 0, 0, 0, 0, 0, 0, 0, 97]}, "tokenizer: the tokenizers library failed"),
-    ],
+@cases(
+    "changes message",
+    ({"scores": None}, "scores: missing"),
+    ({"scores": [0.0]}, "scores.*1 items"),
+    ({"token_type": [1]}, "token_type.*1 items"),
+    ({"tokens": None}, "tokens: missing"),
+    ({"unknown_token_id": 9999}, "unknown_token_id: 9999 is not an id"),
+    ({"bos_token_id": -1}, "bos_token_id: -1 is not an id"),
+    ({"bos_token_id": None}, "bos_token_id: missing"),
+    ({"add_sep_token": 1}, "add_sep_token: expected true or false"),
+    ({"remove_extra_whitespaces": 1}, "remove_extra_whitespaces: expected true or false"),
+    ({"precompiled_charsmap": "AAAA"}, "precompiled_charsmap: expected a list of integers"),
+    ({"precompiled_charsmap": [1, 2, 3]}, "precompiled_charsmap: is not a map of characters"),
+    ({"precompiled_charsmap": [4, 0, 0, 0, 0, 0, 0, 255, 255]}, "tokenizer: "),
+    ({"precompiled_charsmap": [4, 0, 0, 0, 0, 0, 0, 0, 97]}, "tokenizer: the tokenizers library failed"),
 )
 def test_metadata_that_contradict_themselves_are_a_format_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError, match=rf"\AGGUF metadata[^\n]*{message}[^\n]*\Z"):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from infer.errors import InvalidRequestError
 from infer.text.templates.chat_template import ChatTemplate
 
@@ -65,13 +66,11 @@ def test_parts_keep_their_own_keys_for_a_template_that_reads_them() -> None:
 
 
 @pytest.mark.parametrize("question", ["a", "u", "Is this text safe or not?"])
-@pytest.mark.parametrize(
+@cases(
     "template",
-    [
-        "{{ messages[0].content }}",
-        "user: {% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}",
-        "{% for m in messages %}{{ m.role }}: {{ m.text }}{% endfor %}",
-    ],
+    "{{ messages[0].content }}",
+    "user: {% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ m.role }}: {{ m.text }}{% endfor %}",
 )
 def test_a_prompt_without_the_last_question_is_refused(template: str, question: str) -> None:
     messages = [turn("system", "You guard."), turn("user", question)]
@@ -100,17 +99,15 @@ REMINDER = "<system-reminder>\nc\n</system-reminder>"
 
 
 @pytest.mark.parametrize("template", [STRICT, FORGETFUL])
-@pytest.mark.parametrize(
-    ("messages", "prompt"),
-    [
-        ([turn("system", "x1"), turn("system", "x2"), turn("user", "a")], "system: x1\n\nx2\nuser: a\n"),
-        (LATE, f"user: a\nassistant: b\nuser: {REMINDER}\nd\n"),
-        ([turn("system", "x1"), turn("user", "a"), turn("system", "c")], f"system: x1\nuser: a\n{REMINDER}\n"),
-        (
-            [turn("user", "a"), turn("system", "c"), turn("assistant", "b"), turn("user", "d")],
-            f"user: a\n{REMINDER}\nassistant: b\nuser: d\n",
-        ),
-    ],
+@cases(
+    "messages prompt",
+    ([turn("system", "x1"), turn("system", "x2"), turn("user", "a")], "system: x1\n\nx2\nuser: a\n"),
+    (LATE, f"user: a\nassistant: b\nuser: {REMINDER}\nd\n"),
+    ([turn("system", "x1"), turn("user", "a"), turn("system", "c")], f"system: x1\nuser: a\n{REMINDER}\n"),
+    (
+        [turn("user", "a"), turn("system", "c"), turn("assistant", "b"), turn("user", "d")],
+        f"user: a\n{REMINDER}\nassistant: b\nuser: d\n",
+    ),
 )
 def test_a_template_that_wants_one_system_message_gets_one(template: str, messages: Any, prompt: str) -> None:
     assert rendered(template, messages) == prompt

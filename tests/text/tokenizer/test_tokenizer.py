@@ -13,6 +13,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from assets import asset
+from cases import cases
 from infer.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
 from infer.files import resolve
 from infer.files.gguf.gguf import read_gguf
@@ -114,16 +115,14 @@ def test_an_end_of_turn_is_control_whatever_the_file_calls_it() -> None:
         assert len(tokens) + 1 not in tokenizer.special_token_ids
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"merges": ["h e", "nonsense"]}, "merges"),
-        ({"merges": ["h zebra"]}, "merges"),
-        ({"token_type": [1, 2]}, "token_type.*2 items"),
-        ({"tokens": None}, "tokens.*missing"),
-        ({"tokens": [1, 2]}, "tokens.*list of texts"),
-        ({"bos_token_id": 99999, "add_bos_token": True}, "bos_token_id.*99999"),
-    ],
+@cases(
+    "changes message",
+    ({"merges": ["h e", "nonsense"]}, "merges"),
+    ({"merges": ["h zebra"]}, "merges"),
+    ({"token_type": [1, 2]}, "token_type.*2 items"),
+    ({"tokens": None}, "tokens.*missing"),
+    ({"tokens": [1, 2]}, "tokens.*list of texts"),
+    ({"bos_token_id": 99999, "add_bos_token": True}, "bos_token_id.*99999"),
 )
 def test_metadata_that_contradict_themselves_are_a_format_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):

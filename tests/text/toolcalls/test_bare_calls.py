@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from infer.outputs import ToolCallDelta
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.formats import FORMATS
@@ -35,23 +36,21 @@ def read(text: str, size: int, *, name: str = "hermes", kind: Kind = "auto", **o
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(
-    ("answer", "text", "calls"),
-    [
-        (OSLO, "", [OSLO_CALL]),
-        (f"```json\n{OSLO}\n```", "", [OSLO_CALL]),
-        (f"```\n{OSLO}", "", [OSLO_CALL]),
-        (f"I look.\n\n```json\n{OSLO}\n```", "I look.", [OSLO_CALL]),
-        (f"I look.\n{OSLO}", "I look.", [OSLO_CALL]),
-        (f"```json\n{OSLO}\n{ADD}\n```", "", [OSLO_CALL, ADD_CALL]),
-        (f"[{OSLO}, {ADD}]", "", [OSLO_CALL, ADD_CALL]),
-        (f"{OSLO}\n{ADD}", "", [OSLO_CALL, ADD_CALL]),
-        (f"```json\n{OSLO}\n```\n```json\n{ADD}\n```", "", [OSLO_CALL, ADD_CALL]),
-        (f"{OSLO}\nDone.", "\nDone.", [OSLO_CALL]),
-        (f"{OSLO}\n{OWN}", "", [OSLO_CALL, ("add", {})]),
-        (OWN, "", [("add", {})]),
-        ('{"name": "add", "arguments": {"a": -1.5e-3, "b": 2.25}}', "", [("add", {"a": -1.5e-3, "b": 2.25})]),
-    ],
+@cases(
+    "answer text calls",
+    (OSLO, "", [OSLO_CALL]),
+    (f"```json\n{OSLO}\n```", "", [OSLO_CALL]),
+    (f"```\n{OSLO}", "", [OSLO_CALL]),
+    (f"I look.\n\n```json\n{OSLO}\n```", "I look.", [OSLO_CALL]),
+    (f"I look.\n{OSLO}", "I look.", [OSLO_CALL]),
+    (f"```json\n{OSLO}\n{ADD}\n```", "", [OSLO_CALL, ADD_CALL]),
+    (f"[{OSLO}, {ADD}]", "", [OSLO_CALL, ADD_CALL]),
+    (f"{OSLO}\n{ADD}", "", [OSLO_CALL, ADD_CALL]),
+    (f"```json\n{OSLO}\n```\n```json\n{ADD}\n```", "", [OSLO_CALL, ADD_CALL]),
+    (f"{OSLO}\nDone.", "\nDone.", [OSLO_CALL]),
+    (f"{OSLO}\n{OWN}", "", [OSLO_CALL, ("add", {})]),
+    (OWN, "", [("add", {})]),
+    ('{"name": "add", "arguments": {"a": -1.5e-3, "b": 2.25}}', "", [("add", {"a": -1.5e-3, "b": 2.25})]),
 )
 def test_fenced_and_bare_calls_of_known_tools_arrive(answer: str, text: str, calls: Any, size: int) -> None:
     assert read(answer, size) == (text, calls)

@@ -10,6 +10,7 @@ import pytest
 from transformers import Gemma4TextConfig
 
 from byte_tokenizer import VOCAB_SIZE
+from cases import cases
 from infer import LLM
 from infer.engine.step.place import common_length
 from infer.outputs import GenerationResult, ReasoningDelta, assembled
@@ -120,20 +121,18 @@ def test_an_answer_of_the_real_vocabulary_is_allowed_and_read(real: Tokenizer) -
         assert [(call.name, call.parsed()) for call in calls] == [("weather", ARGUMENTS)] * 2
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Hi.", ("Hi.", None, ())),
-        (THOUGHT + "Hi.", ("Hi.", "Hm, <b>.", ())),
-        (THOUGHT + "\n\n Hi\n", ("Hi\n", "Hm, <b>.", ())),
-        ("<|channel>thought\n<channel|>Hi.", ("Hi.", None, ())),
-        ("<|channel>thought", ("", None, ())),
-        ("<|channel>thought\nHm", ("", "Hm", ())),
-        ("So. <|channel>thought\nHm.<channel|> Hi.", ("So. Hi.", "Hm.", ())),
-        (THOUGHT + "So.<|channel>thought\nWell.<channel|>Hi.", ("So.Hi.", "Hm, <b>.\nWell.", ())),
-        ("<|channel", ("<|channel", None, ())),
-        ("a <channel|> b", ("a  b", None, ())),
-    ],
+@cases(
+    "text expected",
+    ("Hi.", ("Hi.", None, ())),
+    (THOUGHT + "Hi.", ("Hi.", "Hm, <b>.", ())),
+    (THOUGHT + "\n\n Hi\n", ("Hi\n", "Hm, <b>.", ())),
+    ("<|channel>thought\n<channel|>Hi.", ("Hi.", None, ())),
+    ("<|channel>thought", ("", None, ())),
+    ("<|channel>thought\nHm", ("", "Hm", ())),
+    ("So. <|channel>thought\nHm.<channel|> Hi.", ("So. Hi.", "Hm.", ())),
+    (THOUGHT + "So.<|channel>thought\nWell.<channel|>Hi.", ("So.Hi.", "Hm, <b>.\nWell.", ())),
+    ("<|channel", ("<|channel", None, ())),
+    ("a <channel|> b", ("a  b", None, ())),
 )
 def test_thoughts_are_separated_and_no_control_token_is_shown(text: str, expected: Found, tokenizer: Tokenizer) -> None:
     assert read(tokenizer, text) == expected
@@ -146,19 +145,17 @@ def test_calls_are_read_wherever_they_are_cut(tokenizer: Tokenizer) -> None:
     assert [(call.name, call.parsed()) for call in calls] == [("weather", ARGUMENTS), ("now", {})]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "is_allowed"),
-    [
-        (CALL + CALL, {}, True),
-        (THOUGHT + CALL, {"tool_choice": "required"}, True),
-        (THOUGHT + "Hi", {"tool_choice": "required"}, False),
-        (CALL + CALL, {"parallel_tool_calls": False}, False),
-        (CALL.replace("weather", "other"), {}, False),
-        (CALL.replace("null", '<|"|>x<|"|>'), {}, False),
-        (CALL.replace("[1,-2]", "[1.5]"), {}, False),
-        (CALL, {"tool_choice": "none"}, False),
-        (THOUGHT + THOUGHT, {}, False),
-    ],
+@cases(
+    "text options is_allowed",
+    (CALL + CALL, {}, True),
+    (THOUGHT + CALL, {"tool_choice": "required"}, True),
+    (THOUGHT + "Hi", {"tool_choice": "required"}, False),
+    (CALL + CALL, {"parallel_tool_calls": False}, False),
+    (CALL.replace("weather", "other"), {}, False),
+    (CALL.replace("null", '<|"|>x<|"|>'), {}, False),
+    (CALL.replace("[1,-2]", "[1.5]"), {}, False),
+    (CALL, {"tool_choice": "none"}, False),
+    (THOUGHT + THOUGHT, {}, False),
 )
 def test_a_grammar_allows_what_the_tools_allow(text: str, options: Any, is_allowed: bool, tokenizer: Tokenizer) -> None:
     form = thinking(tokenizer, tools=TOOLS, **options)

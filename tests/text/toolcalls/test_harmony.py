@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import VOCAB_SIZE
+from cases import cases
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.tool_options import effort_variables
 from infer.text.grammar.grammar import Grammar
@@ -72,24 +73,22 @@ def test_return_and_call_end_an_answer_and_end_does_not_whatever_the_files_say(t
     assert tokenizer.backend.token_to_id("<|end|>") not in tokenizer.eos_token_ids
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (THOUGHT + FINAL + "Hi.", ("Hi.", "Hm <b> to=x.", ())),
-        (THOUGHT * 2 + FINAL + " Hi\n", (" Hi\n", "Hm <b> to=x.\n\nHm <b> to=x.", ())),
-        (THOUGHT + SAID + FINAL + "So.", ("I look.\n\nSo.", "Hm <b> to=x.", ())),
-        ("Hi there", ("Hi there", None, ())),
-        (" to", (" to", None, ())),
-        ("to be", ("to be", None, ())),
-        ("<|message|>Hi", ("Hi", None, ())),
-        ("<|channel|>comment<|message|>Hi", ("Hi", None, ())),
-        ("<|channel|>final <|constrain|>JSON<|message|>{}", ("{}", None, ())),
-        ("<|channel|>analysis<|message|>a" + FINAL + "b", ("b", "a", ())),
-        ("<|channel|>analysis<|message|>a<|end|>" + FINAL + "b<|message|>", ("b", "a", ())),
-        ("<|channel|>analysis<|message|>a<|end|>" + NEXT, ("", "a", ())),
-        ("<|channel|>fin", ("", None, ())),
-        (CALLS[0] + WRITTEN, ("", WRITTEN, ())),
-    ],
+@cases(
+    "text expected",
+    (THOUGHT + FINAL + "Hi.", ("Hi.", "Hm <b> to=x.", ())),
+    (THOUGHT * 2 + FINAL + " Hi\n", (" Hi\n", "Hm <b> to=x.\n\nHm <b> to=x.", ())),
+    (THOUGHT + SAID + FINAL + "So.", ("I look.\n\nSo.", "Hm <b> to=x.", ())),
+    ("Hi there", ("Hi there", None, ())),
+    (" to", (" to", None, ())),
+    ("to be", ("to be", None, ())),
+    ("<|message|>Hi", ("Hi", None, ())),
+    ("<|channel|>comment<|message|>Hi", ("Hi", None, ())),
+    ("<|channel|>final <|constrain|>JSON<|message|>{}", ("{}", None, ())),
+    ("<|channel|>analysis<|message|>a" + FINAL + "b", ("b", "a", ())),
+    ("<|channel|>analysis<|message|>a<|end|>" + FINAL + "b<|message|>", ("b", "a", ())),
+    ("<|channel|>analysis<|message|>a<|end|>" + NEXT, ("", "a", ())),
+    ("<|channel|>fin", ("", None, ())),
+    (CALLS[0] + WRITTEN, ("", WRITTEN, ())),
 )
 def test_an_answer_has_its_text_its_reasoning_and_no_header(text: str, expected: Found, tokenizer: Tokenizer) -> None:
     assert read(tokenizer, text) == expected
@@ -114,21 +113,19 @@ def test_a_call_that_is_cut_shows_a_beginning_and_no_part_of_its_header(tokenize
         assert all(WRITTEN.startswith(call.arguments) for call in calls)
 
 
-@pytest.mark.parametrize(
-    ("choice", "text", "is_allowed"),
-    [
-        ("auto", THOUGHT + FINAL + "Hi", True),
-        ("auto", "Hi", False),
-        ("auto", CALLS[0] + "{}", False),
-        ("auto", CALLS[0].replace("weather", "other") + "{}", False),
-        ("auto", CALLS[0].replace("weather", "weather_now") + "{}", True),
-        ("none", THOUGHT + FINAL + "Hi", True),
-        ("none", CALLS[0] + WRITTEN, False),
-        ("required", THOUGHT * 2 + CALLS[0] + WRITTEN, True),
-        ("required", FINAL + "Hi", False),
-        ("weather", CALLS[0].replace("weather", "weather_now") + "{}", False),
-        ("weather", CALLS[5] + WRITTEN, True),
-    ],
+@cases(
+    "choice text is_allowed",
+    ("auto", THOUGHT + FINAL + "Hi", True),
+    ("auto", "Hi", False),
+    ("auto", CALLS[0] + "{}", False),
+    ("auto", CALLS[0].replace("weather", "other") + "{}", False),
+    ("auto", CALLS[0].replace("weather", "weather_now") + "{}", True),
+    ("none", THOUGHT + FINAL + "Hi", True),
+    ("none", CALLS[0] + WRITTEN, False),
+    ("required", THOUGHT * 2 + CALLS[0] + WRITTEN, True),
+    ("required", FINAL + "Hi", False),
+    ("weather", CALLS[0].replace("weather", "weather_now") + "{}", False),
+    ("weather", CALLS[5] + WRITTEN, True),
 )
 def test_grammars_allow_what_the_choice_allows(choice: str, text: str, is_allowed: bool, tokenizer: Tokenizer) -> None:
     assert accepts(tokenizer, text, tools=TOOLS, tool_choice=choice) == is_allowed

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from byte_tokenizer import write_byte_tokenizer
+from cases import cases
 from constraint_walks import random_schema, walk
 from extent import usual_or_all
 from infer.engine.prepare.answer import AnswerGrammars
@@ -239,14 +240,12 @@ def test_no_request_names_a_control_token(tokenizer: Tokenizer) -> None:
     assert not allows(tokenizer, form, [control_id], Grammar("regex", "a+"))
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "null"}}}'), '{"a": null}'),
-        (Grammar("regex", "a/b+"), "a/bb"),
-        (Grammar("grammar", 'start: "x" y\ny: "yy"'), "xyy"),
-        (Grammar("choice", '["yes", "no"]'), "no"),
-    ],
+@cases(
+    "answer text",
+    (Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "null"}}}'), '{"a": null}'),
+    (Grammar("regex", "a/b+"), "a/bb"),
+    (Grammar("grammar", 'start: "x" y\ny: "yy"'), "xyy"),
+    (Grammar("choice", '["yes", "no"]'), "no"),
 )
 def test_constraints_of_the_text_apply_after_the_reasoning(answer: Grammar, text: str, tokenizer: Tokenizer) -> None:
     for is_open in (True, False):
@@ -322,19 +321,17 @@ def test_a_choice_of_tools_is_checked() -> None:
         read_tool_choice("required", ())
 
 
-@pytest.mark.parametrize(
-    ("tools", "rule"),
-    [
-        ("f", "must be a list"),
-        ([3], r"tools\[0\] must be a function or its schema"),
-        ([{"name": "a b"}], "letters, digits"),
-        ([{"name": "a"}, {"name": "a", "parameters": {"properties": {"b": {}}}}], "must differ"),
-        ([{"name": "a", "strict": True, "parameters": {"type": "string"}}], "type object"),
-        ([{"name": "a", "strict": True, "parameters": True}], "must be a schema"),
-        ([{"type": "web_search"}], "must be 'function'"),
-        ([{"name": "a", "description": 3}], "description"),
-        ([{"name": str(number)} for number in range(129)], "128"),
-    ],
+@cases(
+    "tools rule",
+    ("f", "must be a list"),
+    ([3], r"tools\[0\] must be a function or its schema"),
+    ([{"name": "a b"}], "letters, digits"),
+    ([{"name": "a"}, {"name": "a", "parameters": {"properties": {"b": {}}}}], "must differ"),
+    ([{"name": "a", "strict": True, "parameters": {"type": "string"}}], "type object"),
+    ([{"name": "a", "strict": True, "parameters": True}], "must be a schema"),
+    ([{"type": "web_search"}], "must be 'function'"),
+    ([{"name": "a", "description": 3}], "description"),
+    ([{"name": str(number)} for number in range(129)], "128"),
 )
 def test_values_that_are_not_tools_are_refused_in_one_line(tools: Any, rule: str) -> None:
     with pytest.raises(InvalidRequestError, match=rule) as error:
@@ -371,14 +368,12 @@ def only_call(tokenizer: Tokenizer, name: str, tools: tuple[Tool, ...], **argume
 
 
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.syntax == "xml"])
-@pytest.mark.parametrize(
-    ("schema", "allowed", "refused"),
-    [
-        ({"pattern": "^[a-z]{2}/\\d+$"}, ["ab/12"], ["ab", "xab/12", "ab/1\n"]),
-        ({"pattern": "b+"}, ["b", "abc\n"], ["", "ac"]),
-        ({"minLength": 30}, ["x" * 30], ["x", "x{end}" + "x" * 30]),
-        ({"pattern": "b$", "maxLength": 3}, ["ab"], ["b{end}b", "aaab"]),
-    ],
+@cases(
+    "schema allowed refused",
+    ({"pattern": "^[a-z]{2}/\\d+$"}, ["ab/12"], ["ab", "xab/12", "ab/1\n"]),
+    ({"pattern": "b+"}, ["b", "abc\n"], ["", "ac"]),
+    ({"minLength": 30}, ["x" * 30], ["x", "x{end}" + "x" * 30]),
+    ({"pattern": "b$", "maxLength": 3}, ["ab"], ["b{end}b", "aaab"]),
 )
 def test_a_text_without_quotes_is_held_by_its_pattern_and_its_lengths(
     name: str, schema: dict[str, Any], allowed: list[str], refused: list[str], tokenizer: Tokenizer
@@ -393,20 +388,18 @@ TEXTS = {"type": "array", "items": {"type": "string"}}
 
 
 @pytest.mark.parametrize("name", ["functiongemma", "gemma-4"])
-@pytest.mark.parametrize(
-    ("schema", "allowed", "refused"),
-    [
-        ({}, ["a", "", -1.5, None, [], [1, "b", {"c": {}}], {"d": "e", "f": [True]}], []),
-        ({"type": "object"}, [{}, {"a": 1}], ["a", 1]),
-        ({"type": "object", "additionalProperties": {"type": "boolean"}}, [{}, {"a": True}], [{"a": 1}]),
-        ({"type": "object", "properties": {"a b": {"type": "string"}}}, [{}, {"a b": "c"}], [{"d": 1}]),
-        (TEXTS | {"minItems": 1, "maxItems": 2}, [["a"], ["a", "{,:}"]], [[], ["a"] * 3]),
-        ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2, 3]], [["a"]]),
-        ({"type": "string", "pattern": "^a+$", "minLength": 2}, ["aa"], ["a", "ab", ""]),
-        ({"type": "string", "maxLength": 2}, ["", "ab"], ["abc"]),
-        ({"type": ["string", "null"]}, ["null", None], [1]),
-        ({"type": "integer", "minimum": 3}, [3], [2]),
-    ],
+@cases(
+    "schema allowed refused",
+    ({}, ["a", "", -1.5, None, [], [1, "b", {"c": {}}], {"d": "e", "f": [True]}], []),
+    ({"type": "object"}, [{}, {"a": 1}], ["a", 1]),
+    ({"type": "object", "additionalProperties": {"type": "boolean"}}, [{}, {"a": True}], [{"a": 1}]),
+    ({"type": "object", "properties": {"a b": {"type": "string"}}}, [{}, {"a b": "c"}], [{"d": 1}]),
+    (TEXTS | {"minItems": 1, "maxItems": 2}, [["a"], ["a", "{,:}"]], [[], ["a"] * 3]),
+    ({"type": "array", "items": {"type": "integer"}}, [[], [1, 2, 3]], [["a"]]),
+    ({"type": "string", "pattern": "^a+$", "minLength": 2}, ["aa"], ["a", "ab", ""]),
+    ({"type": "string", "maxLength": 2}, ["", "ab"], ["abc"]),
+    ({"type": ["string", "null"]}, ["null", None], [1]),
+    ({"type": "integer", "minimum": 3}, [3], [2]),
 )
 def test_gemma_s_values_are_held_to_their_schema(
     name: str, schema: dict[str, Any], allowed: list[Any], refused: list[Any], tokenizer: Tokenizer
@@ -430,16 +423,14 @@ def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Token
 
 
 @pytest.mark.parametrize("name", ["pythonic", "lfm2"])
-@pytest.mark.parametrize(
-    ("written", "arguments"),
-    [
-        ("city='Paris'", {"city": "Paris"}),
-        ("city=''", {"city": ""}),
-        ("""city='say "hi" (a), b=[1]'""", {"city": 'say "hi" (a), b=[1]'}),
-        (r"city='it\'s \"so\"\n\\', days=2", {"city": 'it\'s "so"\n\\', "days": 2}),
-        ("city=\"it's\", tags=['a', True, None]", {"city": "it's", "tags": ["a", True, None]}),
-        ("city='Ä', tags=[\"a\", 'a']", {"city": "Ä", "tags": ["a", "a"]}),
-    ],
+@cases(
+    "written arguments",
+    ("city='Paris'", {"city": "Paris"}),
+    ("city=''", {"city": ""}),
+    ("""city='say "hi" (a), b=[1]'""", {"city": 'say "hi" (a), b=[1]'}),
+    (r"city='it\'s \"so\"\n\\', days=2", {"city": 'it\'s "so"\n\\', "days": 2}),
+    ("city=\"it's\", tags=['a', True, None]", {"city": "it's", "tags": ["a", True, None]}),
+    ("city='Ä', tags=[\"a\", 'a']", {"city": "Ä", "tags": ["a", "a"]}),
 )
 def test_texts_may_have_single_quotes_in_python(name: str, written: str, arguments: Any, tokenizer: Tokenizer) -> None:
     form, said = answer_format(tokenizer, FORMATS[name], kind="required"), FORMATS[name].written([(NAME, written)])

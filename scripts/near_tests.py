@@ -10,13 +10,13 @@ without any, all of its folder. Beside another file are those that import it, al
 import argparse
 import ast
 import subprocess
-import tomllib
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from plant_faults import ROOT, read_faults
+
+faults = cache(read_faults)
 
 
 def changed_files(commit: str) -> list[str]:
@@ -41,16 +41,9 @@ def near(name: str) -> set[str]:
     named = {test for test in beside if Path(test).stem.startswith(f"test_{path.stem}")}
     module = ".".join(("infer", *inner.with_suffix("").parts)).removesuffix(".__init__")
     importing = {test for test in tests() if module in reached(test)}
-    return named | importing | faults().get(str(inner), set()) or beside
-
-
-@cache
-def faults() -> dict[str, set[str]]:
-    """Return the test files that must see a planted fault, by the file of the fault."""
-    found = defaultdict[str, set[str]](set)
-    for fault in tomllib.loads((ROOT / "tests" / "data" / "planted-faults.toml").read_text(encoding="utf-8"))["fault"]:
-        found[fault["file"]].update(f"tests/{test.partition('::')[0]}" for test in fault["tests"])
-    return found
+    named_by_faults = (test for fault in faults() if fault.file == str(inner) for test in fault.tests)
+    seeing = {f"tests/{test.partition('::')[0]}" for test in named_by_faults}
+    return named | importing | seeing or beside
 
 
 @cache

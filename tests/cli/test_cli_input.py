@@ -201,6 +201,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_errors_that_need_no_model_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").symlink_to("missing")
     lines = [["generate", *([] if "file" in line else ["hello"]), *line.split()] for line in REFUSED]

@@ -149,6 +149,7 @@ def test_heads_that_are_padded_to_different_sizes_are_compared(folder: Path, tmp
             assert found.largest_kl == found.largest_logit_error == 0
 
 
+@pytest.mark.slow
 @cases(
     "name factor message",
     ("lm_head.weight", math.nan, "logits of the model are not finite: its weights are damaged"),

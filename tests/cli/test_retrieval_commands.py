@@ -80,6 +80,7 @@ def test_texts_that_cannot_be_embedded_give_one_line(
     assert message in refused("embed", tmp_path / name, *options)
 
 
+@pytest.mark.slow
 def test_a_cut_is_noted(embedder: LLM, judge: LLM, labeller: LLM, tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("a\n" + "x" * 9999)

@@ -59,6 +59,7 @@ def test_vectors_are_those_of_transformers(name: str, mode: str, place: int | No
         torch.testing.assert_close(llm.embed(texts), wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_text_has_the_same_bits_in_every_call(bert: tuple[LLM, Any, Any]) -> None:
     llm, texts = bert[0], [*SENTENCES, " ".join(SENTENCES * 4)]
     together = llm.embed(texts)

@@ -204,6 +204,7 @@ class Trace:
                 setattr(self.runner, name, raise_once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launches_behind", [False, True], ids=["", "launched before the tokens of others are known"])
 def test_every_answer_is_as_alone(world: World, launches_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few cases have a grammar if steps are launched early, because none is launched behind a step with a grammar."""

@@ -45,7 +45,7 @@ def pieces_of(count: int) -> list[Piece]:
 # Pauses
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [LONG, DRAWN], ids=["greedy", "sampled"])
 def test_an_unread_answer_pauses_and_another_has_its_slot(world: World, engine: Engine, loop: Loop, case: Case) -> None:
     stream = open_stream(loop, make_sequence(world, case, Way()))

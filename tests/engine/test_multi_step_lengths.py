@@ -19,7 +19,7 @@ def run(world: World, case: Case, way: Way, chain: int | None = None) -> Generat
     return Place(world, way).stream(make_sequence(world, case, way)).run()
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "longest"), [(1e9, MAX_STEPS), (0.0, 1)], ids=["fast", "slow"])
 def test_a_chain_lasts_a_tenth_second(
     world: World, seconds: float, longest: int, monkeypatch: pytest.MonkeyPatch

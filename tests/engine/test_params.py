@@ -187,6 +187,7 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert type(params.top_k) is int
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.dictionaries(st.sampled_from(PARAMETER_NAMES), st.one_of(st.floats(), st.integers(), st.text(), st.none())))
 def test_any_values_give_params_or_one_clear_line(values: dict[str, Any]) -> None:

@@ -85,6 +85,7 @@ def test_a_request_that_is_passed_by_priorities_waits_no_longer_than_their_head_
     assert max(each.arrives_at for each in passed) <= 0.01 + 2 * HEAD_START + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES if IS_WHOLE else ["2 cores"])
 def test_a_tenant_that_sends_ten_times_as_much_gets_no_more(name: str) -> None:
     """While both wait, the same work is computed for each, by Jain's index (arXiv:cs/9809099)."""

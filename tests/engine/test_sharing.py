@@ -104,7 +104,7 @@ def test_answers_longer_than_expected_are_computed_once_when_their_length_is_kno
 # Pages
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_long", [8, 12])
 def test_short_prompts_pass_long_ones_that_have_no_pages(num_long: int) -> None:
     short = [Request(0.5 * index, 32, 32, 32) for index in range(200)]

@@ -231,6 +231,7 @@ def ask(hub: FakeHub, cache: Path, *names: str, **environment: str) -> dict[str,
     return answers
 
 
+@pytest.mark.slow
 def test_only_what_is_needed_is_downloaded_and_once(tmp_path: Path) -> None:
     cache, names = tmp_path / "hub", ("org/plain", "org/sharded", "org/quants:q4_k_m", BF16, "org/one")
     with serving(FakeHub(REPOSITORIES)) as hub:

@@ -85,7 +85,7 @@ def check(heads: Heads, sizes: Sequence[int], kv_type: str = "f32", start: int =
         assert (ours.values != theirs.values).float().mean() < 1e-3
 
 
-@pytest.mark.slow(cases=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize(("sizes", "start"), [((4, 2, 32), 290), ((3, 1, 96), 20)])
 def test_attention_is_what_the_reference_says(kv_type: str, sizes: tuple[int, int, int], start: int) -> None:
@@ -105,7 +105,7 @@ PAGES: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.slow(cases=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", PAGES, ids=str)
 def test_windows_sinks_shifts_and_sets_are_the_references(pages: dict[str, int]) -> None:
     check(make_heads(2, 1, 32), [1, 17, 1], start=310, **pages)
@@ -132,7 +132,7 @@ def at_once(heads: Heads, layer: LayerCache, qkv: Tensor, start: int, sizes: Seq
     return torch.cat(found)
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_type", "pages"), [("f32", {}), ("q8", {"windows": 40, "sinks": 3}), ("f16", {"windows": 30, "furthest": 200})]
 )

@@ -34,6 +34,7 @@ def both(experts: ExpertWeights, num_tokens: int, post_norm: Norm | None = None,
     return on_cuda(experts, x, post_norm, scale), expected - scale * x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type_", TYPES)
 def test_experts_of_each_type_agree_with_the_definition_for_few_pairs_and_for_tiles(type_: str) -> None:
     for num_tokens in (1, 20):

@@ -97,7 +97,7 @@ def cases(world: World) -> list[tuple[Case, Outcome]]:
     return [(case, replace(outcome, logprobs=None)) for case, outcome in zip(short, outcomes, strict=True)]
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_answers_are_what_the_definition_says(device_world: World, cases: list[tuple[Case, Outcome]], way: Way) -> None:
     index = WAYS.index(way)

@@ -52,6 +52,7 @@ def test_rows_of_convolutions_go_on_as_one_text_whatever_happens_to_them() -> No
     go_on_at_random(Rows(make(), "cuda"), 0, 300 if IS_WHOLE else 70)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS if IS_WHOLE else NETS[:3])
 def test_a_gated_delta_net_agrees_with_the_definition_and_chunks_change_no_bit(net: GatedDeltaNet) -> None:
     weights, projected = make_weights(net), make_projected(net, 40)

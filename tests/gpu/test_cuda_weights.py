@@ -92,7 +92,7 @@ def products(type_: str, columns: int, precision: str) -> tuple[Tensor, Tensor, 
     return x, y, prepared
 
 
-@pytest.mark.slow(cases=8)
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize(("type_", "precision"), PRODUCTS)
 def test_products_are_those_of_the_definition_in_one_order_for_any_tokens(type_: str, precision: str) -> None:
     columns = min(columns_of(type_), 256) if BLOCK_TYPES[type_].block_size == 256 else columns_of(type_)

@@ -176,6 +176,7 @@ def drawn_batch(seed: int, num_rows: int, vocab_size: int) -> Batch:
     return drawn_logits(generator, num_rows, vocab_size), columns, history, positions, allowed
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 31, 33, 130, 257, 600]), st.sampled_from(TILINGS))
 def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:

@@ -81,6 +81,7 @@ def by_definition(slot: int, num_tokens: int) -> list[int]:
 SELECTIONS = [[0, 1, 2], [0, 1], [2, 1, 0], [3, 4, 5, 6, 7], [7, 6, 5, 4, 3], [4, 3, 5, 7, 6], [2, 0, 1]]
 
 
+@pytest.mark.slow
 def test_rows_that_join_and_leave_make_no_new_recording_and_the_tokens_are_the_same() -> None:
     captured, record = make_captured()
     columns, history = make_columns()

@@ -119,7 +119,6 @@ def test_qwen_calls_the_right_tool_and_answers_from_its_result(coder: LLM) -> No
     assert re.search("^The weather in Bern is .*(17 degrees.*hail|hail.*17 degrees)", answer.text)
 
 
-@pytest.mark.slow(cases=1)
 def test_an_encoder_finds_the_document_of_each_question(encoder: Encoder) -> None:
     likeness = encoder.questions() @ encoder.documents().T
     best, second = likeness.topk(2).values.unbind(-1)

@@ -147,7 +147,7 @@ def test_ops_one_by_one_give_the_bits_of_the_recording(name: str, length: int, t
     assert torch.equal(encoded(load(tmp_path, capture=False), [ids])[0], encoded(load(tmp_path), [ids])[0])
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "precision", "least"), [("q8", "exact", 0.999), ("q8", "fast", 0.998)])
 def test_quantised_weights_keep_the_direction(weights: Any, precision: Any, least: float, tmp_path: Path) -> None:
     model, ids = make_encoder(BY_NAME["bert"], tmp_path), some_ids(300)

@@ -44,7 +44,7 @@ def weights_with(table: UnreadWeight) -> PerLayerWeights:
     return PerLayerWeights(table, 0.75, Projection((rows,)), Norm(torch.rand(DIM, generator=generator), 1e-6))
 
 
-@pytest.mark.slow(cases=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("type_", TYPES if IS_WHOLE else TYPES[::3])
 def test_rows_of_a_table_in_a_file_have_the_values_of_the_table(type_: str, tmp_path: Path) -> None:
     table, descriptor = table_in(tmp_path, type_)
@@ -93,7 +93,7 @@ def folder_of(name: str, folder: Path, **changed: Any) -> Path:
     return folder
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4_per_layer", "gemma4_moe"])
 @torch.inference_mode()
 def test_rows_continue_as_one_text_after_any_operations(name: str, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_prefixes_name_the_code_of_all_packages() -> None:
     assert all(path.is_file() and path.is_relative_to(SOURCE) for path in found.values())
 
 
+@pytest.mark.slow
 def test_prefixes_name_the_code_of_all_that_the_runner_uses() -> None:
     """A change of any module from which the runner computes keys and values makes the stored pages useless."""
     starts = ("infer.engine.runner", "infer.engine.tensor_parallel", "infer.models")

@@ -103,6 +103,7 @@ def is_in_make_test(test: str) -> bool:
     return name in functions_of_make_test(path)
 
 
+@pytest.mark.slow
 @cases(
     "name tests",
     ("src/infer/text/tokenizer/stop_strings.py", {"tests/text/tokenizer/test_stop_strings.py"}),
@@ -115,6 +116,7 @@ def test_tests_beside_a_file_are_found(name: str, tests: set[str]) -> None:
     assert all((ROOT / test).is_file() for test in near(name))
 
 
+@pytest.mark.slow
 def test_every_module_has_tests_beside_it() -> None:
     modules = (ROOT / "src" / "infer").rglob("*.py")
     assert [path for path in modules if not near(path.relative_to(ROOT).as_posix())] == []

@@ -42,6 +42,7 @@ def syntax_trees() -> dict[str, ast.Module]:
     return TREES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("modules", "library"), [(LIGHT_MODULES, "torch"), ("infer.llm, infer.compute.ops", "triton")])
 def test_light_modules_load_no_torch_and_only_the_kernels_for_gpus_load_triton(modules: str, library: str) -> None:
     code = f"import sys, {modules}; print({library!r} in sys.modules)"
@@ -106,6 +107,7 @@ def files_named_once() -> list[str]:
     return [path.name for path in SOURCES if path.name != "__init__.py" and not module_name(path).startswith(own)]
 
 
+@pytest.mark.slow
 def test_no_hasattr_global_or_type_checking() -> None:
     found = []
     for name, tree in syntax_trees().items():

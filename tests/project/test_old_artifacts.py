@@ -129,6 +129,7 @@ def test_an_unfinished_batch_is_finished(
     assert "2 of 4 rows" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ANSWERS["permalinks"], ids=["completion", "chat"])
 def test_a_permalink_is_replayed(link: dict[str, str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert read_permalink(link["url"]).url == link["url"]

@@ -159,6 +159,7 @@ def phases(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, str
     return [[(event, where) for event, where in phase] for phase in found]
 
 
+@pytest.mark.slow
 def test_running_a_model_unpickles_nothing_and_uses_no_network(phases: list[list[tuple[str, str]]]) -> None:
     kinds = ("pickle", "socket", "ssl", "http", "urllib", "ftplib", "smtplib")
     assert [each for phase in phases for each in phase if each[0].split(".")[0] in kinds] == []

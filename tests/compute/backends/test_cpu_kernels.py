@@ -102,6 +102,7 @@ def assert_near(actual: Tensor, expected: Tensor, relative: float, scale: float 
     assert error <= relative * (expected.double().abs().max() if scale is None else scale) + 1e-30
 
 
+@pytest.mark.slow
 @EACH_TYPE
 @settings(max_examples=4, deadline=None)
 @given(
@@ -149,6 +150,7 @@ def test_normed_embedding_rows_agree_with_reference(type_: str) -> None:
     assert_near(actual, expected, 1e-6)
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize(
     ("activation", "types"),
     [
@@ -433,6 +435,7 @@ def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[Sampl
     return columns, history
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)

@@ -254,6 +254,7 @@ def stderr_on_a_terminal(code: str, **environment: str) -> str:
     return shown.decode()
 
 
+@pytest.mark.slow
 def test_compiling_in_this_process_shows_a_line_and_removes_it(tmp_path: Path) -> None:
     shown = stderr_on_a_terminal(SUMS, INFER_CACHE=str(tmp_path))
     assert re.findall(r"compiling the CPU kernel (\w+)", shown) == ["sum_1", "sum_2", "sum_3"]
@@ -267,9 +268,9 @@ def test_the_newest_of_several_has_the_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    first, second = StatusLine(), StatusLine()
-    for line, text in ((first, "a"), (second, "b"), (first, "c")):
-        line.show(text)
+    (first := StatusLine()).show("a")
+    (second := StatusLine()).show("b")
+    first.show("c")
     second.close()
     first.show("d")
     first.close()

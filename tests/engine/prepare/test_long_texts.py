@@ -26,7 +26,7 @@ def as_text(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, parse_special=False)
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("encode_short", [as_control, as_text])
 @pytest.mark.parametrize("encode_long", [as_control, as_text])
 def test_a_short_text_is_tokenised_while_a_long_one_is(

@@ -162,6 +162,7 @@ def test_one_of_several_models_is_chosen_by_enter_by_number_or_by_name(places: P
         screen.leave()
 
 
+@pytest.mark.slow
 def test_a_machine_without_models_offers_three_of_the_hub(hub: FakeHub) -> None:
     with choosing("") as (screen, (_, *offers)):
         assert [offer.split()[1] for offer in offers] == [SMALLEST, HUB_MODELS[3].name, HUB_MODELS[5].name]

@@ -78,6 +78,7 @@ def test_a_server_that_listens_everywhere_is_reached_by_the_loopback(url: str, b
     assert all(base in line and "0.0.0.0" not in line for line in lines(url).values())
 
 
+@pytest.mark.slow
 def test_a_terminal_is_shown_the_page_and_the_lines(folder: Path) -> None:
     command = [sys.executable, "-m", "infer", "serve", str(folder), "--port", "0", "--served-model-name", "tiny"]
     with terminal(command, columns=300) as screen:

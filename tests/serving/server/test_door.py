@@ -275,7 +275,7 @@ def test_at_twice_the_capacity_promises_are_kept_and_nothing_idles() -> None:
     assert percentile(life.waits(), 99.0) <= 1.4 * 5
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("between", "max_queue"), [(0.0, 512), (0.01, 512), (0.0, 10)])
 def test_patient_clients_are_accepted_in_turn_and_at_the_promised_time(between: float, max_queue: int) -> None:
     """The load is twice the capacity. A pause between two steps makes all waits longer than the costs predict."""

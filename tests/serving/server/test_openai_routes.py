@@ -78,6 +78,7 @@ def test_an_answer_is_that_of_the_library(served: Served, llm: LLM, asked: Any, 
     assert (choice["text"], choice["token_ids"]) == (expected.text, expected.token_ids)
 
 
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("asked", "values"), SAMPLED[1:6])
 def test_a_stream_is_the_whole_answer_in_pieces(served: Served, path: str, asked: Any, values: Any) -> None:

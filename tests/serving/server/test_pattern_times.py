@@ -94,7 +94,7 @@ def _growth_of(pattern: re.Pattern[Any], unit: str) -> float:
     return 1.0
 
 
-@pytest.mark.slow(cases=12)
+@pytest.mark.slow(cases=4)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_takes_linear_time_for_its_own_worst_text(name: str) -> None:
     slow = {unit: found for unit in worst_units(PATTERNS[name]) if (found := growth_of(PATTERNS[name], unit)) > _GROWTH}

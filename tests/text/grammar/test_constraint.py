@@ -266,6 +266,7 @@ def test_one_constraint_may_be_filled_while_it_moves(compiler: Compiler) -> None
     assert mask.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=pytest.mark.slow)])
 def test_no_hostile_grammar_harms_a_backend(backend: str, tmp_path: Path) -> None:
     pytest.importorskip(backend)

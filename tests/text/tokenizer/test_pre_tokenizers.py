@@ -138,6 +138,7 @@ def compile_pattern(pattern: str) -> Any:
 
 
 # Falcon cuts in its alphabet of bytes, and engines disagree about ½. These two are compared with their definitions.
+@pytest.mark.slow(cases=27)
 @pytest.mark.parametrize("name", sorted(set(CUTTING) - {"falcon", "tiny_aya", "cohere2moe"}))
 def test_another_engine_cuts_alike(name: str) -> None:
     """The texts have only characters that are in every version of Unicode used here."""

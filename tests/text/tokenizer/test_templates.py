@@ -289,6 +289,7 @@ def test_named_templates_lie_in_the_list_or_in_a_folder(tmp_path: Path) -> None:
             Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_limit")
 def test_a_broken_template_is_known_before_the_first_conversation() -> None:
     tokenizer = byte_tokenizer(chat_templates={"default": "{% if %}"})

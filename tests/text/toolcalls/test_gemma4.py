@@ -111,6 +111,7 @@ def test_tokens_of_channels_and_calls_are_control_tokens_whatever_the_file_calls
     assert sum(map(real.special_token_ids.__contains__, forged)) == 6  # BOS, two turns, an empty thought
 
 
+@pytest.mark.slow
 def test_an_answer_of_the_real_vocabulary_is_allowed_and_read(real: Tokenizer) -> None:
     for thinks in (True, False):
         form = thinking(real, thinks=thinks, tools=TOOLS)

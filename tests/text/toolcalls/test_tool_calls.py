@@ -135,6 +135,7 @@ def test_a_type_without_a_schema_names_the_argument() -> None:
         read_tools([odd])
 
 
+@pytest.mark.slow(cases=14)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_a_required_call_is_made_streamed_and_the_same_in_a_batch(llm: LLM, name: str, is_parallel: bool) -> None:

@@ -64,6 +64,7 @@ def tool(parameters: Any, name: str = "f", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters, **fields}}
 
 
+@pytest.mark.slow(cases=7)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_named_tool_is_called_once(llm: LLM, name: str) -> None:
     tools = [tool({"properties": {"on": {"type": "boolean"}}, "required": ["on"]}), tool({}, "g")]
@@ -195,6 +196,7 @@ def past(arguments: Any) -> list[dict[str, Any]]:
             {"role": "tool", "tool_call_id": "abcdefghi", "content": "on"}]  # fmt: skip
 
 
+@pytest.mark.slow(cases=7)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:
     asked: dict[str, Any] = {"tools": [tool({"properties": {"a": TEXT}})], "tool_format": form, "seed": 1}
@@ -243,6 +245,7 @@ VALUES: list[Any] = [1, "a", None, [], [1], ["a", 1], [1, 1], {}, {"a": 1}, {"a"
                      {"c": None}, {"a": {"a": 1}}, {"a": [1]}, {"a": 1, "c": 2}]  # fmt: skip
 
 
+@pytest.mark.slow(cases=50)
 @pytest.mark.parametrize("seed", range(usual_or_all(150, 3_000)))
 def test_random_cuts_never_forbid_more(seed: int) -> None:
     rng = random.Random(seed)

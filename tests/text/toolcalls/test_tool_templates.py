@@ -125,6 +125,7 @@ def test_reasoning_is_known_by_its_tags() -> None:
     assert reasoning_of("<think>") is None
 
 
+@pytest.mark.slow
 def test_a_call_that_was_cut_is_shown_as_an_object_with_its_text() -> None:
     cut = {**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Pa'}}]}
     (shown,) = shown_messages([cut], TOOLS, probed(TEMPLATES["hermes"]))

@@ -35,6 +35,7 @@ test: $(VENV)/.dev ## every check, and a test for each promise: some minutes
 .PHONY: promises
 promises: export INFER_TESTS = promises
 promises: assets ## a test for each promise, without the checks
+	@$(BIN)/infer compile --quiet smollm2  # else each worker would compile the same kernels
 	$(PYTEST) tests
 
 .PHONY: test-all

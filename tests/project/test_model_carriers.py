@@ -123,7 +123,13 @@ def test_ci_allows_a_skip_for_a_carrier_or_missing_hardware_and_no_other(tmp_pat
     )
     tests = ROOT / "tests"
     paths = os.pathsep.join(map(str, [tests, tests / "helpers"]))
-    environment = {**os.environ, "CI": "true", "PYTHONPATH": paths, "INFER_TEST_ASSETS": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "CI": "true",
+        "PYTHONPATH": paths,
+        "INFER_TEST_ASSETS": str(tmp_path),
+        "INFER_TESTS": "",
+    }
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-rs", "-p", "conftest", "-p", "no:cacheprovider", "test_skips.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

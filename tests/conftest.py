@@ -37,13 +37,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job:
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """Switch off Hypothesis' deadline, which asserts a time, before a file imports Hypothesis."""
+    """Set Hypothesis up before a file imports it: no deadline, which asserts a time, and the same examples in each run.
+
+    INFER_TESTS=all draws new ones.
+    """
     if "hypothesis" in module_path.read_text(encoding="utf-8"):
         from hypothesis import settings
 
         profile = settings.get_profile(settings.get_current_profile_name())
-        settings.register_profile("no deadline", profile, deadline=None)
-        settings.load_profile("no deadline")
+        settings.register_profile("tests", profile, deadline=None, derandomize=not extent.IS_WHOLE)
+        settings.load_profile("tests")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -71,6 +71,14 @@ EXPECTED = answers(llm)
 """
 
 
+def run_by_itself(code: str, folder: Path) -> None:
+    """Run Python without the thread that reports hangs, because a child that ends normally would wait for it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", PRELUDE + code, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def run(programs: Programs, folder: Path) -> Callable[[str], None]:
     def run(code: str) -> None:
@@ -167,10 +175,24 @@ assert status == 7, status
 check()
 stream.close(), talk.close()
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", PRELUDE + code, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_by_itself(code, folder)
+
+
+@pytest.mark.slow
+def test_forked_processes_that_load_a_model_each_answer_alike(folder: Path) -> None:
+    code = """
+def begin():
+    global llm
+    llm = LLM(folder, threads=1)
+
+def answer(prompt):
+    return llm.generate(prompt, PENALISED).token_ids
+
+with multiprocessing.get_context("fork").Pool(2, begin) as pool:
+    assert pool.map_async(answer, PROMPTS).get(600) == EXPECTED[PENALISED]
+check()
+"""
+    run_by_itself(code, folder)
 
 
 @pytest.mark.slow
@@ -251,4 +273,22 @@ for lock, most in [*((lock, 0.1) for lock in short), *((lock, None) for lock in 
     thread.join()
 use_all(llm)
 """
+    )
+
+
+def test_parent_and_children_never_share_the_process_of_their_templates(run: Callable[[str], None]) -> None:
+    run(
+        """
+def render(name):
+    for index in range(20):
+        assert template_process.render("{{ x }}", {"x": f"{name} {index}"}) == f"{name} {index}"
+
+render("before")
+before = template_process._lane()._children[-1]._process.pid
+children = [in_child(lambda name=name: render(name)) for name in ("first", "second")]
+render("parent")
+for child in children:
+    join(child)
+assert template_process._lane()._children[-1]._process.pid == before
+""",
     )

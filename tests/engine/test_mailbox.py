@@ -1,27 +1,34 @@
 """Mailboxes are bounded, read by one thread or task, and closed by any. A relay wakes the tasks of an event loop."""
 
 import asyncio
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from extent import usual_or_all
 from idle import in_event_loop
 from infer.engine.engine import Engine
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.mailbox import Mailbox
+from infer.engine.requests.mailbox import Mailbox, Relay, Waiters
 from infer.engine.runner.runner import Runner
+from infer.errors import InvalidRequestError
 from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
-from looping import beside, loop_of, open_stream
+from looping import beside, in_threads, loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 
 MOST = 16  # limit of unread pieces in these tests
 LONG = Case("long", tuple(b"abc ab"), SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True))
 DRAWN = replace(LONG, params=replace(LONG.params, temperature=0.9, seed=4))
 SHORT = replace(LONG, params=replace(LONG.params, max_new_tokens=9))
+
+NUM_CLOSED = usual_or_all(300, 10_000)
 
 
 @pytest.fixture
@@ -40,6 +47,24 @@ def loop(engine: Engine) -> Iterator[Loop]:
 
 def pieces_of(count: int) -> list[Piece]:
     return [Piece(number, str(number)) for number in range(count)]
+
+
+class FakeEventLoop(asyncio.AbstractEventLoop):
+    """An event loop that runs its callbacks when `run_callbacks` is called."""
+
+    def __init__(self) -> None:
+        self.num_calls, self._callbacks = 0, list[Callable[[], None]]()
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:
+        self.num_calls += 1
+        self._callbacks.append(callback)
+
+    def run_callbacks(self) -> None:
+        while self._callbacks:
+            self._callbacks.pop(0)()
 
 
 # Pauses
@@ -124,3 +149,108 @@ def test_a_mailbox_that_is_closed_gives_nothing_and_wakes_its_readers() -> None:
     assert (mailbox.take(), mailbox.num_taken, mailbox.num_put) == ([], 0, 4)
     mailbox.wait()
     mailbox.wait_for_end()
+
+
+# Wakes
+
+
+def test_a_relay_calls_its_event_loop_once_until_that_has_run() -> None:
+    event_loop = FakeEventLoop()
+    relay = Relay(event_loop)
+    mailboxes = [Mailbox(Waiters(relay)) for _ in range(20)]
+    relay.call()
+    assert event_loop.num_calls == 0, "nothing arrived"
+    for round_number in range(1, 4):
+        for _ in range(2):  # two steps, before the event loop runs
+            for mailbox in mailboxes:
+                mailbox.put(pieces_of(1), 0, has_ended=False)
+            relay.call()
+        assert event_loop.num_calls == round_number
+        event_loop.run_callbacks()
+    mailboxes[0].close()
+    assert event_loop.num_calls == 4
+
+
+def test_waiters_see_what_arrives_from_several_threads() -> None:
+    waiters, num_arrived, most = Waiters(), list[int](), 2_000
+
+    def notify() -> None:
+        for number in range(most):
+            num_arrived.append(number)
+            waiters.notify()
+
+    def wait(at_least: int) -> None:
+        for count in range(0, at_least, 7):
+            assert waiters.wait(lambda count=count: len(num_arrived) >= count)  # type: ignore[misc]
+
+    in_threads([notify] * 2 + [lambda: wait(2 * most)] * 3)
+    assert not waiters.wait(lambda: len(num_arrived) > 2 * most, 0.01)
+
+
+# Readers
+
+
+def test_a_second_thread_that_reads_a_stream_is_refused(world: World, loop: Loop) -> None:
+    stream = open_stream(loop, make_sequence(world, LONG, Way()))
+    pieces, refused = list[Piece](), list[InvalidRequestError]()
+
+    def read() -> None:
+        while True:
+            try:
+                pieces.append(next(stream))
+            except StopIteration:
+                return
+            except InvalidRequestError as error:
+                refused.append(error)
+
+    in_threads([read] * 4)
+    assert all("only one thread may read it at a time" in str(error) for error in refused)
+    assert sorted(piece.token_id for piece in pieces) == sorted(by_definition(world, LONG).token_ids)
+    assert Outcome.of(stream.result) == by_definition(world, LONG)
+
+
+def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: World, engine: Engine, loop: Loop) -> None:
+    """Answers are closed, cancelled or dropped at any moment, while another one is read to its end."""
+    expected = by_definition(world, LONG).token_ids
+
+    def in_thread(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(NUM_CLOSED // 6):
+            stream = open_stream(loop, make_sequence(world, LONG, Way()))
+            closing = draw.choice([stream.close, stream.cancel])
+            pieces = [next(stream) for _ in range(draw.randrange(3))]
+            with beside([closing]):
+                pieces += stream
+            assert [piece.token_id for piece in pieces] == expected[: len(pieces)]
+            assert stream.result.token_ids == expected[: len(pieces)]
+
+    async def in_tasks(seed: int) -> None:
+        draw, answers = random.Random(seed), AsyncAnswers(loop)
+
+        async def ask() -> None:
+            stream = answers.stream(make_sequence(world, LONG, Way()))
+            task = asyncio.ensure_future(stream.result())
+            for _ in range(draw.randrange(9)):
+                await asyncio.sleep(0)
+            how = draw.choice(["close", "cancel", "cancel the task", "drop"])
+            if how == "close":
+                await stream.close()
+            elif how == "cancel":
+                stream.cancel()
+            else:
+                task.cancel()
+            done = await asyncio.gather(task, return_exceptions=True)
+            if how in ("close", "cancel"):
+                token_ids = done[0].token_ids  # type: ignore[union-attr]
+                assert token_ids == expected[: len(token_ids)]
+
+        for _ in range(NUM_CLOSED // 12):
+            await asyncio.gather(*(ask() for _ in range(6)))
+
+    stream = open_stream(loop, make_sequence(world, LONG, Way()))
+    with beside(partial(in_thread, seed) for seed in range(3)):
+        asyncio.run(in_tasks(3))
+        assert Outcome.of(stream.run()) == by_definition(world, LONG)
+    assert loop.drain()
+    assert not engine.sequences
+    engine.runner.cache.check_integrity()  # type: ignore[attr-defined]

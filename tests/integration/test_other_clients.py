@@ -59,6 +59,12 @@ def test_litellm_gets_a_schema_and_an_error(lite: dict[str, Any]) -> None:
         litellm.completion(messages=MESSAGES, **lite | {"temperature": 9})
 
 
+def test_litellm_leaves_a_stream(lite: dict[str, Any]) -> None:
+    stream = litellm.completion(messages=[{"role": "user", "content": LONG}], stream=True, **lite | {"max_tokens": 900})
+    next(iter(stream))
+    stream.completion_stream.response.close()
+
+
 # LangChain
 
 
@@ -81,6 +87,20 @@ def test_langchain_gets_a_schema_and_an_error(chain: Any) -> None:
         chain.bind(temperature=9).invoke(QUESTION)
 
 
+def test_langchain_binds_a_tool(chain: Any) -> None:
+    bound = chain.bind_tools([City], tool_choice="any").bind(max_tokens=200)
+    (call, *_) = bound.invoke(QUESTION).tool_calls
+    assert City(**call["args"])
+    streamed = list(bound.stream(QUESTION))
+    assert sum(streamed[1:], streamed[0]).tool_calls[0]["args"] == call["args"]
+
+
+def test_langchain_leaves_a_stream(chain: Any) -> None:
+    stream = chain.bind(max_tokens=900).stream(LONG)
+    next(stream)
+    stream.close()
+
+
 # Anthropic's client
 
 
@@ -99,6 +119,27 @@ def test_anthropic_s_client_converses_and_streams(claude: Any, expected: str) ->
         assert stream.get_final_message().usage == message.usage
     counted = claude.messages.count_tokens(model="smollm2", messages=MESSAGES)
     assert counted.input_tokens == message.usage.input_tokens
+
+
+def test_anthropic_s_client_calls_a_tool_and_gives_its_result(claude: Any) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    asked: dict[str, Any] = {"model": "smollm2", "max_tokens": 200, "messages": MESSAGES}
+    asked |= {"tools": [{"name": "get_weather", "input_schema": schema}], "extra_body": {"temperature": 0}}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    message = claude.messages.create(**asked, tool_choice=choice)
+    (block,) = message.content
+    assert (block.type, block.name, message.stop_reason) == ("tool_use", "get_weather", "tool_use")
+    assert isinstance(block.input["city"], str)
+    with claude.messages.stream(**asked, tool_choice=choice) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert (streamed.name, streamed.input) == (block.name, block.input)
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
+    asked["messages"] = [
+        *MESSAGES,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result]},
+    ]
+    assert claude.messages.create(**asked, tool_choice={"type": "none"}).content[0].type == "text"
 
 
 def test_anthropic_s_client_gets_an_error_and_leaves_a_stream(claude: Any) -> None:

@@ -20,6 +20,7 @@ import sampling_cases
 from extent import IS_SHORT, slow_except
 from infer.compute import ops
 from infer.compute.sampling import sampler
+from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.compute.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Choose, Sampled
 from infer.errors import InvalidRequestError
@@ -405,3 +406,8 @@ def test_a_wrong_shape_is_an_error_that_names_it(fault: str) -> None:
         inspect.unwrap(sampler.check_shapes)(*with_changes(PENALISED, **changes))
     with pytest.raises((InvalidRequestError, TypeCheckError)):
         ops.sample(*with_changes(PENALISED, **changes))
+
+
+def test_no_rows_is_no_work() -> None:
+    empty = SamplingColumns.of([], 5)
+    assert sampler.choose_tokens(torch.zeros(0, 5), empty, None, torch.zeros(0, dtype=torch.int64)).tolist() == []

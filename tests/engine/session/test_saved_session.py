@@ -237,6 +237,23 @@ def test_a_save_that_fails_keeps_the_old_file(
     check_refused(lambda: talk.save(tmp_path / "no" / "such" / "folder"), "cannot be saved")
 
 
+def test_a_disk_that_is_full_keeps_the_old_file(talk: Session, tmp_path: Path) -> None:
+    """The system's limit on the size of a file is reached within the cache."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "talk"
+    talk.save(path)
+    old = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, limits[1]))
+    try:
+        with pytest.raises(InvalidRequestError, match="cannot be saved"):
+            talk.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == old
+    assert [entry.name for entry in tmp_path.iterdir()] == ["talk"]
+
+
 def test_messages_that_are_no_json_are_not_saved(llm: LLM, tmp_path: Path) -> None:
     session = llm.session()
     session.answer([{"role": "user", "content": "hello", "when": {1, 2}}], GREEDY)

@@ -21,7 +21,7 @@ def run(world: World, case: Case, way: Way, chain: int | None = None) -> Generat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "longest"), [(1e9, MAX_STEPS), (0.0, 1)], ids=["fast", "slow"])
-def test_a_chain_lasts_a_tenth_second(
+def test_a_chain_lasts_a_tenth_of_a_second(
     world: World, seconds: float, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.engine.step.scheduler.MAX_SECONDS", seconds)

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-IS_WHOLE = os.environ.get("INFER_TESTS") == "all"
-IS_SHORT = os.environ.get("INFER_TESTS") == "promises"
-IS_REST = os.environ.get("INFER_TESTS") == "rest"
+EXTENT = os.environ.get("INFER_TESTS", "")
+if EXTENT not in ("promises", "rest", "", "all"):
+    raise ValueError(f"INFER_TESTS must be 'promises', 'rest', 'all' or nothing, got {EXTENT!r}")
+IS_SHORT, IS_REST, IS_WHOLE = EXTENT == "promises", EXTENT == "rest", EXTENT == "all"
 
 
 def usual_or_all(usual: int, whole: int) -> int:

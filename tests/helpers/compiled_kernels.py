@@ -15,7 +15,7 @@ Kernel = Mapping[str, Any]  # facts of a kernel's code, by their names in `gpu_c
 Kernels = dict[str, Any]
 COMPILER_SECONDS = 900.0  # on a busy machine
 MAX_SHARED_BYTES = 101_376  # for one program on sm_89 and sm_120
-TARGETS = {"80", "89", "90", "120"} if IS_WHOLE else {"89", "90"}
+TARGETS = {"80", "89", "90", "120"}
 
 
 def run_compiled(script: Path, *arguments: str, cache: Path) -> str:

@@ -82,7 +82,7 @@ def unusual_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     for kv_type, dim, target, curve in (("f16", 64, 89, "softplus"), ("bf16", 256, 90, "sigmoid")):
         kernel = attention_kernel(kv_type, dim, target, curve, has_sinks=True)
         yield f"{kv_type} {dim} {target} {curve}", facts_of(kernel)
-    cases = [("bf16", 80), ("f16", 90), ("q8", 89)]
+    cases = [("bf16", 80), ("f16", 90), ("q8", 89), ("bf16", 120)]
     cases += [(kv_type, target) for kv_type in STORED for target in (80, 89, 90, 120)] if is_whole else []
     for kv_type, target in dict.fromkeys(cases):
         yield f"{kv_type} 512 {target}", facts_of(attention_kernel(kv_type, 512, target))

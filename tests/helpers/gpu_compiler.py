@@ -35,7 +35,7 @@ QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
 LEFT = Quantized("*i8!", "*fp32!", "*i32!")
 SHARED_BYTES: dict[str | int, int] = {80: 166_912, 89: 101_376, 90: 232_448, 120: 101_376}  # of a program at most
 AMD = ("gfx942", "gfx1100")
-TARGETS, USUAL_TARGETS = (80, 89, 90, 120), (89, 90)  # 89 stands for those without wgmma and with little shared memory
+TARGETS = (80, 89, 90, 120)
 INSTRUCTION = re.compile(r"\s+(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)")  # of PTX
 LABEL, BRANCH = re.compile(r"\$(L__BB\w+):"), re.compile(r"\bbra(?:\.uni)?\s+\$(L__BB\w+)")
 LISTED = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
@@ -223,7 +223,6 @@ def warps_of(tile: dict[str, int]) -> dict[str, int]:
 
 
 def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    targets = TARGETS if is_whole else USUAL_TARGETS
     makers: list[tuple[Callable[..., CompiledKernel], list[str], list[str]]] = [
         (matvec_code, QUANTIZED if is_whole else one_each()[::3], ["Q4_0"]),
         (matmul_code, QUANTIZED if is_whole else ["Q6_K"], ["Q4_0"]),
@@ -231,7 +230,7 @@ def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     ]
     for make, types_on_90, types in makers:
         name = make.__name__.removesuffix("_code")
-        for target in targets:
+        for target in TARGETS:
             for type_ in dict.fromkeys([*types, *types_on_90] if target == 90 or is_whole else types):
                 is_listed = type_ == types[0] and target == 90
                 yield f"{name} {type_} {target}", code_of(make(type_, target), is_listed=is_listed)

@@ -6,7 +6,7 @@ from typing import Any
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from gpu_compiler import AMD, LEFT, SHARED_BYTES, TARGETS, USUAL_TARGETS, code_of, compiled, matrix_of, warps_of
+from gpu_compiler import AMD, LEFT, SHARED_BYTES, TARGETS, code_of, compiled, matrix_of, warps_of
 from infer.compute.backends.cuda.activations import Quantized
 from infer.compute.backends.cuda.dense import DEPTHS, FEW, num_stages
 from infer.compute.backends.cuda.epilogue import Output
@@ -83,14 +83,14 @@ def expert_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the code of gated products for each architecture. The others are for one, unless `is_whole`."""
     makers = (("matvec", matvec_code, "Q4_0"), ("matmul", matmul_code, "Q4_0"), ("dense", dense_code, "BF16"))
     others = (("matvec", matvec_code, "MXFP4"), ("matmul", matmul_code, "Q4_K"), ("dense", dense_code, "F16"))
-    for target in TARGETS if is_whole else USUAL_TARGETS:
+    for target in TARGETS:
         for name, make, type_ in (*makers, *(others if is_whole or target == 90 else ())):
             yield f"{name} {type_} gated {target}", code_of(make(type_, target, "silu"))
             if is_whole or target == 90:
                 yield f"{name} {type_} {target}", code_of(make(type_, target))
         for kernel in small_code(target) if is_whole or target == 90 else ():
             yield f"{kernel.metadata.name} {target}", code_of(kernel)
-    for target in AMD if is_whole else ():
+    for target in AMD if is_whole else AMD[:1]:
         for _, make, type_ in makers:
             make(type_, target)
         list(small_code(target))

@@ -5,7 +5,7 @@ from typing import Any
 
 import triton.language as tl
 
-from gpu_compiler import AMD, LEFT, TARGETS, USUAL_TARGETS, code_of, compiled
+from gpu_compiler import AMD, LEFT, TARGETS, code_of, compiled
 from infer.compute.backends.cuda.delta_net import HEADS, TILE
 from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens
 from infer.compute.backends.cuda.delta_net_recurrence import gate_heads, mix_runs
@@ -31,7 +31,7 @@ def arguments_of(dim: int) -> dict[str, Any]:
 
 def state_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kernels of heads of 128, for one architecture also of 256. Those of AMD are only compiled."""
-    for target in (*TARGETS, *AMD) if is_whole else USUAL_TARGETS:
+    for target in (*TARGETS, *(AMD if is_whole else ())):
         for dim in (128, 256) if is_whole or target == 90 else (128,):
             kernels = ((prepare_tokens, 4), (multiply_keys, dim // 32), (mix_runs, 1), (gate_heads, 4))
             found = [compiled(kernel, arguments_of(dim), target, num_warps=warps) for kernel, warps in kernels]

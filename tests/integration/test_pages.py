@@ -140,7 +140,6 @@ def test_each_public_class_and_method_has_an_example() -> None:
     assert {name for name, examples in DOCSTRINGS.items() if not examples} == FOR_THE_SERVER
 
 
-@pytest.mark.slow(cases=10)
 @pytest.mark.parametrize("name", [name for name, examples in DOCSTRINGS.items() if examples])
 def test_a_docstring_shows_what_its_example_gives(
     name: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -237,6 +237,16 @@ def test_rules_of_the_house_see_as_many_files() -> None:
     assert len(test_house.modules_that_know_kernels()) >= NUM_THAT_KNOW_KERNELS
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of former names
+def test_every_module_can_be_imported() -> None:
+    for module in sorted(trees().keys() - {"infer.__main__"}):
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+
+
 def test_settings_of_the_project_name_existing_modules_and_files() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     names = set(re.findall(r'"(infer(?:\.\w+)+)(?:\.\*)?"', text))

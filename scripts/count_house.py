@@ -12,6 +12,7 @@ file and of a function include all that is between its first and its last.
 """
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -121,4 +122,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # collections would search millions of nodes of syntax trees, a quarter of the time
     sys.exit(main())

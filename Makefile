@@ -83,8 +83,7 @@ intel: $(VENV)/.intel ## OpenCL's kernels on Intel's CPU runtime (installs 300 M
 
 .PHONY: triton
 triton: $(VENV)/.triton ## CUDA's kernels up to the launch under Triton 3.6.0 too, the version of torch 2.11 (installs 190 MB)
-	INFER_TRITON=$(CURDIR)/$(VENV)/triton-3.6.0 $(BIN)/python -m pytest tests/gpu/test_launch_path.py tests/gpu/test_attention_code.py \
-		tests/gpu/test_gpu_code.py
+	INFER_TRITON=$(CURDIR)/$(VENV)/triton-3.6.0 $(BIN)/python -m pytest tests/gpu/test_launch_path.py tests/gpu/test_gpu_code.py
 
 .PHONY: emulate
 emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neoverse N1 and one with i8mm: the same bits (needs qemu-user)

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from compiled_kernels import run_compiled
 from extent import usual_or_all
+from infer import InvalidRequestError, SamplingParams
 from infer.compute import ops
 from infer.compute.sampling import integer_probs, noise, sampler
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.compute.sampling.masks import num_mask_words
-from infer.errors import InvalidRequestError
-from infer.sampling_params import SamplingParams
 from refusals import check_refused
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")

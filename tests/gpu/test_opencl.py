@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import opencl_platform
-from infer import LLM, SamplingParams
+from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.subcommands import infer
 from infer.compute import ops
 from infer.compute.backends.cpu.layouts import LAYOUTS
@@ -29,7 +29,6 @@ from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED
 from infer.compute.sampling.masks import pack_masks
-from infer.errors import InvalidRequestError
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch
 from refusals import check_refused

@@ -1,5 +1,8 @@
-"""Devices with separate memory. The host reads poison if it does not copy first. Answers are the CPU's."""
+"""Devices with separate memory, where the host reads poison if it does not copy first, and accesses out of bounds.
 
+Oclgrind finds no such access and no race in any OpenCL kernel. It finds a planted one of each."""
+
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -9,13 +12,14 @@ import torch
 from torch import Tensor
 
 import opencl_platform
-from infer import LLM, SamplingParams
+from infer import LLM, InvalidRequestError, ModelError, SamplingParams
 from infer.compute import ops
-from infer.errors import InvalidRequestError, ModelError
 from looping import until_freed
 from test_session import make_model
+from watched import script_command
 
 pytest.importorskip("pyopencl")
+
 opencl_platform.use_cpu_runtime()
 
 # The platform is chosen before these modules are imported.
@@ -138,3 +142,22 @@ def test_a_model_too_large_for_the_device_is_refused_before_loading(
     monkeypatch.setattr(cl, "Buffer", Mock(side_effect=cl.MemoryError()))
     with pytest.raises(InvalidRequestError, match=r"has no 1\.0 MB free, because other work uses its memory"):
         memory.zeros((1_000_000,), torch.uint8)
+
+
+def checked(*planted: str) -> str:
+    """Return the report of Oclgrind."""
+    command = script_command(Path(__file__).parents[1] / "helpers" / "opencl_checked.py", *planted)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout + result.stderr
+
+
+def test_oclgrind_finds_no_access_out_of_bounds_and_no_race() -> None:
+    report = checked()
+    assert "Invalid" not in report
+    assert "race" not in report
+
+
+@pytest.mark.parametrize(("planted", "words"), [("bounds", "Invalid write"), ("race", "data race")])
+def test_oclgrind_finds_planted_faults(planted: str, words: str) -> None:
+    assert words in checked(planted)

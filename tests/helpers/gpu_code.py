@@ -13,11 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_attention_code import attention_code, unusual_code
 from gpu_compiler import compiled, sampler_code, weights_code
-from gpu_expert_code import expert_code
-from gpu_state_code import state_code
-from gpu_step_kernels import step_code
+from gpu_step_kernels import attention_code, expert_code, state_code, step_code, unusual_code
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

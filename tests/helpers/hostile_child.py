@@ -21,8 +21,7 @@ from typing import Any
 import hostile_files
 from extent import IS_SHORT, usual_or_all
 from hostile_files import GGUF_KINDS, WRONG_KINDS, places, read_everything, replaced, write_folder, write_gguf
-from infer import LLM, SamplingParams
-from infer.errors import InferError
+from infer import LLM, InferError, SamplingParams
 from infer.models.catalog.explanation import explain
 from processor_time import least_processor_seconds
 

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from byte_tokenizer import write_byte_tokenizer
 from gguf_files import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, raw_file, tensor_entry, text
-from infer import SamplingParams
-from infer.errors import InvalidRequestError
+from infer import InvalidRequestError, SamplingParams, Tokenizer
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.generation_config import sampling_defaults
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_tokenizer
 from infer.models.tensors import check_tensors
-from infer.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 258  # tokens of the GGUF file: bytes, "ab" and the end of a turn; the folder has one more
 VOCAB_SIZE = 262  # rows of the embedding

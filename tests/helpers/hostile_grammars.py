@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from infer.errors import InvalidRequestError
+from infer import InvalidRequestError, Tokenizer
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import make_compiler
-from infer.text.tokenizer import Tokenizer
 
 Hostile = tuple[str, str, Any]
 STORED = Path(__file__).parents[1] / "data" / "hostile-grammars.json"

@@ -26,13 +26,12 @@ from transformers import (
 )
 
 from byte_tokenizer import write_byte_tokenizer
-from infer import load_model, load_tokenizer
+from infer import SamplingParams, Stream, Tokenizer, load_model, load_tokenizer
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.step import Step
 from infer.compute.sampling import definition, sampler
 from infer.engine.engine import Engine
 from infer.engine.requests.prompt_batch import answer_all
-from infer.engine.requests.stream import Stream
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Guess
@@ -43,11 +42,9 @@ from infer.engine.step.sequence import Sequence as Answering
 from infer.engine.step.text_output import TextOutput
 from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.sampling_params import SamplingParams
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import grammar_of
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.tokenizer import Tokenizer
 from looping import loop_of, open_stream
 from recompute import RecomputeRunner
 from steps import join

@@ -2,7 +2,7 @@
 
 Fields and properties have their types in tests/data/surface.json. Some are here too, so that no class becomes Any.
 A call with `type: ignore` is wrong: mypy reports the comment as unused if the parameter's type has become Any.
-tests/project/test_public_calls.py compares the names with tests/data/surface.json.
+tests/project/test_surface.py compares the names with tests/data/surface.json.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,22 +1,31 @@
-"""The forward pass against `transformers` on tiny random weights: every family, with steps of every kind."""
+"""The forward pass against `transformers` on tiny random weights: every family, with steps of every kind.
 
+Greedy answers through `LLM` are its argmax, and the text part of multimodal models has its logits.
+"""
+
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from extent import IS_WHOLE
+from infer import LLM, SamplingParams
 from infer.compute import ops
 from infer.compute.backends.cpu.capture.forward import CapturedForward
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.step import Step
 from infer.engine.runner.caches import make_cache
 from infer.models.transformer import Transformer
-from steps import join, load_network
-from tiny import ONE_EACH, TINY, Tiny, make_tiny
+from path_cases import Always
+from steps import join, load_network, logits_of
+from tiny import BY_NAME, ONE_EACH, TINY, Tiny, make_tiny
 
 # Settings that `make test` tries, besides a model of each family.
 SHORT = {"llama_odd_sizes", "llama_yarn_mscale", "llama3_rope", "phi3_partial", "qwen2_windows", "gemma3_scaled"}
@@ -162,3 +171,88 @@ def test_uncommitted_tokens_leave_no_trace(pair: Pair) -> None:
         after_plain = model.forward(Step.of(ids, 40, logit_indices=range(5)), plain)
         after_drafted = model.forward(Step.of(ids, 40, logit_indices=range(5)), drafted)
     assert torch.equal(after_plain, after_drafted)
+
+
+@pytest.mark.slow(cases=5)
+@pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
+def test_greedy_is_the_argmax_of_transformers(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = copy.deepcopy(tiny.config)
+    config.vocab_size, config.bos_token_id, config.eos_token_id = VOCAB_SIZE, None, 256
+    oracle = make_tiny(replace(tiny, config=config), tmp_path)
+    write_byte_tokenizer(tmp_path)
+    llm = LLM(tmp_path, dtype="float32")
+    monkeypatch.setattr("infer.engine.step.drafting.DraftPolicy", lambda most, priors: Always())
+    params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+    prompts = ["abcabcabcab", "a", "to be or not to be or not"]
+    results = [llm.generate(prompt, params, speculation="ngram") for prompt in prompts]
+    for prompt, result in zip(prompts, results, strict=True):
+        prompt_ids = llm.tokenizer.encode(prompt)
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt_ids + result.token_ids])).logits[0]
+        # Greedy decoding samples the likeliest token after each prefix, which one pass over the whole text shows.
+        assert result.token_ids == logits[len(prompt_ids) - 1 : -1].argmax(-1).tolist()
+    assert sum(result.stats.drafts_proposed for result in results) > 0
+    together = llm.generate_all(prompts, params, batch_size=2, speculation="ngram")
+    assert [result.token_ids for result in together] == [result.token_ids for result in results]
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA3_TEXT = hf.Gemma3TextConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, sliding_window=8, sliding_window_pattern=2,
+    pad_token_id=0,
+)  # fmt: skip
+
+
+def text_config(name: str) -> Any:
+    return BY_NAME[name].config.to_dict()
+
+
+def gemma4(name: str) -> tuple[Any, Any, float]:
+    vision = SMALL | {"num_key_value_heads": 2, "head_dim": 16}
+    ids = {"image_token_id": 90, "boi_token_id": 91, "eoi_token_id": 92, "audio_token_id": 93}
+    config = hf.Gemma4Config(text_config=text_config(name), vision_config=vision, audio_config=None, **ids)
+    return hf.Gemma4ForConditionalGeneration, config, 4e-4
+
+
+LLAMA4_VISION = SMALL | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+LLAMA4_VISION |= {"image_size": 28}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+MODELS: dict[str, tuple[Any, Any, float]] = {  # a class of `transformers`, its config, and the tolerance of logits
+    "gemma3": (
+        hf.Gemma3ForConditionalGeneration,
+        hf.Gemma3Config(
+            text_config=GEMMA3_TEXT, vision_config=hf.SiglipVisionConfig(**SMALL, image_size=8, patch_size=4),
+            mm_tokens_per_image=4, image_token_index=90, boi_token_index=91,
+        ),
+        1e-4,
+    ),
+    "gemma4_per_layer": gemma4("gemma4_per_layer"),
+    "gemma4_moe": gemma4("gemma4_moe"),
+    "llama4_chunks": (
+        hf.Llama4ForConditionalGeneration,
+        hf.Llama4Config(text_config=text_config("llama4_chunks"), vision_config=LLAMA4_VISION, image_token_index=90),
+        1e-4,
+    ),
+    "qwen3_5": (
+        hf.Qwen3_5ForConditionalGeneration,
+        hf.Qwen3_5Config(
+            text_config=text_config("qwen3_5"), vision_config=QWEN_VISION, image_token_id=90, video_token_id=91,
+            vision_start_token_id=92, vision_end_token_id=93,
+        ),
+        1e-3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_text_of_a_multimodal_model_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made, config, most = MODELS[name]
+    oracle = made._from_config(config, attn_implementation="eager").float().eval()
+    oracle.save_pretrained(tmp_path)
+    if name.startswith("gemma4"):
+        oracle.model.language_model.config.output_hidden_states = True  # `tiny.make_tiny` has the reason
+    token_ids = torch.randint(3, 90, (100,)).tolist()
+    expected = expected_logits(oracle.language_model if name.startswith("llama4") else oracle, token_ids)
+    assert (logits_of(load(tmp_path), token_ids) - expected).abs().max() <= most

@@ -1,24 +1,35 @@
-"""Layers without one of their parts: a model whose layers were divided in two computes the same bits."""
+"""Parts of layers: layers that were divided in two compute the same bits, and gates and scaled queries of attention."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from byte_tokenizer import write_byte_tokenizer
+from commands import run
 from infer.compute import ops
 from infer.compute.backends.cpu.capture.forward import CapturedForward
+from infer.compute.backends.cuda.backend import CudaBackend
+from infer.compute.backends.unusual_layers import check_unusual_parts
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.architecture import Architecture
-from infer.compute.operands.step import Step
-from infer.compute.operands.weights import FileWeight
+from infer.compute.operands.step import Chunk, Step
+from infer.compute.operands.weights import FileWeight, Heads
 from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import Runner
+from infer.errors import UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.load import load_transformer
 from infer.models.transformer import Transformer
-from tiny import BY_NAME, make_tiny
+from layer_caches import make_layer
+from steps import load_network
+from tiny import BY_NAME, GATED, MINISTRAL3, Tiny, make_tiny
 
 IDS = [(i * 37) % 90 + 3 for i in range(40)]
 
@@ -72,3 +83,59 @@ def test_only_layers_with_attention_take_memory_of_the_cache(tmp_path: Path) -> 
     whole, halved = load_both(tmp_path)
     assert make_cache(halved, 64).num_bytes == make_cache(whole, 64).num_bytes
     assert len(make_cache(halved, 64).memory.layers) == len(whole.layers)
+
+
+PARTS = [
+    (GATED[0], "output gates", ", q and k norms (head), output gates, "),
+    (MINISTRAL3[0], "scaled queries", ", queries that grow every 16 tokens"),
+    (BY_NAME["qwen3_moe"], "experts", ", experts, 3 of 20 chosen by softmax, mlp 64, silu"),
+    (BY_NAME["llama4_chunks"], "attention in chunks, experts, scaled queries", "chunks of 23 tokens, "),
+    (BY_NAME["llama4_chunks"], "attention in chunks, experts, scaled queries", "weighted inputs of experts"),
+]
+
+
+@pytest.mark.parametrize(("tiny", "part", "told"), PARTS)
+def test_opencl_refuses_a_part_that_cuda_computes_and_explain_names_it(
+    tiny: Tiny, part: str, told: str, tmp_path: Path
+) -> None:
+    make_tiny(tiny, tmp_path)
+    write_byte_tokenizer(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    architecture = make_architecture(checkpoint.config)
+    with pytest.raises(UnsupportedModelError, match=f"^device opencl has no kernels for {part}: use device cpu$"):
+        check_unusual_parts(architecture.layers, "opencl")
+    CudaBackend(torch.device("cpu")).check_layers(architecture.layers)
+    assert told in run("explain", tmp_path).out
+
+
+def test_weights_of_attention_do_not_depend_on_gates() -> None:
+    heads = Heads(4, 2, 32, 32**-0.5, None, None, None)
+    qkv = torch.randn(20, 12 * 32, generator=torch.manual_seed(0))
+    found = []
+    for gate_start, num_columns in ((None, 8 * 32), (8 * 32, 12 * 32)):
+        own, columns = replace(heads, gate_start=gate_start), qkv[:, :num_columns].contiguous()
+        layer = make_layer(own, 1, 64)
+        ops.attend(Activations(columns), own, layer, Step.of([1] * 20))
+        found.append(ops.attention_weights(columns, own, layer, Step.of([1] * 20)))
+    assert torch.equal(*found)
+
+
+@torch.inference_mode()
+def test_a_prompt_that_snapkv_cuts_is_the_same_in_chunks_of_any_size(tmp_path: Path) -> None:
+    make_tiny(GATED[0], tmp_path)
+    model = load_network(tmp_path)
+    settings = CacheSettings(page_tokens=16, eviction_policy="snapkv", eviction_window=48, protected_prefix=3)
+    prompt = torch.randint(3, 96, (120,), generator=torch.manual_seed(0)).tolist()
+    found = []
+    for chunk in (120, 50, 7):
+        runner = Runner(model, 200, settings=settings)
+        for start in range(0, len(prompt), chunk):
+            runner.extend(0, prompt[start : start + chunk])
+        runner.after_prompt(0, prompt)
+        runner.reserve(0, 1)
+        found.append(runner.forward([Chunk(0, [5])]).clone())
+    assert all(torch.equal(each, found[0]) for each in found)
+    whole = Runner(model, 200)
+    whole.extend(0, prompt)
+    whole.reserve(0, 1)
+    assert not torch.equal(whole.forward([Chunk(0, [5])]), found[0])

@@ -47,7 +47,7 @@ from infer.models.memory.memory_estimate import (
 )
 from infer.models.transformer import Transformer
 from refusals import check_refused
-from test_context_length import smollm2
+from test_available_memory import smollm2
 from tiny import BY_NAME, ONE_EACH, make_tiny
 from watched import python_command
 

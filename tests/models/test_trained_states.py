@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from infer import LLM
+from infer import LLM, GenerationResult
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.step import Step
 from infer.engine.runner.caches import make_cache
 from infer.models.transformer import Transformer
-from infer.outputs import GenerationResult
 from recall_task import NUM_LETTERS, RecallText, make_text, train
 from steps import join
 

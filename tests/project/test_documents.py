@@ -1,22 +1,27 @@
-"""The pages: links lead to files and headings, the site has every page, and the benchmarks that pages name work."""
+"""The pages: links lead to files and headings, the site has every page, and their commands work."""
 
 import ast
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
+import click
 import pytest
 import yaml
 
 import infer
 import site_hooks
+from infer.cli.options.other_programs import ALIASES
+from infer.cli.subcommands import infer as command_line
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES_OF_NOW = [page for page in PAGES if page.name != "log.md"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -106,7 +111,7 @@ BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text("utf-8"))
 WORKERS = {"beside_worker.py", "gpu_sections.py", "peer_worker.py", "serving_worker.py"}  # other scripts start these
 # The log is history, so scripts that it names may no longer exist.
-TEXTS = [*(page for page in PAGES if page.name != "log.md"), *(ROOT / name for name in ("CHANGELOG.md", "Makefile"))]
+TEXTS = [*PAGES_OF_NOW, *(ROOT / name for name in ("CHANGELOG.md", "Makefile"))]
 NAMED = re.compile(r"\b((?:bench|check|count|gpu|kv)_\w+)\.py\b")
 COMMAND = re.compile(r"python\s+benchmarks/(\w+\.py)((?:[^`\n]|(?<=[\w\"])\n(?=[\w\"-]))*)")
 
@@ -163,3 +168,66 @@ def test_each_script_of_the_benchmarks_has_the_options_of_its_commands(script: s
     for command in commands:
         assert set(re.findall(r"(?<=\s)--[a-z-]+", command)) <= options.keys(), command
     assert not [text for text in options.values() if re.search(r"%(?![%(])", text)], "argparse formats the help"
+
+
+FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`([^`]+)`")
+# A prompt, variables, other programs or the path of a virtual environment may precede a command.
+INFER_COMMAND = re.compile(
+    r"(?:^|[|&;] ?|\$ |RUN |/bin/|=\S* |--list \S+ )(infer (?:'[^']*'|\"[^\"]*\"|[^#|&<\n'\"])*)"
+)
+COMMENT = re.compile(r"\s#\s")
+CONTAINER = re.compile(r"^docker run .* infer( [^#\n]*)?$", re.MULTILINE)
+VALUES = {"N": "2", "T": "q8", "P": "sliding"}  # values of options that a sentence names by a letter
+
+
+def commands_in_blocks(page: Path) -> Iterator[str]:
+    for block in FENCE.findall(page.read_text(encoding="utf-8")):
+        joined = block.replace("\\\n", " ")
+        for line in joined.splitlines():
+            yield from INFER_COMMAND.findall(COMMENT.split(line)[0])
+        for options in CONTAINER.findall(joined):
+            yield f"infer serve{options}"
+
+
+def commands_in_sentences(page: Path) -> Iterator[str]:
+    """Yield the commands that sentences and tables name, which may leave arguments out."""
+    for code in INLINE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if re.match(r"infer [a-z]", code) and "\n" not in code and "…" not in code:
+            yield code
+
+
+def parse(command: str) -> None:
+    """Parse a command and run nothing. Raises click's error if it would be refused."""
+    name, *rest = [VALUES.get(word, word) for word in shlex.split(command)[1:]]
+    if not name.startswith("-"):
+        with click.Context(command_line).scope():
+            command_line.commands[name].make_context(name, rest)
+
+
+def named_options(command: str) -> set[str]:
+    return {word.partition("=")[0] for word in command.split() if re.match(r"--?[a-z]", word)}
+
+
+@pytest.mark.parametrize("page", PAGES_OF_NOW, ids=[page.relative_to(ROOT).as_posix() for page in PAGES_OF_NOW])
+def test_infer_accepts_each_command_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "person.json").write_text("{}")
+    for command in commands_in_blocks(page):
+        try:
+            parse(command)
+        except (click.ClickException, KeyError) as error:
+            pytest.fail(f"{command}: {error}")
+    for command in commands_in_sentences(page):
+        name = command.split()[1]
+        options = {
+            each for option in command_line.commands[name].params for each in (*option.opts, *option.secondary_opts)
+        }
+        accepted = options | set(ALIASES) | {"--help", "-h"}
+        assert named_options(command) <= accepted, command
+
+
+def test_the_pages_have_commands_to_check() -> None:
+    names = [command.split()[1] for page in PAGES_OF_NOW for command in commands_in_blocks(page)]
+    assert len(names) > 60
+    assert {"batch", "chat", "doctor", "estimate", "generate", "quantize", "serve"} <= set(names)

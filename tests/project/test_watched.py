@@ -1,7 +1,10 @@
-"""Claims about processes that tests start: a hanging one prints its stack, and a script runs as in Python."""
+"""Claims about processes that tests start and about the fuzzer: a hanging one prints its stack, targets are found."""
 
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from watched import python_command, script_command
 
@@ -19,3 +22,14 @@ def test_a_script_is_run_with_its_arguments_beside_its_modules(tmp_path: Path) -
     script.write_text("import sys, neighbour\nprint(__name__, neighbour.NAME, *sys.argv)")
     done = subprocess.run(script_command(script, 1, "two"), capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (f"__main__ neighbour {script} 1 two\n", "")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_an_input_is_tried_again_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "found").write_bytes(b'{"model_type": "none"}')
+    command = [sys.executable, str(ROOT / "tests" / "fuzz"), "config", str(tmp_path / "found")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

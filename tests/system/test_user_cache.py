@@ -1,8 +1,9 @@
-"""Code in the cache is executed, so files of other users are refused."""
+"""Code in the cache is executed, so files of other users are refused. Folders of killed processes are removed."""
 
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from infer.errors import ModelError
 from infer.files.hub.find import cache_folder
+from infer.system.files.locked_folder import locked_folder
 from infer.system.files.user_cache import base_folder, folder_problem, read_own, write_own
 from watched import python_command
 
@@ -149,3 +151,38 @@ print(instruction_set().name != "", kernel_cache.cache_folder(), kernel_cache.tr
     environment["HOME"] = str(tmp_path / "absent")
     done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "True None there is no home folder to keep them in\n"), done.stderr
+
+
+HOLDER = """
+import sys, tempfile
+from infer.system.files.locked_folder import locked_folder
+tempfile.tempdir = sys.argv[1]
+with locked_folder("infer-a-") as folder:
+    (folder / "0").touch()
+    print(folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = [tmp_path / name for name in ("infer-a-of-somebody", "infer-b-1", "infer-a-file")]
+    for other in others[:2]:
+        other.mkdir()
+    others[2].touch()
+    command = python_command(HOLDER, tmp_path)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        held = Path(holder.stdout.readline().strip())
+        with locked_folder("infer-a-") as own:
+            assert (held / "0").exists()
+            holder.kill()
+            holder.wait()
+            assert held.exists()
+            with locked_folder("infer-a-") as second:
+                assert not held.exists()
+                assert own.exists()
+                assert second != own
+    assert sorted(tmp_path.iterdir()) == sorted(others)

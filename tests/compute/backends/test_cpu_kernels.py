@@ -17,6 +17,7 @@ from torch import Tensor
 from block_scales import FLOATS, stored_weight
 from cases import cases
 from extent import IS_WHOLE, slow_except
+from infer import InvalidRequestError, SamplingParams, sample_token
 from infer.compute import ops
 from infer.compute.backends import reference
 from infer.compute.backends.cpu import operations as cpu
@@ -33,10 +34,7 @@ from infer.compute.operands.weights import Heads, Norm, Projection, StoredWeight
 from infer.compute.quantization import ggml_types
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.definition import sample_token
 from infer.compute.sampling.history import History
-from infer.errors import InvalidRequestError
-from infer.sampling_params import SamplingParams
 from layer_caches import attend_in_steps, make_heads, make_layer
 from steps import join
 from watched import run_python

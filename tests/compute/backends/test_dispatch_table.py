@@ -1,12 +1,19 @@
-"""The dispatch table and its loop: rows, labels, barriers, repeats, profile."""
+"""Commands: how they are linked, and the table and loop that dispatch them, with barriers, repeats and a profile.
+
+Kernels are LLVM's text: addresses are integers to the end, and functions are linked before code is made of them.
+"""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from numba import njit
 
 from infer.compute.backends.cpu import simd
+from infer.compute.backends.cpu.compile import compiler
 from infer.compute.backends.cpu.compile.addresses import compiled_address
+from infer.compute.backends.cpu.simd import load_i64, store_i64
 from infer.compute.backends.cpu.state import STATE
 from infer.compute.backends.cpu.threads import dispatch_table
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Command, DispatchTable
@@ -105,3 +112,50 @@ def test_a_profile_has_a_time_for_every_command(three: ThreadPool, num_threads: 
     tally.table.arguments["times"] = times.ctypes.data
     three.run(tally.table, tally.state, num_threads)
     assert (times > 0).all()
+
+
+COPY = np.dtype([("to", np.int64), ("source", np.int64), ("stride", np.int64), ("count", np.int64)])
+
+
+@njit
+def copy_some(to, source, stride, count):  # type: ignore[no-untyped-def]
+    """Run a loop whose addresses code generation moves to their uses. LLVM calls them `sunkaddr`."""
+    for i in range(count):
+        if load_i64(source + stride * i) != 7:
+            store_i64(to + stride * i + 8, load_i64(source + stride * i + 16))
+
+
+def make_copy() -> Callable[..., None]:
+    def copy(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
+        copy_some(args.to, args.source, args.stride, args.count)
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, str]:
+    """Return the text of each module that was linked into the command `copy`, by name, and of the command."""
+    linked: dict[str, str] = {}
+    take = compiler._Library._get_module_for_linking
+
+    def note(library: Any) -> Any:
+        module = take(library)
+        linked.setdefault(library.name, str(module))
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler._Library, "_get_module_for_linking", note)
+        compiler.compile_command("copy", make_copy, COPY)
+    linked["copy"] = str(compiler._kept[-1]._library._final_module)
+    return linked
+
+
+def test_no_address_is_split_into_a_pointer_and_an_offset_by_guess(modules: dict[str, str]) -> None:
+    moved = [line for line in modules["copy"].splitlines() if "sunkaddr" in line.partition("=")[0]]
+    assert moved
+    assert not [line for line in moved if "getelementptr" in line]
+
+
+def test_functions_are_linked_before_code_is_made_of_them(modules: dict[str, str]) -> None:
+    assert "copy_some" in modules
+    assert not [name for name, text in modules.items() if name != "copy" and "sunkaddr" in text]

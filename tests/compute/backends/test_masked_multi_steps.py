@@ -11,14 +11,13 @@ import pytest
 import torch
 from numba import njit
 
-from infer import GenerationResult
+from infer import GenerationResult, SamplingParams
 from infer.compute import ops
 from infer.compute.backends.cpu.capture.sampled import StepCallback
 from infer.compute.backends.cpu.sample_records import SAMPLE
 from infer.compute.backends.cpu.state import fields_of
 from infer.compute.backends.cpu.threads.atomics import call_python
 from infer.errors import ConstraintError, EngineFailedError
-from infer.sampling_params import SamplingParams
 from infer.text.grammar.constraint import Constraint
 from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all, run_alone
 

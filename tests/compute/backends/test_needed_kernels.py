@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cases import cases
+from infer import InferError, SamplingParams, Tokenizer
 from infer.cli.model_commands.compile_command import run_compile
 from infer.compute.backends.cpu.backend import CpuBackend
 from infer.compute.backends.cpu.compile import addresses
@@ -28,13 +29,10 @@ from infer.compute.operands.step import Chunk
 from infer.compute.ops import KernelStore
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.runner.runner import Runner
-from infer.errors import InferError
 from infer.files import open_checkpoint
 from infer.models import from_checkpoint
 from infer.models.from_checkpoint import load_checked
-from infer.sampling_params import SamplingParams
 from infer.system.status_line import silence
-from infer.text.tokenizer import Tokenizer
 from tiny import TINY, Tiny, make_tiny
 from watched import run_python
 

@@ -1,8 +1,9 @@
 """Attention over pages: bits do not depend on the order of pages, and a token sees only its first and its last slots.
 
-All other memory has values that are not finite.
+All other memory has values that are not finite. `unseen_values` has the claim about values beyond their type's range.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,12 +12,18 @@ import torch
 from torch import Tensor
 
 import layer_caches
+from extent import slow_except
 from infer.compute import ops
+from infer.compute.backends import reference
+from infer.compute.backends.cpu import operations as cpu
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.step import Step
-from infer.compute.quantization.kv_layout import LayerCache
+from infer.compute.operands.weights import Heads
+from infer.compute.quantization.kv_formats import KV_TYPES
+from infer.compute.quantization.kv_layout import LayerCache, decode_keys, decode_values, encode_keys, encode_values
 from layer_caches import attend_in_steps, threads
 from steps import join
+from unseen_values import Span, check_unseen
 
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
 CAPACITY = 1000
@@ -169,3 +176,45 @@ def test_many_rows_and_a_prompt_among_them_change_no_bit(num_threads: int) -> No
     alone = attend_all(make_layer(64), [1] * 380 + [LENGTH - 380])
     with threads(num_threads):
         check_step(layer, chunks, [alone] * len(chunks))
+
+
+SPANS = {
+    "all": (Span(274, 259), [[274], [250, *[1] * 24], [250, 4, 20], [256, 3, 15], [259, 15]]),
+    "window": (Span(60, 37, window=9, sinks=2), [[60], [1] * 60, [30, 8, 4, 18]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "dim"), slow_except([("f32", 32), ("f16", 20)], [*((kv_type, 32) for kv_type in KV_TYPES), ("f16", 20)])
+)
+@pytest.mark.parametrize("name", SPANS)
+def test_a_wrong_position_changes_no_token_that_does_not_see_it(name: str, kv_type: str, dim: int) -> None:
+    check_unseen(cpu.attend, kv_type, dim, *SPANS[name])
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_the_definition_shows_no_token_a_value_that_it_does_not_see(kv_type: str) -> None:
+    for span in (Span(20, 9), Span(20, 9, window=4)):
+        check_unseen(reference.attend, kv_type, 32, span, [[20]])
+
+
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_numbers_are_stored_as_the_largest_of_their_type(kv_type: str) -> None:
+    for number in (65_504.0, 65_519.0, 65_520.0, 1e5, 1e30):
+        x = torch.full((1, 32), number)
+        x[0, ::2] = -number
+        for encode, decode in ((encode_keys, decode_keys), (encode_values, decode_values)):
+            found = decode(encode(x, kv_type), kv_type)
+            assert found.isfinite().all()
+            if number <= 65_504:
+                assert torch.allclose(found, x, rtol=4e-3)
+        if kv_type == "f16":
+            assert torch.equal(decode_values(encode_values(x, "f16"), "f16"), x.clamp(-65_504, 65_504))
+
+
+def test_a_chunk_whose_keys_are_all_wrong_is_not_left_out() -> None:
+    heads = Heads(2, 1, 32, 32**-0.5, None, None, None)
+    qkv = torch.randn(300, 4, 32)
+    qkv[:256, 2, 3] = math.nan
+    for sizes in ([300], [256, 44]):
+        assert attend_in_steps(heads, layer_caches.make_layer(heads, 1, 300), qkv, sizes).isnan().all()

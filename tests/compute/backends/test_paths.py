@@ -12,9 +12,8 @@ import pytest
 
 import path_cases
 from extent import IS_WHOLE, slow_except
-from infer import LLM
+from infer import LLM, SamplingParams
 from infer.compute.backends.cpu.backend import CpuBackend
-from infer.sampling_params import SamplingParams
 from path_cases import CASES, Case, Outcome, Place, Way, World
 
 CHUNKS = (1, 7, 64, 512)

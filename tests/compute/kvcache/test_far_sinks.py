@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer import LLM
+from infer import LLM, InvalidRequestError, SamplingParams
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import make_groups
@@ -19,8 +19,6 @@ from infer.compute.operands.mixers import Attention, Rope
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads, RopeTable
 from infer.compute.quantization.kv_layout import LayerCache
-from infer.errors import InvalidRequestError
-from infer.sampling_params import SamplingParams
 from layer_caches import attend_in_steps, make_layer
 from path_cases import CONTEXT, varied_ids
 from steps import join

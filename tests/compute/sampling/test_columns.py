@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import cases
+from infer import InvalidRequestError, SamplingParams
+from infer.compute.operands.step import Chunk
+from infer.compute.ops import device
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
 from infer.compute.sampling.integer_probs import target
 from infer.compute.sampling.masks import num_mask_words, pack_bits, pack_masks, unpack_bits
-from infer.errors import InvalidRequestError
-from infer.sampling_params import SamplingParams
+from infer.compute.sampling.sampler import Sampled
+from infer.engine.runner import sample_loop
 
 INF = math.inf
 few = settings(max_examples=25, deadline=None)
@@ -238,3 +241,32 @@ def test_all_bits_are_minus_one() -> None:
 @pytest.mark.parametrize(("vocab_size", "words"), [(1, 1), (32, 1), (33, 2), (49_152, 1536), (262_144, 8192)])
 def test_a_mask_takes_one_bit_a_token(vocab_size: int, words: int) -> None:
     assert num_mask_words(vocab_size) == words
+
+
+# A verified step with tensors of two devices. Torch's device `meta` stands in for a GPU.
+
+VOCAB = 64
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta"])
+def test_masks_on_the_host_serve_logits_on_a_device_and_follow_their_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, Any]] = []
+
+    def sample(logits: Any, columns: Any, history: Any, positions: Any, allowed: Any) -> Sampled:
+        asked.append((logits, allowed))
+        return Sampled(torch.tensor([5, 9]))
+
+    monkeypatch.setattr(sample_loop.ops, "sample", sample)
+    monkeypatch.setitem(device.MODULE_BY_NAME, "meta", "infer.compute.backends.torch_backend")
+    columns = SamplingColumns.of([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
+    parts = [Chunk(0, [1, 5], num_drafts=1), Chunk(1, [2])]
+    logits, masks = torch.zeros(3, VOCAB, device=name), torch.arange(6, dtype=torch.int32).reshape(3, 2)
+    drawn, ended = sample_loop.verify(logits, parts, [1, 1], columns, None, masks)
+    assert [each.token_ids for each in drawn] == [[5, 5], [9]]
+    assert [(given.device.type, allowed.device.type) for given, allowed in asked] == [(name, name)] * 2
+    if name == "cpu":
+        assert (asked[0][1].tolist(), asked[1][1][0].tolist()) == ([[0, 1], [4, 5]], [2, 3])
+    assert len(ended) == 2
+    assert ended == sorted(ended)

@@ -14,12 +14,10 @@ from torch import Tensor
 import infer
 from cases import cases
 from extent import IS_SHORT
-from infer import sample_token
+from infer import InferError, InvalidRequestError, SamplingParams, sample_token
 from infer.compute.sampling import definition, row_stages
 from infer.compute.sampling.definition import LogitsError, log_probabilities, process_logits
 from infer.compute.sampling.row_stages import keep_allowed
-from infer.errors import InferError, InvalidRequestError
-from infer.sampling_params import SamplingParams
 from sampling_cases import INF, kept_ids, same_bits
 
 few = settings(max_examples=12 if IS_SHORT else 25, deadline=None)

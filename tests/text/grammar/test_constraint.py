@@ -16,14 +16,12 @@ import regex
 import hostile_grammars
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import allowed_ids, schema_text, walk
-from infer.errors import InvalidRequestError
-from infer.sampling_params import SamplingParams
+from infer import InvalidRequestError, SamplingParams, Tokenizer
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.horn import Clause, shortest
 from infer.text.grammar.pattern import without_anchors
-from infer.text.tokenizer import Tokenizer
 from looping import beside, in_threads
 from watched import python_command, script_command
 

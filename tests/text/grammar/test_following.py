@@ -1,19 +1,26 @@
-"""`advance` has the results of the methods that it replaces."""
+"""Grammars that are followed to their ends, also the largest, and in the real loop. `advance` changes no result."""
 
+import json
 import random
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
 from byte_tokenizer import write_byte_tokenizer
-from constraint_walks import allowed_ids
-from infer.errors import ConstraintError
+from constraint_walks import allowed_ids, schema_text, walk
+from extent import IS_WHOLE
+from infer import GenerationResult, SamplingParams, Tokenizer
+from infer.errors import ConstraintError, InvalidRequestError
 from infer.text.grammar.constraint import Constraint
-from infer.text.grammar.grammar import Grammar
+from infer.text.grammar.grammar import Grammar, GrammarKind, Source
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.tokenizer import Tokenizer
+from infer.text.grammar.library_trials import llguidance_follow
+from path_cases import EOS, VOCAB_SIZE, Case, Outcome, Way, World, constraint_of, run_alone, run_batch
 
 VOCABS = (300, 330, 700)  # more than the tokenizer's ids: 0, 1 and many words of masks allow nothing
 PATTERN = "(?:[ab]{2,5} bar abc ){2}x?|[xy]+"
@@ -121,3 +128,144 @@ def test_a_mask_that_cannot_be_filled_ends_the_advance_and_raises_when_requested
     assert constraint.advance(1, mask, True)
     assert not constraint.advance(1, mask, False)
     assert constraint.num_accepted == 2
+
+
+TEMPERATURES = (0.0, 1.0, 2.0)
+# A random model seldom closes a bracket or a string.
+CLOSING: dict[int, float] = {EOS: 3.0, **{ord(closer): 3.0 for closer in '"}],'}, ord("0"): -1.0}
+WAYS = (Way("ngram"), Way("half", 7), Way("none", 1, capture=False), Way("random"))
+
+
+def case_of(seed: int, temperature: float | None = None) -> Case:
+    temperature = TEMPERATURES[seed % 3] if temperature is None else temperature
+    limits = {"max_new_tokens": 6 + seed % 42, "min_new_tokens": seed % 5}
+    fixed = {"seed": seed, "logit_bias": CLOSING, "frequency_penalty": 0.3}
+    params = SamplingParams(json_schema=schema_text(seed, wide=True), temperature=temperature, **limits, **fixed)
+    return Case(f"schema {seed}", tuple(b'{"a b": [1, "x"]}'[: 1 + seed % 17]), params)
+
+
+def check(world: World, case: Case, result: GenerationResult) -> None:
+    schema = json.loads(str(case.params.json_schema))
+    assert result.error is None
+    ids = [token_id for token_id in result.token_ids if token_id not in world.tokenizer.eos_token_ids]
+    written = b"".join(world.tokenizer.token_bytes[token_id] for token_id in ids)
+    if not result.grammar_complete:
+        assert result.finish_reason == "length"
+        constraint = constraint_of(world, case.params)
+        assert constraint is not None
+        assert constraint.accept(result.token_ids) == len(result.token_ids)
+        written += walk(constraint, world.tokenizer, VOCAB_SIZE, random.Random(0))
+    else:
+        assert written.decode() == result.text
+    jsonschema.validate(json.loads(written), schema)
+
+
+def run_all_of(world: World, cases: list[Case]) -> list[GenerationResult]:
+    """Run cases without drafts, then with drafts, alone and in a batch. All give the same answers."""
+    plain = [run_alone(world, case, Way()) for case in cases]
+    said = [result.token_ids for result in plain]
+    for index, case in enumerate(cases):
+        way = WAYS[index % len(WAYS)]
+        assert Outcome.of(run_alone(world, case, way, said[index])) == Outcome.of(plain[index]), f"{case.name}, {way}"
+    together = run_batch(world, cases, Way("half"), 4, said)
+    assert [Outcome.of(result) for result in together] == [Outcome.of(result) for result in plain]
+    for case, result in zip(cases, plain, strict=True):
+        check(world, case, result)
+    return plain
+
+
+def test_texts_of_random_schemas_validate_or_can_be_completed(world: World) -> None:
+    results = run_all_of(world, [case_of(seed) for seed in range(24)])
+    complete = [result.grammar_complete for result in results]
+    assert 4 < sum(map(bool, complete)) < len(complete), "some are complete and some are cut"
+    assert any(result.stats.tokens_forced for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_texts_of_many_random_schemas_validate_or_can_be_completed(world: World, temperature: float) -> None:
+    """There are 60 schemas with one temperature each, or with INFER_TESTS=all 500 with every temperature."""
+    seeds = range(1000, 1500) if IS_WHOLE else range(1000 + TEMPERATURES.index(temperature), 1060, len(TEMPERATURES))
+    results = run_all_of(world, [case_of(seed, temperature) for seed in seeds])
+    assert sum(bool(result.grammar_complete) for result in results) > 0.3 * len(results)
+
+
+def test_the_check_would_see_a_text_that_breaks_its_schema(world: World) -> None:
+    case = next(case for case in map(case_of, range(24)) if run_alone(world, case, Way()).grammar_complete)
+    broken = replace(run_alone(world, case, Way()), token_ids=[*b"{]"], text="{]")
+    with pytest.raises(ValueError, match="Expecting"):
+        check(world, case, broken)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, merges=[("a", "b"), ("x", "1"), ("w", "o")])
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Compiler:
+    return make_compiler(tokenizer, 300)
+
+
+def words(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=4)) + str(index) for index in range(count)]
+
+
+def written(compiler: Compiler, tokenizer: Tokenizer, kind: GrammarKind, text: str, seed: int) -> str:
+    return walk(compiler.compile(Grammar(kind, text)), tokenizer, 300, random.Random(seed)).decode()
+
+
+@pytest.mark.parametrize("count", [2_001, 10_000])
+@pytest.mark.parametrize("prefix", ["x", ""])
+def test_any_of_many_choices_is_written(compiler: Compiler, tokenizer: Tokenizer, count: int, prefix: str) -> None:
+    texts = [f"{prefix}{index}" for index in range(count)]
+    found = {written(compiler, tokenizer, "choice", json.dumps(texts), seed) for seed in range(5)}
+    assert found <= set(texts)
+
+
+def test_any_of_thousands_of_constants_of_a_schema_is_written(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    texts = words(5_000, 3)
+    assert json.loads(written(compiler, tokenizer, "json_schema", json.dumps({"enum": texts}), 0)) in texts
+
+
+@pytest.mark.parametrize("count", [3_000, 6_000])
+def test_any_of_thousands_of_alternatives_is_written(compiler: Compiler, tokenizer: Tokenizer, count: int) -> None:
+    for texts in (words(count, 5)[: 65_000 // 13], [f"x{index}" for index in range(count)]):
+        options = " | ".join(f'"{text}"' for text in texts)
+        assert written(compiler, tokenizer, "grammar", f"start: {options}", 1) in texts
+        text = written(compiler, tokenizer, "grammar", f'start: "<" word ">"\nword: {options}', 2)
+        assert text[1:-1] in texts
+
+
+def test_a_pattern_of_hundreds_of_alternatives_is_followed(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    texts = [f"w{index}" for index in range(400)]
+    assert written(compiler, tokenizer, "regex", "|".join(texts), 1) in texts
+
+
+def test_the_trial_follows_a_grammar_for_some_bytes(compiler: Compiler) -> None:
+    """Before a request is accepted, the trial finds grammars that can be begun but not followed."""
+    options = " | ".join(map(json.dumps, words(20_001, 7)))
+    source = {"grammars": [{"lark_grammar": f'start: "x" word\nword: {options}'}]}
+    assert "items; max is 20000" in llguidance_follow(llguidance)(Source("", json.dumps(source)))
+
+
+@pytest.mark.parametrize("brackets", ["()", "[]"])
+def test_groups_nest_as_deep_as_is_said_and_no_deeper(compiler: Compiler, brackets: str) -> None:
+    opening, closing = brackets
+    for name in ("start: {}", "start: word\nword: {}"):
+        compiler.compile(Grammar("grammar", name.format(opening * 28 + '"a"' + closing * 28)))
+        with pytest.raises(InvalidRequestError, match=r"column \d+: groups must be nested at most 28 deep\Z"):
+            compiler.compile(Grammar("grammar", name.format(opening * 29 + '"a"' + closing * 29)))
+
+
+def test_an_ambiguous_grammar_of_few_alternatives_is_given_few_items(compiler: Compiler) -> None:
+    rules = "\n".join(f'r{i}: "a" r{(i + 1) % 60} | "a" r{i * 7 % 60} | r{(i + 3) % 60} "a" | "a"' for i in range(60))
+    constraint = compiler.compile(Grammar("grammar", f"start: r0\n{rules}"))
+    with pytest.raises(ConstraintError, match="max is 4000"):
+        constraint.accept(b"a" * 60)

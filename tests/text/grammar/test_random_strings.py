@@ -17,8 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from assets import asset
 from extent import usual_or_all
-from infer.errors import InvalidRequestError
-from infer.text.tokenizer import Tokenizer
+from infer import InvalidRequestError, Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from test_detokenizer import streamed
 from test_tokenizer import FRAGMENTS, SCRIPTS, as_gguf, gguf_keys, gguf_metadata, load, load_gguf

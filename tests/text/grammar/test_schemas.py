@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from byte_tokenizer import EOS, write_byte_tokenizer
 from constraint_walks import walk
-from infer.errors import InvalidRequestError
+from infer import InvalidRequestError, Tokenizer
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.json_schema import build_schema
 from infer.text.grammar.schema_pattern import pattern_without, translated
-from infer.text.tokenizer import Tokenizer
 
 NULL, OBJECT = {"type": "null"}, {"type": "object"}
 CLOSED = {**OBJECT, "additionalProperties": False}

@@ -11,12 +11,11 @@ from transformers import Gemma4TextConfig
 
 from byte_tokenizer import VOCAB_SIZE
 from cases import cases
-from infer import LLM
+from infer import LLM, Tokenizer
 from infer.engine.step.place import common_length
 from infer.outputs import GenerationResult, ReasoningDelta, assembled
 from infer.serving.protocols.tool_options import effort_variables
 from infer.text.grammar.grammar import Grammar
-from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from infer.text.toolcalls.answer_format import AnswerFormat
 from test_tokenizer import as_gguf, folder

@@ -8,10 +8,9 @@ import pytest
 
 from byte_tokenizer import VOCAB_SIZE
 from cases import cases
-from infer.errors import InvalidRequestError
+from infer import InvalidRequestError, Tokenizer
 from infer.serving.protocols.tool_options import effort_variables
 from infer.text.grammar.grammar import Grammar
-from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.messages import _with_single_calls
 from infer.text.toolcalls.template_formats import reasoning_of
 from test_tool_formats import Found, allows, conversation, form_of, make_tokenizer, marked, parsed, parsed_anyhow

@@ -15,16 +15,14 @@ from byte_tokenizer import write_byte_tokenizer
 from cases import cases
 from constraint_walks import random_schema, walk
 from extent import usual_or_all
+from infer import InvalidRequestError, RequestOptions, Tokenizer
 from infer.engine.prepare.answer import AnswerGrammars
 from infer.engine.requests.conversation import Conversation, TemplateProbes
-from infer.engine.requests.request_options import RequestOptions
-from infer.errors import InvalidRequestError
 from infer.outputs import ReasoningDelta, ToolCall, assembled
 from infer.text.grammar.budget import Budget, BudgetConstraint
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls import formats
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls, written_arguments
 from infer.text.toolcalls.formats import FORMATS, REASONING_FORMATS, ToolCallFormat, in_vocabulary

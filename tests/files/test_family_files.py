@@ -1,7 +1,8 @@
-"""Files of Qwen3-Next and Qwen3.5: fused projections, drafting layers, impossible metadata."""
+"""Files of single families: fused projections, drafting layers, gated attention, MXFP4, and impossible metadata."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,27 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from converted import convert
 from gguf_files import write_file
+from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.weights import UnreadWeight
 from infer.compute.quantization.ggml_blocks import dequantize
-from infer.errors import ModelError
+from infer.errors import ModelError, ModelFormatError
 from infer.files import Checkpoint, open_checkpoint
+from infer.files.config import config_from_gguf
+from infer.files.gguf.gguf import GGUFFile, read_gguf
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.weight_loader import dense
 from refusals import check_refused, refusal
-from tiny import BY_NAME, change_tensors, make_tiny
+from steps import load_network, logits_of
+from tiny import BY_NAME, LAGUNA, MUSE_GLIMMER, Tiny, change_tensors, make_tiny
 
 AT, Q_PROJ = "model.layers.0.linear_attn", "model.layers.3.self_attn.q_proj"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -210,3 +217,130 @@ def test_metadata_that_cannot_be_is_refused_in_a_line(settings: dict[str, Any], 
     plain = converted("qwen3_5", tmp_path)
     path = write_gguf(tmp_path / "model.gguf", plain, lambda tensors: None, **settings)
     assert message in refusal(lambda: open_checkpoint(path), ModelError)
+
+
+def file_of(tiny: Tiny, tmp_path: Path) -> GGUFFile:
+    make_tiny(tiny, tmp_path)
+    return read_gguf(convert(tmp_path, tmp_path / "model.gguf"))
+
+
+def with_settings(file: GGUFFile, settings: dict[str, Any]) -> Architecture:
+    return make_architecture(config_from_gguf(replace(file, metadata={**file.metadata, **settings})))
+
+
+def test_a_number_as_the_pattern_of_laguna_begins_with_full_attention(tmp_path: Path) -> None:
+    file = file_of(LAGUNA[0], tmp_path)
+    assert [layer.window for layer in with_settings(file, {}).attention] == [None, 9, 9, 9]
+    every_second = with_settings(file, {"laguna.attention.sliding_window_pattern": 2})
+    assert [layer.window for layer in every_second.attention] == [None, 9, None, 9]
+    listed = with_settings(file, {"laguna.attention.sliding_window_pattern": [True, False, True, True]})
+    assert [layer.window for layer in listed.attention] == [9, None, 9, 9]
+
+
+def test_the_gates_and_heads_of_laguna_are_those_of_the_file(tmp_path: Path) -> None:
+    layers = with_settings(file_of(LAGUNA[0], tmp_path), {}).layers
+    assert [layer.mixer.num_heads for layer in layers] == [4, 6, 6, 6]
+    assert all(layer.mixer.are_gates_of_heads and layer.mixer.gate_curve == "softplus" for layer in layers)
+    assert [isinstance(layer.feed_forward, Dense) for layer in layers] == [True, False, False, False]
+    (tmp_path / "elements").mkdir()
+    by_element = with_settings(file_of(LAGUNA[1], tmp_path / "elements"), {}).attention
+    assert not any(layer.are_gates_of_heads for layer in by_element)
+
+
+LACKED = [
+    ({"laguna.expert_gating_func": 1}, "expert_gating_func 1 is not supported for laguna: 2"),
+    ({"laguna.expert_weights_norm": False}, "expert_weights_norm False is not supported for laguna: True"),
+    ({"laguna.leading_dense_block_count": 5}, "leading_dense_block_count: expected an integer from 0 to 4, got 5"),
+    ({"laguna.attention.head_count": [4, 6]}, "num_attention_heads_per_layer must list 4 numbers, got [4, 6]"),
+    ({"laguna.rope.dimension_count_swa": None}, "rope.dimension_count_swa: is missing"),
+    ({"laguna.attention.sliding_window_pattern": 0}, "expected a number or one flag per layer, got 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), LACKED)
+def test_settings_that_laguna_lacks_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    assert message in refusal(lambda: with_settings(file_of(LAGUNA[0], tmp_path), settings), ModelError)
+
+
+def test_norms_of_muse_glimmer_have_the_scale_of_queries_as_weights(tmp_path: Path) -> None:
+    found = with_settings(file_of(MUSE_GLIMMER[0], tmp_path), {})
+    assert [layer.qk_norm for layer in found.attention] == ["head"] * 5
+    assert [layer.scale for layer in found.attention] == [32**-0.5] * 5
+    assert [layer.rope is None for layer in found.attention] == [True, False, False, False, True]
+    assert found.logit_scale == pytest.approx(0.7)
+
+
+CPU = torch.device("cpu")
+LENGTH = 60
+
+
+def make_quantized(folder: Path) -> Any:
+    """Write a folder of gpt-oss with random MXFP4 matrices, and return the model of `transformers`."""
+    model = make_tiny(BY_NAME["gpt_oss"], folder)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        num_experts, columns, rows = tensors.pop(name).shape
+        shape = num_experts, rows, columns // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(121, 126, shape, generator=generator).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        with torch.no_grad():
+            floats = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            model.get_parameter(name).copy_(floats)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = (folder / "config.json").read_text()
+    quantized = '{"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []},'
+    (folder / "config.json").write_text(config.replace("{", quantized, 1))
+    return model
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(None, marks=pytest.mark.slow)], ids=["floats", "as stored"]
+)
+def test_mxfp4_folders_give_the_logits_of_transformers(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    oracle = make_quantized(tmp_path)
+    token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([token_ids])).logits[0]
+    logits = logits_of(load_network(tmp_path, dtype=dtype), token_ids)
+    # By default, the cache is f16, and activations of stored matrices have 16 bits.
+    assert (logits - expected).abs().max() <= (1e-4 if dtype is torch.float32 else 2e-2)
+    assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95
+
+
+def test_parts_of_a_stack_are_the_rows_of_each_expert(tmp_path: Path) -> None:
+    make_quantized(tmp_path)
+    stored, weights = load_file(tmp_path / "model.safetensors"), LazyWeights(open_checkpoint(tmp_path).tensors)
+    at = "model.layers.1.mlp.experts"
+    whole = convert_moe_packed_tensors(
+        stored[f"{at}.gate_up_proj_blocks"], stored[f"{at}.gate_up_proj_scales"], dtype=torch.float32
+    )
+    for expert in range(6):
+        for first, which in enumerate(("gate", "up")):
+            found = weights[f"{at}.{expert}.{which}_proj.weight"]
+            assert isinstance(found, UnreadWeight)
+            expected = whole[expert, :, first::2].T
+            for low, high in ((0, 96), (5, 6), (40, 96)):
+                rows = found.rows(low, high)
+                assert torch.equal(dequantize(rows.data, rows.type).reshape(rows.shape), expected[low:high])
+            bias = weights[f"{at}.{expert}.{which}_proj.bias"]
+            assert torch.equal(bias.data, stored[f"{at}.gate_up_proj_bias"][expert, first::2])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda tensors, at: tensors.pop(f"{at}_scales"), "expected a tensor of its scales next to it"),
+        (lambda tensors, at: tensors.pop(f"{at}_blocks"), "expected a tensor of its blocks next to it"),
+        (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 3, dtype=torch.uint8)}), "the shape"),
+        (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros(6, 192, 2)}), r"expected bytes \(U8\)"),
+        (lambda tensors, at: tensors.update({f"{at}_scales": torch.zeros((), dtype=torch.uint8)}), "experts, rows and"),
+        (lambda tensors, at: tensors.update({at: torch.zeros(6, 64, 192)}), "is the same weight as"),
+    ],
+    ids=["no scales", "no blocks", "another shape", "another type", "no axes", "floats too"],
+)
+def test_parts_that_do_not_fit_together_are_named(change: Any, problem: str, tmp_path: Path) -> None:
+    make_quantized(tmp_path)
+    change_tensors(tmp_path, lambda tensors: change(tensors, "model.layers.2.mlp.experts.gate_up_proj"))
+    with pytest.raises(ModelFormatError, match=rf"model\.layers\.2\.mlp\.experts\.gate_up_proj_\w+'.*{problem}"):
+        open_checkpoint(tmp_path)

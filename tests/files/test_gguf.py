@@ -53,9 +53,7 @@ def test_the_same_bytes_without_a_fault_are_read(tmp_path: Path) -> None:
     ("left_out", "key", "values"),
     [("rope_base", "rope_theta", [50_000.0, 10_000.0]), ("kv_heads", "num_key_value_heads", [KV_HEADS, HEADS])],
 )
-def test_a_file_without_a_setting_has_that_of_llama_cpp(
-    tmp_path: Path, left_out: str, key: str, values: list[float]
-) -> None:
+def test_a_file_without_a_setting_has_llama_cpps(tmp_path: Path, left_out: str, key: str, values: list[float]) -> None:
     whole, without = write_model(tmp_path / "given.gguf"), write_model(tmp_path / "without.gguf", **{left_out: None})
     assert [open_checkpoint(path).config[key] for path in (whole, without)] == values
     assert values[0] != values[1]

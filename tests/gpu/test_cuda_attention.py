@@ -249,9 +249,7 @@ def test_a_sink_is_one_more_logit_of_its_head(kv_type: str, softcap: float | Non
 
 
 @pytest.mark.parametrize(("sizes", "start"), [((4, 2, 32), 610), ((2, 1, 512), 270)], ids=["sinks", "wide heads"])
-def test_sinks_are_added_after_a_split(
-    sizes: tuple[int, int, int], start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sinks_are_added_after_splits(sizes: tuple[int, int, int], start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, found = make_heads(*sizes, sinks=SINKS[: sizes[0]]), list[Tensor]()
     for programs in (1, 512):
         monkeypatch.setattr(attention_items, "PROGRAMS", programs)

@@ -23,13 +23,8 @@ MOST_REGISTERS = dict.fromkeys(STEP, 96) | {"matvec": 104 if IS_OLDER else 96}
 MOST_BARRIERS = 2 if IS_OLDER else 0  # in a trip of a gated matvec
 MOST_STATE_REGISTERS = {"mix_runs": 255, "multiply_keys": 168}  # others: 64
 # Names that ptxas gives to the instructions of these claims.
-LISTED = {
-    r"dp4a": r"IDP\.4A",
-    r"ld\.global\.v4": r"LDG\.E\.128",
-    r"w?g?mma\S*\.s8": "IMMA|IGMMA",
-    r"w?g?mma\S*\.(bf16|tf32)": "HMMA|HGMMA",
-    r"bar\.sync": r"BAR\.SYNC",
-}
+LISTED = {r"dp4a": r"IDP\.4A", r"ld\.global\.v4": r"LDG\.E\.128", r"w?g?mma\S*\.s8": "IMMA|IGMMA"}
+LISTED |= {r"w?g?mma\S*\.(bf16|tf32)": "HMMA|HGMMA", r"bar\.sync": r"BAR\.SYNC"}
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +192,7 @@ def test_the_choice_of_experts_is_one_short_program_for_a_token(experts: Kernels
 
 def test_nothing_is_spilled_for_heads_of_128_and_256(states: Kernels) -> None:
     names = {"prepare_tokens", "multiply_keys", "mix_runs", "gate_heads", "convolve_tokens"}
-    assert {name.split()[0] for name in states} == names
-    assert {name.split()[2] for name in states} == TARGETS
+    assert ({name.split()[0] for name in states}, {name.split()[2] for name in states}) == (names, TARGETS)
     for name, kernel in states.items():
         assert kernel["spilled"] == 0, name
         assert kernel["registers"] <= MOST_STATE_REGISTERS.get(name.split()[0], 64), name
@@ -227,13 +221,9 @@ def single_literal(value: float) -> str:
 
 
 # Most instructions of a warp per turn of 64 slots, by the size of heads. With float32 most of them are FFMA.
-MOST_INSTRUCTIONS = {
-    "f16": {64: 400, 128: 560, 256: 620},
-    "bf16": {64: 450, 128: 640, 256: 700},
-    "q8": {64: 1300, 128: 1300, 256: 2400},
-    "q4": {64: 1500, 128: 1500, 256: 2700},
-    "f32": {64: 1900, 128: 3200, 256: 3300},
-}
+MOST_INSTRUCTIONS = {"f16": {64: 400, 128: 560, 256: 620}, "bf16": {64: 450, 128: 640, 256: 700}}
+MOST_INSTRUCTIONS |= {"q8": {64: 1300, 128: 1300, 256: 2400}, "q4": {64: 1500, 128: 1500, 256: 2700}}
+MOST_INSTRUCTIONS |= {"f32": {64: 1900, 128: 3200, 256: 3300}}
 # Number of parts of a query or weight with which tensor cores multiply each key and value.
 PRODUCTS = {"f16": 2, "bf16": 3, "q8": 3, "q4": 3}
 MOST_BARRIERS_OF_ATTENTION = 18

@@ -49,8 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 def test_a_gpu_that_serves_has_no_trouble_and_says_what_it_is(machine) -> None:
     machine(HOPPER)
     assert gpus.trouble_with(None) is None
-    assert str(gpus.visible_gpus()[0]) == "NVIDIA H200, sm_90, 80 GiB"
-    assert ops.is_gpu_of_use() == gpus.has_triton()
+    assert (str(gpus.visible_gpus()[0]), ops.is_gpu_of_use()) == ("NVIDIA H200, sm_90, 80 GiB", gpus.has_triton())
 
 
 def test_an_index_that_is_not_there_is_answered_with_those_that_are(machine) -> None:

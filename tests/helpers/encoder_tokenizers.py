@@ -120,14 +120,8 @@ def as_xlmr_gguf(folder: Path, **changes: Any) -> dict[str, Any]:
     types = [TokenType.CONTROL if text in special else TokenType.NORMAL for text in tokens]
     types[3], types[-1] = TokenType.UNKNOWN, TokenType.UNUSED
     charsmap = base64.b64decode(saved["normalizer"]["precompiled_charsmap"])
-    settings = {
-        "scores": scores,
-        "precompiled_charsmap": list(charsmap),
-        "add_space_prefix": True,
-        "remove_extra_whitespaces": True,
-        "add_bos_token": True,
-        "add_eos_token": True,
-    }
+    settings = {"scores": scores, "precompiled_charsmap": list(charsmap), "add_space_prefix": True}
+    settings |= {"remove_extra_whitespaces": True, "add_bos_token": True, "add_eos_token": True}
     named = {"bos": 0, "padding": 1, "eos": 2, "seperator": 2, "unknown": 3, "cls": 0, "mask": len(tokens) - 2}
     return _metadata("t5", tokens, types, named, settings | changes)
 

@@ -35,16 +35,9 @@ def sums_code(is_whole: bool) -> Iterator[tuple[str, list[str]]]:
 
 
 Facts = Iterator[tuple[str, Any]]
-KINDS: dict[str, Callable[[bool], Facts]] = {
-    "weights": weights_code,
-    "steps": lambda is_whole: step_code(),
-    "sums": sums_code,
-    "sampler": lambda is_whole: sampler_code(),
-    "attention": attention_code,
-    "unusual attention": unusual_code,
-    "experts": expert_code,
-    "states": state_code,
-}
+KINDS: dict[str, Callable[[bool], Facts]] = {"weights": weights_code, "steps": lambda is_whole: step_code()}
+KINDS |= {"sums": sums_code, "sampler": lambda is_whole: sampler_code(), "attention": attention_code}
+KINDS |= {"unusual attention": unusual_code, "experts": expert_code, "states": state_code}
 
 
 if __name__ == "__main__":

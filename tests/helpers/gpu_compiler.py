@@ -126,14 +126,10 @@ def has_wide_offsets(code: str) -> bool:
 def sampler_code() -> Iterator[tuple[str, str]]:
     tiling = tiling_of(128_256)
     found, parts = Found("*i64", "*fp32", "*fp32", "*i32"), BlockParts("*i64", "*i32", "*i32", "*i32")
-    kernels = [
-        (unfiltered.score_blocks, tiling.num_warps, "*bf16", 2),
-        (unfiltered.choose_plain, 4, "*fp32", 0),
-        (filters.weigh_blocks, tiling.num_warps, "*fp16", 1),
-        (filters.choose_filtered, tiling.filter_warps, "*fp32", 0),
-        (logprobs.weigh_scores, 8, "*fp32", 2),
-        (logprobs.join_scores, 4, "*fp32", 2),
-    ]
+    kernels = [(unfiltered.score_blocks, tiling.num_warps, "*bf16", 2), (unfiltered.choose_plain, 4, "*fp32", 0)]
+    kernels += [(filters.weigh_blocks, tiling.num_warps, "*fp16", 1)]
+    kernels += [(filters.choose_filtered, tiling.filter_warps, "*fp32", 0), (logprobs.weigh_scores, 8, "*fp32", 2)]
+    kernels += [(logprobs.join_scores, 4, "*fp32", 2)]
     for kernel, num_warps, logits, edits in kernels:
         batch = Batch(
             logits=logits, row_stride="i32", vocab_size="i32", fields="*i64", positions="*i64", allowed="*i32",

@@ -166,12 +166,8 @@ _SCHEMA = {
     "required": ["bar", "abab"],
     "additionalProperties": False,
 }
-GRAMMARS: dict[str, dict[str, Any]] = {
-    "free": {},
-    "regex": {"regex": "bar abc[a-c ]{3,14}x?"},
-    "choice": {"choice": ["abc abc bar", "abc bar bar bar", "ba"]},
-    "schema": {"json_schema": _SCHEMA},
-}
+GRAMMARS: dict[str, dict[str, Any]] = {"free": {}, "regex": {"regex": "bar abc[a-c ]{3,14}x?"}}
+GRAMMARS |= {"choice": {"choice": ["abc abc bar", "abc bar bar bar", "ba"]}, "schema": {"json_schema": _SCHEMA}}
 LENGTHS = (1, 5, 23, 71)
 
 

@@ -76,10 +76,6 @@ class Connection:
 def post(path: str, body: Any, *headers: str) -> bytes:
     """Return a request as bytes; `body` is JSON unless it is bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = [
-        f"POST {path} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(content)}",
-    ]
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(content)}"]
     return "\r\n".join([*head, *headers, "", ""]).encode() + content

@@ -89,8 +89,7 @@ def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them
 
 def test_a_row_that_does_not_fit_is_refused_with_one_that_would(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     set_available(monkeypatch, row_bytes(llm, 130))
-    with pytest.raises(InvalidRequestError, match=r"1 x 400 tokens of cache .* max_seq_len=1(28|3\d) fits"):
-        make_cache(llm.model, 400)
+    check_refused(lambda: make_cache(llm.model, 400), r"1 x 400 tokens of cache .* max_seq_len=1(28|3\d) fits")
     make_cache(llm.model, 120)
     set_available(monkeypatch, 10)
     check_refused(lambda: make_cache(llm.model, 400), "free some of it")
@@ -105,8 +104,7 @@ def test_a_pool_that_does_not_fit_is_refused_with_one_that_would(llm: LLM, monke
     pages = int(str(error.value).rpartition("pool_pages=")[2].split()[0])
     assert 20 < pages < 35
     make_cache(llm.model, 400, 5, pool_pages=pages)
-    with pytest.raises(InvalidRequestError, match=f"pool_pages={pages} fits"):
-        make_cache(llm.model, 400, 5, pool_pages=pages + 1)
+    check_refused(lambda: make_cache(llm.model, 400, 5, pool_pages=pages + 1), f"pool_pages={pages} fits")
 
 
 SETTINGS, LOAD = CacheSettings(), LoadSettings()

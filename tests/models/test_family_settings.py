@@ -27,13 +27,8 @@ def make(family: str, **settings: Any) -> Architecture:
     return make_architecture({"model_type": family, **SIZES, **settings})
 
 
-ROPES = [
-    ("llama", "linear", {"factor": 4.0}),
-    ("llama", "dynamic", {"factor": 4.0}),
-    ("llama", "llama3", LLAMA3),
-    ("qwen2", "yarn", YARN),
-    ("phi3", "longrope", LONG),
-]
+ROPES = [("llama", "linear", {"factor": 4.0}), ("llama", "dynamic", {"factor": 4.0}), ("llama", "llama3", LLAMA3)]
+ROPES += [("qwen2", "yarn", YARN), ("phi3", "longrope", LONG)]
 
 
 @pytest.mark.parametrize(("family", "kind", "settings"), ROPES)

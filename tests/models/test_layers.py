@@ -95,9 +95,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("tiny", "part", "told"), PARTS)
-def test_opencl_refuses_a_part_that_cuda_computes_and_explain_names_it(
-    tiny: Tiny, part: str, told: str, tmp_path: Path
-) -> None:
+def test_opencl_refuses_a_part_of_cudas_and_explain_names_it(tiny: Tiny, part: str, told: str, tmp_path: Path) -> None:
     make_tiny(tiny, tmp_path)
     write_byte_tokenizer(tmp_path)
     checkpoint = open_checkpoint(tmp_path)

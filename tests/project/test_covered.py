@@ -49,11 +49,7 @@ NO_MODULES = (
     *("infer.queue_seconds", "infer.request", "infer.stdin", "infer.usage"),
 )
 # Constants that the launching Python code uses, and no kernel.
-NOT_IN_KERNELS = (
-    "infer.compute.operands.feed_forwards",
-    "infer.system.status_line",
-    "infer.system.cores.torch_threads",
-)
+NOT_KERNELS = ("infer.compute.operands.feed_forwards", "infer.system.status_line", "infer.system.cores.torch_threads")
 # Texts about code that never was or that is gone.
 WITHOUT_IMPORTS = ("CHANGELOG.md", "docs/dev/log.md", "scripts/move_rooms.py", "tests/project/test_promises.py")
 KERNELS = "infer.compute.backends.cpu"
@@ -188,7 +184,7 @@ def test_compiled_kernels_name_the_constants_of_other_packages() -> None:
     found = {other for other, names in others if any(name.isupper() or name == "*" for name in names)}
     known = ("sampling.constants", "quantization.ggml_grids", "operands.limits")
     assert found >= {f"infer.compute.{name}" for name in known}
-    assert sorted(found - {*kernel_cache.CONSTANTS, *NOT_IN_KERNELS}) == []
+    assert sorted(found - {*kernel_cache.CONSTANTS, *NOT_KERNELS}) == []
 
 
 def test_every_maker_of_a_kernel_exists() -> None:

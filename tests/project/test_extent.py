@@ -45,12 +45,8 @@ def test_some_cases_are_spread_over_all(cases: int, kept: list[int]) -> None:
 
 
 def test_cases_are_counted_for_each_function_and_a_slow_case_is_none_of_them() -> None:
-    items = [
-        ("a.py::a[0]", {"cases": 1}),
-        ("a.py::a[1]", {}),
-        ("a.py::b[0]", {"cases": 1}),
-        ("b.py::a[0]", {"cases": 1}),
-    ]
+    items = [("a.py::a[0]", {"cases": 1}), ("a.py::a[1]", {}), ("a.py::b[0]", {"cases": 1})]
+    items += [("b.py::a[0]", {"cases": 1})]
     assert split(*items)[1] == ["a.py::a[1]"]
 
 

@@ -102,20 +102,17 @@ def test_prefixes_of_other_kernels_are_not_used(
     folder: Path, prefixes: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = stored(prefixes)
-    assert len(old) == 2
-    assert answer(folder) == 0
+    assert (len(old), answer(folder)) == (2, 0)
     assert old < stored(prefixes)
     assert answer(folder) == 128  # the pages of these kernels
     monkeypatch.setattr(prefix_fingerprint, "_code", lambda: "other kernels")
-    assert answer(folder) == 0
-    assert caplog.records == []
+    assert (answer(folder), caplog.records) == (0, [])
 
 
 def test_prefixes_of_other_kernels_are_removed_first(folder: Path, prefixes: Path) -> None:
     """A file takes 12 KiB of the disk, so the budget has room for two."""
     old = stored(prefixes)
-    assert answer(folder, "36KB") == 0
-    assert len(stored(prefixes)) == 2
+    assert (answer(folder, "36KB"), len(stored(prefixes))) == (0, 2)
     assert not stored(prefixes) & old
     assert answer(folder, "36KB") == 128
     assert len([path for path in prefixes.iterdir() if path.is_dir()]) == 1

@@ -164,9 +164,7 @@ with locked_folder("infer-a-") as folder:
 """
 
 
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     others = [tmp_path / name for name in ("infer-a-of-somebody", "infer-b-1", "infer-a-file")]
     for other in others[:2]:

@@ -116,8 +116,7 @@ def test_every_thread_has_its_own_number_again_whichever_ends_last() -> None:
     assert torch.get_num_threads() == 2
     left.set()
     thread.join()
-    assert seen == [2, 1, 2]
-    assert torch.get_num_threads() == 2
+    assert (seen, torch.get_num_threads()) == ([2, 1, 2], 2)
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -166,8 +165,7 @@ def test_a_step_reads_as_much_of_a_prompt_as_the_device_and_the_request_allow(
 ) -> None:
     scheduler = Scheduler(limits)
     plan = scheduler.plan([Demand(20_000)], scheduler.step_tokens([None, chunk]))
-    assert plan.num_tokens == [expected]
-    assert scheduler.max_drafts(32) == limits.logits // 32 - 1
+    assert (plan.num_tokens, scheduler.max_drafts(32)) == ([expected], limits.logits // 32 - 1)
 
 
 def test_estimates_for_a_gpu_have_its_steps(tmp_path: Any) -> None:

@@ -36,6 +36,7 @@ from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from layer_caches import attend_in_steps, make_heads, make_layer
+from refusals import check_refused
 from steps import join
 from watched import run_python
 
@@ -381,8 +382,7 @@ def prefill(tiny: Tiny, run: Callable[[Step], Tensor], sizes: list[int], row: in
 
 @pytest.mark.slow(cases=3)
 @pytest.mark.parametrize(
-    "sizes",
-    [[1] * 330, [2] * 165, [3] * 110, [5] * 66, [7] * 47 + [1], [16] * 20 + [10], [33] * 10, [300, 30]],
+    "sizes", [[1] * 330, [2] * 165, [3] * 110, [5] * 66, [7] * 47 + [1], [16] * 20 + [10], [33] * 10, [300, 30]]
 )
 def test_chunks_of_any_size_give_the_same_bits(tiny: Tiny, sizes: list[int]) -> None:
     whole = prefill(tiny, tiny.forward, [330])
@@ -490,8 +490,7 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
 def test_rows_with_a_penalty_and_no_history_are_refused(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     columns = SamplingColumns.of([SamplingParams(temperature=0, presence_penalty=1.0)], 300)
-    with pytest.raises(InvalidRequestError, match="need a history of 300 words"):
-        captured.run_verified([Chunk(0, [7])], [0], columns)
+    check_refused(lambda: captured.run_verified([Chunk(0, [7])], [0], columns), "need a history of 300 words")
 
 
 def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:
@@ -527,8 +526,7 @@ def test_weights_that_were_not_prepared_are_refused() -> None:
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_ISA", "mmx")
-    with pytest.raises(InvalidRequestError, match="mmx"):
-        instruction_set()
+    check_refused(lambda: instruction_set(), "mmx")
 
 
 def small_logits() -> Tensor:

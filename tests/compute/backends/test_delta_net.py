@@ -31,14 +31,10 @@ from steps import join
 Chunk = tuple[int, int, int]  # row, first position, tokens
 PAGE, NUM_ROWS = 64, 3
 SMALL = GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32, num_taps=4)
-NETS = [
-    SMALL,
-    replace(SMALL, are_heads_tiled=True),
-    replace(SMALL, beta_scale=2.0),
-    GatedDeltaNet(1, 3, key_dim=48, value_dim=16, num_taps=3),
-    GatedDeltaNet(2, 2, key_dim=32, value_dim=80, num_taps=2, are_heads_tiled=True),
-    GatedDeltaNet(1, 2, key_dim=128, value_dim=128, num_taps=4),
-]
+NETS = [SMALL, replace(SMALL, are_heads_tiled=True), replace(SMALL, beta_scale=2.0)]
+NETS += [GatedDeltaNet(1, 3, key_dim=48, value_dim=16, num_taps=3)]
+NETS += [GatedDeltaNet(2, 2, key_dim=32, value_dim=80, num_taps=2, are_heads_tiled=True)]
+NETS += [GatedDeltaNet(1, 2, key_dim=128, value_dim=128, num_taps=4)]
 
 
 def make_weights(net: GatedDeltaNet, seed: int = 0) -> DeltaNetWeights:
@@ -328,9 +324,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("net", "message"), REFUSED)
-def test_shapes_that_kernels_do_not_compute_are_refused_before_weights_are_read(
-    net: GatedDeltaNet, message: str
-) -> None:
+def test_shapes_without_kernels_are_refused_before_weights_are_read(net: GatedDeltaNet, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         ops.backend_of(torch.device("cpu")).check_layers([Layer(net, None)])
     with pytest.raises(UnsupportedModelError, match=message):

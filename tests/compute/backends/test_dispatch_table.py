@@ -86,8 +86,7 @@ def test_a_stop_ends_the_chain_after_its_repeat(three: ThreadPool, num_threads: 
     tally = Tally([BARRIER, BARRIER])
     tally.arguments["last"], tally.table.arguments["repeats"] = 5, 100
     three.run(tally.table, tally.state, num_threads)
-    assert tally.count == 6
-    assert tally.table.arguments["completed"][0] == 3
+    assert (tally.count, tally.table.arguments["completed"][0]) == (6, 3)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -97,12 +96,10 @@ def test_repeats_may_begin_after_the_first_rows(three: ThreadPool, num_threads: 
     table = DispatchTable(after.commands, before.table)
     table.arguments["repeats"], table.arguments["again"] = 5, 2
     three.run(table, after.state, num_threads)
-    assert (before.count, after.count) == (2, 5)
-    assert table.arguments["completed"][0] == 1
+    assert (before.count, after.count, table.arguments["completed"][0]) == (2, 5, 1)
     table.arguments["again"] = 0
     three.run(table, after.state, num_threads)
-    assert (before.count, after.count) == (12, 10)
-    assert table.arguments["completed"][0] == 5
+    assert (before.count, after.count, table.arguments["completed"][0]) == (12, 10, 5)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -23,15 +23,10 @@ NORM = Norm(torch.linspace(0.5, 1.5, HIDDEN), 1e-6)
 ROUTER = Router(EXPERTS, CHOSEN, "softmax", is_normalized=True)
 WEIGHTED = replace(ROUTER, scores="sigmoid_of_chosen", is_normalized=False, weighs_inputs=True)
 SOME_TYPES = ["BF16", "F32", "F8_E4M3", "IQ1_M", "IQ3_XXS", "MXFP4", "Q4_K", "Q8_0"]  # products in each form
-ROUTERS = [
-    ROUTER,
-    replace(ROUTER, is_normalized=False, scale=2.5),
-    replace(ROUTER, scores="sigmoid", floor=1e-20, scale=1.8, has_correction=True),
-    replace(ROUTER, scores="softmax_of_chosen", is_normalized=False),
-    WEIGHTED,
-    Router(40, 8, "softmax"),
-    Router(1, 1, "softmax"),
-]
+ROUTERS = [ROUTER, replace(ROUTER, is_normalized=False, scale=2.5)]
+ROUTERS += [replace(ROUTER, scores="sigmoid", floor=1e-20, scale=1.8, has_correction=True)]
+ROUTERS += [replace(ROUTER, scores="softmax_of_chosen", is_normalized=False), WEIGHTED, Router(40, 8, "softmax")]
+ROUTERS += [Router(1, 1, "softmax")]
 
 
 def make_stacked(type_: str, rows: int, columns: int, count: int, label: str, *, has_bias: bool) -> Projection:
@@ -152,9 +147,7 @@ def test_experts_with_norms_of_their_own_agree_with_reference(type_: str, num_to
     ("gate", "up", "down", "has_bias"),
     [("Q4_K", "Q8_0", "BF16", False), ("BF16", "BF16", "Q8_0", True), ("Q8_0", "F32", "Q4_K", True)],
 )
-def test_matrices_of_different_types_and_biases_agree_with_reference(
-    gate: str, up: str, down: str, has_bias: bool
-) -> None:
+def test_matrices_of_mixed_types_and_biases_agree_with_reference(gate: str, up: str, down: str, has_bias: bool) -> None:
     assert_near(*both(make_experts(gate, up=up, down=down, has_bias=has_bias), 19), 2e-3)
 
 
@@ -162,9 +155,7 @@ def test_matrices_of_different_types_and_biases_agree_with_reference(
     ("type_", "precision"),
     slow_except([("F32", "exact")], [("F32", "exact"), ("BF16", "exact"), ("Q4_K", "exact"), ("Q8_0", "fast")]),
 )
-def test_a_token_has_the_same_bits_in_every_batch_chunk_and_number_of_threads(
-    type_: str, precision: ops.Precision
-) -> None:
+def test_a_token_has_equal_bits_in_any_batch_chunk_and_number_of_threads(type_: str, precision: ops.Precision) -> None:
     plain, x = make_experts(type_, shared=256), make_x(70)
     weighted = make_experts(type_, shared=256, router=WEIGHTED)
     for own, post_norm in ((plain, None), (with_norms(plain), NORM), (weighted, None)):

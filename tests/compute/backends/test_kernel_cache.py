@@ -121,9 +121,7 @@ def test_an_image_has_the_results_of_its_object_file(made: tuple[str, bytes]) ->
     assert run_sum(linked_code.try_load(image)) == 45
 
 
-def test_an_object_file_in_the_cache_is_loaded(
-    made: tuple[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_object_code_is_loaded(made: tuple[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
     kernel = Kernel("test_kernel_cache:make_sum", (1,))
     kernel_cache.write(kernel.file_name, made[0].encode() + b"\n" + made[1])
@@ -155,9 +153,7 @@ def test_an_image_with_an_unknown_symbol_is_not_loaded() -> None:
     assert linked_code.try_load(image.replace(b'"syscall"', b'"sysclown"')) is None
 
 
-def test_the_names_of_kernels_tell_maker_variant_and_foreign_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_names_tell_maker_variant_and_foreign_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Kernel(".matmul.matmul:make_matmul", ("Q4_0", 2, "avx2")).file_name == "matmul.matmul.matmul_Q4_0_2_avx2"
     module = tmp_path / "kernel_module_of_tests.py"
     monkeypatch.syspath_prepend(tmp_path)
@@ -270,9 +266,7 @@ def test_compiling_in_this_process_shows_a_line_and_removes_it(tmp_path: Path) -
     assert stderr_on_a_terminal(SUMS, INFER_CACHE=str(tmp_path)) == ""
 
 
-def test_the_newest_of_several_has_the_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_line_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     (first := StatusLine()).show("a")
     (second := StatusLine()).show("b")

@@ -38,12 +38,8 @@ from watched import run_python
 
 ADD = Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
 RELU = Kernel(".matmul.matmul:make_gate", ("relu",), "EPILOGUE", "activation relu")
-SETTINGS: dict[str, dict[str, str]] = {
-    "as stored": {},
-    "q8, fast": {"weights": "q8", "precision": "fast"},
-    "q4, kv q8": {"weights": "q4", "kv_type": "q8"},
-    "float16": {"dtype": "float16"},
-}
+SETTINGS: dict[str, dict[str, str]] = {"as stored": {}, "q8, fast": {"weights": "q8", "precision": "fast"}}
+SETTINGS |= {"q4, kv q8": {"weights": "q4", "kv_type": "q8"}, "float16": {"dtype": "float16"}}
 CASES = [pytest.param(tiny, each, id=f"{tiny.name}, {each}") for tiny, each in zip(TINY, cycle(SETTINGS), strict=False)]
 
 

@@ -81,9 +81,7 @@ def assert_same_values(actual: torch.Tensor, *weights: StoredWeight) -> None:
     scales=st.lists(st.sampled_from(EXTREMES), min_size=1, max_size=4),
     seed=st.integers(0, 2**31),
 )
-def test_unpacking_gives_the_dequantised_values(
-    type_: str, rows: int, choice: int, scales: list[float], seed: int
-) -> None:
+def test_unpacking_gives_dequantised_values(type_: str, rows: int, choice: int, scales: list[float], seed: int) -> None:
     widths = columns_of(type_)
     (only,) = packed(weight := make_weight(type_, rows, widths[choice % len(widths)], seed, tuple(scales)))
     assert only.shape == weight.shape
@@ -169,9 +167,7 @@ def test_large_weights_are_read_a_few_rows_at_a_time(type_: str, monkeypatch: py
 
 @pytest.mark.parametrize("modules", ["cpu", "reference"])
 @pytest.mark.parametrize("type_", slow_except(["Q8_0"], ["Q8_0", "Q4_1", "BF16"]))
-def test_conversion_by_rows_is_conversion_of_the_whole(
-    type_: str, modules: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversion_by_rows_is_that_of_the_whole(type_: str, modules: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.compute.backends.cpu.weights.prepare_weights._BYTES_AT_ONCE", 100_000)
 
     def convert(rows: StoredWeight) -> torch.Tensor:

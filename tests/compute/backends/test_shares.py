@@ -165,10 +165,8 @@ def test_each_head_is_one_ranks_and_ranks_have_whole_groups(num_heads: int, num_
 
 
 def test_rows_are_shared_out_in_whole_tiles_where_there_are_enough() -> None:
-    assert row_starts(576, 2) == (0, 288, 576)
-    assert row_starts(96, 4) == (0, 16, 48, 64, 96)
-    assert row_starts(224, 4, are_blocks=True) == (0, 32, 96, 160, 224)
-    assert row_starts(50, 4) == (0, 12, 25, 37, 50)
+    assert (row_starts(576, 2), row_starts(96, 4)) == ((0, 288, 576), (0, 16, 48, 64, 96))
+    assert (row_starts(224, 4, are_blocks=True), row_starts(50, 4)) == ((0, 32, 96, 160, 224), (0, 12, 25, 37, 50))
 
 
 def test_a_range_of_rows_may_end_within_a_matrix() -> None:

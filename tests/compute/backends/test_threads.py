@@ -280,9 +280,7 @@ def test_a_pool_has_room_for_all_threads_that_may_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
-def test_started_threads_end_if_the_system_refuses_another_one(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_started_threads_end_if_the_system_refuses_another(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     start, many, counter = pool.start_thread, ThreadPool(5), Counter()
 
     def start_two(worker: threading.Thread) -> None:

@@ -77,9 +77,7 @@ def test_a_stream_prefetches_its_own_later_groups(group_bytes: int) -> None:
     for at in range(0, group_bytes, 64):
         of_two, of_one = distances(base, group_bytes, at)
         group, within = divmod(at + of_two, group_bytes)
-        assert group % 2 == 0
-        assert group // 2 * group_bytes + within == at + far
-        assert of_one == far
+        assert (group % 2, group // 2 * group_bytes + within, of_one) == (0, at + far, far)
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)

@@ -30,12 +30,8 @@ ANGLES = torch.arange(LENGTH)[:, None] * THETAS
 HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
 
 # Sizes of a row's steps. The first tokens beyond the context are alone, with a few others, or amid many others.
-WAYS = [
-    [400],
-    [90, 1, 3, 2, 1, 3, 1, 1, 4, 60, 1, 133, 100],
-    [*[1] * 105, 4, 4, 100, *[2] * 10, 167],
-    [97, 8, 260, *[1] * 35],
-]
+WAYS = [[400], [90, 1, 3, 2, 1, 3, 1, 1, 4, 60, 1, 133, 100], [*[1] * 105, 4, 4, 100, *[2] * 10, 167]]
+WAYS += [[97, 8, 260, *[1] * 35]]
 QKV = torch.randn(LENGTH, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
 
 

@@ -65,8 +65,7 @@ def test_a_key_is_of_the_salt_and_of_all_tokens_before_the_pages_end() -> None:
     token_ids = list(range(3 * PAGE))
     keys = page_keys(token_ids, PAGE)
     assert len(set(keys)) == len(keys) == 3
-    assert page_keys(token_ids[: 3 * PAGE - 1], PAGE) == keys[:2]
-    assert page_keys(token_ids, PAGE, keys[:1]) == keys
+    assert (page_keys(token_ids[: 3 * PAGE - 1], PAGE), page_keys(token_ids, PAGE, keys[:1])) == (keys[:2], keys)
     for place in range(0, len(token_ids), 5):
         changed = [*token_ids[:place], 999, *token_ids[place + 1 :]]
         found = page_keys(changed, PAGE)
@@ -80,8 +79,7 @@ def test_rows_remember_and_adopt_under_their_own_salt_alone() -> None:
     cache = make(layers=(WHOLE,))
     grow(cache, 0, PAGE)
     cache.remember(0, FIRST, b"ann")
-    assert cache.adopt(1, [*FIRST, 9], b"bob") == 0
-    assert cache.adopt(1, [*FIRST, 9]) == 0
+    assert (cache.adopt(1, [*FIRST, 9], b"bob"), cache.adopt(1, [*FIRST, 9])) == (0, 0)
     assert cache.adopt(1, [*FIRST, 9], b"ann") == PAGE
 
 
@@ -175,8 +173,7 @@ def test_a_row_that_writes_a_shared_page_gets_a_copy() -> None:
     table = PageTable(2, 64, PAGE, 4)
     table.reserve(0, 0, 40, 0)
     table.share(1, 0, 40)
-    assert table.reserve(1, 40, 41, 0) == [(2, 6)]
-    assert table.table.tolist() == [[0, 1, 2, 0], [0, 1, 6, 0]]
+    assert (table.reserve(1, 40, 41, 0), table.table.tolist()) == ([(2, 6)], [[0, 1, 2, 0], [0, 1, 6, 0]])
     assert table.reserve(0, 40, 41, 0) == []
     table.check_integrity()
 
@@ -187,8 +184,7 @@ def test_a_freed_page_is_found_until_it_is_needed() -> None:
     for index, key in enumerate((b"a", b"b")):
         table.remember(0, index, key)
     table.truncate(0, 0)
-    assert table.pool.num_available == 4
-    assert table.pool.find(b"b") == 1
+    assert (table.pool.num_available, table.pool.find(b"b")) == (4, 1)
     table.adopt(0, {0: b"a"})
     table.check_integrity()
     assert table.reserve(0, 16, 64, 0) == []  # the last free page is remembered for b

@@ -181,8 +181,7 @@ def test_a_long_step_takes_few_pages_and_keeps_the_last_two_borders() -> None:
     cache, text = rows.cache, [index % 7 for index in range(600)]
     attention, recurrent = (group.table for group in cache.groups)
     rows.step({0: text})
-    assert len(attention.page_by_index(0)) == 38
-    assert sorted(recurrent.page_by_index(0)) == [35, 36, 37]
+    assert (len(attention.page_by_index(0)), sorted(recurrent.page_by_index(0))) == (38, [35, 36, 37])
     cache.remember(0, text)
     for length, found in ((600, 592), (592, 576), (576, 0)):
         cache.truncate(1, 0)

@@ -69,9 +69,7 @@ def processed(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Ten
 
 @many
 @given(batches_of_rows())
-def test_every_row_of_a_batch_is_processed_as_the_reference_does_it_alone(
-    drawn: tuple[list[Row], frozenset[int]],
-) -> None:
+def test_every_row_of_a_batch_is_processed_as_the_reference_does_alone(drawn: tuple[list[Row], frozenset[int]]) -> None:
     rows, end_ids = drawn
     found = processed(rows, end_ids)
     for mine, each in zip(found, rows, strict=True):
@@ -83,9 +81,7 @@ def test_every_row_of_a_batch_is_processed_as_the_reference_does_it_alone(
 @implementations
 @many
 @given(batches_of_rows())
-def test_every_row_of_a_batch_gets_the_token_of_the_reference(
-    choose: Choose, drawn: tuple[list[Row], frozenset[int]]
-) -> None:
+def test_each_row_of_a_batch_gets_the_references_token(choose: Choose, drawn: tuple[list[Row], frozenset[int]]) -> None:
     rows, end_ids = drawn
     assert choose_from(choose, rows, end_ids) == [sampling_cases.reference_token(each, end_ids) for each in rows]
 
@@ -191,9 +187,7 @@ def taken(sampled: Sampled, index: int, count: int) -> list[Tensor]:
 @implementations
 @some
 @given(many_rows())
-def test_a_row_alone_and_in_any_batch_and_order_has_the_same_bits(
-    choose: Choose, drawn: tuple[list[Row], list[int]]
-) -> None:
+def test_a_row_has_equal_bits_alone_in_any_batch_and_order(choose: Choose, drawn: tuple[list[Row], list[int]]) -> None:
     rows, order = drawn
     together = sampler.sample(*make_batch(rows).arguments(), choose=choose)
     moved = sampler.sample(*make_batch([rows[i] for i in order]).arguments(), choose=choose)

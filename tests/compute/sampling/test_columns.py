@@ -18,6 +18,7 @@ from infer.compute.sampling.integer_probs import target
 from infer.compute.sampling.masks import num_mask_words, pack_bits, pack_masks, unpack_bits
 from infer.compute.sampling.sampler import Sampled
 from infer.engine.runner import sample_loop
+from refusals import check_refused
 
 INF = math.inf
 few = settings(max_examples=25, deadline=None)
@@ -61,8 +62,7 @@ def test_the_host_knows_which_passes_a_batch_needs(values: dict[str, Any], expec
 
 def test_only_rows_with_a_penalty_have_a_history_slot() -> None:
     columns = pack({}, {"presence_penalty": 1.0}, {"repetition_window": 3}, {"repetition_penalty": 2.0})
-    assert columns.history_slot.tolist() == [-1, 1, -1, 3]
-    assert columns.penalised.tolist() == [1, 3]
+    assert (columns.history_slot.tolist(), columns.penalised.tolist()) == ([-1, 1, -1, 3], [1, 3])
     assert not uses_history(SamplingParams(repetition_penalty=2.0, repetition_window=0))
 
 
@@ -116,8 +116,7 @@ def test_a_vanishing_top_p_keeps_the_likeliest_token_and_a_goal_above_nothing(to
 )
 def test_an_id_outside_the_vocabulary_is_an_error_with_name_rule_and_value(name: str, make: Any, token_id: int) -> None:
     said = rf"^{name}: token id must be in \[0, 10\), the vocabulary, got {token_id}$"
-    with pytest.raises(InvalidRequestError, match=said):
-        pack({}, {name: make(token_id)})
+    check_refused(lambda: pack({}, {name: make(token_id)}), said)
 
 
 def test_ends_of_a_model_outside_the_vocabulary_are_ignored() -> None:
@@ -125,8 +124,7 @@ def test_ends_of_a_model_outside_the_vocabulary_are_ignored() -> None:
 
 
 def test_a_sampled_row_without_a_seed_is_an_error() -> None:
-    with pytest.raises(InvalidRequestError, match="needs a seed"):
-        SamplingColumns.of([SamplingParams()], 10)
+    check_refused(lambda: SamplingColumns.of([SamplingParams()], 10), "needs a seed")
     assert len(SamplingColumns.of([SamplingParams(temperature=0)], 10)) == 1
 
 
@@ -135,8 +133,7 @@ WRONG_COUNTS = [(counts, "must be 2 counts, one a row, got") for counts in ([], 
 
 @pytest.mark.parametrize(("counts", "said"), [*WRONG_COUNTS, ([1, -1], "must be at least 0, got -1")])
 def test_a_wrong_number_of_prompt_tokens_is_an_error(counts: list[int], said: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"num_prompt_tokens {said}"):
-        pack({}, {}, num_prompt_tokens=counts)
+    check_refused(lambda: pack({}, {}, num_prompt_tokens=counts), f"num_prompt_tokens {said}")
 
 
 # Slots
@@ -249,9 +246,7 @@ VOCAB = 64
 
 
 @pytest.mark.parametrize("name", ["cpu", "meta"])
-def test_masks_on_the_host_serve_logits_on_a_device_and_follow_their_rows(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_on_the_host_serve_logits_on_a_device_and_follow_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, Any]] = []
 
     def sample(logits: Any, columns: Any, history: Any, positions: Any, allowed: Any) -> Sampled:

@@ -137,7 +137,7 @@ class _Interrupted:
 
 
 @pytest.mark.parametrize("token_id", [-1, 5, 10**12])
-def test_an_id_outside_the_vocabulary_is_an_error_that_names_it(token_id: int) -> None:
+def test_an_id_outside_the_vocabulary_is_an_error_naming_it(token_id: int) -> None:
     history = History(1, 20, 5)
     history.begin(0, [1, 2])
     expected = tables(history, 0)

@@ -70,9 +70,7 @@ def test_noise_falls_as_the_hash_grows() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 300_000), min_size=1, max_size=20))
-def test_a_token_has_the_same_noise_alone_in_any_order_and_in_any_batch(
-    seed: int, position: int, ids: list[int]
-) -> None:
+def test_a_token_has_the_same_noise_alone_in_any_order_and_any_batch(seed: int, position: int, ids: list[int]) -> None:
     token_ids = torch.tensor(ids)
     row = noise.gumbel_at(seed, position, token_ids)
     signed = seed - 2**64 if seed >= 2**63 else seed

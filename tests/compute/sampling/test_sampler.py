@@ -241,9 +241,7 @@ def test_a_token_that_is_forced_and_impossible_leaves_nothing() -> None:
     lambda row, i: sample_token(row, [], SamplingParams(min_new_tokens=1), eos_token_ids={i}),
     lambda row, i: log_probabilities(row, 1, i),
 )
-def test_an_id_outside_the_vocabulary_is_an_error_that_names_it(
-    call: Callable[[Tensor, int], Any], token_id: int
-) -> None:
+def test_an_id_outside_the_vocabulary_is_an_error_naming_it(call: Callable[[Tensor, int], Any], token_id: int) -> None:
     with pytest.raises(InvalidRequestError, match=rf"must be in \[0, 5\), the vocabulary, got {token_id}"):
         call(torch.zeros(5), token_id)
 
@@ -358,8 +356,7 @@ def test_a_row_that_cannot_be_sampled_is_a_named_error(values: list[float], temp
 def test_log_probabilities_give_the_chosen_token_its_rank_and_the_likeliest() -> None:
     row = torch.tensor([0.1, 0.4, 0.1, 0.4]).log()
     entry = log_probabilities(row, 3, 2)
-    assert (entry.token_id, entry.rank) == (2, 4)
-    assert entry.logprob == pytest.approx(math.log(0.1), abs=1e-6)
+    assert (entry.token_id, entry.rank, entry.logprob) == (2, 4, pytest.approx(math.log(0.1), abs=1e-6))
     assert [token_id for token_id, _ in entry.top] == [1, 3, 0]
     none = log_probabilities(row, 0)
     assert (none.token_id, none.rank, none.top) == (1, 1, ())

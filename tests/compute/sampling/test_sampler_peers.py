@@ -61,9 +61,7 @@ PEERS: list[tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = [
 
 
 @pytest.mark.parametrize(("values", "processor"), PEERS, ids=lambda value: str(value) if type(value) is dict else "")
-def test_a_stage_is_hugging_faces_bit_for_bit(
-    values: dict[str, Any], processor: Callable[[Tensor, Tensor], Tensor]
-) -> None:
+def test_a_stage_has_hugging_faces_bits(values: dict[str, Any], processor: Callable[[Tensor, Tensor], Tensor]) -> None:
     for seed in range(8):
         logits, context = make_logits("wide" if seed % 2 else "normal", VOCAB, seed), list(range(0, 9 * seed + 1, 3))
         assert len(logits.unique()) == VOCAB

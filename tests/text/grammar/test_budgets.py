@@ -202,8 +202,7 @@ def test_a_value_is_made_once_and_other_threads_use_the_cache_meanwhile() -> Non
         assert not other.is_alive()
         return "A"
 
-    assert cache.get_or_make("a", make, len) == "A"
-    assert cache.get_or_make("a", lambda: "again", len) == "A"
+    assert (cache.get_or_make("a", make, len), cache.get_or_make("a", lambda: "again", len)) == ("A", "A")
     assert cache.get("b") == "B"
 
 

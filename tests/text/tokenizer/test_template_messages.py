@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cases import cases
-from infer.errors import InvalidRequestError
 from infer.text.templates.chat_template import ChatTemplate
+from refusals import check_refused
 
 LOOP = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content | selectattr('type', 'equalto', 'text') %}"
@@ -74,8 +74,7 @@ def test_parts_keep_their_own_keys_for_a_template_that_reads_them() -> None:
 )
 def test_a_prompt_without_the_last_question_is_refused(template: str, question: str) -> None:
     messages = [turn("system", "You guard."), turn("user", question)]
-    with pytest.raises(InvalidRequestError, match="leaves out the text of the user's last message"):
-        rendered(template, messages)
+    check_refused(lambda: rendered(template, messages), "leaves out the text of the user's last message")
 
 
 @pytest.mark.parametrize("change", ["trim", "upper", "tojson", "e", "replace('text', 'x')", "reverse", "urlencode"])
@@ -119,5 +118,4 @@ def test_a_template_that_takes_late_system_messages_gets_them() -> None:
 
 
 def test_a_refusal_for_another_reason_keeps_its_words() -> None:
-    with pytest.raises(InvalidRequestError, match="rejects the conversation: never"):
-        rendered("{{ raise_exception('never') }}", LATE)
+    check_refused(lambda: rendered("{{ raise_exception('never') }}", LATE), "rejects the conversation: never")

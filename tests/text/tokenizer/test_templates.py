@@ -17,6 +17,7 @@ from infer.text.templates import template_process
 from infer.text.templates.chat_template import ChatTemplate
 from infer.text.templates.special_tokens import SpecialTexts
 from infer.text.tokenizer import Tokenizer
+from refusals import check_refused
 from test_chat import CONVERSATIONS, NAMES, SYSTEM, TOOL, TOOL_CONVERSATIONS, USER, load, load_oracle
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -142,8 +143,7 @@ def test_a_message_that_cannot_be_continued_is_refused() -> None:
     chatml = ChatTemplate(TEMPLATES["chatml"], VARIABLES)
     with pytest.raises(InvalidRequestError, match="contradict"):
         chatml.render([ANSWER], continue_final_message=True, add_generation_prompt=True)
-    with pytest.raises(InvalidRequestError, match="needs text"):
-        chatml.render([{"role": "assistant"}], continue_final_message=True)
+    check_refused(lambda: chatml.render([{"role": "assistant"}], continue_final_message=True), "needs text")
     with pytest.raises(InvalidRequestError, match="does not render the last message"):
         ChatTemplate("{{ messages[0].content }}", {}).render([USER, ANSWER], continue_final_message=True)
 
@@ -170,8 +170,7 @@ def test_values_that_no_template_accepts_give_one_line(content: Any) -> None:
     for _ in range(5000 if isinstance(content, list) else 0):
         nested = [nested]
     tokenizer = byte_tokenizer(chat_templates={"default": TEMPLATES["chatml"]})
-    with pytest.raises(InvalidRequestError, match=r"\A[^\n]*\Z"):
-        tokenizer.encode_chat([user(nested)])
+    check_refused(lambda: tokenizer.encode_chat([user(nested)]), r"\A[^\n]*\Z")
 
 
 # Bombs. Each is a short template that an untrusted file may have.
@@ -259,13 +258,11 @@ def test_a_template_is_chosen_by_name_or_given_whole() -> None:
     asked = USER["content"]
     templates = {name: f"{text}{{{{ messages[0].content }}}}" for name, text in texts.items()}
     render = partial(byte_tokenizer(chat_templates=templates).render_chat_template, [USER])
-    assert render() == f"plain{asked}"
-    assert render(tools=[TOOL]) == f"tools{asked}"
+    assert (render(), render(tools=[TOOL])) == (f"plain{asked}", f"tools{asked}")
     assert render(tools=[TOOL], chat_template="default") == f"plain{asked}"
     assert render(chat_template="rag", documents=[{"a": 1}]) == f"[{{'a': 1}}]{asked}"
     assert render(chat_template="{{ bos_token }}{{ messages[0].content }}") == f"<s>{asked}"
-    with pytest.raises(InvalidRequestError, match="one of default, rag, tool_use, got 'rug'"):
-        render(chat_template="rug")
+    check_refused(lambda: render(chat_template="rug"), "one of default, rag, tool_use, got 'rug'")
 
 
 def test_named_templates_lie_in_the_list_or_in_a_folder(tmp_path: Path) -> None:
@@ -293,10 +290,8 @@ def test_named_templates_lie_in_the_list_or_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("short_limit")
 def test_a_broken_template_is_known_before_the_first_conversation() -> None:
     tokenizer = byte_tokenizer(chat_templates={"default": "{% if %}"})
-    with pytest.raises(InvalidRequestError, match="line 1, is not valid"):
-        tokenizer.check_chat_template()
-    with pytest.raises(InvalidRequestError, match=r"takes more than 0\.5 s"):
-        tokenizer.replace_chat_template(BOMBS["loops"])
+    check_refused(lambda: tokenizer.check_chat_template(), "line 1, is not valid")
+    check_refused(lambda: tokenizer.replace_chat_template(BOMBS["loops"]), r"takes more than 0\.5 s")
     assert tokenizer.chat_template == "{% if %}"
     tokenizer.replace_chat_template("{{ raise_exception('a system message is needed') }}")
     tokenizer.check_chat_template()  # it may accept other conversations
@@ -369,8 +364,7 @@ def test_control_text_is_plain_text_anywhere_in_a_message(template: str, given: 
 def test_no_template_or_normalizer_makes_a_control_token_of_a_message(text: str) -> None:
     template = "<|im_start|>{{ messages[0].content | replace('<think>', '') }}<|im_end|>"
     tokenizer = byte_tokenizer(normalizers.NFKC(), chat_templates={"default": template})
-    with pytest.raises(InvalidRequestError, match="special token"):
-        tokenizer.encode_chat([user(text)])
+    check_refused(lambda: tokenizer.encode_chat([user(text)]), "special token")
 
 
 @pytest.mark.parametrize(

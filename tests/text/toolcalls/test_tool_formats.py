@@ -263,8 +263,7 @@ def test_a_budget_closes_reasoning_after_so_many_tokens(num_tokens: int, is_open
     budget = Budget(num_tokens, b"<think>", b"</think>", tuple(closing), lambda i: bytes([i]), is_open)
     constraint = BudgetConstraint(constraint_of(tokenizer, form), budget)
     opening = [] if is_open else list(b"<think>")
-    assert constraint.accept([*opening, *b"x" * 20]) == len(opening) + num_tokens
-    assert constraint.forced() == closing
+    assert (constraint.accept([*opening, *b"x" * 20]), constraint.forced()) == (len(opening) + num_tokens, closing)
     assert constraint.accept([ord("x")]) == 0
     assert constraint.accept([*closing, *b"\n\nHello </think> <think>"]) == len(closing) + 24
     assert constraint.forced() == []

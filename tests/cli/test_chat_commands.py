@@ -12,19 +12,8 @@ import pytest
 from cases import cases
 from fake_cli import FakeModel
 from infer.cli.answers.permalink import read_permalink
-from infer.cli.chat.chat_commands import (
-    BY_NAME,
-    COMMANDS,
-    Edit,
-    Leave,
-    Question,
-    Rows,
-    Table,
-    calls_shown,
-    completions,
-    is_command,
-    run_command,
-)
+from infer.cli.chat import chat_commands
+from infer.cli.chat.chat_commands import Question, calls_shown, completions, run_command
 from infer.cli.chat.chat_prompt import history_path, read_history
 from infer.cli.chat.chat_session import ChatSession, Opened
 from infer.errors import InvalidRequestError
@@ -44,7 +33,7 @@ def ask(session: ChatSession, *texts: str) -> None:
 
 def shown_lines(session: ChatSession, command: str) -> list[str]:
     told = run_command(session, command)
-    assert isinstance(told, Table)
+    assert isinstance(told, chat_commands.Table)
     return told.lines
 
 
@@ -102,7 +91,7 @@ def test_regenerate_takes_another_seed_or_the_one_that_is_given(session: ChatSes
 def test_edit_asks_the_last_question_in_other_words(session: ChatSession) -> None:
     ask(session, "one", "two")
     before = session.messages[:2]
-    assert run_command(session, "/edit") == Edit(before, "two")
+    assert run_command(session, "/edit") == chat_commands.Edit(before, "two")
     assert run_command(session, "/edit three") == Question([*before, {"role": "user", "content": "three"}])
 
 
@@ -224,17 +213,17 @@ def test_the_line_may_become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_word_for_leaving_leaves(session: ChatSession) -> None:
     for name in ("/quit", "/exit", "/bye", "/q"):
-        with pytest.raises(Leave):
+        with pytest.raises(chat_commands.Leave):
             run_command(session, name)
 
 
 def test_help_lists_every_name(session: ChatSession) -> None:
     told = run_command(session, "/help")
-    assert isinstance(told, Rows)
+    assert isinstance(told, chat_commands.Rows)
     assert "/set NAME VALUE" in dict(told.rows)
     shown = " ".join(f"{name} {meaning}" for name, meaning in told.rows)
-    assert set(BY_NAME) <= set(re.findall(r"/[a-z?]+", shown))
-    assert all(command.meaning in shown for command in COMMANDS)
+    assert set(chat_commands.BY_NAME) <= set(re.findall(r"/[a-z?]+", shown))
+    assert all(command.meaning in shown for command in chat_commands.COMMANDS)
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("/rerty", "/retry"), ("/exti", "/exit"), ("/histroy", "/history")])
@@ -243,7 +232,7 @@ def test_a_misspelt_command_gets_a_suggestion(session: ChatSession, typed: str, 
 
 
 def test_a_pasted_block_and_two_slashes_are_messages() -> None:
-    assert [is_command(text) for text in ("/help", "/usr/bin\n/bin", "//help")] == [True, False, False]
+    assert [chat_commands.is_command(text) for text in ("/help", "/usr/bin\n/bin", "//help")] == [True, False, False]
 
 
 def test_history_shows_the_conversation(session: ChatSession) -> None:

@@ -1,23 +1,28 @@
-"""`infer perplexity` and `infer compare`: the measures are those of `transformers`' logits by their definitions."""
+"""Commands that read texts and generate none: perplexity, compare and their pages, embed, rerank and classify."""
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, kl_div
 
 from cases import cases
 from classifier_model import make_classifier
-from commands import run
+from commands import Ran, run
 from infer import LLM, ModelError
+from infer.cli import subcommands
 from infer.cli.bench.text_quality import measure_divergence, measure_perplexity
 from quantised_folders import save, set_config
+from test_doctor import NUM_LAYERS, write_file
 from test_session import make_model
 
 CONTEXT = 32
@@ -180,3 +185,148 @@ def test_unmeasured_models_are_named(folder: Path, file: Path, tmp_path: Path, a
     *_, line = run(*(each.format(**places) for each in asked), status=2).err.splitlines()
     assert line.startswith("infer: ")
     assert message in line
+
+
+# Pages
+
+
+SPIKE = "blk.3.ffn_down.weight"
+
+
+def read_page(path: Path) -> str:
+    """Return a page that names no other file or host, and runs no script."""
+    page = path.read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(|\bsrc=", page)
+    assert "light-dark(" in page
+    return page
+
+
+def bars(page: str, name: str) -> list[list[tuple[bool, str, float]]]:
+    """Return the bars of each chart in the row of a kind. A bar has a mark or none, a label and a value."""
+    (row,) = re.findall(rf'<div class="row"><div><b>{name}</b>(.*?)</figure></div>', page, re.DOTALL)
+    return [charted(chart) for chart in row.split("<svg")[1:]]
+
+
+def charted(chart: str) -> list[tuple[bool, str, float]]:
+    found = re.findall(r"<rect( class=\"marked\")? [^>]*><title>(.*?): (.*?)</title>", chart)
+    return [(bool(mark), label, float(value)) for mark, label, value in found]
+
+
+def test_the_page_of_a_diagnosis_has_the_findings_and_marks_their_bars(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors[SPIKE] *= 1000
+
+    folder = tmp_path / "<b>&"
+    folder.mkdir()
+    page_path, model = tmp_path / "page.html", write_file(folder, change=spoil)
+    line = run("doctor", model, "--html", page_path, status=1).out.splitlines()[0]
+    page = read_page(page_path)
+    assert "<b>&" not in page, "names are escaped"
+    (finding,) = re.findall(r"<li><b>(.*?)</b> (.*?)</li>", page)
+    assert unescape(": ".join(finding)) == line
+    bits, rms, peaks = bars(page, "mlp.down_proj")
+    assert [each[:2] for each in bits] == [(layer == 3, f"layer {layer}") for layer in range(NUM_LAYERS)]
+    assert all(value == 32 for _, _, value in bits)
+    assert rms[3][2] == pytest.approx(1000 * rms[2][2], rel=0.2)
+    assert all(1 < value < 10 for _, _, value in peaks)
+    assert not any(marked for chart in bars(page, "mlp.up_proj") for marked, _, _ in chart)
+    run("doctor", model, "--html", tmp_path / "none" / "page.html", status=2)
+
+
+def test_the_page_of_a_comparison_has_divergences_and_errors_by_layer(tmp_path: Path) -> None:
+    first, second = (make_model(tmp_path / name) for name in ("one", "two"))
+    tensors = load_file(second / "model.safetensors")
+    changed = "model.layers.1.mlp.up_proj.weight"
+    noise = torch.randn(tensors[changed].shape, generator=torch.manual_seed(1)) * 0.1
+    save_file(tensors | {changed: tensors[changed] + noise}, second / "model.safetensors", {"format": "pt"})
+    text, page_path = tmp_path / "text.txt", tmp_path / "page.html"
+    text.write_text(TEXT[: 3 * CONTEXT])
+    asked = ["compare", first, second, "-f", text, "--context", CONTEXT, "--html", page_path]
+    found = run(*asked, "--json").json()
+    by_position, by_window = found["kl_by_position"], found["kl_by_window"]
+    assert (len(by_position), len(by_window)) == (CONTEXT // 2 - 1, found["other"]["num_windows"])
+    page = read_page(page_path)
+    position_chart, window_chart = (charted(chart) for chart in page.split("<svg")[1:3])
+    assert [value for _, _, value in position_chart] == pytest.approx(by_position, rel=1e-3)
+    assert [value for _, _, value in window_chart] == pytest.approx(by_window, rel=1e-3)
+    assert position_chart[0][1] == f"position {CONTEXT // 2 + 1}"
+    (errors,) = bars(page, "mlp.up_proj")
+    expected = [0, 100 * float(noise.norm() / tensors[changed].norm())]
+    assert [value for _, _, value in errors] == pytest.approx(expected, rel=1e-3)
+
+
+# Vectors, ranks and labels
+
+
+LINES = ["hello", "", "a longer text"]
+
+
+def run_with(llm: LLM, *arguments: object, status: int = 0) -> Ran:
+    """Run a command with a model that is loaded already, and any options."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subcommands, "load_model", lambda options: llm)
+        patch.setattr(subcommands, "check_options", lambda options, params: None)
+        return run(*arguments, status=status)
+
+
+def test_lines_become_json_lines_or_an_array(embedder: LLM, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(LINES) + "\n")
+    expected = embedder.embed(LINES, prompt_name="query", dimensions=8)
+    asked = ["embed", tmp_path / "texts.txt", "--prompt-name", "query", "--dimensions", "8"]
+    found = run_with(embedder, *asked).records()
+    assert found == [{"index": index, "embedding": each.tolist()} for index, each in enumerate(expected)]
+    run_with(embedder, *asked, "-o", tmp_path / "vectors.npy")
+    assert np.array_equal(np.load(tmp_path / "vectors.npy"), expected.numpy())
+    run_with(embedder, *asked, "-o", tmp_path / "vectors.jsonl")
+    assert len((tmp_path / "vectors.jsonl").read_text().splitlines()) == 3
+
+
+def test_json_lines_keep_their_ids(embedder: LLM, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "hello", "id": "a", "other": 1}\n"plain"\n')
+    first, second = run_with(embedder, "embed", tmp_path / "texts.jsonl").records()
+    assert (first["id"], first["index"], second["index"], "id" in second) == ("a", 0, 1, False)
+
+
+def test_documents_are_printed_by_relevance(judge: LLM, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(LINES))
+    expected = judge.rerank("cats", LINES)
+    asked = ["rerank", "cats", tmp_path / "texts.txt"]
+    assert run_with(judge, *asked).out.splitlines() == [f"{each.score:.4f}  {each.document}" for each in expected]
+    found = run_with(judge, *asked, "--json", "-n", "2").records()
+    assert found == [{"index": x.index, "score": x.score, "document": x.document} for x in expected[:2]]
+
+
+def test_lines_have_their_labels(labeller: LLM, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "a", "text_pair": "b", "id": "x"}\n"a"\n')
+    (pair, text) = labeller.classify([("a", "b"), "a"])
+    expected = [{"index": 0, "id": "x"} | pair.to_json(), {"index": 1} | text.to_json()]
+    assert run_with(labeller, "classify", tmp_path / "texts.jsonl").records() == expected
+    run_with(labeller, "classify", tmp_path / "texts.jsonl", "-o", tmp_path / "labels.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()] == expected
+
+
+@cases(
+    "name content options message",
+    ("t.txt", "", [], "has no texts: write one per line"),
+    ("t.jsonl", '{"text": 5}', [], 'line 1 must be a string or an object with "text"'),
+    ("t.jsonl", '"a"\n{', [], "line 2 is not JSON"),
+    ("t.txt", "a\n" * 70 + "x" * 999, [], "text 70: the text has 1000 tokens"),
+    ("t.txt", "a", ["--prompt-name", "odd"], "prompt_name must be one of 'query', 'document'"),
+    ("t.txt", "a", ["-o", "/no/such/folder/a.npy"], "the output /no/such/folder/a.npy cannot be written"),
+)
+def test_texts_that_cannot_be_embedded_give_one_line(
+    embedder: LLM, tmp_path: Path, name: str, content: str, options: Any, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    found = run_with(embedder, "embed", tmp_path / name, *options, status=2)
+    assert (found.out, found.err[:7], found.err.count("\n"), message in found.err) == ("", "infer: ", 1, True)
+
+
+@pytest.mark.slow
+def test_a_cut_is_noted(embedder: LLM, judge: LLM, labeller: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_text("a\n" + "x" * 9999)
+    for llm, command, limit in ((embedder, "embed", 256), (judge, "rerank q", 1024), (labeller, "classify", 256)):
+        told = run_with(llm, *command.split(), path, "--truncate").err
+        assert f"1 of 2 texts were cut to {limit} tokens" in told

@@ -1,13 +1,19 @@
-"""The rules of admission and of steps at their exact limits, with numbers computed by hand."""
+"""The rules of admission and of steps at their exact limits, plans of every kind, and the costs that steps teach."""
 
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
 from math import inf
+from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infer.compute.operands.limits import HOST_STEP
 from infer.engine.step.fair_queueing import KEPT_SECONDS, AnswerLengths, Blocked, KeptSlots, Tenants, may_pass
-from infer.engine.step.scheduler import Demand, Scheduler
-from infer.engine.step.step_costs import Costs, StepCosts, StepWork
+from infer.engine.step.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
+from infer.engine.step.step_costs import Costs, StepCosts, StepWork, context_of
 from infer.engine.step.step_shares import MOST_OWED, StepPart, StepShares
 
 # Tenants
@@ -212,3 +218,218 @@ def test_a_prompt_s_step_ends_at_a_checkpoint_whose_state_it_would_not_keep() ->
         assert plan.num_tokens == [expected - num_computed], checkpoints
         assert plan.work.num_tokens == plan.num_tokens[0] + plan.num_drafts[0]
     assert Scheduler(HOST_STEP, page_tokens=16).plan([Demand(end, checkpoints=(300,))], end).num_tokens == [288]
+
+
+# Plans of every kind
+
+
+MOST_ROWS = 8
+
+
+class Row(NamedTuple):
+    pending: int
+    num_drafts: int
+    max_steps: int
+
+
+ROWS = st.builds(
+    Row,
+    pending=st.one_of(st.just(1), st.integers(2, 40), st.integers(100, 5000)),
+    num_drafts=st.sampled_from([0, 0, 1, 8, 15]),
+    max_steps=st.sampled_from([1, 3, 20, 1000]),
+)
+
+
+def plan(rows: Sequence[Row], step_tokens: int) -> Plan:
+    scheduler = Scheduler(HOST_STEP, 64)
+    most, demands = scheduler.max_drafts(len(rows)), list[Demand]()
+    for pending, num_drafts, max_steps in rows:
+        demands.append(Demand(pending, min(num_drafts, most), max_steps, number=len(demands)))
+    return scheduler.plan(demands, step_tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=st.lists(ROWS, min_size=1, max_size=MOST_ROWS), chunk=st.sampled_from([1, 2, 7, 16, 64, 512]))
+def test_no_step_is_longer_than_its_chunk_and_every_sequence_gets_on(rows: list[Row], chunk: int) -> None:
+    num_tokens, num_drafts, num_steps, work = plan(rows, chunk)
+    assert work.num_tokens == sum(num_tokens) + sum(num_drafts)
+    decoding = [row.pending == 1 for row in rows]
+    assert sum(num_tokens) + sum(num_drafts) <= max(chunk, sum(decoding) + (not all(decoding)))
+    has_logits = [count == row.pending for count, row in zip(num_tokens, rows, strict=True)]
+    assert sum(1 + count for count, has in zip(num_drafts, has_logits, strict=True) if has) <= HOST_STEP.logits
+    assert all(count >= 1 for count, decodes in zip(num_tokens, decoding, strict=True) if decodes)
+    reading = [index for index, decodes in enumerate(decoding) if not decodes]
+    assert not reading or any(num_tokens[index] for index in reading)
+    rest = chunk - sum(decoding) - sum(num_drafts)
+    if reading and rest >= 4:
+        oldest, shortest = reading[0], min(reading, key=lambda index: rows[index].pending)
+        assert num_tokens[oldest] >= 1  # although shorter ones arrive after it
+        assert num_tokens[shortest] >= min(rows[shortest].pending, rest - rest // 4)
+    for row, tokens, drafts, has in zip(rows, num_tokens, num_drafts, has_logits, strict=True):
+        assert 0 <= tokens <= row.pending
+        assert 0 <= drafts <= row.num_drafts
+        assert has or not drafts
+    is_plain = all(decoding) and not any(num_drafts)
+    assert num_steps == (min(64, *(row.max_steps for row in rows)) if is_plain else 1)
+
+
+def test_drafts_after_forced_tokens_leave_no_more_than_the_chunk_to_a_prompt() -> None:
+    """There are five pending tokens of an answer, fifteen drafts after them, and a long prompt."""
+    answering, reading = Row(pending=5, num_drafts=15, max_steps=1), Row(pending=4000, num_drafts=0, max_steps=1)
+    for rows in ([answering, reading], [reading, answering], [answering, reading, reading]):
+        found = plan(rows, 16)
+        assert sum(found.num_tokens) + sum(found.num_drafts) == 16
+
+
+def test_the_scheduler_learns_how_many_steps_take_a_tenth_of_a_second() -> None:
+    scheduler, demands = Scheduler(HOST_STEP), [Demand(1, 0, 1000, 1000)] * 2
+    first = scheduler.plan(demands, 512)
+    assert first.num_steps == FIRST_STEPS
+    scheduler.update(first, first.num_steps, first.num_steps * 0.004, None)
+    assert scheduler.plan(demands, 512).num_steps == 25
+    scheduler.update(first, 1, 5.0, None)  # a delayed step is not believed at first
+    assert scheduler.plan(demands, 512).num_steps == 25
+    scheduler.update(first, 1, 5.0, None)
+    assert scheduler.plan(demands, 512).num_steps < 25
+
+
+# Costs
+
+
+TRUE = (2e-3, 3e-4, 4e-4, 1e-5)
+
+
+def seconds_of(work: StepWork) -> float:
+    return sum(cost * feature for cost, feature in zip(TRUE, work.features, strict=True))
+
+
+def steps(draw: random.Random, count: int) -> Iterator[StepWork]:
+    """Yield steps of 1 to 8 sequences after 10 to 4,000 positions, some with a chunk of a prompt."""
+    for _ in range(count):
+        num = draw.randint(1, 8)
+        context = sum(draw.randint(10, 4000) for _ in range(num))
+        tokens = draw.choice([0, 0, 0, 16, 64, 200])
+        yield StepWork(num + (tokens > 0), num + tokens, context + context_of(tokens, draw.randint(0, 4000)))
+
+
+def test_the_context_of_a_chunk_is_the_sum_of_its_positions() -> None:
+    for count, start in ((1, 0), (1, 7), (5, 0), (16, 100)):
+        assert context_of(count, start) == sum(range(start, start + count))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_costs_are_found_despite_noise_and_delayed_steps(seed: int) -> None:
+    draw, costs = random.Random(seed), StepCosts()
+    for work in steps(draw, 300):
+        held_up = 10 if draw.random() < 0.05 else 1
+        costs.learn(work, seconds_of(work) * draw.lognormvariate(0, 0.05) * held_up)
+    errors = [costs.predict(work) / seconds_of(work) for work in steps(draw, 100)]
+    assert sorted(errors)[5] > 0.8
+    assert sorted(errors)[-5] < 1.25
+    assert sorted(costs.ratios)[len(costs.ratios) // 2] == pytest.approx(1, abs=0.1)
+
+
+def test_a_machine_that_becomes_slower_is_followed_within_some_steps() -> None:
+    draw, costs = random.Random(1), StepCosts()
+    for work in steps(draw, 100):
+        costs.learn(work, seconds_of(work))
+    for work in steps(draw, 30):
+        costs.learn(work, 2 * seconds_of(work))
+    errors = [costs.predict(work) / seconds_of(work) for work in steps(draw, 50)]
+    assert 1.5 < sorted(errors)[25] < 2.3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_equal_steps_do_not_change_the_cost_of_a_sequence(seed: int) -> None:
+    """A prompt of 8,000 tokens is read beside four streams. A token in small chunks costs more than in large ones."""
+    draw, costs, single = random.Random(seed), StepCosts(), StepWork(4, 4, 2000)
+    for work in steps(draw, 100):
+        costs.learn(work, seconds_of(work) * draw.lognormvariate(0, 0.05))
+    for start in range(0, 8000, 10):
+        work = StepWork(5, 5 + 10, 2000 + context_of(11, start))
+        costs.learn(work, draw.choice([1.5, 1.8]) * seconds_of(work))
+    assert costs.predict(single) == pytest.approx(seconds_of(single), rel=0.2)
+
+
+def test_one_delayed_step_changes_nothing_and_a_second_one_does() -> None:
+    costs, work = StepCosts(), StepWork(1, 1, 100)
+    for seconds in (*[0.003] * 20, 5.0):
+        costs.learn(work, seconds)
+    assert costs.predict(work) == pytest.approx(0.003, rel=0.01)
+    costs.learn(work, 5.0)
+    assert costs.predict(work) > 0.0032
+
+
+def test_tokens_in_is_the_inverse_of_predict() -> None:
+    draw, costs = random.Random(2), StepCosts()
+    assert costs.tokens_in(1.0, 0) == 0
+    for work in steps(draw, 300):
+        costs.learn(work, seconds_of(work))
+    for seconds, start in product((0.01, 0.03, 0.1), (0, 1000, 7000)):
+        count = costs.tokens_in(seconds, start)
+        spent = costs.predict(StepWork(1, 1 + count, context_of(count, start))) - costs.predict(StepWork(1, 1, 0))
+        assert spent == pytest.approx(seconds, rel=0.1)
+
+
+def test_invalid_times_are_not_learnt() -> None:
+    costs = StepCosts()
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        costs.learn(StepWork(1, 1, 0), seconds)
+    assert (costs.num_steps, costs.predict(StepWork(1, 1, 0))) == (0, 0)
+
+
+@pytest.fixture
+def shares() -> StepShares:
+    return make_shares()
+
+
+def step_seconds(num_sequences: int) -> float:
+    return 1e-3 * (1 + num_sequences)
+
+
+def owed_after(shares: StepShares, parts: list[StepPart], num_steps: int, seconds: float) -> float:
+    """Return the seconds that the quiet tenant is owed."""
+    shares.choose([QUIET, LOUD])
+    shares.computed(parts, num_steps, seconds)
+    return shares._owed["quiet"]
+
+
+def test_a_step_that_a_grammar_s_masks_slow_down_is_paid_by_its_tenant(shares: StepShares) -> None:
+    """A thread that fills masks takes memory bandwidth and a core from the step, not only the time of the wait."""
+    waiting = LOUD._replace(delay=10e-3)
+    before = owed_after(shares, [QUIET, waiting], 1, step_seconds(2))
+    shares.choose([])
+    assert owed_after(shares, [QUIET, waiting], 1, step_seconds(2) + 4e-3) > before + 1e-3
+
+
+def test_all_tenants_pay_for_a_slow_step_without_a_grammar(shares: StepShares) -> None:
+    plain = owed_after(shares, [QUIET, LOUD], 1, 2 * step_seconds(2))
+    shares.choose([])
+    quick = owed_after(shares, [QUIET, LOUD._replace(delay=1e-6)], 1, 2 * step_seconds(2))
+    assert quick == pytest.approx(plain, abs=3e-6)
+
+
+def test_a_tenant_sits_out_until_all_delays_of_its_grammar_are_paid(shares: StepShares) -> None:
+    """All steps of a multi-step may be slow, although the tenant had time for only one of them."""
+    num_steps, delay, num_alone, num_shared, seconds = 5, 0.25, 0, 0, 0.0
+    while num_shared < 40:
+        if len(shares.choose([QUIET, LOUD])) == 2:
+            shares.computed([QUIET, LOUD._replace(delay=delay)], num_steps, num_steps * step_seconds(2))
+            num_shared, seconds = num_shared + 1, seconds + num_steps * step_seconds(2) + delay
+        else:
+            assert shares.choose([QUIET, LOUD]) == {"quiet"}
+            shares.computed([QUIET], 1, step_seconds(1))
+            num_alone, seconds = num_alone + 1, seconds + step_seconds(1)
+    assert num_alone * step_seconds(1) > 0.5 * seconds
+
+
+def test_a_tenant_is_chosen_again_after_fewer_steps_in_one_go_than_it_may_run(shares: StepShares) -> None:
+    """For its next step, a tenant must be owed the time of one of its last steps, not of all."""
+    parts = [QUIET, *[LOUD] * 9]
+    shares.choose(parts)
+    shares.computed(parts[1:], 1, 13 * step_seconds(1))
+    assert shares.choose(parts) == {"quiet"}
+    promised = shares.most_steps
+    assert promised > 4
+    shares.computed([QUIET], promised - 1, (promised - 1) * step_seconds(1))
+    assert shares.choose(parts) == {"quiet"}

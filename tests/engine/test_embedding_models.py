@@ -1,4 +1,4 @@
-"""Models that were made for embeddings: their names of tensors, prompts, ends of texts, and shortened vectors."""
+"""Models that were made for embeddings, decoders with and without a mask: their prompts, dense layers, and vectors."""
 
 import json
 import re
@@ -16,10 +16,15 @@ from transformers import AutoTokenizer
 
 from byte_tokenizer import EOS
 from cases import cases
-from embedding_model import CONTEXT, PROMPTS, make_embedding_model
+from converted import convert
+from embedding_model import CONTEXT, PROMPTS, make_embedding_model, write_dense, write_modules
+from encoder_models import BY_NAME, make_encoder, states_of
+from encoder_tokenizers import SENTENCES, as_xlmr_gguf, make_xlmr_folder
 from infer import LLM, InvalidRequestError, ModelError
+from infer.cli.model_commands.explain_command import lines
 from infer.errors import TruncationWarning
 from infer.files.heads.text_prompts import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
+from infer.models.catalog.explanation import explain
 from refusals import check_refused
 from served import Served, serving
 
@@ -198,3 +203,68 @@ def test_a_server_takes_the_same_options_and_says_what_it_cut(served: Served, ll
     assert answer["usage"]["prompt_tokens"] == len(PROMPTS["query"] + "hello") + 1 + CONTEXT
     unknown = served.client.post("/v1/embeddings", json={"input": "a", "prompt_name": "passage"})
     assert unknown.json()["error"]["param"] == "prompt_name"
+
+
+# Decoders without a mask
+
+
+SENTENCE_TEXTS = [*SENTENCES, "", " ".join(SENTENCES * 3)]
+
+
+def make_folder(folder: Path, name: str) -> tuple[Any, Any]:
+    """Save a model with EmbeddingGemma's modules. Return the model and the tokenizer of `transformers`."""
+    tokenizer = make_xlmr_folder(folder)
+    model = make_encoder(BY_NAME[name], folder, vocab_size=len(tokenizer) + 1)  # GGUF files have one more token
+    write_modules(folder, ["Transformer", "Pooling", "Dense", "Dense", "Normalize"])
+    pooling = {"word_embedding_dimension": 96, "pooling_mode_mean_tokens": True, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    write_dense(folder / "2_Dense", 96, 160, False, "Identity")
+    write_dense(folder / "3_Dense", 160, 96, False, "Identity")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any, Any, Path]]:
+    folder = tmp_path_factory.mktemp("gemma")
+    model, tokenizer = make_folder(folder, "embedding-gemma")
+    with LLM(folder) as llm:
+        yield llm, model, tokenizer, folder
+
+
+@torch.inference_mode()
+def expected(model: Any, tokenizer: Any, folder: Path, texts: list[str]) -> Tensor:
+    vectors = torch.stack([states_of(model, tokenizer(text)["input_ids"]).mean(0) for text in texts])
+    for place in (2, 3):
+        vectors = vectors @ load_file(folder / f"{place}_Dense" / "model.safetensors")["linear.weight"].T
+    return normalize(vectors)
+
+
+def test_vectors_are_those_of_transformers_and_of_the_dense_layers(gemma: tuple[LLM, Any, Any, Path]) -> None:
+    llm, *made = gemma
+    for name, prompt in ((None, ""), ("query", PROMPTS["query"])):
+        wanted = expected(*made, [prompt + text for text in SENTENCE_TEXTS])
+        torch.testing.assert_close(llm.embed(SENTENCE_TEXTS, prompt_name=name), wanted, rtol=0, atol=1e-5)
+
+
+def test_explain_names_the_task_of_a_decoder_without_a_mask(gemma: tuple[LLM, Any, Any, Path]) -> None:
+    shown = "\n".join(lines(explain(gemma[3])))
+    for told in ("an encoder: it embeds texts, and generates no text", "no mask", "window 21"):
+        assert told in shown
+
+
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize("name", ["embedding-gemma", "qwen2", "llama"])
+def test_a_gguf_file_gives_the_vectors_of_the_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    make_folder(folder, name)
+    if name == "llama":  # under its own name, it has the architecture llama-embed
+        config = json.loads((folder / "config.json").read_text())
+        del config["is_causal"]
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama_bidirec"}))
+    path = convert(folder, tmp_path / "model.gguf", as_xlmr_gguf(folder))
+    with LLM(folder) as wanted, LLM(path) as found:
+        windows = [[each.window for each in llm.architecture.attention] for llm in (found, wanted)]
+        assert windows[0] == windows[1]
+        torch.testing.assert_close(found.embed(SENTENCE_TEXTS), wanted.embed(SENTENCE_TEXTS), rtol=0, atol=1e-6)

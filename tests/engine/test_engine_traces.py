@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import path_cases
 from extent import usual_or_all
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
@@ -17,20 +18,7 @@ from infer.engine.runner.runner import Runner
 from infer.engine.step.place import Lease
 from infer.engine.step.sequence import Sequence
 from infer.sampling_params import SamplingParams
-from path_cases import (
-    CASES,
-    CONTEXT,
-    Case,
-    Drafts,
-    Outcome,
-    Way,
-    World,
-    all_by_definition,
-    by_definition,
-    check_ends,
-    make_sequence,
-    make_world,
-)
+from path_cases import CASES, CONTEXT, Case, Drafts, Way, World, all_by_definition, by_definition, make_sequence
 from steps_behind import RunsOnItsOwn
 
 NUM_TRACES, NUM_EVENTS, NUM_SLOTS = usual_or_all(16, 125), 30, 4
@@ -51,7 +39,7 @@ SOME = [*CASES[::5], CASES[1], CASES[14], CASES[27]]
 @pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     name, settings = WORLDS[request.param]
-    made = make_world(name, tmp_path_factory.mktemp(name))
+    made = path_cases.make_world(name, tmp_path_factory.mktemp(name))
     made = replace(made, settings=CacheSettings(page_tokens=16, **settings))  # type: ignore[arg-type]
     all_by_definition(made, SOME)  # in one batch, which takes less time than one by one
     all_by_definition(made, [turn_after(made, case) for case in SOME])
@@ -102,7 +90,7 @@ class Trace:
             self.check(sequence, case)
 
     def check(self, sequence: Sequence, case: Case) -> None:
-        found, expected = Outcome.of(sequence.result()), by_definition(self.world, case)
+        found, expected = path_cases.Outcome.of(sequence.result()), by_definition(self.world, case)
         if found.finish_reason == "abort":
             assert found.token_ids == expected.token_ids[: len(found.token_ids)], case.name
         else:
@@ -231,5 +219,5 @@ def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monke
     engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]
     sequences = [engine.submit(make_sequence(world, case, Way())) for case in cases]
-    check_ends(world, engine, sequences, cases)
+    path_cases.check_ends(world, engine, sequences, cases)
     assert engine.snapshot().num_preemptions or world.settings is None or world.settings.evicts

@@ -1,5 +1,6 @@
-"""The loop at its edges: the end of the context, small vocabularies, rows that fail, cancelling and closing."""
+"""The loop at its edges: the end of the context, small vocabularies, rows that fail, cancelling, closing, and stops."""
 
+import codecs
 import math
 import shutil
 import threading
@@ -12,8 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import path_cases
+from extent import IS_SHORT, usual_or_all
 from infer import LLM, InvalidRequestError, SamplingParams, load_model
 from infer.compute.operands.step import Chunk, Clock, StepEnd
 from infer.compute.sampling.columns import SamplingColumns
@@ -21,24 +26,9 @@ from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence as Answering
 from looping import in_threads, open_stream
-from path_cases import (
-    CONTEXT,
-    EMBEDDING,
-    EOS,
-    VOCAB_SIZE,
-    Case,
-    Outcome,
-    Place,
-    Way,
-    World,
-    all_by_definition,
-    by_definition,
-    make_runner,
-    make_sequence,
-    run_alone,
-    run_batch,
-)
+from path_cases import CONTEXT, EMBEDDING, EOS, Case, Outcome, Way, World, by_definition, make_sequence, run_alone
 from refusals import check_refused
+from test_stop_strings import naive
 
 LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
 WAYS = [Way("none", chain=64), Way("none", chain=1, capture=False), Way("right"), Way("half", 7, 1)]
@@ -77,7 +67,7 @@ AT_THE_END = [
 
 @pytest.fixture(scope="module")
 def at_the_end(world: World) -> list[Outcome]:
-    return all_by_definition(world, AT_THE_END)
+    return path_cases.all_by_definition(world, AT_THE_END)
 
 
 @pytest.mark.slow(cases=2)
@@ -85,7 +75,7 @@ def at_the_end(world: World) -> list[Outcome]:
 def test_every_way_ends_at_the_end(world: World, at_the_end: list[Outcome], way: Way) -> None:
     for case, expected in zip(AT_THE_END, at_the_end, strict=True):
         assert Outcome.of(run_alone(world, case, way, expected.token_ids)) == expected, case.name
-    results = run_batch(world, AT_THE_END, way, 4, [outcome.token_ids for outcome in at_the_end])
+    results = path_cases.run_batch(world, AT_THE_END, way, 4, [outcome.token_ids for outcome in at_the_end])
     assert [Outcome.of(result) for result in results] == at_the_end
 
 
@@ -105,14 +95,14 @@ def test_a_batch_wider_than_a_step_has_lines_gives_each_its_own(world: World) ->
     cases = [Case(str(i), prompt_of(1 + i % 7), replace(params, seed=i)) for i in range(70)]
     alone = [Outcome.of(run_alone(world, case, Way())) for case in cases]
     for num_rows in (64, 70):
-        results = run_batch(world, cases, Way("ngram"), num_rows, [[]] * len(cases))
+        results = path_cases.run_batch(world, cases, Way("ngram"), num_rows, [[]] * len(cases))
         assert [Outcome.of(result) for result in results] == alone
 
 
 def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) -> None:
     runner = Runner(world.model, 8)
     runner.reserve(0, 8)
-    runner.sample([Chunk(0, prompt_of(8))], SamplingColumns.of([LONG], VOCAB_SIZE), None)
+    runner.sample([Chunk(0, prompt_of(8))], SamplingColumns.of([LONG], path_cases.VOCAB_SIZE), None)
     runner.commit(0, 8)
     check_refused(lambda: runner.reserve(0, 1), "a row has room for 8 tokens, got 9")
     assert runner.lengths[0] == 8
@@ -122,11 +112,11 @@ def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) 
 
 
 def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> None:
-    for values in ({"logit_bias": {VOCAB_SIZE: 1.0}}, {"allowed_token_ids": [EMBEDDING - 1]}):
-        with pytest.raises(InvalidRequestError, match=f"token ids must be from 0 to {VOCAB_SIZE - 1}"):
+    for values in ({"logit_bias": {path_cases.VOCAB_SIZE: 1.0}}, {"allowed_token_ids": [EMBEDDING - 1]}):
+        with pytest.raises(InvalidRequestError, match=f"token ids must be from 0 to {path_cases.VOCAB_SIZE - 1}"):
             llm.generate("ab", SamplingParams(**values))
     with pytest.raises(InvalidRequestError, match="the prompt: token ids"):
-        llm.generate([1, VOCAB_SIZE], SamplingParams(repetition_penalty=1.2))
+        llm.generate([1, path_cases.VOCAB_SIZE], SamplingParams(repetition_penalty=1.2))
 
 
 @pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{5,9}"}], ids=["free", "grammar"])
@@ -134,7 +124,7 @@ def test_tokens_beyond_the_embedding_are_text_and_never_sampled(
     world: World, tmp_path: Path, grammar: dict[str, Any]
 ) -> None:
     """Gemma's tokenizer has such a token for images. The text model has no row for it."""
-    cut = VOCAB_SIZE - 1
+    cut = path_cases.VOCAB_SIZE - 1
     tensors = load_file(shutil.copytree(world.folder, tmp_path, dirs_exist_ok=True) / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:cut].clone()
@@ -181,11 +171,12 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory, world: World) -> World:
 def test_only_the_row_whose_logits_are_nan_fails(world: World, poisoned: World, way: Way) -> None:
     params = SamplingParams(temperature=0.8, max_new_tokens=24, logit_bias={POISON: -math.inf}, ignore_eos=True)
     cases = [Case(str(i), prompt_of(3 + i), replace(params, seed=i)) for i in range(4)]
-    expected = all_by_definition(world, cases)
+    expected = path_cases.all_by_definition(world, cases)
     said = [outcome.token_ids for outcome in expected]
     at_once = Case("at once", (POISON,), replace(params, seed=1))
     later = Case("later", prompt_of(9), replace(params, seed=2, logit_bias={POISON: 5.0}))
-    results = run_batch(poisoned, [*cases[:2], at_once, later, *cases[2:]], way, 3, [*said[:2], [], [], *said[2:]])
+    asked, answers = [*cases[:2], at_once, later, *cases[2:]], [*said[:2], [], [], *said[2:]]
+    results = path_cases.run_batch(poisoned, asked, way, 3, answers)
     first, second = results.pop(2), results.pop(2)
     assert [Outcome.of(result) for result in results] == expected
     for failed in (first, second):
@@ -206,7 +197,7 @@ def test_a_cancel_from_another_thread_ends_a_row_in_a_token(world: World, way: W
     said = by_definition(world, case).token_ids
     for count in (1, 2, 7, 20):
         cancel = threading.Event()
-        stream = Place(world, way).stream(make_sequence(world, case, way, said, cancel=cancel))
+        stream = path_cases.Place(world, way).stream(make_sequence(world, case, way, said, cancel=cancel))
         pieces = [next(stream) for _ in range(count)]
         in_threads([cancel.set])
         assert list(stream) == []
@@ -218,7 +209,7 @@ def test_a_cancel_from_another_thread_ends_a_row_in_a_token(world: World, way: W
 def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cancel, seen = threading.Event(), list[int]()
     running = make_sequence(world, Case("", prompt_of(100), LONG), Way(chunk=7), cancel=cancel)
-    place = Place(world, Way())
+    place = path_cases.Place(world, Way())
     step = place.engine.step
 
     def on_prefill(done: int, total: int) -> None:
@@ -283,7 +274,8 @@ def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
     ended = list[int]()
     monkeypatch.setattr(Runner, "compresses_prompts", True)
     monkeypatch.setattr(Runner, "after_prompt", lambda runner, slot, token_ids: ended.append(len(token_ids)))
-    engine, sequence = Engine(make_runner(world, Way())), make_sequence(world, Case("", prompt_of(3), LONG), Way())
+    engine = Engine(path_cases.make_runner(world, Way()))
+    sequence = make_sequence(world, Case("", prompt_of(3), LONG), Way())
     engine.submit(sequence)
     if failing:
         monkeypatch.setattr(sequence, "accept", Mock(side_effect=failing))
@@ -291,3 +283,52 @@ def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
         assert engine.step() == [sequence]
     assert sequence.finish_reason == ("error" if failing is KeyError else None)
     assert ended == ([] if failing else [3])
+
+
+# Stop strings
+
+
+NUM_TOKENS = 24
+# Letters, tokens of several letters, and the bytes of é, so that tokens can be parts of characters.
+ALLOWED = [*b"ab c", *range(256, EOS), *"é".encode()]
+
+SETTINGS = [path_cases.DRAFTS, (1, 7, 512), (1, 8, 64), (True, True, True, False)]  # of a way
+ways = st.builds(Way, *map(st.sampled_from, SETTINGS))
+stops = st.lists(st.text(alphabet='abc é"', min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def expected_of(world: World, token_ids: list[int], stop: list[str], include: bool) -> Outcome:
+    """Return the outcome up to the first token after which the decoded text contains a stop string."""
+    decoder, text = codecs.getincrementaldecoder("utf-8")("replace"), ""
+    for count, token_id in enumerate(token_ids, 1):
+        text += decoder.decode(world.tokenizer.token_bytes[token_id], final=count == len(token_ids))
+        shown, matched = naive(text, stop, include)
+        if matched is not None:
+            return Outcome(token_ids[:count], shown, "stop", matched, None, None, None)
+    return Outcome(token_ids, text, "length", "max_new_tokens", None, None, None)
+
+
+@settings(max_examples=15 if IS_SHORT else usual_or_all(30, 300), deadline=None)
+@given(st.integers(0, 40), st.sampled_from([0.6, 1.0, 2.0]), stops, st.booleans(), ways)
+def test_the_text_ends_where_a_search_of_the_decoded_text_says(
+    world: World, seed: int, temperature: float, stop: list[str], include: bool, way: Way
+) -> None:
+    values = {"allowed_token_ids": ALLOWED, "max_new_tokens": NUM_TOKENS, "frequency_penalty": 0.2}
+    params = SamplingParams(temperature=temperature, seed=seed, **values)
+    prompt = tuple(b"ab abc ab c"[: 1 + seed % 11])
+    whole = run_alone(world, Case("whole", prompt, params), Way()).token_ids
+    expected = expected_of(world, whole, stop, include)
+
+    case = Case("stopped", prompt, replace(params, stop=stop, include_stop_str_in_output=include))
+    place = path_cases.Place(world, way)
+    stream = place.stream(make_sequence(world, case, way, whole))  # the drafts continue after the stop
+    pieces = list(stream)
+    assert Outcome.of(stream.result) == expected
+    said = [piece.token_id for piece in pieces], "".join(piece.text for piece in pieces)
+    assert said == (expected.token_ids, expected.text)
+
+    # Tokens after the stop are in neither cache nor history, so the same context continues like a new one.
+    then = Case("then", (*prompt, *expected.token_ids, ord("b")), replace(params, max_new_tokens=6))
+    assert place.length == len(then.prompt) - 2
+    gone_on = run_alone(world, then, way, (), place)
+    assert gone_on.token_ids == run_alone(world, then, Way()).token_ids

@@ -1,13 +1,18 @@
-"""An exception of one row's grammar, text or drafts ends only that row. Other rows keep their tokens."""
+"""A fault of one row's grammar, text or drafts ends only that row. One of the engine is reported to each reader."""
 
+import asyncio
+import inspect
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from infer import SamplingParams
+from infer import LLM, AsyncLLM, SamplingParams, Session
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
 from infer.engine.requests.loop_messages import Reply, once
@@ -16,6 +21,7 @@ from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ConstraintError, EngineFailedError
 from looping import in_threads, open_stream
 from path_cases import Case, Outcome, Place, Way, World, all_by_definition, make_runner, make_sequence, run_all
+from refusals import check_refused
 
 LONG = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 BOUND = SamplingParams(regex="abc abc[ab ]{20}", temperature=0.9, seed=1)
@@ -149,3 +155,88 @@ def test_a_fault_that_is_not_a_row_s_ends_the_engine_and_all_waits(
     assert [reply.get() for reply in called] == [3] * 4
     place.loop.close()
     assert reported == [error]
+
+
+# Faults of the engine
+
+
+READ_BY = {"GenerationResult", "AsyncStream", "Stream", "Ended"}  # types from which a caller reads an answer
+MESSAGES = [{"role": "user", "content": "abc"}]
+LENGTH = {"max_new_tokens": 8, "temperature": 0}
+
+
+async def read_all(stream: Any) -> list[Any]:
+    return [piece async for piece in stream]
+
+
+async def take_all(stream: Any) -> None:
+    while await stream.take():
+        pass
+
+
+CALLS: dict[str, Callable[[LLM, Session], object]] = {
+    "LLM.generate": lambda llm, session: llm.generate("abc", **LENGTH),
+    "LLM.generate, many": lambda llm, session: llm.generate(["abc", "ab"], **LENGTH),
+    "LLM.generate_all": lambda llm, session: llm.generate_all(["abc", "ab"], **LENGTH),
+    "LLM.generate_iter": lambda llm, session: list(llm.generate_iter(["abc", "ab"], **LENGTH)),
+    "LLM.chat": lambda llm, session: llm.chat(MESSAGES, **LENGTH),
+    "LLM.stream": lambda llm, session: list(llm.stream("abc", **LENGTH)),
+    "LLM.stream, result": lambda llm, session: llm.stream("abc", **LENGTH).result,
+    "LLM.stream_chat": lambda llm, session: list(llm.stream_chat(MESSAGES, **LENGTH)),
+    "Session.generate": lambda llm, session: session.generate(**LENGTH),
+    "Session.answer": lambda llm, session: llm.session().answer(MESSAGES, **LENGTH),
+    "Session.send": lambda llm, session: llm.session().send("abc", **LENGTH),
+    "Session.stream": lambda llm, session: list(llm.session().stream("abc", **LENGTH)),
+}
+TASKS: dict[str, Callable[[AsyncLLM], Awaitable[object]]] = {
+    "LLM.astream": lambda model: read_all(model.llm.astream("abc", **LENGTH)),
+    "AsyncLLM.generate": lambda model: model.generate("abc", **LENGTH),
+    "AsyncLLM.generate, many": lambda model: model.generate(["abc", "ab"], **LENGTH),
+    "AsyncLLM.generate_all": lambda model: model.generate_all(["abc", "ab"], **LENGTH),
+    "AsyncLLM.chat": lambda model: model.chat(MESSAGES, **LENGTH),
+    "AsyncLLM.choices": lambda model: read_choices(model),
+    "AsyncLLM.stream": lambda model: read_all(model.stream("abc", **LENGTH)),
+    "AsyncLLM.stream, pieces at a time": lambda model: take_all(model.stream("abc", **LENGTH)),
+    "AsyncLLM.stream, result": lambda model: model.stream("abc", **LENGTH).result(),
+    "AsyncLLM.stream_chat": lambda model: read_all(model.stream_chat(MESSAGES, **LENGTH)),
+    "AsyncLLM.trace": lambda model: model.trace("abc", **LENGTH),
+}
+
+
+async def read_choices(model: AsyncLLM) -> None:
+    await asyncio.gather(*map(read_all, await model.choices("abc", [SamplingParams(max_new_tokens=8)] * 2)))
+
+
+@pytest.fixture
+def failing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Session]:
+    """Return a model whose engine fails in each step from now on, and a session that has a text."""
+    monkeypatch.setattr("threading.excepthook", lambda arguments: None)
+    llm = LLM(folder, chat_template="{{ messages[-1].content }}")
+    session = llm.session()
+    session.append("abc")
+    llm._opened.loop.run(setattr, llm._opened.engine, "launch", Mock(side_effect=RuntimeError("planted")))
+    return llm, session
+
+
+@pytest.mark.slow(cases=4)
+@pytest.mark.parametrize("way", CALLS)
+def test_a_failed_engine_is_reported_to_each_reader(way: str, failing: tuple[LLM, Session]) -> None:
+    check_refused(lambda: CALLS[way](*failing), "the engine has failed: RuntimeError: planted", EngineFailedError)
+
+
+@pytest.mark.slow(cases=4)
+@pytest.mark.parametrize("way", TASKS)
+def test_a_failed_engine_is_reported_to_each_task(way: str, failing: tuple[LLM, Session]) -> None:
+    async def read() -> None:
+        await TASKS[way](AsyncLLM(failing[0]))
+
+    check_refused(lambda: asyncio.run(read()), "the engine has failed: RuntimeError: planted", EngineFailedError)
+
+
+def test_no_public_way_to_read_an_answer_is_left_out() -> None:
+    ways = {each.partition(",")[0] for each in (*CALLS, *TASKS)}
+    for kind in (LLM, AsyncLLM, Session):
+        for name, function in inspect.getmembers(kind, inspect.isfunction):
+            returned = str(inspect.signature(function).return_annotation)
+            is_reading = re.search(rf"\.({'|'.join(READ_BY)})['\]]", returned) and not name.startswith("_")
+            assert not is_reading or f"{kind.__name__}.{name}" in ways

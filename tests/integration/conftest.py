@@ -18,10 +18,7 @@ if TYPE_CHECKING:  # files without models must not load torch
     from served import Served
 
 # Clients of others, which take seconds to import, and fuzzing. INFER_TESTS=all runs them.
-_SLOW_TO_IMPORT = [
-    *("test_agents.py", "test_ollama_client.py", "test_other_clients.py", "test_retrieval_clients.py"),
-    *("test_served_fuzzing.py", "test_tool_clients.py"),
-]
+_SLOW_TO_IMPORT = ["test_agents.py", "test_other_clients.py"]
 collect_ignore = [] if IS_WHOLE else _SLOW_TO_IMPORT
 if find_spec("ray") is None:  # 660 MB, which `make ray` installs
     collect_ignore.append("test_ray.py")

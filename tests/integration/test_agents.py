@@ -1,11 +1,12 @@
-"""Claude Code and Codex CLI, from their published packages, against a served SmolLM2 with a longer context.
+"""Claude Code and Codex CLI, from their packages, against a served SmolLM2, and schemathesis against random weights.
 
-A gateway in the test forces the first call, of a harmless tool, because the model itself seldom makes a call.
+A gateway in the test of the agents forces the first call, of a harmless tool, since the model itself seldom makes one.
 """
 
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.server_state import ServerState
 from served import Served, serving
+from test_session import make_model
 
 pytestmark = pytest.mark.slow
 
@@ -148,3 +150,28 @@ def test_codex_cli_runs_a_tool_and_gets_a_text(served: Served, gateway: Gateway,
     assert "function_call_output" in [item["type"] for item in items]
     (usage,) = (line["usage"] for line in lines if line["type"] == "turn.completed")
     assert usage["cached_input_tokens"] > 0
+
+
+# Fuzzing
+
+
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
+    "response_schema_conformance,negative_data_rejection,unsupported_method"
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings about schemas that assert nothing
+@pytest.mark.parametrize("phase", ["coverage", "fuzzing", "stateful"])
+def test_requests_of_schemathesis_are_answered_as_described(phase: str, tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    with LLM(make_model(tmp_path), max_seq_len=128) as llm, serving(llm, model="tiny", allow_embeddings=True) as served:
+        command = [
+            sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json", "--phases", phase,
+            "--checks", CHECKS, "--max-examples", "100", "--seed", "1", "--no-color", "--request-timeout", "60",
+            "--exclude-path", "/v1/engine/events",  # it never ends
+            "--exclude-path", "/api/pull",  # it calls the hub
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        until_idle(served)

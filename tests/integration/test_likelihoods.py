@@ -1,9 +1,13 @@
-"""The log-likelihoods that lm-evaluation-harness requests over HTTP are those of `LLM.prompt_logprobs`."""
+"""lm-evaluation-harness over HTTP, and npm's `openai`, get the library's results from a served SmolLM2."""
 
+import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from assets import asset
 from infer import LLM
 from openai_shapes import check
 from served import Served
@@ -52,3 +56,20 @@ def test_generation_requests_of_the_harness_are_answered(served: Served, llm: LL
     check("CreateCompletionResponse", answer)
     expected = llm.generate(CONTEXT, temperature=0, max_new_tokens=16, stop=["\n\n", "."])
     assert answer["choices"][0]["text"] == expected.text
+
+
+# npm's client
+
+
+SCRIPT = Path(__file__).parent / "openai_client.mjs"
+
+
+@pytest.mark.usefixtures("idle_afterwards")
+def test_npm_s_client_gets_the_library_s_answers(served: Served, expected: str, node: str) -> None:
+    command = [node, str(SCRIPT), str(asset("clients/openai")), f"{served.url}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [found[way] for way in ("whole", "streamed", "collected")] == [expected] * 3
+    assert found["parsed"]["name"] in ("Paris", "Rome")
+    assert found["refusal"] == {"isBadRequest": True, "param": "temperature", "status": 400}

@@ -18,9 +18,8 @@ from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.routes import ollama_pull
 from served import SECONDS, serving
-from test_front_bodies import OneReplica
+from shelves import FakeReplicas, OneReplica
 from test_session import make_model
-from test_shelf import FakeReplicas
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from embedding_model import make_embedding_model
 from extent import usual_or_all
 from infer import LLM
 from reranker_model import NO, YES, make_logit_score
-from test_encoder_heads import DOCUMENTS, QUERY, make_folder, scores_of
+from test_encoder_models import DOCUMENTS, QUERY, make_head_folder, scores_of
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -81,7 +81,7 @@ def test_a_cross_encoder_that_compares_answers_has_the_library_s_scores(tmp_path
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert"])
 @pytest.mark.parametrize("activation", ["linear.Identity", "activation.Sigmoid", None])
 def test_a_cross_encoder_of_whole_texts_has_the_library_s_scores(tmp_path: Path, name: str, activation: Any) -> None:
-    make_folder(tmp_path, name, ("score",))
+    make_head_folder(tmp_path, name, ("score",))
     path = tmp_path / "config.json"
     own = {} if activation is None else {"sentence_transformers": {"activation_fn": f"torch.nn.modules.{activation}"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | own))

@@ -1,9 +1,13 @@
-"""The server's own process takes the same number of steps for small and large schemas of a request."""
+"""Requests are prepared in few steps of the server, beside long texts, and by a helper process that may die."""
 
 import json
+import os
 import re
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,11 +15,13 @@ from unittest.mock import Mock
 import llguidance
 import pytest
 
+import infer
 from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
 from infer.engine.prepare.answer import AnswerGrammars
 from infer.engine.prepare.tool_rules import ToolRules
+from infer.system.processes.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.trial import trial_lane
@@ -196,3 +202,141 @@ def test_a_tokenizer_forgets_the_templates_used_longest_ago(tmp_path: Path, monk
             asked: dict[str, Any] = {"tools": [{"name": "f"}], "chat_template": template}
             llm.chat([{"role": "user", "content": "a"}], max_new_tokens=1, **asked)
         assert 1 <= len(llm._host.requests._probes._found._kept) <= 2
+
+
+# The helper process
+
+
+PROGRAM = """
+import json, os, signal, sys
+print('""', flush=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    if isinstance(question, dict):
+        if not os.path.exists(question["unless"]):
+            open(question["unless"], "w").close()
+            os.kill(os.getpid(), question["signal"])
+        question = "again"
+    print(json.dumps(question), flush=True)
+    while question == "deaf":
+        signal.pause()
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Child]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    child = Child(tmp_path / "program.py")
+    yield child
+    child.close()
+
+
+def pid_of(child: Child) -> int:
+    return child._process.pid
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_a_process_that_died_while_idle_is_started_again_and_asked(child: Child, how: signal.Signals) -> None:
+    assert child.ask("a", 60.0) == "a"
+    first = pid_of(child)
+    os.kill(first, how)
+    assert child.ask("b", 60.0) == "b"
+    assert pid_of(child) != first
+
+
+def test_a_process_that_dies_once_over_a_question_is_asked_again(child: Child, tmp_path: Path) -> None:
+    assert child.ask({"unless": str(tmp_path / "asked"), "signal": signal.SIGKILL}, 60.0) == "again"
+
+
+def test_a_question_with_which_a_process_dies_twice_is_blamed(child: Child, tmp_path: Path) -> None:
+    with pytest.raises(ChildError) as caught:  # it cannot write, so Python ends without a signal
+        child.ask({"unless": str(tmp_path / "no folder" / "asked"), "signal": signal.SIGKILL}, 60.0)
+    assert (caught.value.signal, child.ask("next", 60.0)) == (None, "next")
+
+
+def test_its_own_time_limit_is_blamed_immediately(child: Child, tmp_path: Path) -> None:
+    with pytest.raises(ChildError) as caught:
+        child.ask({"unless": str(tmp_path / "asked"), "signal": signal.SIGPROF}, 60.0)
+    assert caught.value.signal == signal.SIGPROF
+
+
+def test_a_stopped_process_goes_on_when_it_is_asked(child: Child) -> None:
+    assert child.ask("a", 60.0) == "a"
+    first = pid_of(child)
+    os.kill(first, signal.SIGSTOP)
+    assert (child.ask("b" * 10**6, 60.0), pid_of(child)) == ("b" * 10**6, first)
+
+
+def test_a_process_that_stops_reading_delays_no_other(child: Child) -> None:
+    """The question is larger than a pipe's buffer. Writing it has the same time limit as the answer."""
+    assert child.ask("deaf", 60.0) == "deaf"
+    with pytest.raises(TimeoutError):
+        child.ask("b" * 10**6, 0.2)
+    assert child.ask("c", 60.0) == "c"
+
+
+def test_a_fork_asks_its_own_process_although_the_lock_was_held(child: Child) -> None:
+    child.ask("a", 60.0)
+    first = pid_of(child)
+    with ThreadPoolExecutor(1) as holder:
+        holder.submit(child._lock.acquire).result()
+        pipe = child._process.stdin.fileno()
+        forked = os.fork()
+        if forked == 0:
+            signal.alarm(60)
+            shares_pipe = os.path.exists(f"/proc/self/fd/{pipe}")
+            os._exit(shares_pipe or child.ask("b", 60.0) != "b" or pid_of(child) == first)
+        status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
+        holder.submit(child._lock.release).result()
+    assert (status, child.ask("c", 60.0), pid_of(child)) == (0, "c", first)
+
+
+# Long texts
+
+
+LONG = "The quick brown fox, 12345 jumps over <|im_end|> the lazy dog. " * 12_000
+SHORT = "The quick brown fox"
+SPELLED = "A <|im_end|> that somebody wrote. " * 200
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return infer.load_tokenizer("smollm2")
+
+
+def as_control(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text)
+
+
+def as_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, parse_special=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encode_short", [as_control, as_text])
+@pytest.mark.parametrize("encode_long", [as_control, as_text])
+def test_a_short_text_is_tokenised_while_a_long_one_is(
+    tokenizer: Tokenizer,
+    encode_long: Callable[[Tokenizer, str], list[int]],
+    encode_short: Callable[[Tokenizer, str], list[int]],
+) -> None:
+    num_short, thread = 0, threading.Thread(target=encode_long, args=[tokenizer, LONG])
+    thread.start()
+    while thread.is_alive():
+        encode_short(tokenizer, SHORT)
+        num_short += 1
+    assert num_short > 20, "one takes a ten-thousandth of the time of the long text"
+
+
+@pytest.mark.parametrize("text", [LONG[:20_000], SPELLED])
+def test_a_long_text_has_the_ids_that_the_library_gives(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.encode(text) == tokenizer.backend.encode(text).ids
+
+
+def test_a_long_text_has_the_ids_of_its_short_parts(tokenizer: Tokenizer) -> None:
+    end = tokenizer.backend.token_to_id("<|im_end|>")
+    part = "A <|im_end|> that somebody wrote.\n"
+    assert as_control(tokenizer, part * 200) == as_control(tokenizer, part) * 200
+    assert as_text(tokenizer, part * 200) == as_text(tokenizer, part) * 200
+    assert end in as_control(tokenizer, part)
+    assert end not in as_text(tokenizer, part)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen2MoeConfig
 
+from classifier_model import make_classifier
 from extent import IS_WHOLE
-from infer import LLM
+from infer import LLM, InvalidRequestError
 from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.limits import HOST_STEP
@@ -35,6 +36,8 @@ from infer.sampling_params import SamplingParams
 from looping import loop_of
 from path_cases import CASES, CONFIGS, CONTEXT, Outcome, Way, World, make_sequence, make_world
 from refusals import check_refused
+from reranker_model import make_reranker_model
+from served import serving
 from tiny import GATED, GEMMA4, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 CAPACITY, NUM_SLOTS = 96, 4
@@ -357,3 +360,19 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
         assert found == [found[0]] * 3
         processes = two._opened._ranks._processes
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
+
+
+@pytest.mark.slow
+def test_texts_are_for_models_of_one_process(tmp_path: Path) -> None:
+    make_classifier(tmp_path / "a")
+    make_reranker_model(tmp_path / "Qwen3-Reranker-tiny")
+    with LLM(tmp_path / "a", threads=1, tensor_parallel=2) as shared, serving(shared, allow_embeddings=True) as served:
+        for call in (shared.embed, shared.classify):
+            with pytest.raises(InvalidRequestError, match=r"vectors, scores and labels .* load it without"):
+                call(["abc"])
+        for path in ("/v1/embeddings", "/v1/classify"):
+            answer = served.client.post(path, json={"input": "abc"})
+            assert (answer.status_code, "tensor_parallel" in answer.json()["error"]["message"]) == (400, True)
+    with LLM(tmp_path / "Qwen3-Reranker-tiny", threads=1, tensor_parallel=2) as shared:
+        check_refused(lambda: shared.rerank("a", ["b"]), "load it without tensor_parallel")
+        assert shared.generate("a", temperature=0, max_new_tokens=2).token_ids

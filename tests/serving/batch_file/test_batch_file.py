@@ -1,25 +1,30 @@
-"""A batch's rows, its lines and its output file, without a model."""
+"""A batch's rows, lines, output file and workers: no line is lost, and rows of texts have the routes' answers."""
 
 import json
 import os
 import resource
 import threading
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cases import cases
 from commands import refused, run
 from infer import LLM
 from infer.engine.requests.request_options import RequestOptions
-from infer.errors import InvalidRequestError
+from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
+from infer.serving.batch_file import workers
 from infer.serving.batch_file.answering import answer_rows
 from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.result_line import error_line, result_line
 from infer.serving.batch_file.row import Row, read_rows
 from infer.serving.batch_file.settings import BatchSettings, Line
+from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.params import seed_of
 from infer.serving.protocols.token_logprobs import Spelling
 
@@ -244,3 +249,133 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.filename == str(path)
+
+
+# Rows of texts
+
+
+TEXT_SETTINGS = BatchSettings("tiny", 0, 4, {}, RequestOptions())
+
+
+def line_for(llm: LLM, url: str, **body: Any) -> dict[str, Any]:
+    """Return the line of a row."""
+    lines = list[Line]()
+    row = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})
+    answer_rows(llm, read_rows([row]), TEXT_SETTINGS, lines.append)
+    (line,) = lines
+    found: dict[str, Any] = json.loads(line.text)
+    assert line.has_failed == (found["error"] is not None)
+    return found
+
+
+def test_a_row_of_embeddings_has_the_library_s_vectors(embedder: LLM) -> None:
+    texts = ["hello", "x" * 999]
+    asked = {"prompt_name": "query", "dimensions": 8, "truncate": True}
+    line = line_for(embedder, "/v1/embeddings", input=texts, odd=1, **asked)
+    body = line["response"]["body"]
+    with pytest.warns(UserWarning, match="were cut"):
+        expected = embedder.embed(texts, **asked)
+    assert torch.equal(torch.tensor([each["embedding"] for each in body["data"]]), expected)
+    assert body["infer"]["warnings"] == ["odd is not known and was ignored", "1 of 2 texts were cut to 256 tokens"]
+    assert line == line_for(embedder, "/v1/embeddings", input=texts, odd=1, **asked)
+
+
+def test_a_row_of_rerank_has_the_library_s_scores(judge: LLM) -> None:
+    documents = ["a roof", "a bridge"]
+    body = line_for(judge, "/v1/rerank", query="cats", documents=documents, return_documents=True)["response"]["body"]
+    found = [(each["index"], each["relevance_score"], each["document"]["text"]) for each in body["results"]]
+    assert found == [(each.index, each.score, each.document) for each in judge.rerank("cats", documents)]
+    assert body["usage"]["total_tokens"] > 0
+
+
+def test_a_row_of_classify_has_the_library_s_labels(labeller: LLM) -> None:
+    body = line_for(labeller, "/v1/classify", input=["a roof", "x" * 999], truncate=True)["response"]["body"]
+    with pytest.warns(UserWarning, match="were cut"):
+        expected = labeller.classify(["a roof", "x" * 999], truncate=True)
+    for found, each in zip(body["data"], expected, strict=True):
+        assert found["label"] == each.label
+        assert sorted(found["probs"], reverse=True) == list(each.probabilities)
+    assert body["id"].startswith("classify-")
+    assert body["infer"]["warnings"] == ["1 of 2 texts were cut to 256 tokens"]
+
+
+def test_an_embedder_ranks_by_its_vectors(embedder: LLM) -> None:
+    body = line_for(embedder, "/v1/rerank", query="cats", documents=["a roof", "a bridge"])["response"]["body"]
+    found = [(each["index"], each["relevance_score"]) for each in body["results"]]
+    assert found == [(each.index, each.score) for each in embedder.rerank("cats", ["a roof", "a bridge"])]
+
+
+def test_a_request_that_a_model_cannot_compute_is_the_line_s_error(embedder: LLM, judge: LLM, labeller: LLM) -> None:
+    for llm, path, body, message in (
+        (labeller, "rerank", {"query": "a", "documents": ["b"]}, "not a reranker"),
+        (judge, "embeddings", {"input": "a"}, "not trained for embeddings"),
+        (embedder, "embeddings", {"input": "x" * 999}, "the context holds"),
+        (judge, "classify", {"input": "a"}, "not a classifier"),
+        (judge, "rerank", {"query": "a"}, "documents is missing"),
+    ):
+        assert message in line_for(llm, f"/v1/{path}", **body)["error"]["message"]
+    assert line_for(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
+
+
+# Rows that are handed out to processes that die
+
+
+SETTINGS = BatchSettings("m", 0, 1, {}, RequestOptions())
+ROWS = [Row(str(number)) for number in range(40)]
+
+
+def answer_or_die(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) -> None:
+    """Take the place of a process with a model. `load["deaths"]` are how many processes die at a row, by its id."""
+    if "cannot load" in load:
+        pipe.send("no such model")
+        return
+    while True:
+        try:
+            rows = pipe.recv()
+        except EOFError:
+            return
+        for row in rows:
+            for number in range(load["deaths"].get(row.id, 0)):
+                if not (died := Path(load["folder"], f"{row.id} {number}")).exists():
+                    died.touch()
+                    os._exit(3)
+            pipe.send(Line(row.id, f"{row.id}\n", False))
+
+
+@pytest.fixture(autouse=True)
+def _without_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_work", answer_or_die)
+
+
+def answered(load: dict[str, Any], num_workers: int) -> list[str]:
+    """Return the ids of the lines, in the order of the rows."""
+    found = list[str]()
+    answer_by_workers(iter(ROWS), SETTINGS, load, num_workers, lambda line: found.append(line.row_id), lambda: False)
+    return sorted(found, key=int)
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_process_that_died_are_answered_once_by_others(tmp_path: Path) -> None:
+    """This includes the rows that the process had received in advance."""
+    load = {"folder": tmp_path, "deaths": {"2": 1, "39": 1}}
+    assert answered(load, num_workers=2) == [row.id for row in ROWS]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_processes_that_die_end_no_run_while_there_are_answers_between(tmp_path: Path) -> None:
+    load = {"folder": tmp_path, "deaths": {"0": 2, "9": 1, "19": 2}}
+    assert answered(load, num_workers=1) == [row.id for row in ROWS]
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+@pytest.mark.slow
+def test_three_processes_that_die_one_after_the_other_end_a_run(tmp_path: Path) -> None:
+    load = {"folder": tmp_path, "deaths": {"5": 3}}
+    with pytest.raises(InferError, match=r"3 processes died in a row \(exit status 3\), perhaps because the memory"):
+        answered(load, num_workers=1)
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_load_the_model_ends_the_run_with_its_reason() -> None:
+    with pytest.raises(InferError, match="no such model"):
+        answered({"cannot load": True}, num_workers=1)

@@ -1,18 +1,25 @@
-"""Slow, broken or malicious clients get a true refusal or are disconnected, and the others are served."""
+"""Slow, broken or malicious clients get a true refusal or are disconnected, at exact limits. Others are served."""
 
 import json
 import logging
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import ExitStack
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cases import cases
 from extent import usual_or_all
 from idle import until, until_idle
+from infer import LLM
+from infer.serving.server.endpoint import get
+from infer.serving.server.server_state import ServerState
+from infer.serving.server.sse import EventStream
 from openai_shapes import check
 from raw_http import Answer, Connection, post
 from served import Served, serving
@@ -329,3 +336,114 @@ def leave(connection: Connection, way: str) -> None:
             connection.close()
         case _:
             connection.close()
+
+
+# The largest allowed numbers, and the next ones
+
+
+FIELDS, BYTES, BODY = 12, 400, 1000
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Served]:
+    with serving(None, max_headers=FIELDS, max_header_bytes=BYTES, max_body_bytes=BODY) as limited:
+        limited.state.phase = "ready"
+        yield limited
+
+
+def status(limited: Served, *fields: str, path: str = "/nowhere") -> int:
+    with Connection(limited.port) as connection:
+        connection.send("\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *fields, "", ""]).encode())
+        return connection.answer().status
+
+
+def test_a_request_may_have_as_many_fields_as_are_allowed(limited: Served) -> None:
+    others = [f"x-{number}: 1" for number in range(FIELDS)]
+    assert status(limited, *others[: FIELDS - 1]) == 404
+    assert status(limited, *others) == 431
+
+
+def test_a_head_may_have_as_many_bytes_as_are_allowed(limited: Served) -> None:
+    """The path counts, and each field with the four bytes that end it."""
+    left = BYTES - len("/nowhere") - len("Hostlocalhost") - 4 - len("x-a") - 4
+    assert status(limited, f"x-a: {'b' * left}") == 404
+    assert status(limited, f"x-a: {'b' * (left + 1)}") == 431
+    assert status(limited, f"x-a: {'b' * left}", path="/nowhere1") == 431
+
+
+def test_the_head_of_each_request_of_a_connection_is_counted_alone(limited: Served) -> None:
+    request = f"GET /nowhere HTTP/1.1\r\nHost: localhost\r\nx-a: {'b' * (BYTES - 100)}\r\n\r\n".encode()
+    with Connection(limited.port) as connection:
+        for _ in range(3):
+            connection.send(request)
+            assert connection.answer().status == 404
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"), [(BODY, 100), (BODY + 1, 413), (8 * BODY, 413), (8 * BODY + 1, 413)]
+)
+def test_a_client_that_asks_first_is_asked_for_what_may_come(limited: Served, num_bytes: int, expected: int) -> None:
+    head = ["POST /tokenize HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Expect: 100-continue"]
+    with Connection(limited.port) as connection:
+        connection.send("\r\n".join([*head, f"Content-Length: {num_bytes}", "", ""]).encode())
+        assert connection.line().split()[1] == str(expected).encode()
+
+
+def test_as_many_connections_as_are_allowed_are_served_and_the_next_when_one_has_ended() -> None:
+    def ask(connection: Connection) -> int:
+        connection.send(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return connection.answer().status
+
+    with ExitStack() as stack:
+        limited = stack.enter_context(serving(None, max_connections=3))
+        allowed = [stack.enter_context(Connection(limited.port)) for _ in range(3)]
+        assert [ask(each) for each in allowed] == [404] * 3
+        assert status(limited) == 503
+        allowed[0].close()
+        until(lambda: status(limited) == 404)  # it has ended as soon as the server sees it
+
+
+# Slow readers
+
+
+EVENT_BYTES = 20_000_000  # more than the kernel keeps for a connection
+STALL_SECONDS = 2.0
+
+
+@contextmanager
+def large_events(llm: LLM) -> Iterator[tuple[Served, list[int]]]:
+    """Serve a stream of two large events. Yield also the number of events that were made, then -1 at the end."""
+    counts = list[int]()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        counts.append(0)
+        try:
+            for _ in range(2):
+                counts[0] += 1
+                yield b"data: " + b"z" * EVENT_BYTES + b"\n\n"
+        finally:
+            counts.append(-1)
+
+    async def answer(request: Request, state: ServerState) -> Response:
+        return EventStream(events(), comment_seconds=60.0)
+
+    with serving(llm, table=[get("/large", answer)], model="tiny", stall_seconds=STALL_SECONDS) as large:
+        yield large, counts
+
+
+def test_a_reader_of_large_events_is_not_slow(llm: LLM) -> None:
+    """Each part is read in much less time than a stall, and all parts in more."""
+    pause = STALL_SECONDS / 16
+    with large_events(llm) as (large, counts), large.client.stream("GET", "/large") as answer:
+        num_bytes, num_parts, end = 0, 0, b""
+        for part in answer.iter_bytes(EVENT_BYTES // 10):
+            num_bytes, num_parts, end = num_bytes + part.count(b"z"), num_parts + 1, part
+            time.sleep(pause)
+    assert num_parts * pause > STALL_SECONDS
+    assert (num_bytes, b"slow_reader" in end, counts) == (2 * EVENT_BYTES, False, [2, -1])
+
+
+def test_the_answer_of_a_reader_that_stops_is_ended(llm: LLM) -> None:
+    with large_events(llm) as (large, counts), Connection(large.port, receive_bytes=1024) as slow:
+        slow.send(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: counts == [1, -1])

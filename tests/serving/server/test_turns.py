@@ -1,15 +1,19 @@
-"""Texts to be tokenised wait only for texts of the same tenant, and one snapshot serves all listeners."""
+"""Requests of several keys: texts wait only for those of the same key, and a flood of one key refuses no other."""
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 
-from idle import in_event_loop
+from idle import in_event_loop, until
 from infer import LLM
+from infer.engine.step.step_costs import Costs
 from infer.engine.texts import token_trace
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.turns import Turns
@@ -25,7 +29,7 @@ def served(llm: LLM) -> Iterator[Served]:
         yield served
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until_true(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -41,9 +45,9 @@ async def test_one_piece_of_work_of_a_tenant_runs_at_a_time_and_another_s_beside
 
     names = [f"loud {number}" for number in range(3)]
     loud = [asyncio.create_task(turns.run("loud", lambda name=name: held(name))) for name in names]
-    await until(lambda: running == ["loud 0"])
+    await until_true(lambda: running == ["loud 0"])
     quiet = asyncio.create_task(turns.run("quiet", lambda: held("quiet")))
-    await until(lambda: len(running) == 2)
+    await until_true(lambda: len(running) == 2)
     third = asyncio.create_task(turns.run("third", lambda: held("third")))
     await asyncio.sleep(0.02)
     assert running == ["loud 0", "quiet"]
@@ -69,7 +73,7 @@ async def test_a_tenant_of_whom_too_much_waits_is_refused_and_the_others_are_not
 async def test_the_turn_of_a_cancelled_task_ends_with_its_work() -> None:
     turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
     gone = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
-    await until(begun.is_set)
+    await until_true(begun.is_set)
     waiting = [asyncio.create_task(turns.run("b", lambda: "b")) for _ in range(2)]
     await asyncio.sleep(0)
     gone.cancel()
@@ -84,7 +88,7 @@ async def test_the_turn_of_a_cancelled_task_ends_with_its_work() -> None:
 async def test_a_turn_that_is_given_to_one_that_goes_in_the_same_moment_is_the_next_one_s() -> None:
     turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
     first = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
-    await until(begun.is_set)
+    await until_true(begun.is_set)
     going, last = (asyncio.create_task(turns.run(tenant, lambda: "done")) for tenant in ("b", "c"))
     await asyncio.sleep(0)
     end = turns._end
@@ -190,3 +194,112 @@ def test_scores_take_no_more_time_than_answers(served: Served, llm: LLM, monkeyp
         num_beside = num_parts - first
         is_over.set()
     assert num_beside < num_tokens / 2
+
+
+# The door
+
+
+KEYS = {"secret-of-alice": "alice", "secret-of-bob": "bob"}
+ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in KEYS)
+PATH = "/v1/completions"
+LONG_BODY: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
+SHORT: dict[str, Any] = {"prompt": [7, 8], "max_tokens": 1}
+
+
+@pytest.fixture
+def slow_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let each step take 20 ms until the event is set. The door predicts more."""
+    engine, ended = llm._opened.engine, threading.Event()
+    step = engine.step
+
+    def slow_step() -> Any:
+        ended.wait(0.02)
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "step", slow_step)
+        patched.setattr(engine.scheduler, "_max_steps", 1)
+        patched.setattr(engine.scheduler.costs, "_costs", Costs(0.05, 0.05, 0.05, 0.0))
+        patched.setattr(engine.scheduler.costs, "_pace", 0.0)
+        patched.setattr(engine.scheduler.costs, "learn", lambda work, seconds: None)
+        yield ended
+
+
+def post(served: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+    return served.client.post(PATH, json=body, headers=headers)
+
+
+def told(answer: httpx.Response) -> float:
+    assert answer.status_code == 429, answer.text
+    return int(answer.headers["retry-after-ms"]) / 1000
+
+
+@pytest.mark.parametrize("limits", [{"max_queue": 4}, {"max_ttft": 1.0}], ids=["queue", "wait"])
+def test_a_key_that_floods_the_server_refuses_no_other_key(llm: LLM, slow_engine: threading.Event, limits: Any) -> None:
+    with serving(llm, api_keys=KEYS, slots=2, **limits) as served, ThreadPoolExecutor(10) as pool:
+        flood = [pool.submit(post, served, LONG_BODY | {"seed": index}, ALICE) for index in range(10)]
+        until(lambda: sum(each.done() for each in flood) >= 4)  # refused
+        answer = post(served, SHORT, BOB)
+        assert answer.status_code == 200, answer.text
+        slow_engine.set()
+        statuses = [each.result().status_code for each in flood]
+    assert 200 in statuses
+    assert 429 in statuses
+
+
+def test_a_body_of_more_answers_than_may_wait_is_refused_and_others_are_not(
+    llm: LLM, slow_engine: threading.Event
+) -> None:
+    with serving(llm, slots=2, max_queue=8) as served:
+        for body in ({"prompt": ["a"] * 200}, {"prompt": "a", "n": 11}, {"prompt": ["a"] * 6, "n": 2}):
+            refused = post(served, SHORT | body)
+            assert refused.status_code == 400, refused.text
+            assert "must be at most 10 here" in refused.json()["error"]["message"]
+        assert post(served, SHORT | {"prompt": ["a"] * 10}).status_code == 200
+        assert post(served, SHORT).status_code == 200
+
+
+def test_answers_are_counted_and_not_requests(llm: LLM, slow_engine: threading.Event) -> None:
+    """Answers outside the engine count too: the second to the sixth one wait until the prompt is read."""
+    with serving(llm, slots=2, max_queue=4) as served, ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(post, served, LONG_BODY | {"n": 6})
+        until(lambda: bool(llm._opened.engine.sequences))
+        told(post(served, SHORT))
+        slow_engine.set()
+        assert taken.result().status_code == 200
+        assert post(served, SHORT | {"n": 6}).status_code == 200
+
+
+def test_other_fields_than_the_prompt_are_not_counted(llm: LLM, slow_engine: threading.Event) -> None:
+    """While an answer is computed, a body of 60 kB has a prompt of two tokens."""
+    with serving(llm, slots=4, max_ttft=5.0) as served, ThreadPoolExecutor(2) as pool:
+        taken = [pool.submit(post, served, LONG_BODY | {"stop_token_ids": [9] * 20_000}) for _ in range(2)]
+        until(lambda: bool(llm._opened.engine.sequences))
+        assert post(served, SHORT | {"stop_token_ids": [9] * 20_000}).status_code == 200
+        slow_engine.set()
+        assert [each.result().status_code for each in taken] == [200, 200]
+
+
+def test_a_prompt_does_not_wait_for_itself(llm: LLM, slow_engine: threading.Event) -> None:
+    with serving(llm, slots=4, max_ttft=2.0) as served, ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(post, served, LONG_BODY)
+        until(lambda: any(each.pieces for each in llm._opened.engine.sequences))
+        assert post(served, SHORT | {"prompt": list(range(5, 105))}).status_code == 200  # 5 s at 50 ms a token
+        slow_engine.set()
+        assert taken.result().status_code == 200
+
+
+def test_refused_clients_are_told_to_come_back_one_by_one(
+    llm: LLM, slow_engine: threading.Event, monkeypatch: Any
+) -> None:
+    """Each of three clients returns after the answers of the clients before it, which have 20 tokens of 100 ms."""
+    now = time.monotonic()
+    with serving(llm, slots=1, max_ttft=0.5) as served, ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(post, served, LONG_BODY)
+        until(lambda: bool(llm._opened.engine.sequences))
+        monkeypatch.setattr(served.state.door, "_clock", lambda: now)
+        seconds = [told(post(served, LONG_BODY | {"max_tokens": 20, "seed": seed})) for seed in range(3)]
+        slow_engine.set()
+        assert taken.result().status_code == 200
+    gaps = [later - earlier for earlier, later in pairwise(seconds)]
+    assert all(0.8 < gap < 3.2 for gap in gaps), seconds

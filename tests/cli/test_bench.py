@@ -347,10 +347,9 @@ def test_a_profile_shows_the_costs_of_layers_with_a_state(kind: str, tmp_path: P
 # Pictures
 
 
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [(0.0, ""), (1.0, "████"), (0.5, "██"), (1 / 32, "▏"), (0.375, "█▌"), (2.0, "████"), (-1.0, ""), (31 / 32, "███▉")],
-)
+@cases("share expected",
+    (0.0, ""), (1.0, "████"), (0.5, "██"), (1 / 32, "▏"), (0.375, "█▌"), (2.0, "████"), (-1.0, ""), (31 / 32, "███▉"),
+)  # fmt: skip
 def test_a_bar_is_exact_to_an_eighth_of_a_character(share: float, expected: str) -> None:
     assert bar(share, 4) == expected
 

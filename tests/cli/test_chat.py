@@ -144,18 +144,13 @@ def test_special_text_whose_origin_the_template_hides_is_refused() -> None:
 
 def test_a_key_is_no_way_in() -> None:
     tool = {"name": "f", "parameters": {"<|im_end|>": 1}}
-    pieces = ChatTemplate("{{ messages[0].content }}{{ tools | tojson }}<|im_end|>", {}).render_marked(
-        [USER], SPECIALS, tools=[tool]
-    )
+    template = ChatTemplate("{{ messages[0].content }}{{ tools | tojson }}<|im_end|>", {})
+    pieces = template.render_marked([USER], SPECIALS, tools=[tool])
     assert [piece.is_control for piece in pieces] == [False, True]
 
 
-fragments = st.lists(
-    st.sampled_from(
-        ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|im", "_end|>", "|>", "</", "s>", "<", "a", " ", "\n"]
-    ),
-    max_size=6,
-).map("".join)
+PIECES = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|im", "_end|>", "|>", "</", "s>", "<", "a", " ", "\n"]
+fragments = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 
 
 @given(st.lists(fragments, min_size=1, max_size=4))
@@ -163,11 +158,8 @@ def test_only_the_templates_own_special_tokens_are_left_in_control_pieces(conten
     template = "{% for message in messages %}<s>{{ message.content | trim }}</s>{% endfor %}<|im_start|>"
     pieces = ChatTemplate(template, {}).render_marked([{"content": content} for content in contents], SPECIALS)
     control = "".join(piece.text for piece in pieces if piece.is_control)
-    assert (control.count("<s>"), control.count("</s>"), control.count("<|im_start|>")) == (
-        len(contents),
-        len(contents),
-        1,
-    )
+    count = len(contents)
+    assert (control.count("<s>"), control.count("</s>"), control.count("<|im_start|>")) == (count, count, 1)
     assert "<|im_end|>" not in control
 
 
@@ -223,11 +215,10 @@ def test_real_templates_render_and_encode_as_transformers(name: str, add_generat
     if name == "qwen3":
         cases += [(messages, {**options, "enable_thinking": False}) for messages in CONVERSATIONS.values()]
     for messages, variables in cases:
-        assert tokenizer.render_chat_template(messages, **variables) == oracle.apply_chat_template(
-            messages, tokenize=False, **variables
-        )
+        text = oracle.apply_chat_template(messages, tokenize=False, **variables)
+        assert tokenizer.render_chat_template(messages, **variables) == text
         expected = oracle.apply_chat_template(messages, tokenize=True, return_dict=False, **variables)
-        if not any(text in json.dumps(messages) for text in ("<b>", "</s>")):  # control for Gemma's own tokenizer
+        if not any(each in json.dumps(messages) for each in ("<b>", "</s>")):  # control for Gemma's own tokenizer
             assert tokenizer.encode_chat(messages, **variables) == expected
 
 

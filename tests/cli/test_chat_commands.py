@@ -127,15 +127,12 @@ def test_calls_wait_for_results_and_nothing_is_run(session: ChatSession, tmp_pat
     refused(session, "/result 3", "no call that waits")
     assert run_command(session, f"/tools {tmp_path}/tools.json") == "(the model may call add, mul)"
     ask(session, "one")
-    shown = [
-        'call add {"a": 1}',
-        'call mul {"a": 1}',
-        "(/result TEXT answers the first call, a message continues without)",
-    ]
-    assert calls_shown(session) == "\n".join(shown)
-    assert run_command(session, "/history") == "\n".join(["> one", *shown[:2]])
+    shown = ['call add {"a": 1}', 'call mul {"a": 1}']
+    hint = "(/result TEXT answers the first call, a message continues without)"
+    assert calls_shown(session) == "\n".join([*shown, hint])
+    assert run_command(session, "/history") == "\n".join(["> one", *shown])
     refused(session, "/result", "/result needs a text")
-    assert run_command(session, "/result 3") == "\n".join(shown[1:])
+    assert run_command(session, "/result 3") == "\n".join([shown[1], hint])
     asked = asked_by(session, "/result 4")
     assert asked.messages[2:] == [
         {"role": "tool", "tool_call_id": "id0", "name": "add", "content": "3"},
@@ -201,13 +198,8 @@ def test_the_line_may_become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert completions("/load ") == ["/load models/", "/load talk", "/load talk.json", "/load two words.json"]
     assert completions("/save t") == ["/save talk", "/save talk.json", "/save text", "/save two words.json"]
     assert completions(f"/load {tmp_path}/ta") == [f"/load {tmp_path}/talk", f"/load {tmp_path}/talk.json"]
-    for line in (
-        "/ret:ry",
-        "/set seed o:ff",
-        "/load two w:ords.json",
-        "/load .h:idden.json",
-        "/model models/:own.gguf",
-    ):
+    files = "/load two w:ords.json", "/load .h:idden.json", "/model models/:own.gguf"
+    for line in ("/ret:ry", "/set seed o:ff", *files):
         assert completions(line.partition(":")[0]) == [line.replace(":", "")]
 
 
@@ -255,9 +247,7 @@ def test_after_a_load_the_last_two_turns_are_shown_in_short(session: ChatSession
 def test_set_changes_any_parameter_or_nothing(session: ChatSession) -> None:
     for line in ("temperature 0.7", "top-k 5", "max_tokens 9", "stop ###", "seed 4", "ignore_eos true"):
         run_command(session, f"/set {line}")
-    assert session.params == SamplingParams(
-        temperature=0.7, top_k=5, max_new_tokens=9, stop="###", seed=4, ignore_eos=True
-    )
+    assert session.params == SamplingParams(temperature=0.7, top_k=5, max_tokens=9, stop="###", seed=4, ignore_eos=True)
     run_command(session, "/set seed off")
     before = session.params
     for line in ("temperature hot", "top_p 3", "nothing 1", "temperature", "seed -1"):
@@ -271,9 +261,8 @@ def test_a_conversation_is_saved_and_loaded(session: ChatSession, tmp_path: Path
     path = tmp_path / name
     run_command(session, "/system be brief")
     ask(session, "one")
-    session.params = SamplingParams(
-        temperature=0.5, stop=["é"], logit_bias={3: -float("inf")}, choice=["b", "a"], stop_token_ids=[5]
-    )
+    values = {"temperature": 0.5, "stop": ["é"], "logit_bias": {3: -float("inf")}, "stop_token_ids": [5]}
+    session.params = SamplingParams(**values, choice=["b", "a"])
     run_command(session, f"/save {path}")
     loaded = ChatSession(FakeModel(), "fake", SamplingParams())
     assert "3 messages" in run_command(loaded, f"/load {path}")
@@ -309,8 +298,7 @@ def test_a_save_that_fails_keeps_the_old_file(session: ChatSession, tmp_path: Pa
 
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     refused(session, f"/save {path}", "No space left")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["talk.json"]
-    assert path.read_bytes() == old
+    assert ([entry.name for entry in tmp_path.iterdir()], path.read_bytes()) == (["talk.json"], old)
 
 
 def test_reset_forgets_all_but_the_system_message(session: ChatSession) -> None:
@@ -321,8 +309,7 @@ def test_reset_forgets_all_but_the_system_message(session: ChatSession) -> None:
     run_command(session, "/system none")
     assert session.messages == []
     ask(session, "one")
-    assert run_command(session, "/clear") == "(a new conversation)"
-    assert session.messages == []
+    assert (run_command(session, "/clear"), session.messages) == ("(a new conversation)", [])
 
 
 def test_undo_forgets_the_last_question_and_its_answer(session: ChatSession) -> None:
@@ -389,6 +376,5 @@ def test_a_history_of_another_s_making_is_read_as_far_as_it_is_one(tmp_path: Pat
     path.write_bytes(b'"one"\n{"a": 1}\n\xff\n"half\n"two\\nlines"\n')
     assert read_history(path) == ["one", "two\nlines"]
     path.write_text("".join(f"{json.dumps(f'message {i}')}\n" for i in range(2001)))
-    assert read_history(path)[0] == "message 1001"
-    assert len(path.read_bytes().splitlines()) == 1000
+    assert (read_history(path)[0], len(path.read_bytes().splitlines())) == ("message 1001", 1000)
     assert read_history(tmp_path) == []

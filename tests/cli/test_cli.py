@@ -83,10 +83,8 @@ def test_help_names_every_option_and_its_default() -> None:
 
 def test_text_goes_to_stdout_and_times_to_stderr(fake: FakeModel) -> None:
     out, err = run("generate", "--prompt", "hello")
-    assert out == "echo: hello \n"
-    assert err.splitlines() == [
-        "cut at 2 tokens (-n)", "TTFT: 245.32 ms", "Avg TBT: 36.50 ms (27.4 tokens/sec)",
-    ]  # fmt: skip
+    told = ["cut at 2 tokens (-n)", "TTFT: 245.32 ms", "Avg TBT: 36.50 ms (27.4 tokens/sec)"]
+    assert (out, err.splitlines()) == ("echo: hello \n", told)
 
 
 def test_quiet_is_nothing_but_text_and_verbose_tells_all(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,9 +201,7 @@ def test_each_constraint_reaches_the_model(fake: FakeModel, tmp_path: Path) -> N
     ('{"type": "string", "not": {"pattern": "a"}}', "json_schema at /not: the negation of 'pattern' cannot"),
     ('{"type": "text"}', "'type' must be one of"),
 )
-def test_a_bad_schema_loads_no_model(
-    tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_schemas_load_no_model(tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subcommands, "load_model", lambda options: pytest.fail("loaded"))
     path = tmp_path / "schema.json"
     path.write_text(schema)
@@ -450,8 +446,7 @@ def test_an_error_keeps_the_session() -> None:
     assert done.stdout == "echo: 1 one \necho: 3 three \n"
     told = ["temperature must be in [0, 2], got 9", "there is no command /nope", "no longer fits"]
     told += ["did you mean /help", "did you mean top_p"]
-    assert [part for part in (*told, "Traceback") if part in done.stderr] == told
-    assert done.returncode == 0
+    assert ([part for part in (*told, "Traceback") if part in done.stderr], done.returncode) == (told, 0)
 
 
 def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question(monkeypatch: Any) -> None:

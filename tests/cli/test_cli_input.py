@@ -166,12 +166,11 @@ def test_the_remaining_fields_of_the_parameters_have_options(fake: FakeModel) ->
     options = ["--min-new-tokens", "2", "--stop-token-ids", "4,5", "--stop-token-ids", "6", "--temperature-last"]
     options += ["--allowed-token-ids", "7 8", "--include-stop-str-in-output", "--logprobs", "3", "--json"]
     text = run("generate", "-p", "params", *options, "--logprobs-mode", "processed").json()["text"]
-    assert text.strip() == str(
-        SamplingParams(
-            max_new_tokens=512, min_new_tokens=2, stop_token_ids=[4, 5, 6], temperature_last=True,
-            allowed_token_ids=[7, 8], include_stop_str_in_output=True, logprobs=3, logprobs_mode="processed",
-        )
+    expected = SamplingParams(
+        max_new_tokens=512, min_new_tokens=2, stop_token_ids=[4, 5, 6], temperature_last=True,
+        allowed_token_ids=[7, 8], include_stop_str_in_output=True, logprobs=3, logprobs_mode="processed",
     )  # fmt: skip
+    assert text.strip() == str(expected)
 
 
 # JSON lines

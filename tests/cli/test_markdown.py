@@ -79,8 +79,7 @@ def test_marks_are_dim_and_what_they_mark_is_styled(text: str, expected: list[tu
 def test_a_word_that_is_styled_goes_to_the_next_line_with_its_style() -> None:
     wrap, style = WordWrap(lambda: 12), MarkdownStyle()
     shown = wrap.feed(style.feed("some words **bold**")) + wrap.feed(style.finish()) + wrap.finish()
-    assert plain(shown) == "some words\n**bold**"
-    assert display_width(shown.split("\n")[1]) == 8
+    assert (plain(shown), display_width(shown.split("\n")[1])) == ("some words\n**bold**", 8)
 
 
 # Wrapping
@@ -138,8 +137,7 @@ def test_a_text_that_fits_keeps_its_lines(text: str) -> None:
 def test_a_word_waits_only_while_it_may_still_go_to_the_next_line() -> None:
     wrap = WordWrap(lambda: 11)
     shown = [wrap.feed(piece) for piece in ("Hel", "lo", " wor", "ld", "wide", "ly", " an", "d", " so")]
-    assert shown == ["Hel", "lo", "", "", "\nworldwide", "ly", "\nan", "d", ""]
-    assert wrap.finish() == " so"
+    assert (shown, wrap.finish()) == (["Hel", "lo", "", "", "\nworldwide", "ly", "\nan", "d", ""], " so")
 
 
 def test_a_window_that_becomes_narrow_is_noticed_at_the_next_word() -> None:

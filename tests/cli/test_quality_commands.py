@@ -86,9 +86,7 @@ def test_divergences_are_those_of_the_definition(folder: Path) -> None:
         done = list[tuple[int, int]]()
         found = measure_divergence(reference, other, TEXT, CONTEXT, lambda *counts: done.append(counts))
         windows, half = windows_of(reference), CONTEXT // 2
-        both = [
-            [llm.logits(window)[half:-1].double().log_softmax(-1) for window in windows] for llm in (reference, other)
-        ]
+        both = [[llm.logits(ids)[half:-1].double().log_softmax(-1) for ids in windows] for llm in (reference, other)]
         errors = [(reference.logits(window) - other.logits(window))[half:-1].abs().max().item() for window in windows]
         alone = measure_perplexity(other, TEXT, CONTEXT)
     expected, of_other = map(torch.cat, both)

@@ -246,8 +246,7 @@ def test_the_older_format_has_means_times_calls(tmp_path: Path) -> None:
     matrix(experts=EXPERTS).write(path)
     flat = open_importance_matrix(path)
     merged = matrix(experts=EXPERTS).merged(flat).squares["experts"]
-    assert merged.means[0].tolist() == [1, 2]
-    assert merged.counts.shape == (3,)
+    assert (merged.means[0].tolist(), merged.counts.shape) == ([1, 2], (3,))
 
 
 @pytest.mark.parametrize("cut_at", [0, 6, 11, 19, 30])

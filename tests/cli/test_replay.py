@@ -118,9 +118,7 @@ def test_a_link_is_read_whole_as_a_fragment_or_wrapped_over_lines() -> None:
         assert read_permalink(text) == link
 
 
-@pytest.mark.parametrize(
-    "options", [["--chat", "--seed", "3"], ["--temperature", "0"], ["--top-k", "4", "--kv-type", "auto"]]
-)
+@cases("options", ["--chat", "--seed", "3"], ["--temperature", "0"], ["--top-k", "4", "--kv-type", "auto"])
 def test_the_command_line_makes_links_that_replay(options: list[str]) -> None:
     text, link = run("generate", "-q", "-p", "hello", "-n", "20", "--permalink", *options)
     assert run("replay", link.strip(), "-q") == (text, "")

@@ -393,12 +393,9 @@ async def test_a_stream_gives_all_that_has_come_at_once(llm: LLM, steps: Steps) 
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_task_that_awaits_a_result_is_woken_once(
-    llm: LLM, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_awaits_results_is_woken_once(llm: LLM, is_streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     woken, wake = list[None](), Relay._wake
     monkeypatch.setattr(Relay, "_wake", lambda loop: (woken.append(None), wake(loop)))
     same = AsyncLLM(llm)
     result = run(same.stream("hello", LONG).result if is_streamed else lambda: same.generate("hello", LONG))
-    assert len(woken) == 1
-    assert result.token_ids == llm.generate("hello", LONG).token_ids
+    assert (len(woken), result.token_ids) == (1, llm.generate("hello", LONG).token_ids)

@@ -112,9 +112,7 @@ class PlantedError(Exception):
     """An error of the backend."""
 
 
-def fail_once(
-    patch: pytest.MonkeyPatch, runner: Runner, name: str, *, at_call: int, before: bool
-) -> list[PlantedError]:
+def plant(patch: pytest.MonkeyPatch, runner: Runner, name: str, *, at_call: int, before: bool) -> list[PlantedError]:
     """Let a method of the runner raise once, before or after its work. Return the list of raised errors."""
     real, raised, num_calls = getattr(runner, name), list[PlantedError](), iter(range(1_000_000))
 
@@ -138,7 +136,7 @@ def test_a_step_that_raises_once_changes_no_answer(world: World, name: str, monk
         engine = make_engine(world)
         loop = loop_of(engine)
         with monkeypatch.context() as patch:
-            raised = fail_once(patch, engine.runner, name, at_call=at_call, before=before)
+            raised = plant(patch, engine.runner, name, at_call=at_call, before=before)
             made = [make_sequence(world, case, Way(), tenant=str(place % 2)) for place, case in enumerate(cases)]
             streams = [open_stream(loop, sequence) for sequence in made]
             for stream in streams:
@@ -154,14 +152,12 @@ def test_a_step_that_raises_once_changes_no_answer(world: World, name: str, monk
 
 
 @pytest.mark.parametrize("name", ["truncate", "multi_step"])
-def test_an_answer_that_ended_before_a_fault_ends_for_its_reader(
-    world: World, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_before_a_fault_reaches_its_reader(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(world)
     cancelled, going = (engine.submit(make_sequence(world, LONG, Way())) for _ in range(2))
     engine.step()
     engine.cancel(cancelled)
-    fail_once(monkeypatch, engine.runner, name, at_call=0, before=True)
+    plant(monkeypatch, engine.runner, name, at_call=0, before=True)
     with pytest.raises(PlantedError):
         engine.step()
     engine.recover()

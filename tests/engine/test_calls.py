@@ -275,16 +275,13 @@ def test_a_broken_template_gives_a_warning_at_load_and_plain_text_works(qwen_dir
 SAMPLING, PENALTY = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}, {"repetition_penalty": 1.1}
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, {}),
-        ({"temperature": 0.6, "top_k": 20, "top_p": 0.9, "eos_token_id": 1}, SAMPLING),
-        ({"do_sample": False, "temperature": 0.6, **PENALTY}, {"temperature": 0.0, **PENALTY}),
-        ({"do_sample": True, "temperature": 0.7, "top_k": 0, "min_p": None}, {"temperature": 0.7}),
-        ({"top_k": -1, "repetition_window": -1}, {"repetition_window": None}),
-        ({"repetition_window": 64, "min_p": 0.05}, {"repetition_window": 64, "min_p": 0.05}),
-    ],
+@cases("config expected",
+    ({}, {}),
+    ({"temperature": 0.6, "top_k": 20, "top_p": 0.9, "eos_token_id": 1}, SAMPLING),
+    ({"do_sample": False, "temperature": 0.6, **PENALTY}, {"temperature": 0.0, **PENALTY}),
+    ({"do_sample": True, "temperature": 0.7, "top_k": 0, "min_p": None}, {"temperature": 0.7}),
+    ({"top_k": -1, "repetition_window": -1}, {"repetition_window": None}),
+    ({"repetition_window": 64, "min_p": 0.05}, {"repetition_window": 64, "min_p": 0.05}),
 )  # fmt: skip
 def test_a_models_own_defaults_are_the_values_that_it_names(config: dict[str, Any], expected: dict[str, Any]) -> None:
     assert sampling_defaults(config) == expected

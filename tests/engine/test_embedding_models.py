@@ -235,9 +235,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any, 
 @torch.inference_mode()
 def expected(model: Any, tokenizer: Any, folder: Path, texts: list[str]) -> Tensor:
     vectors = torch.stack([states_of(model, tokenizer(text)["input_ids"]).mean(0) for text in texts])
-    for place in (2, 3):
-        vectors = vectors @ load_file(folder / f"{place}_Dense" / "model.safetensors")["linear.weight"].T
-    return normalize(vectors)
+    return normalize(through(folder, (2, 3), vectors))
 
 
 def test_vectors_are_those_of_transformers_and_of_the_dense_layers(gemma: tuple[LLM, Any, Any, Path]) -> None:

@@ -16,7 +16,7 @@ from cases import cases
 from converted_encoders import write_gguf
 from encoder_models import BY_NAME, CONTEXT, make_encoder, states_of, write_modules
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
-from infer import LLM, Classification, ModelError
+from infer import LLM, ModelError
 from infer.cli.model_commands.explain_command import lines
 from infer.engine.requests.loop_messages import Work
 from infer.engine.texts.reranking import pairs_to_score, scores
@@ -24,6 +24,7 @@ from infer.errors import ContextLengthError, ModelFormatError, TruncationWarning
 from infer.models.catalog.explanation import explain
 from refusals import check_refused
 from served import serving
+from test_reranking import values_of
 
 
 def make_folder(folder: Path, name: str, **modules: Any) -> tuple[Any, Any]:
@@ -71,13 +72,7 @@ def test_a_text_has_the_same_bits_in_every_call(bert: tuple[LLM, Any, Any]) -> N
 def test_calls_that_generate_are_refused_in_one_line(bert: tuple[LLM, Any, Any]) -> None:
     llm, chat = bert[0], [{"role": "user", "content": "x"}]
     calls = [lambda: llm.generate("x"), lambda: llm.generate(["x", "y"]), lambda: next(llm.stream("x")), llm.trim]
-    calls += [
-        lambda: llm.chat(chat),
-        llm.session,
-        lambda: llm.logits([1, 2]),
-        lambda: llm.prompt_logprobs("x"),
-        llm.trim,
-    ]
+    calls += [lambda: llm.chat(chat), llm.session, lambda: llm.logits([1, 2]), lambda: llm.prompt_logprobs("x")]
     for call in calls:
         check_refused(call, "bert is an encoder and generates no text: use embed")
 
@@ -94,10 +89,9 @@ def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) ->
 
 
 @pytest.mark.slow(cases=2)
-@pytest.mark.parametrize(
-    ("file", "key", "length"),
-    [("sentence_bert", "max_seq_length", 9), *(("tokenizer", "model_max_length", each) for each in (9, 10**30))],
-)
+@cases("file key length",
+    ("sentence_bert", "max_seq_length", 9), *(("tokenizer", "model_max_length", each) for each in (9, 10**30)),
+)  # fmt: skip
 def test_texts_have_the_limit_of_sentence_transformers(file: str, key: str, length: int, tmp_path: Path) -> None:
     make_folder(tmp_path, "bert", pooling_mode_mean_tokens=True)
     path, limit = tmp_path / f"{file}_config.json", min(length, CONTEXT)
@@ -208,11 +202,6 @@ def logits_of(name: str, model: Any, tokenizer: Any, texts: list[Any]) -> torch.
     return torch.cat([model(**each).logits for each in given]).double()
 
 
-def values_of(found: list[Classification]) -> torch.Tensor:
-    by_label = [dict(zip(each.labels, each.probabilities, strict=True)) for each in found]
-    return torch.tensor([[each[label] for label in LABELS] for each in by_label], dtype=torch.float64)
-
-
 def scores_of(llm: LLM, documents: list[str] = DOCUMENTS) -> list[float]:
     return [each.score for each in sorted(llm.rerank(QUERY, documents), key=lambda each: each.index)]
 
@@ -224,7 +213,7 @@ def test_labels_of_texts_and_pairs_are_those_of_transformers(name: str, tmp_path
     given = [*TEXTS, *PAIRS]
     expected = logits_of(name, model, tokenizer, given).softmax(-1)
     with LLM(tmp_path) as llm:
-        torch.testing.assert_close(values_of(llm.classify(given)), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(values_of(llm.classify(given), LABELS), expected, rtol=0, atol=1e-5)
         assert llm._opened.settings.heads.reranker is None
     assert expected.std(0).min() > 0.003
 
@@ -249,7 +238,7 @@ def test_modernbert_pools_as_its_config_says(kind: str, tmp_path: Path) -> None:
     model, tokenizer = make_head_folder(tmp_path, "modernbert", **own)
     expected = logits_of("modernbert", model, tokenizer, TEXTS).softmax(-1)
     with LLM(tmp_path) as llm:
-        torch.testing.assert_close(values_of(llm.classify(TEXTS)), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(values_of(llm.classify(TEXTS), LABELS), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow(cases=3)

@@ -89,8 +89,7 @@ def run(programs: Programs, folder: Path) -> Callable[[str], None]:
 
 
 def test_every_call_of_a_child_is_refused_in_one_line(run: Callable[[str], None], tmp_path: Path) -> None:
-    run(
-        f"""
+    code = f"""
 path = {str(tmp_path / "talk")!r}
 session, other = llm.session(), llm.session()
 session.send("hello", GREEDY)
@@ -132,13 +131,12 @@ assert len(list(talk)) == 299
 assert session.send("go on", GREEDY).token_ids
 check()
 """
-    )
+    run(code)
 
 
 @pytest.mark.slow
 def test_a_fork_while_other_threads_answer_harms_no_answer(run: Callable[[str], None]) -> None:
-    run(
-        """
+    code = """
 ended = threading.Event()
 
 def answer():
@@ -153,7 +151,7 @@ with ThreadPoolExecutor(2) as threads:
 for each in asked:
     each.result()
 """
-    )
+    run(code)
 
 
 @pytest.mark.slow
@@ -198,8 +196,7 @@ check()
 @pytest.mark.slow
 def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(run: Callable[[str], None]) -> None:
     """So does a grandchild, which was forked while its parent answered."""
-    run(
-        """
+    code = """
 parent = os.getpid()
 
 def load():
@@ -218,14 +215,13 @@ for child in children:
     join(child)
 check()
 """
-    )
+    run(code)
 
 
 @pytest.mark.slow
 def test_an_unused_model_may_be_loaded_after_a_fork_beside_openmp(run: Callable[[str], None]) -> None:
     """OpenMP's threads exist only in the parent, and torch in the child does not wait for them."""
-    run(
-        """
+    code = """
 torch.set_num_threads(2)
 torch.randn(1 << 20).exp().sum()
 
@@ -241,14 +237,13 @@ assert torch.get_num_threads() == 2
 with torch.inference_mode():
     torch.randn(1 << 20).exp().sum()
 """
-    )
+    run(code)
 
 
 @pytest.mark.slow
 def test_a_lock_that_another_thread_holds_at_the_fork_is_free_in_the_child(run: Callable[[str], None]) -> None:
     """A lock is held for a moment, so that a fork may wait for it, or for long, by a thread that asks a process."""
-    run(
-        """
+    code = """
 def hold(lock, held, ended, most):
     with lock:
         held.set()
@@ -273,12 +268,11 @@ for lock, most in [*((lock, 0.1) for lock in short), *((lock, None) for lock in 
     thread.join()
 use_all(llm)
 """
-    )
+    run(code)
 
 
 def test_parent_and_children_never_share_the_process_of_their_templates(run: Callable[[str], None]) -> None:
-    run(
-        """
+    code = """
 def render(name):
     for index in range(20):
         assert template_process.render("{{ x }}", {"x": f"{name} {index}"}) == f"{name} {index}"
@@ -290,5 +284,5 @@ render("parent")
 for child in children:
     join(child)
 assert template_process._lane()._children[-1]._process.pid == before
-""",
-    )
+"""
+    run(code)

@@ -62,8 +62,7 @@ def run(programs: Programs, folder: Path) -> Callable[..., None]:
 
 @pytest.mark.slow
 def test_after_ctrl_c_at_any_moment_of_an_answer_the_next_one_is_right(run: Callable[..., None]) -> None:
-    run(
-        """
+    code = """
 draw, session, num_signals = random.Random(5), llm.session(), int(sys.argv[2])
 session.append("abc")
 begun = len(session.token_ids)
@@ -92,15 +91,12 @@ for call in (
         session.rewind(len(said) - begun)
         check()
     assert num_stopped == num_signals
-""",
-        max(1, NUM_SIGNALS // 4),
-        seconds=600,
-    )
+"""
+    run(code, max(1, NUM_SIGNALS // 4), seconds=600)
 
 
 def test_ctrl_c_ends_only_the_caller_that_waits(run: Callable[..., None]) -> None:
-    run(
-        """
+    code = """
 for number in (1, 2, 5):
     with ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(llm.generate, "abc", LONG) for _ in range(3)]
@@ -111,13 +107,12 @@ for number in (1, 2, 5):
     assert [each.result().token_ids for each in asked] == [expected[LONG]] * 3
     check()
 """
-    )
+    run(code)
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_generate_all_ends_all_its_answers(run: Callable[..., None]) -> None:
-    run(
-        """
+    code = """
 for number in (1, 2, 7):
     interrupt_in_step(number)
     assert interrupts(lambda: llm.generate_all(["abc"] * 20, LONG, batch_size=3))
@@ -126,12 +121,11 @@ for number in (1, 2, 7):
 found = llm.generate_all(["abc"] * 5, LONG, batch_size=3)
 assert [each.token_ids for each in found] == [expected[LONG]] * 5
 """
-    )
+    run(code)
 
 
 def test_a_session_keeps_its_answer_after_ctrl_c_and_continues(run: Callable[..., None]) -> None:
-    run(
-        """
+    code = """
 for number in (1, 2, 5):
     session = llm.session()
     session.send("hello", SHORT)
@@ -148,13 +142,12 @@ for number in (1, 2, 5):
     assert result.token_ids == llm.generate(session.token_ids[: -len(result.token_ids)], SHORT).token_ids
     check()
 """
-    )
+    run(code)
 
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_while_the_first_one_waits_for_the_step(run: Callable[..., None]) -> None:
-    run(
-        """
+    code = """
 draw = random.Random(2)
 for _ in range(10):
     may_send, delays = threading.Event(), [draw.uniform(0, 0.03) for _ in range(2)]
@@ -176,4 +169,4 @@ for _ in range(10):
     assert interrupts(ask)
     check()
 """
-    )
+    run(code)

@@ -120,9 +120,7 @@ def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> 
 
 
 @pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{5,9}"}], ids=["free", "grammar"])
-def test_tokens_beyond_the_embedding_are_text_and_never_sampled(
-    world: World, tmp_path: Path, grammar: dict[str, Any]
-) -> None:
+def test_tokens_beyond_the_embedding_are_never_sampled(world: World, tmp_path: Path, grammar: dict[str, Any]) -> None:
     """Gemma's tokenizer has such a token for images. The text model has no row for it."""
     cut = path_cases.VOCAB_SIZE - 1
     tensors = load_file(shutil.copytree(world.folder, tmp_path, dirs_exist_ok=True) / "model.safetensors")
@@ -137,9 +135,8 @@ def test_tokens_beyond_the_embedding_are_text_and_never_sampled(
     ids = llm.tokenizer.encode(f"a{name}b")
     assert (ids, llm.tokenizer.decode(ids)) == (llm.tokenizer.encode(f"a{name}b", parse_special=False), f"a{name}b")
     assert llm.generate(f"a{name}b", max_new_tokens=1).prompt_tokens == len(ids) > 3
-    assert llm.tokenizer.encode_chat(
-        [{"role": "user", "content": name}], chat_template="{{ messages[0].content }}"
-    ) == list(name.encode())
+    message = {"role": "user", "content": name}
+    assert llm.tokenizer.encode_chat([message], chat_template="{{ messages[0].content }}") == list(name.encode())
     for values in ({"logit_bias": {cut: 1.0}}, {"stop_token_ids": [cut]}):
         with pytest.raises(InvalidRequestError, match=f"token ids must be from 0 to {cut - 1}, got {cut}"):
             llm.generate("ab", SamplingParams(**values))

@@ -184,10 +184,7 @@ def test_documents_that_cannot_be_ranked_give_one_line(judge: LLM, given: Any, m
     check_refused(lambda: judge.rerank(*given), message)
 
 
-@pytest.mark.parametrize(
-    ("pair", "message"),
-    [((5, "a"), "query must be a text, got int"), (("a", None), "document 0 must be a text, got")],
-)
+@cases("pair message", ((5, "a"), "query must be a text, got int"), (("a", None), "document 0 must be a text, got"))
 def test_a_pair_of_no_texts_gives_one_line(judge: LLM, pair: Any, message: str) -> None:
     check_refused(lambda: pairs_to_score(judge._opened, [pair], None, truncate=False), message)
 
@@ -323,18 +320,15 @@ def test_a_classification_has_its_first_label_and_plain_json() -> None:
     assert found.to_json() == {"labels": ["b", "a"], "probabilities": [0.75, 0.25]}
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ("a", "texts must be a list of texts or pairs of texts, got str"),
-        ([""], "text 0: the prompt is empty"),
-        (["a", "x" * 999], f"text 1: the text has 999 tokens and the context holds {LABELLED_CONTEXT}"),
-        ([("a", "x" * 999)], "text 0: the tokenizer has no form for pairs of texts"),
-        ([[{"role": "user", "content": "a"}]], "text 0: a classifier reads a text, ids or a pair of texts"),
-        ([("a", "b", "c")], "text 0: a pair must be two texts, got 3"),
-        ([("a", 5)], "text 0: a pair must be two texts, got int"),
-        ([("a", "\ud800")], "text 0: the text contains a lone surrogate"),
-    ],
+@cases("texts message",
+    ("a", "texts must be a list of texts or pairs of texts, got str"),
+    ([""], "text 0: the prompt is empty"),
+    (["a", "x" * 999], f"text 1: the text has 999 tokens and the context holds {LABELLED_CONTEXT}"),
+    ([("a", "x" * 999)], "text 0: the tokenizer has no form for pairs of texts"),
+    ([[{"role": "user", "content": "a"}]], "text 0: a classifier reads a text, ids or a pair of texts"),
+    ([("a", "b", "c")], "text 0: a pair must be two texts, got 3"),
+    ([("a", 5)], "text 0: a pair must be two texts, got int"),
+    ([("a", "\ud800")], "text 0: the text contains a lone surrogate"),
 )  # fmt: skip
 def test_texts_that_cannot_be_classified_give_one_line(classifier: LLM, texts: Any, message: str) -> None:
     check_refused(lambda: classifier.classify(texts), message)

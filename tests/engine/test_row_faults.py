@@ -89,9 +89,7 @@ def check_failed(running: Answering, expected: Sequence[int], error: Exception =
 @pytest.mark.parametrize("num_right", [0, 3])
 @pytest.mark.parametrize("way", WAYS[::2], ids=str)
 @pytest.mark.parametrize(("fault", "error"), ERRORS)
-def test_a_fault_costs_no_other_row_a_token(
-    world: World, way: Way, fault: str, num_right: int, error: Exception
-) -> None:
+def test_faults_cost_no_other_row_a_token(world: World, way: Way, fault: str, num_right: int, error: Exception) -> None:
     place, name = FAULTS[fault]
     cases = [Case(str(i), PROMPT[: 5 + 7 * i], params) for i, params in enumerate([LONG, BOUND, BOUND, LONG, LONG])]
     cases[3] = replace(cases[3], params=replace(LONG, temperature=0.8, seed=3, repetition_penalty=1.2))

@@ -11,15 +11,9 @@ from infer.compute.operands.limits import HOST_STEP
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.step import fair_queueing
+from infer.engine.step import scheduler as scheduling
 from infer.engine.step.fair_queueing import Running, Tenants, Waiting, victim, work_of
-from infer.engine.step.scheduler import (
-    FIRST_PROMPT_TOKENS,
-    LEAST_PROMPT_TOKENS,
-    PLAIN_STEPS,
-    STREAM_SECONDS,
-    Demand,
-    Scheduler,
-)
+from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS, Demand, Scheduler
 from infer.engine.step.step_costs import Costs, StepWork, context_of
 from infer.outputs import percentile
 from infer.sampling_params import SamplingParams
@@ -66,9 +60,8 @@ def test_all_are_answered_within_the_wait_that_was_computed() -> None:
         assert not life.tenants._num_active, seed
         is_preempted = any(request.num_preemptions for request in life.requests)
         num_preempted += is_preempted
-        is_bounded = not is_preempted and all(
-            request.priority == 0 and request.max_new <= life.expected_answer for request in life.requests
-        )
+        plain = [each.priority == 0 and each.max_new <= life.expected_answer for each in life.requests]
+        is_bounded = not is_preempted and all(plain)
         for request in life.requests:
             assert request.ended_at is not None, seed
             if request.patience == float("inf"):
@@ -185,7 +178,7 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
 @pytest.mark.parametrize("num_decoding", [1, 8, 24])
 def test_a_step_reads_the_predicted_number_of_prompt_tokens(base: float, is_streamed: bool, num_decoding: int) -> None:
     scheduler, machine = Scheduler(HOST_STEP, prompt_seconds=0.1), MACHINES["2 cores"]
-    assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == FIRST_PROMPT_TOKENS
+    assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == scheduling.FIRST_PROMPT_TOKENS
     learn(scheduler, machine, base)
     answers = [Demand(1, num_computed=100, number=number, is_streamed=is_streamed) for number in range(num_decoding)]
     plan = scheduler.plan([*answers, Demand(8000, number=99)], 512)
@@ -225,7 +218,11 @@ def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
     drafting, plain = Demand(1, 7, 1000, 60, steps_to_draft=1), Demand(1, 0, 1000, 60)
     assert scheduler.plan([drafting], 512).num_drafts == [7]
     assert scheduler.plan([drafting, plain], 512).num_drafts == [7, 0]
-    for num_drafts, num_steps in ((7, 1), (0, PLAIN_STEPS), (7, 1)):  # after the plain steps it is the drafts' turn
+    for num_drafts, num_steps in (
+        (7, 1),
+        (0, scheduling.PLAIN_STEPS),
+        (7, 1),
+    ):  # after the plain steps it is the drafts' turn
         plan = scheduler.plan([drafting, plain, plain], 512)
         assert (plan.num_drafts, plan.num_steps) == ([num_drafts, 0, 0], num_steps)
         scheduler.update(plan, num_steps, 0.01, None)

@@ -124,9 +124,7 @@ def test_steps_owed_to_a_tenant_are_for_it_alone(world: World, engine: Engine, m
 
 
 @pytest.mark.parametrize("salt", ["", "another"])
-def test_a_prompt_of_several_is_read_once(
-    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch, salt: str
-) -> None:
+def test_a_shared_prompt_is_read_once(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch, salt: str) -> None:
     monkeypatch.setattr("infer.engine.step.slots._SHARED_TOKENS", 32)
     beginning, params = tuple(b"abc cab " * 15), SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
     cases = [Case("", (*beginning[:count], *end), params) for count, end in ((120, b"ab"), (120, b"ca"), (30, b"b"))]
@@ -148,9 +146,7 @@ def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: W
     assert begun == [asked[0], asked[2], asked[1]]
 
 
-def test_a_timeout_ends_answers_with_what_they_have(
-    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_ends_answers_as_they_are(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("infer.engine.engine.time.perf_counter", lambda: now)
     monkeypatch.setattr("infer.engine.step.queue.time.perf_counter", lambda: now)
@@ -194,9 +190,7 @@ def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(wor
     assert engine.snapshot().work_by_tenant["one"] - accounts[-1] == work_of(3, len(cancelled.pieces))
 
 
-def test_a_reader_is_woken_only_after_progress(
-    world: World, engine: Engine, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_progress_wakes_readers(world: World, engine: Engine, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.max_running, told, step = 1, list[tuple[int, int]](), engine.step
     sequence = make_sequence(world, LONG, Way(), prefill_chunk=3)
 

@@ -67,9 +67,7 @@ def state_pages(llm: LLM) -> int:
     return llm._opened.runner.pool_pages[-1]
 
 
-def test_states_take_a_share_of_memory_and_the_minimum_opens(
-    folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_take_a_share_and_the_minimum_opens(folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert state_pages(large) == 2 * 64 + 8
     needed = smallest(folder)
     found = dict[int, int]()
@@ -85,9 +83,7 @@ def test_states_take_a_share_of_memory_and_the_minimum_opens(
     check_refused(lambda: LLM(folder, max_seq_len=CONTEXT), "max_seq_len=", ModelError)
 
 
-def test_requests_wait_for_states_and_have_the_same_answers(
-    folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_wait_for_states_with_equal_answers(folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also drafts, forks and sessions, whose rows hold states between their answers."""
     options = {"max_new_tokens": 80, "ignore_eos": True}
     params: list[Any] = [replace(each, **options) for each in (GREEDY, SAMPLED)]

@@ -121,8 +121,7 @@ def test_claude_code_runs_a_tool_and_gets_text(served: Served, gateway: Gateway,
     environment |= {"DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1"}
     printed = run([*command, "--dangerously-skip-permissions"], tmp_path, **environment)
     lines = [json.loads(line) for line in printed.splitlines()]
-    assert lines[-1]["type"] == "result"
-    assert set(gateway.statuses) == {200}
+    assert (lines[-1]["type"], set(gateway.statuses)) == ("result", {200})
     kinds = [block["type"] for body in gateway.bodies for turn in body["messages"] for block in blocks_of(turn)]
     assert "tool_result" in kinds
     assert lines[-1]["usage"]["cache_read_input_tokens"] > 0

@@ -71,8 +71,7 @@ BOUNDS = {"served": 0.97, "kept": 0.96, "refusals": 2.0, "waited": 60.0, "errors
 def test_a_promise_that_was_broken_is_counted(broken: Client) -> None:
     assert figures([GOOD, LATER], GOOD)["kept"] == 1.0
     found = figures([GOOD, LATER, broken, GOOD], GOOD)
-    assert found["kept"] == 0.75
-    assert found["errors"] == bool(broken.error)
+    assert (found["kept"], found["errors"]) == (0.75, bool(broken.error))
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -85,12 +84,9 @@ def test_each_bound_is_one(name: str) -> None:
 # First questions
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "expected"),
-    [
-        ("It is Paris.", "Paris", True), ("PARIS", "Paris", True), ("Parisian", "Paris", False),
-        ("14", "4|four", False), ("2+2=4.", "4|four", True), ("H2O is water", "H2O|H₂O", True), ("", "ice", False),
-    ],
+@cases("text words expected",
+    ("It is Paris.", "Paris", True), ("PARIS", "Paris", True), ("Parisian", "Paris", False),
+    ("14", "4|four", False), ("2+2=4.", "4|four", True), ("H2O is water", "H2O|H₂O", True), ("", "ice", False),
 )  # fmt: skip
 def test_a_word_counts_as_a_whole(text: str, words: str, expected: bool) -> None:
     assert has_word(text, words) is expected

@@ -137,11 +137,8 @@ def test_anthropic_s_client_calls_a_tool_and_gives_its_result(claude: Any) -> No
         (streamed,) = stream.get_final_message().content
     assert (streamed.name, streamed.input) == (block.name, block.input)
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
-    asked["messages"] = [
-        *MESSAGES,
-        {"role": "assistant", "content": message.content},
-        {"role": "user", "content": [result]},
-    ]
+    turn = {"role": "assistant", "content": message.content}
+    asked["messages"] = [*MESSAGES, turn, {"role": "user", "content": [result]}]
     assert claude.messages.create(**asked, tool_choice={"type": "none"}).content[0].type == "text"
 
 
@@ -159,9 +156,8 @@ def test_anthropic_s_client_gets_an_error_and_leaves_a_stream(claude: Any) -> No
 
 def run_llm(served: Served, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     home.mkdir(exist_ok=True)
-    (home / "extra-openai-models.yaml").write_text(
-        f"- model_id: served\n  model_name: smollm2\n  api_base: {served.url}/v1\n  supports_schema: true\n"
-    )
+    model = f"- model_id: served\n  model_name: smollm2\n  api_base: {served.url}/v1\n  supports_schema: true\n"
+    (home / "extra-openai-models.yaml").write_text(model)
     environment = os.environ | {"LLM_USER_PATH": str(home), "LLM_LOAD_PLUGINS": ""}
     command = [sys.executable, "-m", "llm", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)

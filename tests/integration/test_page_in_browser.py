@@ -264,10 +264,8 @@ def test_a_tool_call_can_be_branched_and_its_result_goes_back(page: Page, served
     assert page.run("[...document.querySelectorAll('.call')].map((each) => each.open)") == [True, False, True]
     function = {"name": "get_weather", "arguments": page.texts(".pair .call pre")[1]}
     call = traced["tool_calls"][0] | {"function": function}
-    messages += [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call["id"], "content": "18 degrees"},
-    ]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "18 degrees"}
+    messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
     answer = served.client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
     (second,) = (json.loads(each["function"]["arguments"]) for each in answer["tool_calls"])
     assert json.loads(page.texts(".single .call pre")[-1]) == second
@@ -355,8 +353,7 @@ def test_a_link_asks_first_and_computes_nothing_until_then(page: Page, served: S
     assert page.texts("#link-dialog dd") == asked + others
     page.key("Escape")
     page.until("!document.getElementById('link-dialog') && location.hash === ''")
-    assert page.bodies == []
-    assert page.texts(".answer") == []
+    assert (page.bodies, page.texts(".answer")) == ([], [])
     answer_link(page, served, fragment_of("fp", EVIL))
     ended(page)
     assert [body["messages"] for body in page.bodies] == [EVIL["messages"]]
@@ -426,8 +423,7 @@ def test_an_example_is_sent_by_a_click_and_the_model_is_named(page: Page) -> Non
     assert len(examples) == 3
     page.click(".examples button")
     ended(page)
-    assert page.texts(".message.user .text") == examples[:1]
-    assert page.texts(".answer h2") == ["smollm2"]
+    assert (page.texts(".message.user .text"), page.texts(".answer h2")) == (examples[:1], ["smollm2"])
 
 
 def test_one_of_several_models_is_chosen_and_answers(page: Page) -> None:

@@ -24,15 +24,13 @@ from infer.engine.tensor_parallel.rank_settings import Transport
 from infer.files import open_checkpoint
 from oracle import make_oracle, mean_kl, oracle_logits
 from programs import Programs
+from test_published_models import TEXT as SOME_TEXT
 from test_tensor_parallel import ranks_of, runner_of
 from watched import python_command
 
 pytestmark = pytest.mark.slow
 
-TEXT = (
-    "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon; 3.14159 is close to pi.\n"
-    "def add(a, b):\n    return a + b\n\nÜber den Wolken ist die Freiheit wohl grenzenlos. 日本語も少し。 "
-) * 3
+TEXT = SOME_TEXT * 3
 PROMPTS = [
     *("Once upon a time", "The capital of France is", "def fibonacci(n):", "Water boils at", "My favourite colour is"),
     *("In the beginning", "The three laws of robotics are", "1, 2, 3, 4,", "Dear Sir or Madam,", "Shakespeare wrote"),

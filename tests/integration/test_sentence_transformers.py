@@ -27,9 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warning
 
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 ENDS = (([], True), (DENSE, False), (DENSE[:1], True), ([], False))
-CASES = [
-    ({"pooling_mode": mode, "include_prompt": has}, *end) for mode, has, end in product(MODES, (True, False), ENDS)
-]
+EACH = product(MODES, (True, False), ENDS)
+CASES = [({"pooling_mode": mode, "include_prompt": has}, *end) for mode, has, end in EACH]
 
 
 @pytest.mark.parametrize(("pooling", "dense", "is_normalized"), CASES[:: usual_or_all(5, 1)])

@@ -147,9 +147,7 @@ def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch
 # Caches
 
 
-def test_repeated_preparations_are_asked_for_once_up_to_a_limit(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_preparations_are_asked_once_up_to_a_limit(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Mock(return_value={"source": "x" * 10_000, "tools": [], "warnings": [], "ignored": []})
     monkeypatch.setattr("infer.engine.prepare.answer.ask_trial", asked)
     monkeypatch.setattr("infer.engine.prepare.answer.MAX_PREPARED_BYTES", 100_000)
@@ -294,6 +292,7 @@ def test_a_fork_asks_its_own_process_although_the_lock_was_held(child: Child) ->
 # Long texts
 
 
+Encode = Callable[[Tokenizer, str], list[int]]
 LONG = "The quick brown fox, 12345 jumps over <|im_end|> the lazy dog. " * 12_000
 SHORT = "The quick brown fox"
 SPELLED = "A <|im_end|> that somebody wrote. " * 200
@@ -316,9 +315,7 @@ def as_text(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("encode_short", [as_control, as_text])
 @pytest.mark.parametrize("encode_long", [as_control, as_text])
 def test_a_short_text_is_tokenised_while_a_long_one_is(
-    tokenizer: Tokenizer,
-    encode_long: Callable[[Tokenizer, str], list[int]],
-    encode_short: Callable[[Tokenizer, str], list[int]],
+    tokenizer: Tokenizer, encode_long: Encode, encode_short: Encode
 ) -> None:
     num_short, thread = 0, threading.Thread(target=encode_long, args=[tokenizer, LONG])
     thread.start()

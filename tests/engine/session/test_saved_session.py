@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.chat.chat_commands import run_command
 from infer.cli.chat.chat_session import ChatSession
@@ -44,9 +45,7 @@ print(json.dumps([[r.token_ids for r in results], results[0].reused_tokens, sess
 """
 
 
-def test_a_new_process_goes_on_with_equal_tokens(
-    programs: Programs, talk: Session, folder: Path, tmp_path: Path
-) -> None:
+def test_a_new_process_has_equal_tokens(programs: Programs, talk: Session, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "talk.safetensors"
     talk.save(path)
     cached = talk.num_cached_tokens
@@ -193,16 +192,13 @@ def test_a_file_that_is_no_session_is_refused(
     check_refused(lambda: llm.load_session(tmp_path / "old"), "another version of infer")
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"messages": [1]}, {"messages": None}, {"num_given": 9}, {"num_given": -1}, {"num_given": True},
-        {"turns": [[1]]}, {"turns": [[1, 1000]]}, {"turns": [[9, 1]]}, {"turns": [[2, 5], [1, 6]]},
-        {"turns": [[1, 6], [2, 5]]}, {"turns": 3},
-        {"template": []},
-        {"num_cached": -1}, {"num_cached": 1}, {"num_cached": 10**9}, {"num_cached": None}, {"num_cached": True},
-        {"note": []}, {"token_ids": 2},
-    ],
+@cases("changed",
+    {"messages": [1]}, {"messages": None}, {"num_given": 9}, {"num_given": -1}, {"num_given": True},
+    {"turns": [[1]]}, {"turns": [[1, 1000]]}, {"turns": [[9, 1]]}, {"turns": [[2, 5], [1, 6]]},
+    {"turns": [[1, 6], [2, 5]]}, {"turns": 3},
+    {"template": []},
+    {"num_cached": -1}, {"num_cached": 1}, {"num_cached": 10**9}, {"num_cached": None}, {"num_cached": True},
+    {"note": []}, {"token_ids": 2},
 )  # fmt: skip
 def test_a_file_written_by_somebody_else_is_checked(
     llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
@@ -253,8 +249,7 @@ def test_a_disk_that_is_full_keeps_the_old_file(talk: Session, tmp_path: Path) -
             talk.save(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == old
-    assert [entry.name for entry in tmp_path.iterdir()] == ["talk"]
+    assert (path.read_bytes(), [entry.name for entry in tmp_path.iterdir()]) == (old, ["talk"])
 
 
 def test_messages_that_are_no_json_are_not_saved(llm: LLM, tmp_path: Path) -> None:
@@ -267,7 +262,6 @@ def test_messages_that_are_no_json_are_not_saved(llm: LLM, tmp_path: Path) -> No
 # While others are answered
 
 
-ANSWER = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
 SECONDS = 300.0
 
 
@@ -323,10 +317,10 @@ def while_saving(session: Any, path: Path, slow_files: list[SlowFile]) -> Iterat
 
 def test_another_is_answered_while_a_session_is_saved(llm: LLM, tmp_path: Path, slow_files: list[SlowFile]) -> None:
     path, session = tmp_path / "talk", llm.session()
-    session.send("hello", ANSWER)
-    expected = llm.generate("go on", ANSWER).token_ids
+    session.send("hello", GREEDY)
+    expected = llm.generate("go on", GREEDY).token_ids
     with while_saving(session, path, slow_files):
-        assert llm.generate("go on", ANSWER, timeout=SECONDS).token_ids == expected
+        assert llm.generate("go on", GREEDY, timeout=SECONDS).token_ids == expected
     loaded = llm.load_session(path)
     assert (loaded.token_ids, loaded.num_cached_tokens) == (session.token_ids, session.num_cached_tokens)
     assert loaded.num_cached_tokens > 0
@@ -337,9 +331,9 @@ def test_a_session_whose_slot_is_taken_away_is_saved_without_a_cache(
 ) -> None:
     monkeypatch.setattr("infer.engine.session.session_cache._SLICE_BYTES", 1)
     path, session = tmp_path / "talk", llm.session()
-    session.send("hello", ANSWER)
+    session.send("hello", GREEDY)
     with while_saving(session, path, slow_files):
         llm.trim()
     loaded = llm.load_session(path)
     assert (loaded.token_ids, loaded.num_cached_tokens) == (session.token_ids, 0)
-    assert loaded.send("and now", ANSWER).token_ids == session.send("and now", ANSWER).token_ids
+    assert loaded.send("and now", GREEDY).token_ids == session.send("and now", GREEDY).token_ids

@@ -236,9 +236,7 @@ def test_the_second_thread_that_enters_a_session_is_refused(llm: LLM, monkeypatc
 
 
 @pytest.mark.parametrize("has_fault", [False, True], ids=["logits", "fault after four tokens"])
-def test_a_turn_that_fails_midway_changes_no_session(
-    llm: LLM, has_fault: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_fails_changes_no_session(llm: LLM, has_fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     session, accept = llm.session(), Answering.accept
     session.send("hello", GREEDY)
     before = session.token_ids, session.messages

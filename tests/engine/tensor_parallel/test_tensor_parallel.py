@@ -308,9 +308,7 @@ def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: 
         ranks.close()
 
 
-def test_dropped_answers_of_a_dead_rank_print_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_answers_of_a_dead_rank_print_nothing(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     unraisable, reported = list[Any](), list[str]()
     monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))

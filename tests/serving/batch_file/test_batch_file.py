@@ -145,8 +145,7 @@ def test_a_torn_line_is_cut_and_failed_rows_are_asked_again(tmp_path: Path) -> N
     with OutputFile(path, "m", retry_errors=True) as output:
         assert (output.finished, output.num_failed) == ({"a", "c"}, 0)
         output.write(lines[1])
-    assert path.read_text(encoding="utf-8").count("\n") == 3
-    assert os.listdir(tmp_path) == ["out.jsonl"]
+    assert (path.read_text(encoding="utf-8").count("\n"), os.listdir(tmp_path)) == (3, ["out.jsonl"])
     with pytest.raises(InvalidRequestError, match="holds answers of m, not of other"):
         OutputFile(path, "other")
 
@@ -358,14 +357,12 @@ def answered(load: dict[str, Any], num_workers: int) -> list[str]:
 def test_the_rows_of_a_process_that_died_are_answered_once_by_others(tmp_path: Path) -> None:
     """This includes the rows that the process had received in advance."""
     load = {"folder": tmp_path, "deaths": {"2": 1, "39": 1}}
-    assert answered(load, num_workers=2) == [row.id for row in ROWS]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert (answered(load, num_workers=2), len(list(tmp_path.iterdir()))) == ([row.id for row in ROWS], 2)
 
 
 def test_processes_that_die_end_no_run_while_there_are_answers_between(tmp_path: Path) -> None:
     load = {"folder": tmp_path, "deaths": {"0": 2, "9": 1, "19": 2}}
-    assert answered(load, num_workers=1) == [row.id for row in ROWS]
-    assert len(list(tmp_path.iterdir())) == 5
+    assert (answered(load, num_workers=1), len(list(tmp_path.iterdir()))) == ([row.id for row in ROWS], 5)
 
 
 @pytest.mark.slow

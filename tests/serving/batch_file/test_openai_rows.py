@@ -81,9 +81,7 @@ def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> 
 def test_a_row_accepts_the_fields_of_the_server() -> None:
     row = chat_row(reasoning_effort="low", repeat_penalty=1.5, stop=list("abcde"), max_tokens=-1, xyzzy=1, seed=-1)
     assert row.problem is None
-    assert row.values == {
-        "repetition_penalty": 1.5, "stop": list("abcde"), "max_new_tokens": None, "seed": 2**64 - 1
-    }  # fmt: skip
+    assert row.values == {"repetition_penalty": 1.5, "stop": list("abcde"), "max_new_tokens": None, "seed": 2**64 - 1}
     assert (row.effort, row.warnings) == ("low", ("xyzzy is not known and was ignored",))
     assert chat_row(chat_template_kwargs={"tone": "dry"}).variables == {"tone": "dry"}
 

@@ -147,8 +147,7 @@ def test_a_stream_that_cannot_be_repeated_ends_with_an_error_and_is_asked_for_on
 @pytest.mark.parametrize("is_repeatable", [True, False])
 def test_a_request_of_which_the_client_has_nothing_is_asked_again_whatever_it_is(is_repeatable: bool) -> None:
     lives = Lives(Life(200, b"{}", dies=True), Life(200, b'{"whole": 1}'))
-    assert answer(lives, is_repeatable=is_repeatable) == (200, b'{"whole": 1}')
-    assert len(lives.asked) == 2
+    assert (answer(lives, is_repeatable=is_repeatable), len(lives.asked)) == ((200, b'{"whole": 1}'), 2)
 
 
 def test_a_stream_continues_with_the_events_that_the_client_lacks() -> None:
@@ -221,8 +220,7 @@ def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -
 
 def test_the_note_that_an_engine_has_failed_is_not_for_the_client() -> None:
     lives = Lives(Life(200, [*EVENTS[:2], FAILED, b"data: the engine has failed\n\n"]), Life(200, EVENTS))
-    assert answer(lives) == (200, b"".join(EVENTS))
-    assert len(lives.asked) == 2
+    assert (answer(lives), len(lives.asked)) == ((200, b"".join(EVENTS)), 2)
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, ENGINE_FAILED), (500, "failed"), (503, "failed")])
@@ -232,10 +230,9 @@ def test_an_error_of_an_engine_that_has_failed_is_asked_again_of_another(status:
     assert answer(lives) == (200, b'{"whole": 1}')
 
 
-@pytest.mark.parametrize(
-    ("status", "body"),
-    [(499, b'{"error": {"code": "failed"}}'), (500, b'{"error": {"code": "other"}}'), (500, b"no JSON"), (503, b"{}")],
-)
+@cases("status body",
+    (499, b'{"error": {"code": "failed"}}'), (500, b'{"error": {"code": "other"}}'), (500, b"no JSON"), (503, b"{}"),
+)  # fmt: skip
 def test_any_other_error_is_the_client_s(status: int, body: bytes) -> None:
     assert answer(Lives(Life(status, body), Life(200, b'{"whole": 1}'))) == (status, body)
 
@@ -343,8 +340,7 @@ async def test_a_request_waits_while_no_replica_is_ready_and_is_answered_by_the_
         await asyncio.sleep(0)
     assert not waiting.done()
     second.become(is_ready=True)
-    assert two.state.phase == "ready"
-    assert await waiting == "1"
+    assert (two.state.phase, await waiting) == ("ready", "1")
 
 
 @in_event_loop
@@ -359,8 +355,7 @@ async def test_requests_of_a_replica_that_hangs_are_dropped_while_another_answer
     assert await asked(two, b"x") == "1"
     first.become(is_ready=True)
     second.become(is_ready=False)
-    assert await asked(two, b"x") == "0"
-    assert two.state.phase == "ready"
+    assert (await asked(two, b"x"), two.state.phase) == ("0", "ready")
 
 
 @pytest.mark.parametrize("way", [GoneError, asyncio.CancelledError, None])
@@ -430,8 +425,7 @@ def test_a_page_that_is_sent_again_is_the_last_to_be_dropped() -> None:
         router.sent(prompt, "b")
     for _ in range(20):
         router.sent(RoutedPrompt(100), "a")
-    assert router.choose(three, idle) == "b"
-    assert router._missing(one, "b") == 0
+    assert (router.choose(three, idle), router._missing(one, "b")) == ("b", 0)
     assert router._missing(two, "b") == two.num_tokens
 
 

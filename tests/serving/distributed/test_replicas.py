@@ -105,8 +105,7 @@ def test_the_streams_of_a_stopped_replica_go_on_elsewhere_and_the_server_stays_r
         try:
             assert json.loads(server.get("/ready")) == {"status": "ok"}
             assert "smollm2" in server.get("/v1/models")
-            assert story.result() == expected
-            assert list(num_running(server)) == [1 - busy]
+            assert (story.result(), list(num_running(server))) == (expected, [1 - busy])
             assert [begin_story(pool, server)[1].result() for _ in range(2)] == [expected] * 2
             until_ready(server, 2)
             assert stopped not in replica_processes(server).values()
@@ -247,8 +246,7 @@ def test_each_process_takes_cores_that_no_other_has(tmp_path: Path, monkeypatch:
         assert core not in taken
         taken.add(core)
         os.sched_setaffinity(0, allowed)
-    assert taken == allowed
-    assert take_cores(1) == []
+    assert (taken, take_cores(1)) == (allowed, [])
     assert os.sched_getaffinity(0) == allowed
 
 

@@ -155,8 +155,7 @@ async def test_a_request_that_waits_too_long_is_told_when_its_model_is_ready_and
     with pytest.raises(ApiError):
         await answer(shelf, "a")
     await asyncio.sleep(0.3)
-    assert await answer(shelf, "b") == "b"
-    assert FakeReplicas.loaded.count("b") == 1
+    assert (await answer(shelf, "b"), FakeReplicas.loaded.count("b")) == ("b", 1)
     assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
 
 
@@ -306,8 +305,7 @@ async def test_files_that_were_replaced_are_planned_again_before_their_model_is_
     ended.set()
     await asyncio.gather(*running)
     assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"
-    assert await answer(shelf, "a") == "a"
-    assert a.num_bytes == 7
+    assert (await answer(shelf, "a"), a.num_bytes) == ("a", 7)
 
 
 # With processes
@@ -366,8 +364,7 @@ def test_when_the_front_is_killed_its_processes_end_and_the_next_start_answers_t
             raise httpx.ConnectError("it is still loading")
         assert response.json()["choices"][0]["text"] == expected
 
-    found = kill_fronts(
-        [*SERVE, "--models-dir", str(tmp_path), "--pin", "one"], check, tmp_path, num_kills=2, longest=2.0
-    )
+    command = [*SERVE, "--models-dir", str(tmp_path), "--pin", "one"]
+    found = kill_fronts(command, check, tmp_path, num_kills=2, longest=2.0)
     assert len(found["ended_after"]) == 2
     assert found["answers"] >= 1

@@ -244,9 +244,7 @@ def test_a_body_that_cannot_be_meant_is_refused_alike_behind_a_front(servers: di
 
 @pytest.mark.parametrize("name", ["x-infer-id", "x-infer-created", "x-infer-sent", "X-Infer-Key-Name"])
 @pytest.mark.parametrize("value", ["7", "garbage", ""])
-def test_headers_between_the_processes_mean_nothing_to_a_client(
-    servers: dict[str, Served], name: str, value: str
-) -> None:
+def test_headers_between_processes_mean_nothing_to_a_client(servers: dict[str, Served], name: str, value: str) -> None:
     found = [answer(served, ASKED, f"{name}: {value}", f"{name}: {value}") for served in servers.values()]
     assert [each.status for each in found] == [200, 200]
     alone, behind = (each.json()["choices"] for each in found)

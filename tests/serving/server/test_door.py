@@ -42,10 +42,8 @@ def known_costs(pace: float = 0.0) -> StepCosts:
     return costs
 
 
-def forecast_of(
-    found: list[RemainingWork], num_slots: int = 16, pace: float = 0.0, num_slots_of: Any = None
-) -> Forecast:
-    forecast = Forecast(known_costs(pace), num_slots, num_slots_of)
+def forecast_of(found: list[RemainingWork], num_slots: int = 16, pace: float = 0.0, slots_of: Any = None) -> Forecast:
+    forecast = Forecast(known_costs(pace), num_slots, slots_of)
     for demand in found:
         forecast.add(demand)
     return forecast
@@ -112,7 +110,7 @@ def test_prompts_that_are_being_read_are_counted_once() -> None:
 
 def test_sequences_that_have_no_pages_have_no_slots() -> None:
     long = [RemainingWork("a", index < 4, 8000, 0, 100.0) for index in range(12)]
-    few = forecast_of(long, num_slots_of=lambda num_tokens: 32_000 // num_tokens)
+    few = forecast_of(long, slots_of=lambda num_tokens: 32_000 // num_tokens)
     assert few.num_slots == 3
     assert few.seconds_to_slot("a") > 10
     assert forecast_of(long).seconds_to_slot("a") == 0.0
@@ -361,7 +359,7 @@ def test_a_request_may_have_as_many_answers_as_there_are_slots_and_places() -> N
 
 def test_sequences_too_long_for_the_pages_run_one_at_a_time() -> None:
     long = [RemainingWork("a", number == 0, 2000, 0, 100.0) for number in range(3)]
-    none, forecast = (forecast_of(found, num_slots_of=lambda num_tokens: 1000 // num_tokens) for found in ([], long))
+    none, forecast = (forecast_of(found, slots_of=lambda num_tokens: 1000 // num_tokens) for found in ([], long))
     assert (none.num_slots, forecast.num_slots) == (16, 1)
     assert 0 < forecast.seconds_to_slot("a") < 1e6
     assert 0 < forecast.service_seconds(10, 10.0) < 1e6

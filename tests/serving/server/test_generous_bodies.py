@@ -121,11 +121,11 @@ def test_a_top_p_of_0_keeps_one_token_on_every_route(served: Served, kind: str) 
     assert text(temperature=1, top_p=0) == text(temperature=1, top_p=0.0) == text(temperature=0)
 
 
-@cases("fields param",
+@cases(
+    "fields param",
     ({"maxTokens": 5}, "maxTokens"),
     ({"top-p": 0.5}, "top-p"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"nam": "look"}}},
-     "tool_choice.function.nam"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"nam": "look"}}}, "tool_choice.function.nam"),
     ({"dry_multiplier": 0.8}, "dry_multiplier"),
     ({"typical_p": 0.5}, "typical_p"),
     ({"best_of": 2}, "best_of"),
@@ -138,7 +138,7 @@ def test_a_top_p_of_0_keeps_one_token_on_every_route(served: Served, kind: str) 
     ({"max_tokens": 10**400}, "max_tokens"),
     ({"max_tokens": -2}, "max_tokens"),
     ({"stop": ["x"] * 65}, "stop"),
-)  # fmt: skip
+)
 def test_fields_that_are_misspelt_or_change_the_answer_are_refused(served: Served, fields: Any, param: str) -> None:
     assert served.refusal(CHAT, messages=[USER], **fields)["param"] == param
 

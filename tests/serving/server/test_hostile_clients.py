@@ -154,10 +154,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 OPEN, SHORT = HEALTH[:-2], post(COMPLETIONS, ASKED)[:-1]  # without the empty line, and without a byte of the body
 
 
-@pytest.mark.parametrize(
-    ("rest", "is_one_write"),
-    [(b"GET /hea", False), (b"GET /hea", True), (OPEN, False), (b"\r\n", False), (SHORT, False)],
-)
+@cases("rest is_one_write", (b"GET /hea", False), (b"GET /hea", True), (OPEN, False), (b"\r\n", False), (SHORT, False))
 def test_every_head_and_body_of_a_connection_is_timed(hasty: Connection, rest: bytes, is_one_write: bool) -> None:
     hasty.send(HEALTH + rest if is_one_write else HEALTH)
     assert hasty.answer().status == 200
@@ -359,15 +356,13 @@ def status(limited: Served, *fields: str, path: str = "/nowhere") -> int:
 
 def test_a_request_may_have_as_many_fields_as_are_allowed(limited: Served) -> None:
     others = [f"x-{number}: 1" for number in range(FIELDS)]
-    assert status(limited, *others[: FIELDS - 1]) == 404
-    assert status(limited, *others) == 431
+    assert (status(limited, *others[: FIELDS - 1]), status(limited, *others)) == (404, 431)
 
 
 def test_a_head_may_have_as_many_bytes_as_are_allowed(limited: Served) -> None:
     """The path counts, and each field with the four bytes that end it."""
     left = BYTES - len("/nowhere") - len("Hostlocalhost") - 4 - len("x-a") - 4
-    assert status(limited, f"x-a: {'b' * left}") == 404
-    assert status(limited, f"x-a: {'b' * (left + 1)}") == 431
+    assert (status(limited, f"x-a: {'b' * left}"), status(limited, f"x-a: {'b' * (left + 1)}")) == (404, 431)
     assert status(limited, f"x-a: {'b' * left}", path="/nowhere1") == 431
 
 
@@ -379,9 +374,7 @@ def test_the_head_of_each_request_of_a_connection_is_counted_alone(limited: Serv
             assert connection.answer().status == 404
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "expected"), [(BODY, 100), (BODY + 1, 413), (8 * BODY, 413), (8 * BODY + 1, 413)]
-)
+@cases("num_bytes expected", (BODY, 100), (BODY + 1, 413), (8 * BODY, 413), (8 * BODY + 1, 413))
 def test_a_client_that_asks_first_is_asked_for_what_may_come(limited: Served, num_bytes: int, expected: int) -> None:
     head = ["POST /tokenize HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Expect: 100-continue"]
     with Connection(limited.port) as connection:
@@ -397,8 +390,7 @@ def test_as_many_connections_as_are_allowed_are_served_and_the_next_when_one_has
     with ExitStack() as stack:
         limited = stack.enter_context(serving(None, max_connections=3))
         allowed = [stack.enter_context(Connection(limited.port)) for _ in range(3)]
-        assert [ask(each) for each in allowed] == [404] * 3
-        assert status(limited) == 503
+        assert ([ask(each) for each in allowed], status(limited)) == ([404] * 3, 503)
         allowed[0].close()
         until(lambda: status(limited) == 404)  # it has ended as soon as the server sees it
 

@@ -53,8 +53,7 @@ def test_a_chat_is_the_library_s_answer_whole_and_as_lines(served: Served, llm: 
         assert 0 < found["eval_duration"] < found["total_duration"]
     thoughts = [whole["message"].get("thinking", ""), "".join(each["message"].get("thinking", "") for each in lines)]
     texts = [whole["message"]["content"], "".join(each["message"]["content"] for each in lines)]
-    assert thoughts == [expected.reasoning or ""] * 2
-    assert texts == [expected.text] * 2
+    assert (thoughts, texts) == ([expected.reasoning or ""] * 2, [expected.text] * 2)
     assert last["message"] == {"role": "assistant", "content": ""}
     assert not any(each["done"] or each.keys() & ENDS for each in lines)
 
@@ -228,9 +227,7 @@ def test_a_keep_alive_is_seconds_or_a_duration(given: float | str | None, second
         seconds_of("5m later")
 
 
-@pytest.mark.parametrize(
-    ("given", "port"), [([], 8000), (["--ollama"], 11434), (["--port", "8000", "--ollama"], 8000), (["--port", "0"], 0)]
-)
+@cases("given port", ([], 8000), (["--ollama"], 11434), (["--port", "8000", "--ollama"], 8000), (["--port", "0"], 0))
 def test_the_port_is_ollama_s_unless_another_one_is_given(given: list[str], port: int) -> None:
     values = infer.commands["serve"].make_context("serve", given).params
     options = ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})

@@ -111,8 +111,7 @@ def test_usage_comes_once_in_a_last_chunk_without_choices_where_it_is_asked_for(
     for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "hello"})):
         body = {"n": 2, "seed": 3, "max_tokens": 5, **prompt}
         *chunks, last = stream(served, path, stream_options={"include_usage": True}, **body)
-        assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
-        assert last["choices"] == []
+        assert ([chunk["usage"] for chunk in chunks], last["choices"]) == ([None] * len(chunks), [])
         assert counts_of(last["usage"]) == counts_of(ask(served, path, **body)["usage"])
 
 

@@ -28,7 +28,8 @@ from reranker_model import CONTEXT
 from served import Served, served_model, serving
 
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
-SAMPLED = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7, "max_tokens": 12}
+VALUES = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7}
+SAMPLED = VALUES | {"max_tokens": 12}
 SERVED = {"allow_embeddings": True}
 
 
@@ -116,12 +117,11 @@ def test_a_vector_of_zeros_stays_zero() -> None:
 @pytest.mark.parametrize("prompt", [{"prompt": "hello"}, {"messages": MESSAGES}])
 def test_a_trace_is_the_answer_with_the_funnel_of_each_token(served: Served, llm: LLM, prompt: Any) -> None:
     found = served.ask("/v1/trace", **prompt, **SAMPLED, num_candidates=4)
-    expected = llm.generate(found["prompt_token_ids"], temperature=0.9, seed=5, frequency_penalty=0.7,
-                            max_new_tokens=12, top_p=1.0 if "prompt" in prompt else 0.95)  # fmt: skip
+    top_p = 1.0 if "prompt" in prompt else 0.95
+    expected = llm.generate(found["prompt_token_ids"], **VALUES, max_new_tokens=12, top_p=top_p)
     assert (found["token_ids"], found["text"], found["seed"]) == (expected.token_ids, expected.text, 5)
     assert [each["token_id"] for each in found["tokens"]] == expected.token_ids
-    third = llm.sample_trace(found["prompt_token_ids"], step=3, num_candidates=4, temperature=0.9, seed=5,
-                             frequency_penalty=0.7, top_p=1.0 if "prompt" in prompt else 0.95).to_json()  # fmt: skip
+    third = llm.sample_trace(found["prompt_token_ids"], step=3, num_candidates=4, **VALUES, top_p=top_p).to_json()
     del third["text_before"], found["tokens"][2]["bytes"]
     assert found["tokens"][2] == json.loads(json.dumps(third))
     assert b"".join(map(bytes, found["prompt_bytes"])).endswith(b"hello" if "prompt" in prompt else b"[assistant]")
@@ -143,8 +143,7 @@ def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
 def test_the_mask_of_a_grammar_is_a_stage(served: Served, llm: LLM) -> None:
     asked = {"prompt": "hello", **SAMPLED, "regex": "abc[d-f]{5}"}
     answer = served.ask("/v1/trace", **asked)
-    assert answer["text"] == llm.generate("hello", temperature=0.9, seed=5, frequency_penalty=0.7, max_new_tokens=12,
-                                          regex="abc[d-f]{5}").text  # fmt: skip
+    assert answer["text"] == llm.generate("hello", **VALUES, max_new_tokens=12, regex="abc[d-f]{5}").text
     kept = [[stage["num_kept"] for stage in each["stages"] if stage["name"] == "allowed"] for each in answer["tokens"]]
     assert kept[0] == [1]
     assert all(1 <= each[0] < 260 for each in kept)
@@ -309,14 +308,7 @@ def test_documents_come_by_relevance(ranked: Served, judge: LLM, path: str, docu
 
 
 def test_names_of_other_servers_are_taken(ranked: Served, judge: LLM) -> None:
-    body = {
-        "query": QUERY,
-        "texts": DOCUMENTS,
-        "top_k": 1,
-        "return_text": True,
-        "instruct": "find",
-        "max_chunks": 3,
-    }
+    body = {"query": QUERY, "texts": DOCUMENTS, "top_k": 1, "return_text": True, "instruct": "find", "max_chunks": 3}
     answer = ranked.ask("/rerank", **body)
     (expected,) = judge.rerank(QUERY, DOCUMENTS, 1, "find")
     found = {"index": expected.index, "relevance_score": expected.score, "document": {"text": expected.document}}

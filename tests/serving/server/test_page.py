@@ -2,8 +2,7 @@
 
 import re
 
-import pytest
-
+from cases import cases
 from infer.serving.server.routes.web_files import served_files
 from infer.serving.web_ui.files import FOLDER
 from served import Served, served_model
@@ -39,9 +38,7 @@ def test_unchanged_files_are_not_sent_again(served: Served) -> None:
     assert served.client.get("/", headers={"If-None-Match": '"x"'}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "name", ["x.js", "..%2fweb_ui%2ffiles.py", "%2e%2e/files.py", "files.py", "main.js/", "MAIN.JS", ""]
-)
+@cases("name", "x.js", "..%2fweb_ui%2ffiles.py", "%2e%2e/files.py", "files.py", "main.js/", "MAIN.JS", "")
 def test_nothing_else_of_the_disk_is_served(served: Served, name: str) -> None:
     answer = served.client.get(f"/page/{name}")
     assert answer.status_code in (401, 404)

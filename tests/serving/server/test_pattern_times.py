@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 
 PACKAGES = (
-    "infer.serving.protocols",
-    "infer.serving.server",
-    "infer.text.toolcalls",
-    "infer.text.grammar",
-    "infer.serving.batch_file",
-    "infer.serving.distributed",
-    "infer.engine.prepare",
-    "infer.system",
-    "infer.text.tokenizer",
+    *("infer.serving.protocols", "infer.serving.server", "infer.serving.batch_file", "infer.serving.distributed"),
+    *("infer.text.toolcalls", "infer.text.grammar", "infer.text.tokenizer", "infer.engine.prepare", "infer.system"),
 )
 # These are only matched at one place of a text.
 MATCHED = {

@@ -103,8 +103,7 @@ def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
 )  # fmt: skip
 def test_what_no_route_takes_is_refused_in_openai_s_shape(served: Served, method: str, path: str, status: int) -> None:
     answer = served.client.request(method, path)
-    assert answer.status_code == status
-    assert error_of(answer)["type"] == "invalid_request_error"
+    assert (answer.status_code, error_of(answer)["type"]) == (status, "invalid_request_error")
 
 
 def test_a_request_has_an_id_and_a_clean_one_of_the_client_is_echoed(served: Served) -> None:

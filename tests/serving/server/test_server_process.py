@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from cases import cases
 from encoder_models import BY_NAME, make_encoder, write_modules
 from encoder_tokenizers import make_bert_folder
 from fake_hub import COMMIT
@@ -224,9 +225,7 @@ def test_answers_that_take_too_long_end_as_errors_and_a_closed_terminal_may_be_i
 
 
 @pytest.mark.slow(cases=1)
-@pytest.mark.parametrize(
-    ("hangs", "where", "status"), [("loop", "hang_loop", 3), ("step", "slow_step", 3), ("lock", "hold_lock", 1)]
-)
+@cases("hangs where status", ("loop", "hang_loop", 3), ("step", "slow_step", 3), ("lock", "hold_lock", 1))
 def test_code_that_hangs_ends_the_process_with_its_stacks(folder: Path, hangs: str, where: str, status: int) -> None:
     """Code that holds Python's lock does so also after SIGTERM."""
     with started(folder, hangs=hangs) as process, ThreadPoolExecutor(1) as pool:
@@ -280,15 +279,7 @@ def test_the_command_says_what_it_serves_in_six_lines_and_a_log_that_nobody_read
         try:
             lines = [child.stderr.readline() for _ in range(7)]
             found = re.search(r"http://[\d.:]+", lines[0])
-            assert [line.split()[0] for line in lines] == [
-                "loading",
-                "url",
-                "model",
-                "slots",
-                "memory",
-                "limits",
-                "ends",
-            ]
+            assert " ".join(line.split()[0] for line in lines) == "loading url model slots memory limits ends"
             with httpx.Client(base_url=found[0], timeout=SECONDS) as client:
                 (model,) = client.get("/v1/models").json()["data"]
                 schema = {"type": "string", "contentEncoding": "of-a-client"}

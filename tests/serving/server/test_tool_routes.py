@@ -18,11 +18,8 @@ from tool_templates import TEMPLATES
 ASKED = [{"role": "user", "content": "weather?"}]
 CHAT = "/v1/chat/completions"
 MODEL, LOADED = {"context": 1_500}, {"chat_template": THINKING, "reuse_prefixes": True}
-FUNCTION: dict[str, Any] = {
-    "name": "is_on",
-    "description": "Whether it is on.",
-    "parameters": {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]},
-}
+PARAMETERS = {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]}
+FUNCTION: dict[str, Any] = {"name": "is_on", "description": "Whether it is on.", "parameters": PARAMETERS}
 NOW: dict[str, Any] = {"name": "now"}
 TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": NOW | {"strict": None}}]
 BOOLEAN = {"type": "boolean"}
@@ -302,18 +299,15 @@ def blocks_of(text: str) -> tuple[list[dict[str, Any]], str]:
     return blocks, reason
 
 
-@pytest.mark.parametrize(
-    "choice", [{"type": "any"}, {"type": "tool", "name": "is_on", "disable_parallel_tool_use": True}]
-)
+@cases("choice", {"type": "any"}, {"type": "tool", "name": "is_on", "disable_parallel_tool_use": True})
 def test_a_message_has_its_calls_as_blocks_and_hears_their_results(served: Served, llm: LLM, choice: Any) -> None:
     body = {"messages": ASKED, "tools": BLOCKS_TOOLS, "tool_choice": choice, "seed": 3, "max_tokens": 300}
     name = choice.get("name")
     tools = {"tools": [FUNCTION, NOW | {"parameters": {"type": "object"}}], "tool_choice": name or "required"}
     expected = llm.chat(ASKED, **tools, parallel_tool_calls=not name, seed=3, max_new_tokens=300)
     whole = served.ask(MESSAGES, **body)
-    assert [(each["id"], each["name"], each["input"]) for each in whole["content"]] == [
-        (call.id, call.name, call.parsed()) for call in expected.tool_calls
-    ]
+    calls = [(call.id, call.name, call.parsed()) for call in expected.tool_calls]
+    assert [(each["id"], each["name"], each["input"]) for each in whole["content"]] == calls
     assert whole["stop_reason"] == "tool_use"
     blocks, reason = blocks_of(served.stream(MESSAGES, **body))
     assert (blocks, reason) == (whole["content"], "tool_use")

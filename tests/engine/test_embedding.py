@@ -127,6 +127,7 @@ async def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monk
     assert held_run.call_count == 1
 
 
+@pytest.mark.slow
 def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -> None:
     """A full context needs all pages but one. The common beginning of texts needs pages in addition to the texts'."""
     folder, options = make_model(tmp_path, context=6400), VectorOptions("last")

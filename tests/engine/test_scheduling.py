@@ -378,6 +378,7 @@ def test_the_victim_of_short_pages() -> None:
     assert victim([plain, Running(2, 99, False, "", 9, 0.5)]) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_priority", [True, False])
 def test_neither_a_high_priority_nor_a_quiet_tenant_is_preempted_for_others_growth(has_priority: bool) -> None:
     machine = replace(SERVER, num_pages=128)

@@ -50,6 +50,7 @@ def in_steps(rows: Rows, text: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1], [TAPS - 2, PAGE], [5, 1, 30, 3, 2], [69]], ids=str)
 def test_bits_of_a_convolution_do_not_depend_on_the_chunks(sizes: list[int]) -> None:
     text = long_text(70)

@@ -317,6 +317,7 @@ def test_the_command_names_the_tokens_of_a_step(
     assert f"MB   of a step of {tokens} tokens\n" in shown
 
 
+@pytest.mark.slow
 def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: 500_000_000)
     last = run("estimate", "--max-seq-len", "8192").out.splitlines()[-1]

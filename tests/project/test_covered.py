@@ -32,7 +32,7 @@ NUM_CHECKED = 572
 NUM_PREFIX_SOURCES = 315
 NUM_KERNEL_SOURCES = 106
 NUM_PROJECT_FILES = 1370
-NUM_TEST_FILES = 285
+NUM_TEST_FILES = 289
 NUM_NAMED_ONCE = 466
 NUM_THAT_KNOW_KERNELS = 130
 NUM_KERNEL_MAKERS = 63
@@ -168,6 +168,7 @@ def test_prefixes_of_other_machines_and_layouts_have_other_names(world: World, m
     assert len(set(found)) == 4
 
 
+@pytest.mark.slow
 def test_compiled_kernels_name_all_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernel_cache.sources()
     assert len(found) >= NUM_KERNEL_SOURCES

@@ -118,6 +118,7 @@ def test_no_hasattr_global_or_type_checking() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_functions_import_only_heavy_dependencies() -> None:
     found = []
     for name, tree in syntax_trees().items():

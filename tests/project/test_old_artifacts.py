@@ -118,6 +118,7 @@ def test_prefixes_of_other_kernels_are_removed_first(folder: Path, prefixes: Pat
     assert len([path for path in prefixes.iterdir() if path.is_dir()]) == 1
 
 
+@pytest.mark.slow
 def test_an_unfinished_batch_is_finished(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,6 +182,7 @@ def test_capped_logits_agree_with_reference() -> None:
         assert actual.abs().max() <= 2.0 < reference.head(x, torch.arange(3), norm, prepared_plain(weight)).abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(6, 2, 32), (4, 1, 20), (4, 4, 16)])
 def test_heads_that_are_normalised_together_agree_with_reference(shape: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = shape
@@ -190,6 +191,7 @@ def test_heads_that_are_normalised_together_agree_with_reference(shape: tuple[in
     check_attention(heads, torch.randn(330, (num_heads + 2 * kv_heads) * dim))
 
 
+@pytest.mark.slow
 def test_parts_of_several_types_biases_and_a_post_norm_agree_with_reference() -> None:
     x, norm, post = torch.randn(5, 256), Norm(torch.rand(256), 1e-5), Norm(torch.rand(75), 1e-5)
     parts = (make_weight("Q4_K", 32, 256), make_weight("Q4_K", 16, 256, 1), make_weight("F32", 27, 256, 2))

@@ -136,6 +136,7 @@ def image() -> bytes:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not linked_code.are_used_here(), reason="hardware: Linux on x86-64 only")
 def test_shortcuts_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     short = image()

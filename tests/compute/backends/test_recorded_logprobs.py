@@ -58,6 +58,7 @@ def defined(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> list[
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batches_of_rows(), st.integers(1, 3), st.data())
 def test_every_row_has_the_bits_of_the_definition(

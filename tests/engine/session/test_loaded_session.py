@@ -26,8 +26,6 @@ SLIDING = {"eviction_policy": "sliding", "eviction_window": 20, "protected_prefi
 SNAPKV = {"eviction_policy": "snapkv", "eviction_window": 48, "protected_prefix": 3}
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("windows", {}),
-    "windows, q8": ("wide", SLIDING | {"kv_type": "q8"}),
-    "windows, q4": ("wide", SLIDING | {"kv_type": "q4", "protected_prefix": 0}),
     "whole": ("llama", {}),
     "whole, shared": ("llama", {"reuse_prefixes": True}),
     "sliding": ("llama", SLIDING),
@@ -41,6 +39,8 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "two sets of rope factors": ("longrope", {}),
     "convolutions": ("convolutions", {"reuse_prefixes": True}),
     "states": ("states", {"reuse_prefixes": True}),
+    "windows, q8": ("wide", SLIDING | {"kv_type": "q8"}),
+    "windows, q4": ("wide", SLIDING | {"kv_type": "q4", "protected_prefix": 0}),
 }
 PLAIN: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
 KINDS = [SamplingParams(temperature=0, **PLAIN), SamplingParams(temperature=1, seed=7, **PLAIN)]

@@ -144,6 +144,7 @@ def test_a_flag_that_changes_no_token_does_not_matter(tmp_path: Path) -> None:
         tokenizer_values(save(tmp_path, Tokenizer.from_str(json.dumps(unreachable))), "gpt-oss", 451)
 
 
+@pytest.mark.slow
 def test_the_probe_has_all_triples_and_tells_all_rules_apart() -> None:
     probe = _all_triples()
     assert len({probe[at : at + 3] for at in range(len(probe))}) == len(probe) == len(set(probe)) ** 3

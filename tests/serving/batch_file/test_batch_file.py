@@ -238,6 +238,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(content: str | None, erro
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     path, (soft, hard) = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     with OutputFile(path, "m") as output:

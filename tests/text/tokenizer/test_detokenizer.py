@@ -48,6 +48,7 @@ def test_every_sequence_of_bytes_streams_to_its_decoded_text(ids: list[int]) -> 
     assert streamed(Detokenizer(ANY_BYTES), ids) == bytes(ids).decode("utf-8", "replace")
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_text_cut_into_bytes_comes_back_whole_and_never_shows_half_a_character(text: str) -> None:
     detokenizer = Detokenizer(ANY_BYTES)

@@ -155,6 +155,7 @@ def test_a_lone_surrogate_is_refused_in_one_line() -> None:
     check_refused(lambda: _toy().encode("ab\ud83d"), r"\A[^\n]*U\+D83D at character 2[^\n]*\Z")
 
 
+@pytest.mark.slow
 def test_a_megabyte_of_one_character_is_encoded_in_linear_time() -> None:
     for tokenizer in (_toy(), Tokenizer.from_gguf(sentencepiece_metadata(add_space_prefix=False))):
         text = "h" * 1_000_000

@@ -76,16 +76,16 @@ def test_the_answer_is_found_too_and_memory_comes_first(folder: Path) -> None:
         assert (again.reused_tokens, again.disk_tokens, again.token_ids) == (256, 0, result.token_ids)
 
 
-@pytest.mark.slow  # kernels of another precision are compiled
-def test_another_precision_finds_nothing(folder: Path) -> None:
+@pytest.mark.slow  # other kernels are compiled
+def test_another_type_or_precision_finds_nothing(folder: Path) -> None:
+    assert [answer(folder, kv_type=each)[2] for each in ("f16", "bf16", "bf16")] == [0, 0, 192]
     assert [answer(folder, precision=each, weights="q8")[2] for each in ("exact", "fast", "fast")] == [0, 0, 192]
 
 
-def test_another_salt_model_or_type_finds_nothing(folder: Path, tmp_path: Path) -> None:
+def test_another_salt_or_model_finds_nothing(folder: Path, tmp_path: Path) -> None:
     answer(folder)
     assert answer(folder)[2] == 192
     assert answer(folder, max_seq_len=400, pool_pages=9)[2] == 192  # another size of the cache
-    assert answer(folder, kv_type="bf16")[2] == 0
     assert answer(long_model("llama", tmp_path / "copy"))[2] == 0  # written at another time
     with LLM(folder, prefix_disk="1GB") as llm:
         assert llm.generate(PROMPT, GREEDY, cache_salt="another").disk_tokens == 0

@@ -284,9 +284,10 @@ def test_wrong_types_in_a_folder_are_no_failure_of_ours(file: str, settings: Any
     assert (bool(written.out), bool(written.err)) == (status < 2, status >= 2)
 
 
+@pytest.mark.filterwarnings("ignore:pre-tokenizer 'x' is not known")
 def test_wrong_values_in_a_file_are_refused_or_found(tmp_path: Path) -> None:
     counts = Counter[bool | None]()
-    for _, path in islice(gguf_of_any_kind(tmp_path), 0, None, 5):
+    for _, path in islice(gguf_of_any_kind(tmp_path), 0, None, 2):
         try:
             counts[bool(findings_of(path))] += 1
         except InferError:

@@ -1,5 +1,9 @@
-"""Files of single families: fused projections, drafting layers, gated attention, MXFP4, and impossible metadata."""
+"""Files of single families: fused projections, drafting layers, gated attention, MXFP4, and impossible metadata.
 
+Every family from a GGUF file gives the logits of the safetensors it was converted from, and is exported alike.
+"""
+
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from converted import convert
 from gguf_files import write_file
+from infer.compute import ops
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.weights import UnreadWeight
@@ -24,14 +29,15 @@ from infer.compute.quantization.ggml_blocks import dequantize
 from infer.errors import ModelError, ModelFormatError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.config import config_from_gguf
-from infer.files.gguf.gguf import GGUFFile, read_gguf
-from infer.files.tensors.lazy_weights import LazyWeights
+from infer.files.gguf.gguf import GGUFFile, TypedValue, read_gguf
+from infer.files.tensors.lazy_weights import LazyWeights, read_weight
 from infer.models.families import make_architecture
+from infer.models.gguf_export.plan import network_plan
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.weight_loader import dense
 from refusals import check_refused, refusal
 from steps import load_network, logits_of
-from tiny import BY_NAME, LAGUNA, MUSE_GLIMMER, Tiny, change_tensors, make_tiny
+from tiny import BY_NAME, DELTA_NETS, LAGUNA, LONGROPE, MUSE_GLIMMER, TINY, Tiny, change_tensors, make_tiny
 
 AT, Q_PROJ = "model.layers.0.linear_attn", "model.layers.3.self_attn.q_proj"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -344,3 +350,49 @@ def test_parts_that_do_not_fit_together_are_named(change: Any, problem: str, tmp
     change_tensors(tmp_path, lambda tensors: change(tensors, "model.layers.2.mlp.experts.gate_up_proj"))
     with pytest.raises(ModelFormatError, match=rf"model\.layers\.2\.mlp\.experts\.gate_up_proj_\w+'.*{problem}"):
         open_checkpoint(tmp_path)
+
+
+# Files of every family
+
+
+# Settings that llama.cpp's files cannot express: another activation, some settings of yarn, an unusual order of layers
+# without rotation, a cap that is off.
+_NOT_IN_GGUF = {"llama_relu", "llama_relu2", "llama_quick_gelu", "llama_odd_sizes", "llama_yarn_mscale"}
+_NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows", "qwen3_moe_mixed", "gpt_oss_plain"}
+_NOT_IN_GGUF |= {"mellum_mixed", "muse_glimmer_listed", "llama4_chunks", "llama4_plain", "lfm2_biases"}
+_NOT_IN_GGUF |= {"lfm2_moe_plain", "qwen3_next_mixed", "olmo_hybrid", "olmo_hybrid_rotated"}
+CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
+
+
+def logits(path: Path) -> torch.Tensor:
+    token_ids = torch.randint(3, 96, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    with ops.using("reference"):
+        return logits_of(load_network(path, dtype=torch.float32), token_ids)
+
+
+def assert_exported_alike(folder: Path, file: GGUFFile) -> None:
+    """Check that the export has the keys and the tensors of the file, in its types and shapes."""
+    plan = network_plan(open_checkpoint(folder))
+    keys = {key: TypedValue(file.value_types[key], value) for key, value in file.metadata.items()}
+    assert {key: value for key, value in keys.items() if plan.values.get(key) != value} == {}
+    assert {tensor.name: tensor.shape for tensor in plan.tensors} == {
+        name: info.shape for name, info in file.tensors.items()
+    }
+    for tensor in plan.tensors:
+        stored = read_weight(file.tensors[tensor.name]).data.reshape(tensor.num_rows, -1)
+        torch.testing.assert_close(tensor.read(0, tensor.num_rows), stored, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow(cases=6)
+@pytest.mark.parametrize("tiny", CONVERTED, ids=lambda tiny: tiny.name)
+def test_a_converted_file_gives_the_logits_of_the_folder(tiny: Tiny, tmp_path: Path) -> None:
+    config = copy.deepcopy(tiny.config)
+    if "query_pre_attn_scalar" in vars(config):
+        config.query_pre_attn_scalar = config.head_dim  # as in files of all sizes except two
+    if "post_norm_eps" in vars(config):
+        config.post_norm_eps = 1e-8  # a constant of llama.cpp
+    make_tiny(replace(tiny, config=config), tmp_path)
+    path = convert(tmp_path, tmp_path / "model.gguf")
+    assert_exported_alike(tmp_path, read_gguf(path))
+    # The value heads of a delta net have another order in a file, and so have the sums over them.
+    assert (logits(path) - logits(tmp_path)).abs().max() <= (2e-4 if tiny in DELTA_NETS else 2e-5)

@@ -13,7 +13,7 @@ from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
 from infer.compute.quantization.ggml_types import FLOAT_TYPES, GGML_TYPES
 from infer.models.catalog.supported import SUPPORTED
 from infer.models.families import make_architecture
-from test_converted_families import CONVERTED
+from test_family_files import CONVERTED
 from tiny import LONGROPE, TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

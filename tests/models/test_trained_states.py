@@ -17,6 +17,7 @@ from infer.engine.runner.caches import make_cache
 from infer.models.transformer import Transformer
 from recall_task import NUM_LETTERS, RecallText, make_text, train
 from steps import join
+from test_families import expected_logits
 
 pytestmark = pytest.mark.slow  # training takes half a minute
 
@@ -60,12 +61,6 @@ def share_right(texts: Sequence[RecallText], logits: Sequence[Tensor]) -> float:
     return (found == wanted).float().mean().item()
 
 
-@torch.inference_mode()
-def expected_logits(oracle: Any, text: RecallText) -> Tensor:
-    logits: Tensor = oracle(torch.tensor([text.token_ids])).logits[0]
-    return logits
-
-
 def make_reserved(model: Transformer, num_rows: int) -> PagedCache:
     cache = make_cache(model, LONGEST, num_rows, step_tokens=LONGEST)
     for row in range(num_rows):
@@ -105,7 +100,8 @@ def together(model: Transformer, texts: Sequence[RecallText]) -> list[Tensor]:
 
 def test_logits_equal_transformers_at_every_position(oracle: Any, llm: LLM, texts: list[RecallText]) -> None:
     for text in texts:
-        torch.testing.assert_close(llm.logits(text.token_ids), expected_logits(oracle, text), rtol=0, atol=TOLERANCE)
+        expected = expected_logits(oracle, text.token_ids)
+        torch.testing.assert_close(llm.logits(text.token_ids), expected, rtol=0, atol=TOLERANCE)
 
 
 def test_unseen_texts_are_answered(llm: LLM, texts: list[RecallText]) -> None:
@@ -163,6 +159,6 @@ def test_trained_gates_write_digits_and_leave_letters(oracle: Any, texts: list[R
     net = oracle.model.layers[1].linear_attn
     seen = list[Tensor]()
     hook = net.in_proj_b.register_forward_hook(lambda module, inputs, output: seen.append(output[0].sigmoid()))
-    expected_logits(oracle, texts[0])
+    expected_logits(oracle, texts[0].token_ids)
     hook.remove()
     assert seen[0].std(0).max() > 0.2

@@ -1,6 +1,11 @@
-"""`make test` runs a test for each promise and leaves the rest out, `make near` finds the tests beside a file."""
+"""`make test` runs a test for each promise and leaves the rest out, `make near` finds the tests beside a file.
+
+A process that a test starts says where it hangs, and the fuzzer finds its targets.
+"""
 
 import ast
+import subprocess
+import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -12,6 +17,7 @@ import pytest
 import extent
 from cases import cases
 from near_tests import ROOT, near
+from watched import python_command, script_command
 
 SLOW = "pytest.mark.slow"
 
@@ -116,3 +122,29 @@ def test_tests_beside_a_file_are_found(name: str, tests: set[str]) -> None:
 def test_every_module_has_tests_beside_it() -> None:
     modules = (ROOT / "src" / "infer").rglob("*.py")
     assert [path for path in modules if not near(path.relative_to(ROOT).as_posix())] == []
+
+
+# Processes that tests and the fuzzer start
+
+
+def test_a_process_that_hangs_says_where_and_ends() -> None:
+    code = "import time\ndef wait_for_ever():\n    time.sleep(60)\nwait_for_ever()"
+    done = subprocess.run(python_command(code, seconds=0.1), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "in wait_for_ever" in done.stderr
+
+
+def test_a_script_is_run_with_its_arguments_beside_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, neighbour\nprint(__name__, neighbour.NAME, *sys.argv)")
+    done = subprocess.run(script_command(script, 1, "two"), capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"__main__ neighbour {script} 1 two\n", "")
+
+
+@pytest.mark.slow
+def test_an_input_is_tried_again_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "found").write_bytes(b'{"model_type": "none"}')
+    command = [sys.executable, str(ROOT / "tests" / "fuzz"), "config", str(tmp_path / "found")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -140,7 +140,7 @@ def test_each_fault_has_an_id_of_its_own_applies_to_one_place_and_names_tests() 
     ({"file": "absent.py"}, r"A1: src/infer/absent\.py does not exist"),
     ({"old": "no such text"}, "A1: the old text occurs 0 times in .*'no such text'"),
     ({"old": "return"}, r"A1: the old text occurs \d+ times"),
-    ({"tests": ["compute/backends/test_shared_prefix.py::test_absent"]}, "A1: .*::test_absent does not exist"),
+    ({"tests": ["compute/backends/test_paged_attention.py::test_absent"]}, "A1: .*::test_absent does not exist"),
     ({"tests": []}, "A1: no test is named"),
 )
 def test_a_fault_that_cannot_be_planted_is_named(change: dict[str, object], problem: str) -> None:

@@ -28,6 +28,7 @@ from layer_caches import make_layer
 from path_cases import Always, Oracle
 from refusals import check_refused
 from steps import join
+from test_families import expected_logits
 from tiny import LONGROPE, Tiny, make_tiny
 
 BEYOND = 64
@@ -54,12 +55,6 @@ def llm(oracle: Any, folder: Path) -> LLM:
 
 def random_ids(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@torch.inference_mode()
-def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
-    logits: Tensor = oracle(torch.tensor([token_ids])).logits[0]
-    return logits
 
 
 def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]:

@@ -41,8 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     kinds = ["sliding_attention", "full_attention"]
     own = {"head_dim": 16, "sliding_window": WINDOW, "layer_types": kinds, "max_position_embeddings": 128}
-    config = Gemma3TextConfig(**SIZES, **own, pad_token_id=0)
-    make_tiny(Tiny("bytes", config), folder)
+    make_tiny(Tiny("bytes", Gemma3TextConfig(**SIZES, **own, pad_token_id=0)), folder)
     write_byte_tokenizer(folder)
     return folder
 

@@ -143,9 +143,8 @@ def test_special_text_whose_origin_the_template_hides_is_refused() -> None:
 
 
 def test_a_key_is_no_way_in() -> None:
-    tool = {"name": "f", "parameters": {"<|im_end|>": 1}}
     template = ChatTemplate("{{ messages[0].content }}{{ tools | tojson }}<|im_end|>", {})
-    pieces = template.render_marked([USER], SPECIALS, tools=[tool])
+    pieces = template.render_marked([USER], SPECIALS, tools=[{"name": "f", "parameters": {"<|im_end|>": 1}}])
     assert [piece.is_control for piece in pieces] == [False, True]
 
 

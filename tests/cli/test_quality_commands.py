@@ -188,9 +188,6 @@ def test_unmeasured_models_are_named(folder: Path, file: Path, tmp_path: Path, a
 # Pages
 
 
-SPIKE = "blk.3.ffn_down.weight"
-
-
 def read_page(path: Path) -> str:
     """Return a page that names no other file or host, and runs no script."""
     page = path.read_text(encoding="utf-8")
@@ -213,7 +210,7 @@ def charted(chart: str) -> list[tuple[bool, str, float]]:
 
 def test_the_page_of_a_diagnosis_has_the_findings_and_marks_their_bars(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, np.ndarray]) -> None:
-        tensors[SPIKE] *= 1000
+        tensors["blk.3.ffn_down.weight"] *= 1000
 
     folder = tmp_path / "<b>&"
     folder.mkdir()

@@ -46,8 +46,7 @@ def test_a_written_file_has_the_metadata_and_nearly_the_values(model: Path, tmp_
     assert before.split() == ["before", "0.1", "MB", "32.00", "bits", "per", "weight", "11", "F32"]
     assert after.endswith("4 Q5_0, 3 F32, 3 Q8_0, 1 F16")
     source, written = read_gguf(model), read_gguf(output)
-    changed = {"general.file_type": 15, "general.quantization_version": 2}
-    assert written.metadata == source.metadata | changed
+    assert written.metadata == source.metadata | {"general.file_type": 15, "general.quantization_version": 2}
     version = {"general.quantization_version": written.value_types["general.quantization_version"]}
     assert written.value_types == source.value_types | version
     read = gguf.GGUFReader(output)
@@ -244,8 +243,7 @@ def test_the_older_format_has_means_times_calls(tmp_path: Path) -> None:
     path.write_bytes(expected[:-9])  # without the optional end
     assert open_importance_matrix(path).squares["dense"].means.tolist() == [1, 0.5, 0.25]
     matrix(experts=EXPERTS).write(path)
-    flat = open_importance_matrix(path)
-    merged = matrix(experts=EXPERTS).merged(flat).squares["experts"]
+    merged = matrix(experts=EXPERTS).merged(open_importance_matrix(path)).squares["experts"]
     assert (merged.means[0].tolist(), merged.counts.shape) == ([1, 2], (3,))
 
 

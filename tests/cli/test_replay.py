@@ -56,8 +56,7 @@ def test_an_answer_over_http_is_replayed_to_the_byte(served: Served, route: str,
     choice = answer["choices"][0]
     text = choice["message"]["content"] if route == CHAT else choice["text"]
     asked = {"v": 1, "route": route, "fingerprint": answer["system_fingerprint"], "body": body}
-    link = link_of({**asked, "sha256": sha256_of(text)})
-    out, told = run("replay", link)
+    out, told = run("replay", link_of({**asked, "sha256": sha256_of(text)}))
     assert out == (text if text.endswith("\n") else text + "\n")
     assert "the fingerprint is the same\nthe answer is the same" in told
     told = run("replay", link_of({**asked, "body": body | {"model": "tiny"}})).err

@@ -155,8 +155,7 @@ def test_every_step_ends_in_the_token_that_generate_gives(llm: LLM, values: dict
 
 def test_ids_are_a_prompt_too_and_a_seed_that_was_drawn_is_told(llm: LLM) -> None:
     trace = llm.sample_trace([97, 99], SamplingParams())
-    again = llm.sample_trace("ac", SamplingParams(seed=trace.seed))
-    assert again == trace
+    assert llm.sample_trace("ac", SamplingParams(seed=trace.seed)) == trace
 
 
 def test_a_step_beyond_the_answer_names_its_end(llm: LLM) -> None:
@@ -213,14 +212,12 @@ def test_the_table_is_plain_text_where_stdout_is_no_terminal(fake: FakeModel) ->
 
 def test_the_options_are_those_of_generate(fake: FakeModel) -> None:
     options = ["--prompt", "params", "--preset", "seed", "--top-k", "0", "--seed", "5"]
-    generated = run("generate", "-q", *options).out
     shown = run("sample-trace", *options, "--json").json()["text_before"]
-    assert shown == generated.strip() != str(SamplingParams())
+    assert shown == run("generate", "-q", *options).out.strip() != str(SamplingParams())
 
 
 @pytest.mark.parametrize("width", [40, 60, 100])
 def test_a_terminal_gets_colours_and_no_line_wider_than_itself(fake: FakeModel, width: int) -> None:
-    trace = fake.sample_trace("hello", SamplingParams())
-    lines = list(trace_lines(trace, width))[1:-1]
+    lines = list(trace_lines(fake.sample_trace("hello", SamplingParams()), width))[1:-1]
     assert any("\x1b[" in line for line in lines)
     assert max(display_width(click.unstyle(line)) for line in lines) <= width

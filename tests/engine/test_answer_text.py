@@ -18,14 +18,13 @@ from served import Served
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "Hello", "▁Hello"]
 HELLO = 261
-MERGES = [("▁", "Hello")]
 NO_SCORES = struct.pack(f"<IIQ{VOCAB_SIZE}f", 9, 6, VOCAB_SIZE, *[0.0] * VOCAB_SIZE)  # an array of f32 in GGUF
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def write_tokenizer(folder: Path, *last_steps: decoders.Decoder) -> None:
     vocabulary = {text: i for i, text in enumerate(PIECES)}
-    backend = Tokenizer(BPE(vocab=vocabulary, merges=MERGES, unk_token="<unk>", byte_fallback=True))
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[("▁", "Hello")], unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last_steps]
     backend.decoder = decoders.Sequence(steps)

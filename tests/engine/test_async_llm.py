@@ -334,8 +334,7 @@ def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
         await asyncio.to_thread(until_idle, llm)
 
     run(ask)
-    executor = llm._opened.answers._preparing._executor
-    executor.shutdown()  # all preparing threads have ended
+    llm._opened.answers._preparing._executor.shutdown()  # all preparing threads have ended
     llm._opened.answers._preparing._executor = None
     assert len(preparing) == max(1, num_before), "what waits in the queue is not begun"
     assert not complete.called, "and the next stage is left out"

@@ -34,8 +34,7 @@ CALLS = ("adopt", "truncate", "reserve", "launch", "multi_step", "commit", "reme
 
 def make_engine(world: World, max_steps: int = 4) -> Engine:
     settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
-    runner = Runner(world.model, CONTEXT, num_slots=NUM_SLOTS, settings=settings)
-    return Engine(runner, max_steps=max_steps)
+    return Engine(Runner(world.model, CONTEXT, num_slots=NUM_SLOTS, settings=settings), max_steps=max_steps)
 
 
 # Batches

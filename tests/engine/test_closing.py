@@ -270,8 +270,7 @@ def test_a_closed_model_refuses_every_call_in_one_line(folder: Path) -> None:
 def test_answers_under_way_end_when_their_model_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(folder, capture=False)
     stream = llm.session().stream("hello", LONG)
-    reader = close_while_read(stream, llm.close, monkeypatch)
-    assert reader.error is None
+    assert close_while_read(stream, llm.close, monkeypatch).error is None
     assert stream.result.finish_reason == "abort"
     llm = LLM(folder, capture=False)
     longer = [replace(LONG, max_new_tokens=count) for count in (5, 300, 300)]

@@ -261,8 +261,7 @@ def test_a_gguf_file_gives_the_vectors_of_the_folder(name: str, tmp_path: Path) 
         config = json.loads((folder / "config.json").read_text())
         del config["is_causal"]
         (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama_bidirec"}))
-    path = convert(folder, tmp_path / "model.gguf", as_xlmr_gguf(folder))
-    with LLM(folder) as wanted, LLM(path) as found:
+    with LLM(folder) as wanted, LLM(convert(folder, tmp_path / "model.gguf", as_xlmr_gguf(folder))) as found:
         windows = [[each.window for each in llm.architecture.attention] for llm in (found, wanted)]
         assert windows[0] == windows[1]
         torch.testing.assert_close(found.embed(SENTENCE_TEXTS), wanted.embed(SENTENCE_TEXTS), rtol=0, atol=1e-6)

@@ -47,9 +47,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def turn_after(world: World, case: Case) -> Case:
-    said = by_definition(world, case).token_ids
     params = SamplingParams(temperature=0.8, seed=9, repetition_penalty=1.3, max_new_tokens=12)
-    prompt = (*case.prompt, *said, *b" ab")
+    prompt = (*case.prompt, *by_definition(world, case).token_ids, *b" ab")
     return Case(f"{case.name}, then", prompt if len(prompt) < CONTEXT - 20 else case.prompt, params)
 
 

@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.usefixtures("llm"),  # it compiles the kernels first, so that no message about that is on stderr
 ]
 
-NUM_SIGNALS = usual_or_all(24, 500)
 PRELUDE = """
 import os, random, signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +91,7 @@ for call in (
         check()
     assert num_stopped == num_signals
 """
-    run(code, max(1, NUM_SIGNALS // 4), seconds=600)
+    run(code, usual_or_all(6, 125), seconds=600)
 
 
 def test_ctrl_c_ends_only_the_caller_that_waits(run: Callable[..., None]) -> None:

@@ -285,7 +285,6 @@ def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
 # Stop strings
 
 
-NUM_TOKENS = 24
 # Letters, tokens of several letters, and the bytes of é, so that tokens can be parts of characters.
 ALLOWED = [*b"ab c", *range(256, EOS), *"é".encode()]
 
@@ -310,7 +309,7 @@ def expected_of(world: World, token_ids: list[int], stop: list[str], include: bo
 def test_the_text_ends_where_a_search_of_the_decoded_text_says(
     world: World, seed: int, temperature: float, stop: list[str], include: bool, way: Way
 ) -> None:
-    values = {"allowed_token_ids": ALLOWED, "max_new_tokens": NUM_TOKENS, "frequency_penalty": 0.2}
+    values = {"allowed_token_ids": ALLOWED, "max_new_tokens": 24, "frequency_penalty": 0.2}
     params = SamplingParams(temperature=temperature, seed=seed, **values)
     prompt = tuple(b"ab abc ab c"[: 1 + seed % 11])
     whole = run_alone(world, Case("whole", prompt, params), Way()).token_ids
@@ -327,5 +326,4 @@ def test_the_text_ends_where_a_search_of_the_decoded_text_says(
     # Tokens after the stop are in neither cache nor history, so the same context continues like a new one.
     then = Case("then", (*prompt, *expected.token_ids, ord("b")), replace(params, max_new_tokens=6))
     assert place.length == len(then.prompt) - 2
-    gone_on = run_alone(world, then, way, (), place)
-    assert gone_on.token_ids == run_alone(world, then, Way()).token_ids
+    assert run_alone(world, then, way, (), place).token_ids == run_alone(world, then, Way()).token_ids

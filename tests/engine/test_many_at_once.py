@@ -22,8 +22,6 @@ from looping import in_threads
 from refusals import check_refused
 from watched import python_command
 
-NUM_REQUESTS = usual_or_all(120, 2000)
-NUM_CANCELLED = usual_or_all(600, 10_000)
 POISON = 200
 LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True, logit_bias={POISON: -math.inf})
 VALUES: list[dict[str, Any]] = [
@@ -49,8 +47,7 @@ def draw_request(draw: random.Random) -> Asked:
     values = draw.choice(VALUES) | {"seed": draw.randrange(99), "max_new_tokens": draw.randint(1, 40)}
     options: dict[str, Any] = {"speculation": "ngram"} if draw.random() < 0.3 else {}
     options |= {"tenant": draw.choice("ab"), "priority": draw.randint(-2, 2), "cache_salt": draw.choice(("", "x"))}
-    prompt = (SHARED * 3 if draw.random() < 0.4 else []) + letters
-    return Asked(prompt, SamplingParams(**values), options)
+    return Asked((SHARED * 3 if draw.random() < 0.4 else []) + letters, SamplingParams(**values), options)
 
 
 def key(result: GenerationResult) -> tuple[Any, ...]:
@@ -78,7 +75,7 @@ def test_every_answer_under_load_is_as_alone(
     monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 1)  # so more sequences enter than have pages
     monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
     draw, alone, llm = random.Random(len(settings)), LLM(folder), LLM(folder, **settings)
-    asked = [draw_request(draw) for _ in range(NUM_REQUESTS // 3)]
+    asked = [draw_request(draw) for _ in range(usual_or_all(40, 666))]
     expected = [key(alone.generate(prompt, params)) for prompt, params, _ in asked]
     watch_steps(llm)
     same = AsyncLLM(llm)
@@ -206,6 +203,6 @@ asyncio.run(main())
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: what a process holds is read from Linux's /proc")
 def test_thousands_of_cancelled_requests_leave_nothing_behind(folder: Path) -> None:
     """There are as many pages, threads and file descriptors as before, and resident memory differs by at most 1 %."""
-    command = python_command(CHURN, folder, NUM_CANCELLED, seconds=usual_or_all(150, 900))
+    command = python_command(CHURN, folder, usual_or_all(600, 10_000), seconds=usual_or_all(150, 900))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -481,8 +481,7 @@ def test_a_type_checker_sees_the_literals_of_the_declarations() -> None:
 
 
 def test_the_page_gets_a_slider_inside_the_limits_of_each_number() -> None:
-    found = json.loads(json.dumps(page_parameters()))
-    sliders = {each["name"]: each for each in found["numbers"]}
+    sliders = {each["name"]: each for each in json.loads(json.dumps(page_parameters()))["numbers"]}
     assert {"temperature", "top_k", "top_p", "min_p", "max_tokens"} <= set(sliders)
     for name, declared in PARAMETERS.items():
         if declared.slider is not None:

@@ -169,8 +169,7 @@ def test_a_prompt_that_changes_near_its_start_is_logged_once(folder: Path, caplo
 def test_the_place_of_a_change_is_found_and_a_new_ending_is_none(num_gone: int, num_new: int) -> None:
     ids = np.random.default_rng(4).integers(0, 30_000, 2000, np.int32)
     new = np.arange(30_000, 30_000 + num_new, dtype=np.int32)
-    changed = np.concatenate([ids[:300], new, ids[300 + num_gone :]])
-    end = prefix_end(ids, changed)
+    end = prefix_end(ids, np.concatenate([ids[:300], new, ids[300 + num_gone :]]))
     assert end.position == 300
     assert end.num_again >= 2000 - 300 - max(num_gone, 32)
     # A prompt that continues a shorter one has no such place, and neither has one that lacks too much.

@@ -112,8 +112,7 @@ def test_a_weight_is_a_share() -> None:
     requests = [Request(0.0, 100, 50, 50, tenant=tenant) for tenant in ("one", "three") for _ in range(200)]
     Simulation(MACHINES["2 cores"], requests, {"three": 3.0}).run()
     order = sorted(requests, key=lambda each: each.entered_at or 0)
-    among_first = sum(each.tenant == "three" for each in order[:100])
-    assert 70 <= among_first <= 80
+    assert 70 <= sum(each.tenant == "three" for each in order[:100]) <= 80
 
 
 @pytest.mark.slow(cases=2)
@@ -163,8 +162,7 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
     assert 0.5 * STREAM_SECONDS < machine.seconds(plan.work) < 1.2 * STREAM_SECONDS
     silent = [Demand(1, number=number) for number in range(3)]
     assert sum(scheduler.plan([*silent, Demand(8000, number=9)], 512).num_tokens) == 512
-    behind = scheduler.plan([*streams, Demand(8000, num_computed=10**6, number=9)], 512)
-    assert behind.num_tokens[3] == 1
+    assert scheduler.plan([*streams, Demand(8000, num_computed=10**6, number=9)], 512).num_tokens[3] == 1
     scheduler.gap_seconds *= 2
     longer = scheduler.plan([*streams, Demand(8000, number=9)], 512)
     assert machine.seconds(longer.work) > 1.6 * machine.seconds(plan.work)
@@ -302,10 +300,9 @@ def test_every_step_is_for_all_where_that_gives_each_tenant_its_share() -> None:
 
 @pytest.mark.slow
 def test_consecutive_questions_take_a_slot_from_long_answers_once() -> None:
-    machine = Machine(8, 10_000, (2e-3, 1e-3, 4.5e-4, 9e-4))
     loud = [Request(0.0, 10, 3000, 3000, tenant="loud", is_streamed=False) for _ in range(20)]
     questions = [Request(20.0 + index, 10, 10, 10, tenant="quiet") for index in range(30)]
-    Simulation(machine, [*loud, *questions]).run()
+    Simulation(Machine(8, 10_000, (2e-3, 1e-3, 4.5e-4, 9e-4)), [*loud, *questions]).run()
     waits = [each.first_token_at - each.arrives_at for each in questions if each.first_token_at is not None]
     assert len(waits) == len(questions)
     assert max(waits[1:]) < 0.5
@@ -381,11 +378,10 @@ def test_the_victim_of_short_pages() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_priority", [True, False])
 def test_neither_a_high_priority_nor_a_quiet_tenant_is_preempted_for_others_growth(has_priority: bool) -> None:
-    machine = replace(SERVER, num_pages=128)
     growing = [Request(0.0, 64, 2000, 2000, tenant="" if has_priority else "loud") for _ in range(12)]
     tenant, priority = ("", 9) if has_priority else ("quiet", 0)
     few = [Request(1.0 + index, 64, 600, 600, tenant=tenant, priority=priority) for index in range(3)]
-    Simulation(machine, [*growing, *few]).run()
+    Simulation(replace(SERVER, num_pages=128), [*growing, *few]).run()
     assert any(each.num_preemptions for each in growing)
     assert not any(each.num_preemptions for each in few)
 
@@ -418,10 +414,9 @@ def test_short_prompts_pass_long_ones_that_have_no_pages(num_long: int) -> None:
 
 def test_a_long_prompt_is_passed_by_as_much_work_as_its_own_and_no_more() -> None:
     """There are ten short prompts per second, and two long ones, of which one has pages."""
-    machine = replace(SERVER, num_pages=140)
     stream = [Request(0.1 * index, 32, 32, 32) for index in range(500)]
     first, second = Request(1.0, 8000, 32, 32), Request(1.1, 8000, 32, 32)
-    Simulation(machine, [*stream, first, second]).run()
+    Simulation(replace(SERVER, num_pages=140), [*stream, first, second]).run()
     assert first.entered_at < second.entered_at
     assert 0 < second.passed <= work_of(8000, 32)
     after = [each for each in stream if each.arrives_at > 1.1 and (each.entered_at or 0) < second.entered_at]

@@ -18,8 +18,7 @@ if TYPE_CHECKING:  # files without models must not load torch
     from served import Served
 
 # Clients of others, which take seconds to import, and fuzzing. INFER_TESTS=all runs them.
-_SLOW_TO_IMPORT = ["test_agents.py", "test_other_clients.py"]
-collect_ignore = [] if IS_WHOLE else _SLOW_TO_IMPORT
+collect_ignore = [] if IS_WHOLE else ["test_agents.py", "test_other_clients.py"]
 if find_spec("ray") is None:  # 660 MB, which `make ray` installs
     collect_ignore.append("test_ray.py")
 

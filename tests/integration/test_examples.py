@@ -19,8 +19,6 @@ from watched import script_command
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MAX_LINES = 30
-MAX_LINES_OF_SEARCH = 48  # it embeds, ranks and answers
 NUM_TOKENS = 100  # more than a page of the cache
 # The tests below compare the output of these with the library's answers. `test_ray` runs `ray_batch.py`.
 COMPARED = ("chat.py", "custom_loop.py", "generate.py", "ray_batch.py", "search.py", "stream.py")
@@ -33,6 +31,9 @@ PROMISES = {
 }
 
 
+load = cache(LLM)
+
+
 def run(name: str, *arguments: object) -> str:
     command, settings = script_command(EXAMPLES / name, *arguments), {"stdin": subprocess.DEVNULL, "text": True}
     done = subprocess.run(command, capture_output=True, check=False, **settings)
@@ -41,16 +42,11 @@ def run(name: str, *arguments: object) -> str:
     return done.stdout
 
 
-@cache
-def load(path: Path) -> LLM:
-    return LLM(path)
-
-
 def test_every_example_is_run_and_short() -> None:
     programs = sorted(EXAMPLES.glob("*.py"))
     assert [program.name for program in programs] == sorted([*PROMISES, *COMPARED])
     for program in programs:
-        most = MAX_LINES_OF_SEARCH if program.name == "search.py" else MAX_LINES
+        most = 48 if program.name == "search.py" else 30  # it embeds, ranks and answers
         assert len(program.read_text(encoding="utf-8").splitlines()) < most, program.name
 
 
@@ -86,9 +82,8 @@ def test_a_long_text_and_a_long_stream_are_those_of_generate(smollm2_path: Path)
 
 def test_a_long_conversation_is_that_of_chat(smollm2_path: Path) -> None:
     """Its second answer depends on the first."""
-    llm = load(smollm2_path)
     params = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
-    session = llm.session(system="You answer in one short sentence.")
+    session = load(smollm2_path).session(system="You answer in one short sentence.")
     expected = ""
     for question in ("What is the capital of France?", "And what is it famous for?"):
         expected += f"> {question}\n{session.send(question, params).text}\n"

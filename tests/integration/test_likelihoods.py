@@ -29,8 +29,7 @@ def asked(served: Served, prompts: list[Any], **others: Any) -> list[dict[str, A
 def test_likelihoods_of_continuations_are_the_library_s(served: Served, llm: LLM, max_tokens: int) -> None:
     context = llm.tokenizer.encode(CONTEXT)
     prompts = [context + llm.tokenizer.encode(each) for each in CONTINUATIONS]
-    choices = asked(served, prompts, max_tokens=max_tokens)
-    for prompt, choice in zip(prompts, choices, strict=True):
+    for prompt, choice in zip(prompts, asked(served, prompts, max_tokens=max_tokens), strict=True):
         scores, likeliest = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
         expected = llm.prompt_logprobs(prompt, num=1)
         assert len(scores) == len(prompt) + max_tokens

@@ -84,8 +84,7 @@ def test_langchain_converses_and_streams(chain: Any, expected: str) -> None:
 
 
 def test_langchain_gets_a_schema_and_an_error(chain: Any) -> None:
-    structured = chain.with_structured_output(City, method="json_schema")
-    assert isinstance(structured.invoke(QUESTION), City)
+    assert isinstance(chain.with_structured_output(City, method="json_schema").invoke(QUESTION), City)
     with pytest.raises(Exception, match="temperature"):
         chain.bind(temperature=9).invoke(QUESTION)
 

@@ -252,8 +252,7 @@ def test_a_tool_call_can_be_branched_and_its_result_goes_back(page: Page, served
     assert page.run("[...document.querySelectorAll('#token .dropped')].some((e) => !e.querySelector('.branch'))")
     page.click(f"#token .branch[aria-label={json.dumps('Branch with ' + other)}]")
     branched(page)
-    cities = [json.loads(each)["city"] for each in page.texts(".pair .call pre")]
-    assert cities == ["Paris", "Le Havre"]
+    assert [json.loads(each)["city"] for each in page.texts(".pair .call pre")] == ["Paris", "Le Havre"]
     second = "document.querySelectorAll('.pair .answer')[1]"
     page.run(f"{second}.querySelector('.call textarea').focus()")
     page.type("18 degrees")

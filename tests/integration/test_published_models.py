@@ -19,8 +19,6 @@ from infer.files import open_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")]
 
-CODERS = ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"][: usual_or_all(1, 2)]
-ENCODERS = ["minilm", "embeddinggemma"][: usual_or_all(1, 2)]
 PROMPTS = {"minilm": (None, None), "embeddinggemma": ("query", "document")}  # of questions and of documents
 TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon; 3.14159 is close to pi.\n"
@@ -48,7 +46,7 @@ class Encoder(NamedTuple):
         return self.llm.embed(DOCUMENTS, prompt_name=self.prompts[1])
 
 
-@pytest.fixture(scope="module", params=CODERS)
+@pytest.fixture(scope="module", params=["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"][: usual_or_all(1, 2)])
 def coder_path(request: pytest.FixtureRequest) -> Path:
     return asset(f"models/{request.param}.gguf")
 
@@ -59,7 +57,7 @@ def coder(coder_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=ENCODERS)
+@pytest.fixture(scope="module", params=list(PROMPTS)[: usual_or_all(1, 2)])
 def encoder(request: pytest.FixtureRequest) -> Iterator[Encoder]:
     path = asset(f"models/{request.param}")
     with LLM(path) as llm:

@@ -124,7 +124,6 @@ def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps(smollm2: LLM)
 
 def test_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LLM) -> None:
     """The steps in batches are those of `transformers`, by the test above."""
-    llm = smollm2
     copying = "Repeat: the cat sat on the mat and the dog sat on the log.\nthe cat sat on the mat and the dog"
     prompts = [*PROMPTS[:7], copying, *PROMPTS[:4]]
     each = [
@@ -135,12 +134,12 @@ def test_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LL
         SamplingParams(temperature=0.9, regex="[a-z]{3,9}( [a-z]{2,9}){3,6}", seed=4, max_new_tokens=32),
     ]
     asked = list(zip(prompts, each, strict=True))
-    plain = [llm.generate(prompt, params) for prompt, params in asked]
-    drafted = [llm.generate(prompt, params, speculation="ngram") for prompt, params in asked]
+    plain = [smollm2.generate(prompt, params) for prompt, params in asked]
+    drafted = [smollm2.generate(prompt, params, speculation="ngram") for prompt, params in asked]
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     assert sum(result.stats.drafts_accepted for result in drafted) > 0
     for speculation in (None, "ngram"):
-        together = llm.generate_all(prompts, each, batch_size=3, speculation=speculation)
+        together = smollm2.generate_all(prompts, each, batch_size=3, speculation=speculation)
         for one, other in zip(together, plain, strict=True):
             assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
 

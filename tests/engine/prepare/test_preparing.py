@@ -164,8 +164,7 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
     long = {"type": "integer", "description": "x" * 500_000}
     compiler.compile(Grammar("json_schema", json.dumps(long)))
     grammars = AnswerGrammars(compiler)
-    found = grammars.prepare(format_of({"properties": {"a": long}}), None)
-    compiler.compile_answer(found.source)
+    compiler.compile_answer(grammars.prepare(format_of({"properties": {"a": long}}), None).source)
     keys = {*compiler._compiled._kept, *grammars._kept._kept}
     assert {(type(key), len(key)) for key in keys} == {(bytes, 32)}
 
@@ -294,7 +293,6 @@ def test_a_fork_asks_its_own_process_although_the_lock_was_held(child: Child) ->
 
 Encode = Callable[[Tokenizer, str], list[int]]
 LONG = "The quick brown fox, 12345 jumps over <|im_end|> the lazy dog. " * 12_000
-SHORT = "The quick brown fox"
 SPELLED = "A <|im_end|> that somebody wrote. " * 200
 
 
@@ -320,7 +318,7 @@ def test_a_short_text_is_tokenised_while_a_long_one_is(
     num_short, thread = 0, threading.Thread(target=encode_long, args=[tokenizer, LONG])
     thread.start()
     while thread.is_alive():
-        encode_short(tokenizer, SHORT)
+        encode_short(tokenizer, "The quick brown fox")
         num_short += 1
     assert num_short > 20, "one takes a ten-thousandth of the time of the long text"
 

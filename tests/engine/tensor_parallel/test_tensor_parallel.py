@@ -205,8 +205,7 @@ def test_every_cache_and_quantised_experts_have_the_bits_of_one_rank(
 
 @pytest.mark.slow
 def test_each_rank_has_its_share_of_each_expert(families: Families, pair: Ranks) -> None:
-    folder = families["qwen2_moe"]
-    whole, own = (runner_of(folder, ranks).model.layers[0] for ranks in (None, pair))
+    whole, own = (runner_of(families["qwen2_moe"], ranks).model.layers[0] for ranks in (None, pair))
     sizes = [[each.out_features for each in layer.feed_forward.projections] for layer in (whole, own)]
     router, *others = sizes[0]
     assert sizes[1] == [router, *(rows // 2 for rows in others)]

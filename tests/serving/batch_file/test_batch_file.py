@@ -368,9 +368,8 @@ def test_processes_that_die_end_no_run_while_there_are_answers_between(tmp_path:
 
 @pytest.mark.slow
 def test_three_processes_that_die_one_after_the_other_end_a_run(tmp_path: Path) -> None:
-    load = {"folder": tmp_path, "deaths": {"5": 3}}
     with pytest.raises(InferError, match=r"3 processes died in a row \(exit status 3\), perhaps because the memory"):
-        answered(load, num_workers=1)
+        answered({"folder": tmp_path, "deaths": {"5": 3}}, num_workers=1)
 
 
 @pytest.mark.slow

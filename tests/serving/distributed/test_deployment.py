@@ -153,8 +153,7 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
 # The pages of docs/server. A failing test prints the missing row
 
 
-PAGES = sorted((ROOT / "docs" / "server").glob("*.md"))
-DOCS = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+DOCS = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "server").glob("*.md")))
 
 
 def rows(beginning: str) -> set[str]:
@@ -286,8 +285,7 @@ def test_bodies_and_answers_are_as_described(served: Served, path: str) -> None:
     for asked in (BODIES[path], BODIES[path] | {"unknown": 1}):
         body.validate(asked)
         answer_of(path, "post", 200).validate(served.ask(path, **asked))
-    name = next(iter(BODIES[path]))
-    wrong = BODIES[path] | {name: {"not": "this"}}
+    wrong = BODIES[path] | {next(iter(BODIES[path])): {"not": "this"}}
     assert not body.is_valid(wrong)
     refused = served.client.post(path, json=wrong)
     assert refused.status_code == 400

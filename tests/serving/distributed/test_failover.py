@@ -226,8 +226,7 @@ def test_the_note_that_an_engine_has_failed_is_not_for_the_client() -> None:
 @pytest.mark.parametrize(("status", "code"), [(500, ENGINE_FAILED), (500, "failed"), (503, "failed")])
 def test_an_error_of_an_engine_that_has_failed_is_asked_again_of_another(status: int, code: str) -> None:
     error = json.dumps({"error": {"code": code}}).encode()
-    lives = Lives(Life(status, error), Life(200, b'{"whole": 1}'))
-    assert answer(lives) == (200, b'{"whole": 1}')
+    assert answer(Lives(Life(status, error), Life(200, b'{"whole": 1}'))) == (200, b'{"whole": 1}')
 
 
 @cases("status body",

@@ -126,8 +126,7 @@ def test_slots_that_prompts_cannot_fill_are_not_counted() -> None:
     per_token = [(0.001 + 0.002 * count) / count for count in (2, 16)]
     reading = 100 * 0.0005
     expected = [(32 - 15 / 2) * (reading + 50 * seconds) for seconds in per_token]
-    waits = [forecast.seconds_to_slot("a") for forecast in (slow, fast)]
-    assert waits == pytest.approx(expected, rel=0.01)
+    assert [forecast.seconds_to_slot("a") for forecast in (slow, fast)] == pytest.approx(expected, rel=0.01)
 
 
 @given(demands, st.integers(1, 64), st.integers(0, 10_000))

@@ -78,13 +78,11 @@ def test_a_request_may_come_byte_by_byte_and_its_length_may_have_leading_zeros(c
 def test_requests_that_come_at_once_are_answered_in_their_order(connection: Connection) -> None:
     limits = (3, 1, 2)
     connection.send(b"".join(post(COMPLETIONS, ASKED | {"max_tokens": limit}) for limit in limits))
-    found = [connection.answer().json()["usage"]["completion_tokens"] for _ in limits]
-    assert found == list(limits)
+    assert [connection.answer().json()["usage"]["completion_tokens"] for _ in limits] == list(limits)
 
 
 def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(connection: Connection) -> None:
-    request = post(COMPLETIONS, ASKED, "Expect: 100-continue")
-    head, body = request.split(b"\r\n\r\n")
+    head, body = post(COMPLETIONS, ASKED, "Expect: 100-continue").split(b"\r\n\r\n")
     connection.send(head + b"\r\n\r\n")
     assert connection.line().startswith(b"HTTP/1.1 100")
     assert connection.line() == b"\r\n"

@@ -55,8 +55,7 @@ def test_a_message_is_the_library_s_answer(served: Served, llm: LLM) -> None:
 def test_a_last_turn_of_the_assistant_is_gone_on_with(served: Served, llm: LLM) -> None:
     messages = [*ASKED["messages"], {"role": "assistant", "content": "abc"}]  # type: ignore[misc]
     expected = llm.chat(messages, temperature=0, max_new_tokens=12, continue_final_message=True)
-    found = served.ask("/v1/messages", **ASKED | {"messages": messages})
-    assert found["content"][0]["text"] == expected.text
+    assert served.ask("/v1/messages", **ASKED | {"messages": messages})["content"][0]["text"] == expected.text
 
 
 def test_an_answer_is_held_to_a_schema(served: Served) -> None:
@@ -203,8 +202,7 @@ def test_an_editor_gets_the_text_between_two_texts(infill: Served) -> None:
     assert (found["tokens_evaluated"], found["truncated"]) == (len(ids), False)
     warm = infill.ask("/infill", **asked | {"n_predict": 0, "samplers": []})
     assert (warm["content"], warm["tokens_predicted"], warm["tokens_evaluated"]) == ("", 0, len(ids))
-    other = [{"text": "x", "filename": "f"}]
-    assert infill.ask("/infill", **asked | {"input_extra": other})["prompt"] == (
+    assert infill.ask("/infill", **asked | {"input_extra": [{"text": "x", "filename": "f"}]})["prompt"] == (
         "<|repo_name|>project\n<|file_sep|>f\nx<|file_sep|>file\n<|fim_prefix|>a\nb<|fim_suffix|>z\n<|fim_middle|>"
     )
     ended = infill.ask("/infill", **asked | {"logit_bias": [[PAD, 100]]})

@@ -15,7 +15,6 @@ LOOP = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content | selectattr('type', 'equalto', 'text') %}"
     "{{ part.text }}{% endfor %}{{ '\\n' }}{% endfor %}"
 )
-FIRST_ONLY = "{{ messages[0].content }}"
 MODEL = {"context": 1024}
 ROUTES = {
     "/v1/chat/completions": ("messages", {"max_tokens": 1}),
@@ -68,7 +67,7 @@ def test_a_template_that_reads_parts_sees_the_question(served: Served, llm: LLM,
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_question_that_the_template_loses_is_refused(served: Served, llm: LLM, path: str) -> None:
-    llm.tokenizer.replace_chat_template(FIRST_ONLY)
+    llm.tokenizer.replace_chat_template("{{ messages[0].content }}")
     answer = ask(served, path, turns(("user", "Hello"), ("assistant", "Yes"), ("user", "e")))
     assert answer.status_code == 400
     assert "leaves out the text of the user's last message" in answer.text

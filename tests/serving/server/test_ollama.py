@@ -179,8 +179,7 @@ def test_texts_become_vectors_of_length_1_and_the_older_route_s_as_they_are(serv
     assert found["embeddings"][0] == pytest.approx([value / length for value in plain], abs=1e-6)
     assert found["prompt_eval_count"] == len(llm.tokenizer.encode("hello") + llm.tokenizer.encode("ab"))
     assert len(found["embeddings"]) == 2
-    cut = post(served, "/api/embed", input="a" * 2_000)
-    assert cut["prompt_eval_count"] == 1_500
+    assert post(served, "/api/embed", input="a" * 2_000)["prompt_eval_count"] == 1_500
     assert "error" in post(served, "/api/embed", status=400, input="a" * 2_000, truncate=False)
 
 

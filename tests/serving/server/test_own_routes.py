@@ -104,8 +104,7 @@ def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
 
 
 def test_a_vector_of_zeros_stays_zero() -> None:
-    vector = torch.zeros(1, 4).numpy()
-    assert answer_of("m", vector, "float", 1).data[0].embedding == [0.0] * 4
+    assert answer_of("m", torch.zeros(1, 4).numpy(), "float", 1).data[0].embedding == [0.0] * 4
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
     with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
         texts_of([[1, "a"]])
@@ -141,8 +140,7 @@ def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
 
 
 def test_the_mask_of_a_grammar_is_a_stage(served: Served, llm: LLM) -> None:
-    asked = {"prompt": "hello", **SAMPLED, "regex": "abc[d-f]{5}"}
-    answer = served.ask("/v1/trace", **asked)
+    answer = served.ask("/v1/trace", prompt="hello", **SAMPLED, regex="abc[d-f]{5}")
     assert answer["text"] == llm.generate("hello", **VALUES, max_new_tokens=12, regex="abc[d-f]{5}").text
     kept = [[stage["num_kept"] for stage in each["stages"] if stage["name"] == "allowed"] for each in answer["tokens"]]
     assert kept[0] == [1]
@@ -154,8 +152,7 @@ def test_the_origin_of_a_token_is_reported(served: Served, llm: LLM) -> None:
     told = list[tuple[Any, str]]()
     for choice in (chunk["choices"][0] for chunk in events(served.stream("/v1/completions", **body))):
         told += zip(choice.get("token_bytes", []), choice.get("token_origins", []), strict=True)
-    text = bytes(byte for spelt, _ in told for byte in spelt)
-    assert text.startswith(b"abc")
+    assert bytes(byte for spelt, _ in told for byte in spelt).startswith(b"abc")
     assert {origin for spelt, origin in told if bytes(spelt) in b"xyz"} == {"forced"}
     assert {origin for spelt, origin in told if bytes(spelt) in (b"d", b"e", b"f")} == {"sampled"}
 
@@ -189,8 +186,7 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
     other = served.ask("/v1/branch", **asked, answer_token_ids=ids, position=4, token_id=ids[4] ^ 1)
     assert other["token_ids"][:5] == [*ids[:4], ids[4] ^ 1]
     assert (len(other["token_ids"]), other["usage"]["completion_tokens"], other["num_given"]) == (12, 12, 5)
-    streamed = served.stream("/v1/branch", **asked, answer_token_ids=ids, position=4, token_id=ids[4] ^ 1)
-    read = list(events(streamed))
+    read = list(events(served.stream("/v1/branch", **asked, answer_token_ids=ids, position=4, token_id=ids[4] ^ 1)))
     assert "".join(chunk["text"] for chunk in read) == other["text"]
     assert [token_id for chunk in read for token_id in chunk["token_ids"]] == other["token_ids"]
     assert read[-1]["finish_reason"] == "length"

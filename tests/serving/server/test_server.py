@@ -35,7 +35,6 @@ from served import Served, served_model, serving
 SERVED = {"aliases": ("small",)}
 PATH = "/v1/completions"
 ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-ERROR_KEYS = {"message", "type", "param", "code"}
 LIMITS: dict[str, Any] = {
     "header_seconds": 0.5, "body_seconds": 0.5, "max_body_bytes": 1000, "max_header_bytes": 2000, "max_headers": 20,
     "keep_alive_seconds": 1, "reader_seconds": 1.0, "stall_seconds": 0.3, "max_unsent_bytes": 20_000,
@@ -81,7 +80,7 @@ def metrics_of(served: Served) -> dict[str, float]:
 def error_of(answer: httpx.Response) -> dict[str, Any]:
     """Return the error that a client gets. It always has OpenAI's four fields and no other."""
     found: dict[str, Any] = answer.json()
-    assert (set(found), set(found["error"])) == ({"error"}, ERROR_KEYS)
+    assert (set(found), set(found["error"])) == ({"error"}, {"message", "type", "param", "code"})
     assert answer.headers["content-type"] == "application/json"
     return found["error"]  # type: ignore[no-any-return]
 

@@ -106,8 +106,7 @@ def test_reasoning_is_a_field_of_its_own_counted_and_switched_off(served: Served
     message = whole["choices"][0]["message"]
     assert len(message["reasoning_content"]) <= 6
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6 + len("</think>")
-    chunks = list(events(served.stream(CHAT, allowed_token_ids=letters, **body)))
-    found, _ = joined(chunks, 0)
+    found, _ = joined(list(events(served.stream(CHAT, allowed_token_ids=letters, **body))), 0)
     assert found == {"tool_calls": []} | {name: message[name] for name in ("content", "reasoning_content")}
     raw = served.ask(CHAT, **body, allowed_token_ids=letters, reasoning_format="none")["choices"][0]["message"]
     assert "reasoning_content" not in raw

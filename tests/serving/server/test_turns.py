@@ -119,9 +119,7 @@ async def test_failures_are_those_of_the_work() -> None:
 
 def test_texts_of_one_key_do_not_keep_another_s_request_waiting(served: Served, llm: LLM, monkeypatch: Any) -> None:
     """There are more texts than threads that prepare requests."""
-    gate, tokenizer = threading.Event(), llm.tokenizer
-    statuses = list[int]()
-    encode = tokenizer.encode
+    gate, statuses, encode = threading.Event(), list[int](), llm.tokenizer.encode
 
     def held(text: str, *given: Any, **named: Any) -> list[int]:
         if text == "held":
@@ -131,7 +129,7 @@ def test_texts_of_one_key_do_not_keep_another_s_request_waiting(served: Served, 
     def tokenize() -> None:
         statuses.append(served.client.post("/tokenize", json={"content": "held"}, headers=LOUD).status_code)
 
-    monkeypatch.setattr(tokenizer, "encode", held)
+    monkeypatch.setattr(llm.tokenizer, "encode", held)
     with beside([tokenize] * 8):
         for path, body in (("/v1/completions", {"prompt": "ab", "max_tokens": 2}), ("/tokenize", {"content": "ab"})):
             assert served.client.post(path, json=body, headers=QUIET).status_code == 200
@@ -201,7 +199,6 @@ def test_scores_take_no_more_time_than_answers(served: Served, llm: LLM, monkeyp
 
 KEYS = {"secret-of-alice": "alice", "secret-of-bob": "bob"}
 ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in KEYS)
-PATH = "/v1/completions"
 LONG_BODY: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
 SHORT: dict[str, Any] = {"prompt": [7, 8], "max_tokens": 1}
 
@@ -226,7 +223,7 @@ def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]
 
 
 def post(served: Served, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
-    return served.client.post(PATH, json=body, headers=headers)
+    return served.client.post("/v1/completions", json=body, headers=headers)
 
 
 def told(answer: httpx.Response) -> float:
@@ -296,5 +293,4 @@ def test_refused_clients_are_told_to_come_back_one_by_one(llm: LLM, slow: thread
         seconds = [told(post(served, LONG_BODY | {"max_tokens": 20, "seed": seed})) for seed in range(3)]
         slow.set()
         assert taken.result().status_code == 200
-    gaps = [later - earlier for earlier, later in pairwise(seconds)]
-    assert all(0.8 < gap < 3.2 for gap in gaps), seconds
+    assert all(0.8 < later - earlier < 3.2 for earlier, later in pairwise(seconds)), seconds

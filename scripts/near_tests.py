@@ -36,8 +36,8 @@ def near(name: str) -> set[str]:
     if not path.is_relative_to("src"):
         return {test for test in tests() if path.stem in reached(test)}
     inner = path.relative_to("src", "infer")
-    folder = next(each for each in Path("tests", inner).parents if (ROOT / each).is_dir())
-    beside = {test for test in tests() if Path(test).is_relative_to(folder)}
+    folders = ({test for test in tests() if Path(test).is_relative_to(each)} for each in Path("tests", inner).parents)
+    beside = next(filter(None, folders))
     named = {test for test in beside if Path(test).stem.startswith(f"test_{path.stem}")}
     module = ".".join(("infer", *inner.with_suffix("").parts)).removesuffix(".__init__")
     importing = {test for test in tests() if module in reached(test)}

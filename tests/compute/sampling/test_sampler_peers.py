@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from cases import cases
 from infer.compute.sampling import sampler
 from infer.serving.protocols.params import make_params
 from sampling_cases import INF, Row, kept_ids, make_batch, make_logits
@@ -168,26 +169,22 @@ def test_frequency_and_presence_are_llama_cpps_formula(context: list[int]) -> No
     assert found.softmax(0).tolist() == pytest.approx([weight / sum(weights) for weight in weights], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("context", "expected"),
-    [
-        ([0], [0.0, 0.25, 0.25, 0.25, 0.25]),
-        ([0, 1, 2], [0.0, 0.0, 0.0, 0.5, 0.5]),
-        ([0, 1, 2, 0, 0], [0.0, 0.0, 0.0, 0.5, 0.5]),
-    ],
+@cases(
+    "context expected",
+    ([0], [0.0, 0.25, 0.25, 0.25, 0.25]),
+    ([0, 1, 2], [0.0, 0.0, 0.0, 0.5, 0.5]),
+    ([0, 1, 2, 0, 0], [0.0, 0.0, 0.0, 0.5, 0.5]),
 )
 def test_a_repetition_penalty_of_50_has_llama_cpp_s_result(context: list[int], expected: list[float]) -> None:
     found = ours(FIFTHS, context, repetition_penalty=50.0)
     assert found.softmax(0).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("context", "expected"),
-    [
-        ([0], [0.000011, 0.249997, 0.249997, 0.249997, 0.249997]),
-        ([0, 1, 2], [0.000023, 0.000023, 0.000023, 0.499966, 0.499966]),
-        ([0, 1, 2, 0, 0], [0.0, 0.000023, 0.000023, 0.499977, 0.499977]),
-    ],
+@cases(
+    "context expected",
+    ([0], [0.000011, 0.249997, 0.249997, 0.249997, 0.249997]),
+    ([0, 1, 2], [0.000023, 0.000023, 0.000023, 0.499966, 0.499966]),
+    ([0, 1, 2, 0, 0], [0.0, 0.000023, 0.000023, 0.499977, 0.499977]),
 )
 def test_the_penalty_functions_have_llama_cpp_s_result_at_5_and_5(context: list[int], expected: list[float]) -> None:
     """The formula has no bounds: the reference's two functions take values that `SamplingParams` refuses."""

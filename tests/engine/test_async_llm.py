@@ -65,7 +65,7 @@ class Steps:
             self.may_run.wait()
             outputs = step()
             host.runner.cache.check_integrity()
-            self.num_of_step.append(len(outputs))
+            self.num_of_step.append(len(host.engine.sequences))
             if self.holds_after():
                 self.may_run.clear()
             return outputs
@@ -247,7 +247,7 @@ async def test_a_stream_that_is_left_frees_its_slot_when_the_step_has_ended(
     num_steps = len(steps.num_of_step)
     while llm._opened.loop.num_sequences > 1:
         await asyncio.sleep(0)
-    assert len(steps.num_of_step) <= num_steps + 3
+    assert sum(number > 1 for number in steps.num_of_step[num_steps:]) <= 3
     assert len(await read(other)) == 119
 
 

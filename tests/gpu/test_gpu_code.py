@@ -8,6 +8,7 @@ import os
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,14 +39,15 @@ def kernels(folder: Path) -> Kernels:
     return code_of_kind("weights", folder) | code_of_kind("steps", folder)
 
 
-@pytest.fixture(scope="module")
-def experts(folder: Path) -> Kernels:
-    return code_of_kind("experts", folder)
+def kernels_of(kind: str) -> Any:
+    @pytest.fixture(scope="module")
+    def of_kind(folder: Path) -> Kernels:
+        return code_of_kind(kind, folder)
+
+    return of_kind
 
 
-@pytest.fixture(scope="module")
-def states(folder: Path) -> Kernels:
-    return code_of_kind("states", folder)
+experts, states, attention, unusual = map(kernels_of, ("experts", "states", "attention", "unusual attention"))
 
 
 def test_nothing_is_spilled_on_any_architecture(kernels: Kernels) -> None:
@@ -227,16 +229,6 @@ MOST_INSTRUCTIONS |= {"f32": {64: 1900, 128: 3200, 256: 3300}}
 # Number of parts of a query or weight with which tensor cores multiply each key and value.
 PRODUCTS = {"f16": 2, "bf16": 3, "q8": 3, "q4": 3}
 MOST_BARRIERS_OF_ATTENTION = 18
-
-
-@pytest.fixture(scope="module")
-def attention(folder: Path) -> Kernels:
-    return code_of_kind("attention", folder)
-
-
-@pytest.fixture(scope="module")
-def unusual(folder: Path) -> Kernels:
-    return code_of_kind("unusual attention", folder)
 
 
 def parts_of(name: str) -> tuple[str, int, int]:

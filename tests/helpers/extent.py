@@ -31,12 +31,8 @@ def usual_or_all(usual: int, whole: int) -> int:
 
 def slow_except(quick: Container[Any], values: Iterable[Any]) -> list[ParameterSet]:
     """Return the values as parameters of a test. `make test` runs it with the quick ones only."""
-    return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else [value]), marks=[] if value in quick else pytest.mark.slow
-        )
-        for value in values
-    ]
+    rows = ((value if isinstance(value, tuple) else (value,), value in quick) for value in values)
+    return [pytest.param(*row, marks=[] if is_quick else pytest.mark.slow) for row, is_quick in rows]
 
 
 def is_left_out(file: Path) -> bool:
@@ -47,10 +43,8 @@ def is_left_out(file: Path) -> bool:
 
 def has_only_slow_tests(text: str) -> bool:
     """Return True if a file marks all of its tests as slow, and has no mark that lets some of their cases run."""
-    return (
-        bool(re.search(r"^pytestmark = \[?pytest\.mark\.slow\b(?!\()", text, re.MULTILINE))
-        and "slow(cases=" not in text
-    )
+    begins = re.search(r"^pytestmark = \[?pytest\.mark\.slow\b(?!\()", text, re.MULTILINE)
+    return begins is not None and "slow(cases=" not in text
 
 
 def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

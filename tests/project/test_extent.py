@@ -74,11 +74,8 @@ def functions_of_make_test(path: str) -> frozenset[str]:
     """Return the functions of a file, as pytest names them without parameters, of which `make test` runs a case."""
     text = (ROOT / path).read_text(encoding="utf-8")
     tree = ast.parse(text)
-    marks = [
-        ast.unparse(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
-    ]
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    marks = [ast.unparse(node.value) for node in assigned if "pytestmark" in ast.unparse(node)]
     return frozenset(
         f"{owner.name}::{node.name}" if isinstance(owner, ast.ClassDef) else node.name
         for owner in (tree, *tree.body)

@@ -72,15 +72,15 @@ def main() -> int:
     with running_cluster(num_cpus=2) as cluster:
         rows, expected = cluster.folder / "in.jsonl", cluster.folder / "expected.jsonl"
         write_rows(rows, options.rows, options.tokens)
-        batch = [sys.executable, "-m", "infer", "batch", str(rows), str(expected), "-q", "--model", options.model]
-        subprocess.run(batch, check=True)
+        batch = ["batch", str(rows), str(expected), "-q", "--model", options.model]
+        subprocess.run([sys.executable, "-m", "infer", *batch], check=True)
         lines = sorted(expected.read_text().splitlines())
-        while (left := options.kills - sum(each["engine"] + each["program"] for each in files)) > 0:
-            if time.monotonic() > until:
-                break
+        left = options.kills
+        while left > 0 and time.monotonic() < until:
             output = cluster.folder / f"out{len(files)}.jsonl"
             command = [sys.executable, str(EXAMPLE), str(rows), str(output), options.model]
             found = answer_with_kills(cluster, command, rng, left, until)
+            left -= sum(found.values())
             files.append({**found, "different": int(sorted(output.read_text().splitlines()) != lines)})
             say(json.dumps(files[-1]))
     totals = {name: sum(each[name] for each in files) for name in ("engine", "program", "different")}

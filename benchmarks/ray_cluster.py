@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 PATIENCE = 120.0  # seconds: the machine may be busy
-_OBJECT_STORE_BYTES = 100 * 2**20
+_OBJECT_STORE = f"--object-store-memory={100 * 2**20}"
 _LOG_LINES = 40
 _TOKEN = os.urandom(32).hex()
 _ENVIRONMENT = {
@@ -55,13 +55,19 @@ class RayCluster(NamedTuple):
         files = sorted(self.folder.rglob("gcs_server.*"))
         return "\n".join("\n".join([file.name, *file.read_text().splitlines()[-_LOG_LINES:]]) for file in files)
 
+    def kill(self) -> None:
+        """Kill the processes of the cluster, and wait until they are gone."""
+        for process in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        wait_until(lambda: not self.processes())
+
     def _commands(self) -> Iterator[tuple[int, str]]:
-        for number in filter(str.isdecimal, os.listdir("/proc")):
-            found = Path("/proc") / number
+        for found in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 opened = [os.readlink(link) for link in (found / "fd").iterdir()]
                 if any(path.startswith(f"{self.folder}/") for path in opened):
-                    yield int(number), (found / "cmdline").read_text().replace("\0", " ")
+                    yield int(found.name), (found / "cmdline").read_text().replace("\0", " ")
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -78,14 +84,10 @@ def running_cluster(num_cpus: int) -> Iterator[RayCluster]:
     """Run a cluster. None of its processes is left afterwards."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         cluster = RayCluster(Path(name))
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--include-dashboard=false"]
-        command += ["--port=0", f"--num-cpus={num_cpus}", f"--temp-dir={name}"]
-        command += [f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+        options = f"--head --include-dashboard=false --port=0 --num-cpus={num_cpus} --temp-dir={name}"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options.split(), _OBJECT_STORE]
         try:
             subprocess.run(command, env=environment_of(cluster.folder), check=True, capture_output=True)
             yield cluster
         finally:
-            for process in cluster.processes():
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            wait_until(lambda: not cluster.processes())
+            cluster.kill()

@@ -22,10 +22,13 @@ if TYPE_CHECKING:  # files without models must not load torch
     from programs import Programs
     from served import Served
 
+# Garbage is collected once all tests are known. From then on what existed is skipped, which takes most of the time.
+gc.disable()
+_unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # `infer.cli.main` would have them look at everything again
 HARDWARE = "hardware: "
 ALLOWED_IN_CI = (HARDWARE, CARRIER)  # beginnings of the reasons of skips
 
-if not extent.IS_SHORT:  # these checks are a third of the CPU time
+if not extent.IS_SHORT:  # these checks take time
     shapes.install()
 FOLDERS = sorted(path for path in Path(__file__).parent.rglob("[!_]*") if path.is_dir())
 sys.path += map(str, FOLDERS)  # for parts of other tests
@@ -68,6 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread_per_worker() -> None:
     """Give each worker one thread, if the module has loaded torch. A test about threads sets its own number."""
@@ -90,12 +98,12 @@ def _free_caches_of_a_module(request: pytest.FixtureRequest) -> Generator[None, 
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("infer"):
             value.cache_clear()
     gc.collect()
-    gc.freeze()  # later collections skip the remaining objects, which took half a second per module
+    gc.freeze()
     give_back_freed()
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # libraries report objects that still exist at the end
+    _unfreeze()  # libraries report objects that still exist at the end
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ import jaxtyping
 from beartype import BeartypeConf, FrozenDict, beartype
 from jaxtyping import AbstractArray, TypeCheckError, install_import_hook, jaxtyped
 
+from extent import IS_WHOLE
+
 SOURCE = Path(__file__).parents[2] / "src" / "infer"
 
 # Methods are decorated one by one, so beartype cannot know the class that Self stands for.
@@ -44,10 +46,14 @@ def install() -> None:
 
 
 def checked(thing: Any) -> Any:
-    """Return a function with checked arguments and result, or a dataclass whose fields are checked when it is made."""
+    """Return a function with checked arguments and result, or a dataclass whose fields are checked when it is made.
+
+    Without arrays in its signature, as most are, it is checked only with INFER_TESTS=all: mypy reads it too.
+    """
     if isinstance(thing, FunctionType):
-        checking = beartype(conf=_configuration)(thing)
-        return _within_a_scope(checking) if _has_arrays(thing) else checking
+        if _has_arrays(thing):
+            return _within_a_scope(beartype(conf=_configuration)(thing))
+        return beartype(conf=_configuration)(thing) if IS_WHOLE else thing
     if is_dataclass(thing) and isinstance(thing.__init__, FunctionType):
         thing.__init__ = checked(thing.__init__)
     return thing

@@ -93,7 +93,7 @@ def test_neighbouring_positions_rows_and_seeds_are_independent(choose: Choose, n
 
 
 def test_a_million_draws_without_a_forbidden_token() -> None:
-    """What is forbidden has most of the probability: the largest logits are banned by bias, the next by the mask, the
+    """Ban tokens with most of the probability: the largest logits are banned by bias, the next by the mask, the
     others by top-k and top-p.
     """
     logits = torch.tensor([9.0, 8.0, 7.0, 2.0, 1.9, 1.8, 1.7, 0.0, -1.0, -40.0, 1.75, 1.6])

@@ -92,7 +92,7 @@ def test_neighbouring_positions_rows_and_seeds_are_independent(choose: Choose, n
         assert sampling_statistics.independence(first, second, probabilities) > FALSE_ALARM / len(pairs), name
 
 
-def test_a_million_draws_without_a_forbidden_token() -> None:
+def test_no_draw_gives_a_forbidden_token() -> None:
     """Ban tokens with most of the probability: the largest logits are banned by bias, the next by the mask, the
     others by top-k and top-p.
     """

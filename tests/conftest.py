@@ -69,10 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
+    gc.freeze()  # all tests are known
     gc.enable()
 
 

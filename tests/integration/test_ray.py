@@ -48,8 +48,7 @@ assert {each.name for each in application.deployments} == {"Engine", "Front"}
 
 REFUSED = """
 import sys, ray
-def refuse(*arguments, **named):
-    raise ConnectionError
+def refuse(*arguments, **named): raise ConnectionError
 ray.init = refuse
 from infer.cli import main
 sys.exit(main())
@@ -157,17 +156,13 @@ def test_engines_come_die_and_go_while_clients_stream(served: Served, smollm2_pa
     assert "".join(client.pieces()) == expected
 
 
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def run_until_killed(cluster: RayCluster, command: list[str], output: Path, victims: list[str]) -> int:
     """Return the program's exit status. After its first new line the first of `victims` is killed and removed.
 
     Raise HeadDiedError if Ray's control service died meanwhile.
     """
     wait_until(lambda: not cluster.processes(BATCH_ENGINE))  # the engines of a killed program end a moment later
-    before, told = size_of(output), output.with_suffix(".stderr")
+    before, told = output.stat().st_size if output.exists() else 0, output.with_suffix(".stderr")
     environment = environment_of(cluster.folder, cluster.address())
     with told.open("w") as stderr, subprocess.Popen(command, stderr=stderr, env=environment) as program:
 
@@ -175,7 +170,7 @@ def run_until_killed(cluster: RayCluster, command: list[str], output: Path, vict
             return program.poll() is not None or not cluster.has_head()
 
         try:
-            wait_until(lambda: has_ended() or size_of(output) > before)
+            wait_until(lambda: has_ended() or (output.exists() and output.stat().st_size > before))
             if victims and not has_ended():
                 victim = victims.pop(0)
                 os.kill(program.pid if victim == PROGRAM else cluster.processes(victim)[0], signal.SIGKILL)

@@ -194,8 +194,8 @@ def test_a_file_that_is_no_session_is_refused(
 
 @cases("changed",
     {"messages": [1]}, {"messages": None}, {"num_given": 9}, {"num_given": -1}, {"num_given": True},
-    {"turns": [[1]]}, {"turns": [[1, 1000]]}, {"turns": [[9, 1]]}, {"turns": [[2, 5], [1, 6]]},
-    {"turns": [[1, 6], [2, 5]]}, {"turns": 3},
+    {"turns": [[1]]}, {"turns": [[1, 1000]]}, {"turns": [[9, 1]]}, {"turns": [[1, 5], [0, 6]]},
+    {"turns": [[0, 6], [1, 5]]}, {"turns": 3},
     {"template": []},
     {"num_cached": -1}, {"num_cached": 1}, {"num_cached": 10**9}, {"num_cached": None}, {"num_cached": True},
     {"note": []}, {"token_ids": 2},

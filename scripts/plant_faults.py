@@ -87,7 +87,7 @@ def verdict_of(fault: Fault, root: Path, extent: str = "") -> tuple[str, str]:
 def _run_tests(tests: Sequence[str], root: Path, extent: str) -> tuple[str, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
     names = [f"tests/{test}" for test in tests]
-    environment = os.environ | {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "INFER_TESTS": extent}
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "", "INFER_TESTS": extent}
     try:
         done = subprocess.run(
             [*command, *names], cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -104,7 +104,7 @@ def _run_tests(tests: Sequence[str], root: Path, extent: str) -> tuple[str, str]
 
 def copy_sources(root: Path, to: Path) -> Path:
     to.mkdir()
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignored = shutil.ignore_patterns("*.egg-info")
     for name in COPIED:
         source = root / name
         if source.is_dir():

@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "infer"
 # Calls check some choices themselves, and tests read the error. Beartype would raise its own error before.
 _POOLING = Literal["mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len"]
 _OWN_CHECKS = {Self: Any, Literal["ngram"]: str, Literal["error", "truncate_left"]: str, _POOLING: str}
-_configuration = BeartypeConf(hint_overrides=FrozenDict(_OWN_CHECKS), violation_type=TypeCheckError)
+_typed = beartype(conf=BeartypeConf(hint_overrides=FrozenDict(_OWN_CHECKS), violation_type=TypeCheckError))
 
 
 def checked_modules() -> list[str]:
@@ -51,9 +51,7 @@ def checked(thing: Any) -> Any:
     Without arrays in its signature, as most are, it is checked only with INFER_TESTS=all: mypy reads it too.
     """
     if isinstance(thing, FunctionType):
-        if _has_arrays(thing):
-            return _within_a_scope(beartype(conf=_configuration)(thing))
-        return beartype(conf=_configuration)(thing) if IS_WHOLE else thing
+        return _within_a_scope(_typed(thing)) if _has_arrays(thing) else _typed(thing) if IS_WHOLE else thing
     if is_dataclass(thing) and isinstance(thing.__init__, FunctionType):
         thing.__init__ = checked(thing.__init__)
     return thing

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import openai
@@ -98,13 +98,8 @@ def on_a_living_cluster(use: Callable[[], Any]) -> Any:
     return use()
 
 
-class Served(NamedTuple):
-    cluster: RayCluster
-    client: Client
-
-
 @contextmanager
-def deployed(command: list[str]) -> Iterator[Served]:
+def deployed(command: list[str]) -> Iterator[tuple[RayCluster, Client]]:
     """Run `infer ray deploy` with its own cluster. Raise HeadDiedError if that does not come up. No process is left."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         cluster, told = RayCluster(Path(name)), Path(name) / "stderr"
@@ -118,7 +113,7 @@ def deployed(command: list[str]) -> Iterator[Served]:
                     process.kill()
                     cluster.kill()
                     raise HeadDiedError(cluster.head_log() + told.read_text())
-                yield Served(cluster, Client(found[0]))
+                yield cluster, Client(found[0])
             finally:
                 process.terminate()
         assert process.returncode == 0
@@ -126,7 +121,7 @@ def deployed(command: list[str]) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def served(smollm2_path: Path) -> Iterator[Served]:
+def served(smollm2_path: Path) -> Iterator[tuple[RayCluster, Client]]:
     """Serve with one engine of one slot, or two under load. A cluster that does not come up is started again."""
     options = ["--model", smollm2_path, "--served-model-name", "smollm2", "--port", 0, "--threads", 1, "--slots", 1]
     options += ["--max-replicas", 2, "--upscale-seconds", 0.5, "--downscale-seconds", 2]
@@ -136,7 +131,7 @@ def served(smollm2_path: Path) -> Iterator[Served]:
         yield on_a_living_cluster(lambda: stack.enter_context(deployed(command)))
 
 
-def test_engines_come_die_and_go_while_clients_stream(served: Served, smollm2_path: Path) -> None:
+def test_engines_come_die_and_go_while_clients_stream(served: tuple[RayCluster, Client], smollm2_path: Path) -> None:
     cluster, client = served
     with LLM(smollm2_path) as llm:
         expected = llm.generate(PROMPT, temperature=0, max_new_tokens=LENGTH).text

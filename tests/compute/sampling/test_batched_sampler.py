@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch import Tensor
@@ -66,9 +66,16 @@ def processed(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Ten
 
 # Against the reference
 
+FIVE = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()
+# Few draws show windows, prompts and counts of penalties, or the order of filters.
+ORDERS: list[tuple[Any, ...]] = [({"repetition_penalty": 2.0, "repetition_window": 2}, (0, 1, 2))]
+ORDERS += [({"frequency_penalty": 1.0}, (0, 0, 0, 1), 1), ({"top_p": 0.8, "min_p": 0.25},)]
+ORDERS += [({"temperature": 2.0, "temperature_last": True, "top_p": 0.6},)]
+
 
 @many
 @given(batches_of_rows())
+@example(([Row(FIVE, values | {"seed": 0}, *rest) for values, *rest in ORDERS], frozenset()))
 def test_every_row_of_a_batch_is_processed_as_the_reference_does_alone(drawn: tuple[list[Row], frozenset[int]]) -> None:
     rows, end_ids = drawn
     found = processed(rows, end_ids)

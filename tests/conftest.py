@@ -22,16 +22,14 @@ if TYPE_CHECKING:  # files without models must not load torch
     from programs import Programs
     from served import Served
 
-# Garbage is collected once all tests are known. From then on what existed is skipped, which takes most of the time.
-gc.disable()
-_unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # `infer.cli.main` would have them look at everything again
+gc.disable()  # until all tests are known
+_unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # after `infer.cli.main`, collections would search everything again
 HARDWARE = "hardware: "
 ALLOWED_IN_CI = (HARDWARE, CARRIER)  # beginnings of the reasons of skips
 
 if not extent.IS_SHORT:  # these checks take time
     shapes.install()
-FOLDERS = sorted(path for path in Path(__file__).parent.rglob("[!_]*") if path.is_dir())
-sys.path += map(str, FOLDERS)  # for parts of other tests
+sys.path += sorted(str(path) for path in Path(__file__).parent.rglob("[!_]*") if path.is_dir())  # for parts of others
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
 os.environ["INFER_PREFIX_DISK"] = "0"  # prompts of earlier tests must not be found on disk
 os.environ["INFER_POISON"] = "1"  # new pages of a cache are filled with NaN, so that a read of unwritten values shows
@@ -61,7 +59,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run files with slow tests first, because the other workers would wait for a long one at the end.
 
-    `make test` leaves slow tests out.
+    `make test` leaves slow tests out. From now on garbage is collected, without what exists already.
     """
     if extent.IS_SHORT or extent.IS_REST:
         short, rest = extent.split(items)
@@ -69,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
-    gc.freeze()  # all tests are known
+    gc.freeze()
     gc.enable()
 
 
@@ -113,9 +111,7 @@ def _restore_signals() -> Generator[None, None, None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
         _fail_unless_allowed(report, report.longrepr[2])
@@ -123,9 +119,7 @@ def pytest_runtest_makereport(
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Apply the rule for skips to modules."""
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):

@@ -21,7 +21,8 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from byte_tokenizer import write_byte_tokenizer
-from hostile_child import IS_SHORT, NUM_FLIPS, SLOWEST, STEP
+from extent import IS_SHORT
+from hostile_child import NUM_FLIPS, SLOWEST, STEP
 from hostile_files import (
     CONFIG,
     HIDDEN,

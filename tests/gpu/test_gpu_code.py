@@ -8,7 +8,6 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ def kernels(folder: Path) -> Kernels:
     return code_of_kind("weights", folder) | code_of_kind("steps", folder)
 
 
-def kernels_of(kind: str) -> Any:
+def kernels_of(kind: str) -> object:
     @pytest.fixture(scope="module")
     def of_kind(folder: Path) -> Kernels:
         return code_of_kind(kind, folder)

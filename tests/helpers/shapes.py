@@ -51,7 +51,9 @@ def checked(thing: Any) -> Any:
     Without arrays in its signature, as most are, it is checked only with INFER_TESTS=all: mypy reads it too.
     """
     if isinstance(thing, FunctionType):
-        return _within_a_scope(_typed(thing)) if _has_arrays(thing) else _typed(thing) if IS_WHOLE else thing
+        if _has_arrays(thing):
+            return _within_a_scope(_typed(thing))
+        return _typed(thing) if IS_WHOLE else thing
     if is_dataclass(thing) and isinstance(thing.__init__, FunctionType):
         thing.__init__ = checked(thing.__init__)
     return thing

@@ -120,6 +120,7 @@ async def test_an_answer_is_not_ended_for_another_model_and_later_requests_wait_
     running = [await begun(shelf, "a", note("a", ended))]
     running += [await begun(shelf, name, note(name)) for name in ("b", "a", "c")]
     await until(lambda: answered == ["c"])  # it can stay, and goes on
+    assert shelf.models["a"].phase == "ready", "it answers"
     ended.set()
     await asyncio.gather(*running)
     assert answered == ["c", "a", "b", "a"]

@@ -448,7 +448,7 @@ def test_work_whose_task_is_cancelled_ends_at_its_next_yield(place: Place) -> No
             await asked
 
     asyncio.run(ask())
-    endless.is_ended.wait()
+    assert endless.is_ended.wait(60)
 
 
 def test_a_stream_that_is_cancelled_before_its_request_is_prepared_computes_nothing(world: World, place: Place) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import pytest
 
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, SamplingParams
+from infer.engine.requests.loop_messages import once
 from infer.system.processes import child_process
 from looping import in_threads
 from refusals import check_refused
@@ -66,6 +68,18 @@ def watch_steps(llm: LLM) -> None:
     host.engine.step = watched_step  # type: ignore[method-assign]
 
 
+async def answer_together(llm: AsyncLLM) -> None:
+    """Answer six requests that arrive before the first step: with eight pages some of them are preempted."""
+    have_come = threading.Event()
+    llm.llm._opened.loop.call(once(have_come.wait, 30))
+    streams = [await llm.stream(SHARED[:number], LONG).begin() for number in range(1, 7)]
+    have_come.set()
+    results = [await stream.result() for stream in streams]
+    assert [result.token_ids for result in results] == [
+        (await llm.generate(SHARED[:number], LONG)).token_ids for number in range(1, 7)
+    ]
+
+
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("settings", [{}, {"pool_pages": 8, "threads": 2}, {"reuse_prefixes": True}], ids=str)
 def test_every_answer_under_load_is_as_alone(
@@ -113,6 +127,7 @@ def test_every_answer_under_load_is_as_alone(
             assert key(llm.generate(prompt, params, **options)) == wanted
 
     in_threads(partial(in_thread, index) for index in range(3))
+    asyncio.run(answer_together(same))
     assert llm._opened.loop.drain()
     assert llm._opened.engine.snapshot().num_preemptions or "pool_pages" not in settings
     assert not llm._opened.engine.sequences

@@ -200,7 +200,7 @@ def test_a_fault_of_the_thread_leaves_no_prompt_waiting(
     monkeypatch.setattr(PageExchange, "put", Mock(side_effect=ValueError("a fault")))
     with LLM(folder, prefix_disk="1GB") as llm:
         for _ in range(2):
-            assert llm.generate(PROMPT, GREEDY, timeout=300).token_ids == plain
+            assert llm.generate(PROMPT, GREEDY, timeout=60).token_ids == plain
     assert caplog.text.count("this is a fault of infer") == 1
 
 

@@ -61,22 +61,14 @@ def check_same_bits(path: Path, size: int, captures: tuple[bool, ...] = (True,))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("type_", "captures"),
-    [("Q4_K", (True, False) if IS_WHOLE else (True,)), ("F16", (True,)), ("BF16", (True,))][: 3 if IS_WHOLE else 1],
-)
-def test_two_ranks_have_the_bits_of_one(type_: str, captures: tuple[bool, ...], tmp_path: Path, on_gpus: None) -> None:
-    """Steps are recorded, or run op by op."""
-    write_gguf(tmp_path / "model.gguf", CONFIG, 1, type_, CONFIG["vocab_size"])
-    check_same_bits(tmp_path / "model.gguf", 2, captures)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_moe", "gemma2", "olmo2"][: 3 if IS_WHOLE else 1])
-def test_families_have_the_bits_of_one_rank(name: str, tmp_path: Path, on_gpus: None) -> None:
-    """One has norms after its products, one has experts, and one has norms over all heads, which each rank then has."""
-    make_tiny(next(tiny for tiny in TINY if tiny.name == name), tmp_path)
-    check_same_bits(tmp_path, 2)
+@pytest.mark.parametrize("name", ["qwen2_moe", "gemma2", "olmo2", "Q4_K", "F16", "BF16"][: 6 if IS_WHOLE else 1])
+def test_two_ranks_have_the_bits_of_one(name: str, tmp_path: Path, on_gpus: None) -> None:
+    """Experts, norms after products, norms over all heads, which each rank has; and types. Q4_K also runs op by op."""
+    if name.islower():
+        make_tiny(next(tiny for tiny in TINY if tiny.name == name), tmp_path)
+    else:
+        write_gguf(tmp_path / "model.gguf", CONFIG, 1, name, CONFIG["vocab_size"])
+    check_same_bits(tmp_path if name.islower() else tmp_path / "model.gguf", 2, (True, False)[: 1 + (name == "Q4_K")])
 
 
 @pytest.mark.slow

@@ -72,7 +72,10 @@ time.sleep(1000)
         child.stdin.flush()
         assert child.stdout.readline() == b"works\n"
         child.stdin.close()
-        assert child.wait(SECONDS) == 0
+        try:
+            assert child.wait(SECONDS) == 0
+        finally:
+            child.kill()
 
 
 def begin_story(pool: ThreadPoolExecutor, server: ServerProcess, *, stream: bool = True) -> tuple[Any, Any]:

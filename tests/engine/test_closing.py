@@ -78,7 +78,7 @@ def close_while_read(stream: Stream, close: Callable[[], None], monkeypatch: pyt
     reader = Reader(stream, monkeypatch)
     closing = threading.Thread(target=close)
     closing.start()
-    while stream.answer.loop.is_open and not stream.answer.mailbox.is_closed:
+    while stream.answer.loop.is_open and not stream.answer.is_dropped:
         time.sleep(0.001)
     assert closing.is_alive(), "it waits for the step under way"
     reader.may_go.set()

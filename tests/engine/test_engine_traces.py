@@ -119,7 +119,7 @@ class Trace:
         self.runner.cache.check_integrity()
 
     def proceed(self) -> None:
-        """Let the readers take all pieces, so that their mailboxes have room again."""
+        """Let the readers take all pieces, so that their answers have room again."""
         for sequence in self.engine.sequences:
             self.engine.proceed(sequence)
 

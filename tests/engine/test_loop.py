@@ -1,7 +1,6 @@
 """The loop runs the steps of an engine while other threads submit, cancel, read, close or fail."""
 
 import asyncio
-import gc
 import sys
 import threading
 import time
@@ -17,11 +16,11 @@ from unittest.mock import Mock
 import pytest
 
 from infer.engine.engine import Engine
+from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.engine_thread import Heartbeat
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_messages import Work
-from infer.engine.requests.mailbox import Mailbox
 from infer.engine.requests.stream import AsyncStream, Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
@@ -91,26 +90,24 @@ def place(world: World) -> Iterator[Place]:
 
 
 class Asked:
-    """A sequence, and the thread that reads its mailbox."""
+    """A sequence, and the thread that reads its answer."""
 
     def __init__(self, loop: Loop, sequence: Sequence) -> None:
-        self.sequence, self.mailbox, self.pieces = sequence, Mailbox(), list[Piece]()
-        self.cancel = partial(loop.cancel, sequence, self.mailbox)
-        loop.submit(sequence, self.mailbox)
+        self.sequence, self.answer, self.pieces = sequence, Answer(loop, sequence), list[Piece]()
+        self.cancel = partial(loop.cancel, self.answer)
+        self.answer.begin()
 
     def wait_for_first(self) -> None:
-        self.mailbox.wait()
-        self.pieces += self.mailbox.take()
+        self.answer.wait()
+        self.pieces += self.answer.take() or ()
 
     def outcome(self) -> Outcome:
-        has_ended = False
-        while not has_ended:
-            self.mailbox.wait()
-            has_ended = self.mailbox.has_ended
-            self.pieces += self.mailbox.take()
+        while (pieces := self.answer.take()) != []:
+            self.pieces += pieces or ()
+            self.answer.wait()
         assert self.sequence.has_ended
         assert self.pieces == self.sequence.pieces
-        return Outcome.of(self.sequence.result())
+        return Outcome.of(self.answer.result())
 
 
 def check(asked: Asked, expected: Outcome) -> None:
@@ -209,7 +206,7 @@ def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
     world: World, place: Place, was_called: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop may have been called, and closed before it woke its tasks."""
-    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", 60)  # answers without a reader would pause here
+    monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", 60)  # answers without a reader would pause here
 
     async def begin() -> list[AsyncStream]:
         answers = AsyncAnswers(place.loop)
@@ -232,7 +229,7 @@ def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
 
 def test_a_paused_answer_ends_with_its_event_loop(world: World, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is delivered to it, so no call of the event loop shows that it is closed."""
-    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", 8)
+    monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", 8)
 
     async def begin() -> AsyncStream:
         stream = await AsyncAnswers(place.loop).stream(make_sequence(world, LONG, Way())).begin()
@@ -306,7 +303,10 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     stream.answer.begin()
     asked = [place.submit(LONG) for _ in range(12)]
     place.may_step.set()
-    for found in [each.outcome() for each in asked]:
+    for each in asked:
+        with pytest.raises(EngineFailedError):
+            each.outcome()
+        found = Outcome.of(each.sequence.result())
         assert (found.finish_reason, found.stop_reason) == ("error", "internal")
         assert found.error in ("the engine has failed: RuntimeError: planted in two lines", FAILED)
         assert found.token_ids == by_definition(world, LONG).token_ids[: len(found.token_ids)]
@@ -370,17 +370,16 @@ def test_the_heart_beats_with_each_step(place: Place, monkeypatch: pytest.Monkey
 def test_a_loop_that_is_dropped_takes_its_thread_along(world: World, is_idle: bool) -> None:
     """The test does not use `Place`, which keeps a reference to the loop."""
     loop = loop_of(Engine(Runner(world.model, CONTEXT, num_slots=2)))
-    asked = Asked(loop, make_sequence(world, LONG, Way()))
-    del asked.cancel
-    asked.wait_for_first()
+    stream = open_stream(loop, make_sequence(world, LONG, Way()))
+    sequence = stream.sequence
+    next(stream)
     if is_idle:
-        check(asked, by_definition(world, LONG))
+        assert Outcome.of(stream.run()) == by_definition(world, LONG)
     thread, dropped = loop._thread, weakref.ref(loop)
-    del loop
-    gc.collect()
+    del loop, stream
+    thread.join(60)
     assert dropped() is None
-    thread.join()
-    assert asked.outcome().finish_reason in ("length", "abort")
+    assert sequence.finish_reason in ("length", "abort")
 
 
 # Calls

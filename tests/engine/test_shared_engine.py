@@ -14,8 +14,8 @@ import pytest
 from infer import LLM
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
+from infer.engine.requests.answer import Answer
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.mailbox import Mailbox
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.runner.runner import Runner
 from infer.engine.step.fair_queueing import FEWEST_KEPT, work_of
@@ -192,7 +192,7 @@ def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(wor
 
 
 def test_only_progress_wakes_readers(world: World, engine: Engine, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.max_running, told, waits, step, wait = 1, list[tuple[int, int]](), list[int](), engine.step, Mailbox.wait
+    engine.max_running, told, waits, step, wait = 1, list[tuple[int, int]](), list[int](), engine.step, Answer.wait
     sequence = make_sequence(world, LONG, Way(), prefill_chunk=3)
 
     def step_when_told() -> list[Sequence]:
@@ -200,13 +200,13 @@ def test_only_progress_wakes_readers(world: World, engine: Engine, loop: Loop, m
             time.sleep(0)
         return step()
 
-    def wake_once_for_nothing(mailbox: Mailbox, num_shown: int = 0) -> None:
+    def wake_once_for_nothing(answer: Answer, num_shown: int = 0) -> None:
         waits.append(num_shown)
         if waits.count(num_shown) > 1:
-            wait(mailbox, num_shown)
+            wait(answer, num_shown)
 
     monkeypatch.setattr(engine, "step", step_when_told)
-    monkeypatch.setattr(Mailbox, "wait", wake_once_for_nothing)
+    monkeypatch.setattr(Answer, "wait", wake_once_for_nothing)
     before = open_stream(loop, make_sequence(world, SHORT, Way()))
     before.answer.begin()
     pieces = list(open_stream(loop, sequence, on_prefill=lambda *found: told.append(found)))

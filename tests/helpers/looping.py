@@ -8,9 +8,9 @@ from typing import Any
 
 from infer.engine.engine import Engine
 from infer.engine.requests import loop as loop_module
+from infer.engine.requests.answer import Answer
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.mailbox import Mailbox
-from infer.engine.requests.stream import OpenAnswer, Stream
+from infer.engine.requests.stream import Stream
 from infer.engine.step.place import Lease
 from infer.engine.step.sequence import Sequence
 
@@ -60,5 +60,4 @@ def in_threads(calls: Iterable[Callable[[], object]]) -> None:
 
 def open_stream(loop: Loop, sequence: Sequence, lease: Lease | None = None, on_prefill: Any = None) -> Stream:
     """Return a stream of a sequence, which is submitted when it is first read."""
-    mailbox = Mailbox(shows_prefill=on_prefill is not None)
-    return Stream(OpenAnswer(loop, sequence, mailbox, lease), on_prefill)
+    return Stream(Answer(loop, sequence, lease=lease, shows_prefill=on_prefill is not None), on_prefill)

@@ -49,11 +49,11 @@ from infer import (
 )
 from infer.compute.operands.architecture import Architecture
 from infer.compute.sampling.defaults import SamplingDefaults
+from infer.engine.requests.answer import Answer
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_batch import Ended
-from infer.engine.requests.stream import OpenAnswer
 from infer.engine.step.request import Request
-from infer.engine.step.sequence import Sequence as Answer
+from infer.engine.step.sequence import Sequence as Answering
 from infer.engine.texts.vector_options import Computed, VectorOptions
 from infer.models.transformer import Transformer
 from infer.outputs import SampleTrace, TokenLogprob, TraceCandidate, TraceStage
@@ -125,7 +125,7 @@ def use_llm(llm: LLM, params: SamplingParams, options: RequestOptions, messages:
 def look_at_llm(llm: LLM, later: AsyncLLM, stream: Stream) -> None:
     assert_type(llm.sampling_defaults, SamplingDefaults)
     assert_type(later.llm, LLM)
-    assert_type(stream.answer, OpenAnswer)
+    assert_type(stream.answer, Answer)
 
 
 async def use_async_llm(llm: AsyncLLM, params: SamplingParams, options: RequestOptions, messages: Messages) -> None:
@@ -169,7 +169,7 @@ def use_session(session: Session, params: SamplingParams, options: RequestOption
     session.close()
 
 
-def use_stream(stream: Stream, answer: OpenAnswer) -> None:
+def use_stream(stream: Stream, answer: Answer) -> None:
     assert_type(Stream(answer), Stream)
     with stream as entered:
         assert_type(entered, Stream)
@@ -177,13 +177,13 @@ def use_stream(stream: Stream, answer: OpenAnswer) -> None:
         assert_type(piece, Piece)
     assert_type(stream.run(lambda token_id, text: None), GenerationResult)
     assert_type(stream.result, GenerationResult)
-    assert_type(stream.sequence, Answer)
+    assert_type(stream.sequence, Answering)
     stream.cancel()
     stream.close()
 
 
-async def use_async_stream(stream: AsyncStream, answer: OpenAnswer) -> None:
-    assert_type(AsyncStream.of(answer), AsyncStream)
+async def use_async_stream(stream: AsyncStream, answer: Answer) -> None:
+    assert_type(AsyncStream(answer), AsyncStream)
     async with stream as entered:
         assert_type(entered, AsyncStream)
     async for piece in stream:
@@ -191,7 +191,7 @@ async def use_async_stream(stream: AsyncStream, answer: OpenAnswer) -> None:
     assert_type(await stream.begin(), AsyncStream)
     assert_type(await stream.take(), list[Piece])
     assert_type(await stream.result(), GenerationResult)
-    assert_type(stream.sequence, Answer)
+    assert_type(stream.sequence, Answering)
     stream.cancel()
     await stream.close()
 

@@ -43,7 +43,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "http": {"serving/server/": ("connection",)},
     "ssl": {"serving/server/": ("process",)},
     "asyncio": {  # answers for programs that use it, the server and its replicas
-        "": ("async_llm", "engine/requests/mailbox", "engine/requests/async_answers"),
+        "": ("async_llm", "engine/requests/answer", "engine/requests/async_answers"),
         "serving/server/": (
             *("asking", "choices", "endpoint", "connection", "loading", "model_catalog", "process", "sse", "turns"),
             *("http_server", "body_limits", "server_state", "routes/engine_events", "routes/ollama_pull"),

@@ -19,7 +19,7 @@ import infer
 from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
-from infer.engine.prepare.answer import AnswerGrammars
+from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.prepare.tool_rules import ToolRules
 from infer.system.processes.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
@@ -149,8 +149,8 @@ def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch
 
 def test_equal_preparations_are_asked_once_up_to_a_limit(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Mock(return_value={"source": "x" * 10_000, "tools": [], "warnings": [], "ignored": []})
-    monkeypatch.setattr("infer.engine.prepare.answer.ask_trial", asked)
-    monkeypatch.setattr("infer.engine.prepare.answer.MAX_PREPARED_BYTES", 100_000)
+    monkeypatch.setattr("infer.engine.prepare.answer_grammars.ask_trial", asked)
+    monkeypatch.setattr("infer.engine.prepare.answer_grammars.MAX_PREPARED_BYTES", 100_000)
     grammars = AnswerGrammars(compiler)
     forms = [format_of({"properties": {name: TEXT}}) for name in names(30)]
     for form in [*forms, forms[-1], forms[-9], forms[0]]:

@@ -5,13 +5,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar, final
 
+from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_messages import Work, once
-from infer.engine.requests.mailbox import Mailbox, Relay, Waiters
-from infer.engine.requests.stream import AsyncStream, OpenAnswer
+from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.sequence import Sequence
 from infer.errors import closed
 from infer.outputs import GenerationResult
@@ -100,21 +99,25 @@ class AsyncAnswers:
 
     async def answer(self, sequence: Sequence) -> GenerationResult:
         """Return the whole answer. The event loop is called only at its end."""
-        return await AsyncStream.of(self._open(sequence)).result()
+        return await AsyncStream(self._open(sequence)).result()
 
     def stream(self, prepare: Callable[[Check], Sequence] | Sequence) -> AsyncStream:
         """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""
         if isinstance(prepare, Sequence):
-            return AsyncStream.of(self._open(prepare))
-        return AsyncStream(partial(self.prepare, prepare), self._open)
+            return AsyncStream(self._open(prepare))
+
+        async def prepared() -> Answer:
+            return self._open(await self.prepare(prepare))
+
+        return AsyncStream(prepared)
 
     def close(self) -> None:
         """Let each thread end after the request that it prepares."""
         self._preparing.close()
         self._constraining.close()
 
-    def _open(self, sequence: Sequence) -> OpenAnswer:
-        return OpenAnswer(self.loop, sequence, Mailbox(Waiters(self.relay())))
+    def _open(self, sequence: Sequence) -> Answer:
+        return Answer(self.loop, sequence, Waiters(self.relay()))
 
     def relay(self) -> Relay:
         """Return the relay of the running event loop."""

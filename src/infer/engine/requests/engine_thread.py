@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from itertools import chain
 from queue import Empty
 from typing import NamedTuple, final
 
@@ -12,6 +13,7 @@ import torch
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
+from infer.engine.requests.answer import Answer, Relay
 from infer.engine.requests.loop_messages import (
     Backlog,
     Cancel,
@@ -26,10 +28,8 @@ from infer.engine.requests.loop_messages import (
     Refill,
     Reply,
     Submit,
-    end,
     refuse_all,
 )
-from infer.engine.requests.mailbox import Mailbox, Relay
 from infer.engine.step.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 
@@ -67,7 +67,7 @@ class _EngineThread:
         """Begin without an engine. `held` is closed at the thread's end."""
         self._inbox, self._status, self._held = inbox, status, held
         self._engine: Engine | None = None
-        self._readers: dict[Sequence, Mailbox] = {}  # of the active sequences
+        self._answers: dict[Sequence, Answer] = {}  # of the active sequences
         self._backlogs: dict[Sequence, Backlog] = {}  # of the active sequences that came from a backlog
         self._calls = deque[EngineCall]()  # calls that have not begun
         self._begun_calls = deque[EngineCall]()  # the first one continues when no other call must begin
@@ -91,7 +91,7 @@ class _EngineThread:
 
     def _run_until_idle(self) -> None:
         """Run steps and calls until none are left."""
-        while not self._is_closed and (self._readers or self._calls or self._begun_calls):
+        while not self._is_closed and (self._answers or self._calls or self._begun_calls):
             if self._engine is not None:
                 self._engine.listen()  # before the inbox is read: messages that arrive later interrupt the step
             while not self._inbox.empty():
@@ -101,7 +101,7 @@ class _EngineThread:
                 self._debts.clear()
             if (call := self._next_call()) is not None:
                 self._advance(call)
-            elif self._readers and not (has_stepped or self._is_closed):
+            elif self._answers and not (has_stepped or self._is_closed):
                 try:  # all answers pause
                     self._take(self._inbox.get(timeout=_POLL_SECONDS))
                 except Empty:
@@ -113,20 +113,20 @@ class _EngineThread:
         match message:
             case Own(engine, backend):
                 self._own(engine, backend)
-            case Submit():
-                self._begin(message)
+            case Submit(answer):
+                self._begin(answer)
             case Refill(backlog):
                 self._refill(backlog)
             case Drop(backlog):
                 self._drop(backlog)
-            case Cancel(sequence, mailbox):
-                if sequence in self._readers:
-                    self._open_engine.cancel(sequence)
+            case Cancel(answer):
+                if answer.sequence in self._answers:
+                    self._open_engine.cancel(answer.sequence)
                 else:
-                    end(sequence, mailbox)
-            case Continue(sequence) if sequence in self._readers:
-                sequence.watch(is_streamed=not self._readers[sequence].only_end)
-                self._open_engine.proceed(sequence)
+                    answer.end()
+            case Continue(answer) if answer.sequence in self._answers:
+                answer.sequence.watch(is_streamed=not answer.only_end)
+                self._open_engine.proceed(answer.sequence)
             case EngineCall():
                 self._calls.append(message)
             case Drain(reply):
@@ -146,24 +146,24 @@ class _EngineThread:
         self._held.enter_context(backend.threads())
         self._held.enter_context(torch.inference_mode())
 
-    def _begin(self, asked: Submit) -> None:
-        sequence, mailbox, lease = asked
-        if self._why_failed and not sequence.is_finished:
-            sequence.fail("internal", self._why_failed)
-        if self._why_failed or self._is_closed or sequence.has_ended:
-            end(sequence, mailbox)
+    def _begin(self, answer: Answer) -> None:
+        sequence = answer.sequence
+        if self._status.failure is not None:
+            answer.fail(self._status.failure, self._why_failed)
+        if self._status.failure is not None or self._is_closed or sequence.has_ended:
+            answer.end()
             return
-        sequence.watch(is_streamed=not mailbox.only_end)
-        self._readers[sequence] = mailbox
-        self._open_engine.submit(sequence, lease)
+        sequence.watch(is_streamed=not answer.only_end)
+        self._answers[sequence] = answer
+        self._open_engine.submit(sequence, answer.lease)
         self._count()
 
     def _refill(self, backlog: Backlog) -> None:
         while backlog.num_running < backlog.most_running and backlog.waiting:
-            sequence, mailbox = backlog.waiting.popleft()
+            answer = backlog.waiting.popleft()
             backlog.num_running += 1
-            self._backlogs[sequence] = backlog
-            self._begin(Submit(sequence, mailbox, None))
+            self._backlogs[answer.sequence] = backlog
+            self._begin(answer)
 
     def _drop(self, backlog: Backlog) -> None:
         backlog.end_waiting()
@@ -172,8 +172,8 @@ class _EngineThread:
                 self._open_engine.cancel(sequence)
 
     def _count(self) -> None:
-        self._status.num_sequences = len(self._readers)
-        if not self._readers:
+        self._status.num_sequences = len(self._answers)
+        if not self._answers:
             for reply in self._draining:
                 reply.set(None)
             self._draining.clear()
@@ -183,7 +183,7 @@ class _EngineThread:
     def _step(self) -> bool:
         """Run a step if there is work."""
         engine, status = self._engine, self._status
-        if engine is None or not self._readers or self._is_closed:
+        if engine is None or not self._answers or self._is_closed:
             return False
         status.heartbeat = Heartbeat(began := time.monotonic(), is_stepping=True)
         engine.resting_tenants = self._debts.keys()
@@ -201,19 +201,19 @@ class _EngineThread:
         return bool(sequences)
 
     def _deliver(self, sequences: Iterable[Sequence]) -> None:
-        """Put the new pieces of these sequences into their mailboxes, and call each event loop once."""
+        """Give the new pieces of these sequences to their answers, and call each event loop once."""
         relays = set[Relay]()
         for sequence in sequences:
-            mailbox = self._readers[sequence]
+            answer = self._answers[sequence]
             if sequence.has_ended:
-                del self._readers[sequence]
+                del self._answers[sequence]
                 if (backlog := self._backlogs.pop(sequence, None)) is not None:
                     backlog.num_running -= 1
                     self._refill(backlog)
-            mailbox.put(sequence.pieces[mailbox.num_put :], sequence.num_computed, has_ended=sequence.has_ended)
-            if mailbox.relay is not None:
-                relays.add(mailbox.relay)
-            if not sequence.has_ended and mailbox.pause_if_full():
+            answer.put()
+            if answer.relay is not None:
+                relays.add(answer.relay)
+            if not sequence.has_ended and answer.pause_if_full():
                 self._open_engine.pause(sequence)
         for relay in relays:
             try:
@@ -224,8 +224,8 @@ class _EngineThread:
 
     def _cancel_unread(self) -> None:
         """End the answers whose event loop is closed, because nothing can read them."""
-        for sequence, mailbox in self._readers.items():
-            if mailbox.relay is not None and mailbox.relay.event_loop.is_closed():
+        for sequence, answer in self._answers.items():
+            if answer.relay is not None and answer.relay.event_loop.is_closed():
                 self._open_engine.cancel(sequence)
 
     def _recover(self, engine: Engine, error: Exception) -> None:
@@ -257,7 +257,7 @@ class _EngineThread:
 
     def _advance(self, call: EngineCall) -> None:
         """Run the next part of a call. Each other tenant with answers is owed steps for as long."""
-        others, began = {each.request.tenant for each in self._readers} - {call.tenant}, time.monotonic()
+        others, began = {each.request.tenant for each in self._answers} - {call.tenant}, time.monotonic()
         try:
             if call.reply.is_cancelled:
                 call.work.close()
@@ -287,9 +287,9 @@ class _EngineThread:
         status.failure = error
         if status.refusal is not closed:
             status.refusal = lambda: EngineFailedError(f"{why}: load the model again")
-        for sequence in self._readers:
-            if not sequence.is_finished:
-                sequence.fail("internal", why)
+        waiting = chain.from_iterable(backlog.waiting for backlog in self._backlogs.values())
+        for answer in (*self._answers.values(), *waiting):
+            answer.fail(error, why)
         shown = type(error), error, error.__traceback__, threading.current_thread()
         try:
             threading.excepthook(threading.ExceptHookArgs(shown))
@@ -304,7 +304,7 @@ class _EngineThread:
         if self._engine is not None:
             with suppress(Exception):
                 self._engine.abandon()
-        ended = list(self._readers)
+        ended = list(self._answers)
         for sequence in ended:
             sequence.end()
         self._deliver(ended)

@@ -17,12 +17,12 @@ from infer.compute.sampling.defaults import SamplingDefaults
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_fingerprint import prefix_fingerprint
+from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_messages import Reply, once
-from infer.engine.requests.mailbox import Mailbox
 from infer.engine.requests.request_maker import RequestMaker
-from infer.engine.requests.stream import OnPrefill, OpenAnswer, Stream
+from infer.engine.requests.stream import OnPrefill, Stream
 from infer.engine.requests.text_heads import TextHeads
 from infer.engine.runner.caches import plan_rows
 from infer.engine.runner.hidden_states import HiddenStates
@@ -227,8 +227,8 @@ class Host:
         on_end: Callable[[], None] = lambda: None,
     ) -> Stream:
         """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
-        mailbox = Mailbox(shows_prefill=on_prefill is not None)
-        return Stream(OpenAnswer(self.loop, sequence, mailbox, lease, on_end), on_prefill)
+        shows_prefill = on_prefill is not None
+        return Stream(Answer(self.loop, sequence, lease=lease, on_end=on_end, shows_prefill=shows_prefill), on_prefill)
 
     def limit(self, max_running: int, gap_seconds: float) -> None:
         """Set `Engine.limit` before the next step. Does not wait."""

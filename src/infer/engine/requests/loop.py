@@ -1,10 +1,10 @@
 """`Loop`: the only thread that steps an engine. Other threads reach the engine only by messages.
 
 Messages wait in an inbox until the current step has ended: a sequence to answer, one to cancel, or work that needs the
-engine for a moment (`call`). After each step the thread puts the new pieces into the mailboxes of their readers.
+engine for a moment (`call`). After each step the thread gives the new pieces to their answers.
 Signals reach only the main thread, so no signal can interrupt a step. Ctrl-C interrupts only the wait for it.
 
-The thread has no reference to the loop. When the loop is dropped, the thread ends.
+The thread has a reference to the loop only while an answer runs. When the loop is dropped, the thread ends.
 """
 
 import atexit
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, final
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
+from infer.engine.requests.answer import Answer, Relay
 from infer.engine.requests.engine_thread import Heartbeat, Status, serve
 from infer.engine.requests.loop_messages import (
     Backlog,
@@ -38,10 +39,7 @@ from infer.engine.requests.loop_messages import (
     once,
     refuse_all,
 )
-from infer.engine.requests.mailbox import Mailbox, Relay
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
-from infer.errors import ClosedError, EngineFailedError, InferError, closed
+from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
 from infer.system.cores.thread_start import start_thread
 from infer.system.processes.lane import asking_tenant
@@ -120,35 +118,33 @@ class Loop:
         if not self.is_open:
             raise closed()
 
-    def check_answer(self, sequence: Sequence) -> None:
-        """Raise EngineFailedError if the engine's failure ended the sequence."""
-        if self.failure is not None and sequence.finish_reason == "error":
-            raise EngineFailedError(sequence.error or "the engine has failed") from self.failure
+    # Answers
 
-    # Sequences
-
-    def submit(self, sequence: Sequence, mailbox: Mailbox, lease: Lease | None = None) -> None:
-        """Answer a sequence, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
+    def submit(self, answer: Answer) -> None:
+        """Compute an answer, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
         self._check_taking()
-        mailbox.on_room = partial(self._inbox.put, Continue(sequence))
-        self._send(Submit(sequence, mailbox, lease))
+        self._send(Submit(answer))
+
+    def proceed(self, answer: Answer) -> None:
+        """Continue a paused answer. Never blocks and never raises."""
+        self._inbox.put(Continue(answer))
 
     def refill(self, backlog: Backlog) -> None:
-        """Answer the new sequences of a backlog. Raises the errors of `submit`."""
+        """Compute the new answers of a backlog. Raises the errors of `submit`."""
         self._check_taking()
         self._send(Refill(backlog))
 
     def drop(self, backlog: Backlog) -> None:
-        """End the sequences of a backlog. Never blocks and never raises."""
+        """End the answers of a backlog. Never blocks and never raises."""
         self._send(Drop(backlog))
 
-    def cancel(self, sequence: Sequence, mailbox: Mailbox) -> None:
-        """End a sequence after the current step. A multi-step ends early. Never blocks and never raises.
+    def cancel(self, answer: Answer) -> None:
+        """End an answer after the current step. A multi-step ends early. Never blocks and never raises.
 
-        A sequence that was not submitted ends, too, and can no longer be submitted.
+        An answer that was not submitted ends, too, and can no longer be submitted.
         """
-        sequence.cancel()
-        self._send(Cancel(sequence, mailbox))
+        answer.sequence.cancel()
+        self._send(Cancel(answer))
 
     # Calls
 

@@ -10,9 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
-from infer.engine.requests.mailbox import Mailbox, Relay, Waiters
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.errors import closed
 
 _Found = TypeVar("_Found")
@@ -70,20 +68,20 @@ class Reply(Generic[_Found]):
 
 @final
 class Backlog:
-    """Sequences of one caller. When one ends, the next one enters before the next step.
+    """Answers of one caller. When one ends, the next one begins before the next step.
 
     The caller appends to `waiting`, and then sends a `Refill`.
     """
 
     def __init__(self, most_running: int) -> None:
         self.most_running, self.num_running = most_running, 0
-        self.waiting = deque[tuple[Sequence, Mailbox]]()
+        self.waiting = deque[Answer]()
 
     def end_waiting(self) -> None:
-        """End the sequences that have not entered."""
+        """End the answers that have not begun."""
         with suppress(IndexError):
             while True:
-                end(*self.waiting.popleft())
+                self.waiting.popleft().end()
 
 
 class Own(NamedTuple):
@@ -94,13 +92,11 @@ class Own(NamedTuple):
 
 
 class Submit(NamedTuple):
-    sequence: Sequence
-    mailbox: Mailbox
-    lease: Lease | None
+    answer: Answer
 
 
 class Refill(NamedTuple):
-    """Sequences were added to a backlog."""
+    """Answers were added to a backlog."""
 
     backlog: Backlog
 
@@ -112,14 +108,13 @@ class Drop(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    sequence: Sequence
-    mailbox: Mailbox
+    answer: Answer
 
 
 class Continue(NamedTuple):
     """The reader of an answer has room again, or waits only for its end."""
 
-    sequence: Sequence
+    answer: Answer
 
 
 @dataclass(eq=False)
@@ -156,22 +151,13 @@ def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
     return work()
 
 
-def end(sequence: Sequence, mailbox: Mailbox) -> None:
-    """End a sequence that never entered, and notify its reader. A second call does nothing."""
-    if sequence.has_ended:
-        return
-    sequence.end()
-    mailbox.put([], 0, has_ended=True)
-    mailbox.wake()
-
-
 def refuse_all(inbox: Inbox) -> None:
     """Answer the messages that arrived too late. For any thread."""
     with suppress(Empty):
         while True:
             match inbox.get_nowait():
-                case Submit(sequence, mailbox, _) | Cancel(sequence, mailbox):
-                    end(sequence, mailbox)
+                case Submit(answer) | Cancel(answer):
+                    answer.end()
                 case Refill(backlog) | Drop(backlog):
                     backlog.end_waiting()
                 case EngineCall(work, reply):

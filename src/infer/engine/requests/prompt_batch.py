@@ -3,11 +3,11 @@
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
+from infer.engine.requests.answer import Answer, Waiters
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_messages import Backlog
-from infer.engine.requests.mailbox import Mailbox, Waiters
 from infer.engine.requests.request_options import check_count
 from infer.engine.step.request import Request
 from infer.engine.step.sequence import Sequence
@@ -83,47 +83,41 @@ async def answer_all_as_task(
         await batch.waiters.wait_as_task(batch.have_all_ended)
 
 
-class _Asked(NamedTuple):
-    number: int
-    sequence: Sequence
-    mailbox: Mailbox
-
-
 @final
 class _Batch:
-    """Sequences with one reader, active or waiting for their turn."""
+    """A view of answers with one reader, active or waiting for their turn."""
 
     def __init__(
         self, loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int, waiters: Waiters
     ) -> None:
         self.waiters = waiters
         self._loop, self._sequences, self._backlog = loop, sequences, Backlog(batch_size)
-        self._asked = list[_Asked]()
+        self._open = list[tuple[int, Answer]]()  # each with its prompt's number
 
     def fill(self) -> bool:
         """Take sequences until there is no room. Return False if none is left."""
-        while len(self._asked) < 2 * self._backlog.most_running:
+        while len(self._open) < 2 * self._backlog.most_running:
             if (following := next(self._sequences, None)) is None:
                 break
-            each = _Asked(*following, Mailbox(self.waiters, only_end=True))
-            self._asked.append(each)
-            self._backlog.waiting.append((each.sequence, each.mailbox))
+            number, sequence = following
+            answer = Answer(self._loop, sequence, self.waiters, only_end=True)
+            self._open.append((number, answer))
+            self._backlog.waiting.append(answer)
             self._loop.refill(self._backlog)
-        return bool(self._asked)
+        return bool(self._open)
 
     def has_ended(self) -> bool:
-        return any(each.mailbox.has_ended for each in self._asked)
+        return any(answer.has_ended for _, answer in self._open)
 
     def have_all_ended(self) -> bool:
-        return all(each.mailbox.has_ended for each in self._asked)
+        return all(answer.has_ended for _, answer in self._open)
 
     def take(self) -> Iterator[Ended]:
         """Yield the answers that have ended. Raises EngineFailedError if the engine's failure ended one."""
-        for each in [each for each in self._asked if each.mailbox.has_ended]:
-            self._asked.remove(each)
-            self._loop.check_answer(each.sequence)
-            yield Ended(each.number, each.sequence.result())
+        for each in [(number, answer) for number, answer in self._open if answer.has_ended]:
+            self._open.remove(each)
+            yield Ended(each[0], each[1].whole())
 
     def drop(self) -> None:
-        """End all active and waiting sequences."""
+        """End all active and waiting answers."""
         self._loop.drop(self._backlog)

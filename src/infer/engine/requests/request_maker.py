@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, final
 
 from infer.compute.operands.limits import RECENT_PAGES
 from infer.compute.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
-from infer.engine.prepare.answer import AnswerGrammars
+from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.requests.async_answers import Check
 from infer.engine.requests.conversation import Conversation, TemplateProbes
 from infer.engine.requests.prompt_encoding import Prompt, PromptIds, fitted, is_conversation, prompt_ids

@@ -1,109 +1,19 @@
-"""`Stream` and `AsyncStream`: the pieces of an answer, for a thread and for a task. Both are views of a `Mailbox`."""
+"""`Stream` and `AsyncStream`: views of an `Answer`, for a thread and for a task."""
 
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NoReturn, Self, SupportsIndex, final
 
-from infer.engine.requests.loop import Loop
-from infer.engine.requests.mailbox import Mailbox
-from infer.engine.step.place import Lease
+from infer.engine.requests.answer import Answer
 from infer.engine.step.sequence import Sequence
-from infer.errors import InferError, InvalidRequestError
+from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, Piece
 
 OnToken = Callable[[int, str], bool | None]
 OnPrefill = Callable[[int, int], None]
-Prepare = Callable[[], Awaitable[Sequence]]
+Prepare = Callable[[], Awaitable[Answer]]
 _NOT_COPIED = "a stream cannot be copied or pickled: it is a running answer"
-
-
-@final
-class OpenAnswer:
-    """An answer that is being computed. One reader reads it, and others may end it. It is computed after `begin`.
-
-    At its end, it is cut to the pieces that its reader took, and `on_end` is called. `on_end` may be called several
-    times, by each thread that sees the end.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        sequence: Sequence,
-        mailbox: Mailbox,
-        lease: Lease | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.loop, self.sequence, self.mailbox = loop, sequence, mailbox
-        self._lease, self._on_end = lease, on_end
-        self._changing = threading.RLock()  # held briefly; a signal's handler may acquire it again
-        self._has_begun = False
-
-    @property
-    def is_closed(self) -> bool:
-        """True if its reader gets no further pieces."""
-        return self.mailbox.is_closed or self.mailbox.is_read
-
-    def begin(self, *, only_end: bool = False) -> None:
-        """Submit the sequence if that is not done. Raises ClosedError, and InferError if the loop accepts no more."""
-        self.loop.check_process()
-        with self._changing:
-            if self._has_begun or self.mailbox.is_closed:
-                return
-            self.mailbox.only_end = only_end
-            self._has_begun = True  # first, because an exception may be raised before `submit` returns
-            try:
-                self.loop.submit(self.sequence, self.mailbox, self._lease)
-            except InferError:
-                self._has_begun = False
-                raise
-
-    def cancel(self) -> None:
-        """Give the reader no further pieces, and end the sequence. Does not wait. For any thread and for finalizers."""
-        self.mailbox.close()
-        self.loop.cancel(self.sequence, self.mailbox)
-
-    def poll_cancel(self) -> None:
-        """Cancel if the event of its request is set."""
-        event = self.sequence.request.cancel
-        if event is not None and event.is_set():
-            self.cancel()
-
-    def take(self, most: int | None) -> list[Piece] | None:
-        """Return up to `most` arrived pieces: an empty list at the end of the answer, None if more may arrive.
-
-        Raises EngineFailedError instead of the end if the engine's failure ended the answer.
-        """
-        self.poll_cancel()
-        has_ended = self.mailbox.has_ended  # read before the pieces, because none arrive after the end
-        found = self.mailbox.take(most)
-        if not found and has_ended:
-            self.loop.check_answer(self.sequence)
-        return found if found or has_ended or self.mailbox.is_closed else None
-
-    def result(self) -> GenerationResult:
-        """Return the finished answer. Raises EngineFailedError if the engine's failure ended it."""
-        self.settle()
-        self.loop.check_answer(self.sequence)
-        return self.sequence.result()
-
-    def close(self) -> None:
-        """Cancel, and wait until the sequence has ended. On the loop's own thread and in a fork, do not wait."""
-        self.cancel()
-        if self.loop.can_be_awaited:
-            self.mailbox.wait_for_end()
-            self.settle()
-
-    async def close_as_task(self) -> None:
-        self.cancel()
-        await self.mailbox.wait_for_end_as_task()
-        self.settle()
-
-    def settle(self) -> None:
-        """Cut a finished answer to the pieces that were taken."""
-        with self._changing:
-            self.sequence.keep(self.mailbox.num_taken)
-            self._on_end()
 
 
 @final
@@ -119,7 +29,7 @@ class Stream(Iterator[Piece]):
         (' Paris.', 'length')
     """
 
-    def __init__(self, answer: OpenAnswer, on_prefill: OnPrefill | None = None) -> None:
+    def __init__(self, answer: Answer, on_prefill: OnPrefill | None = None) -> None:
         self.answer, self._on_prefill = answer, on_prefill
         self._num_shown = 0  # tokens of the prompt that `on_prefill` knows of
         self._entering = threading.RLock()
@@ -162,7 +72,7 @@ class Stream(Iterator[Piece]):
     def __repr__(self) -> str:
         answer = self.answer
         state = answer.sequence.finish_reason if answer.is_closed else None
-        return f"Stream({state or 'open'}, {answer.mailbox.num_taken} tokens)"
+        return f"Stream({state or 'open'}, {answer.num_taken} tokens)"
 
     @property
     def sequence(self) -> Sequence:
@@ -232,20 +142,20 @@ class Stream(Iterator[Piece]):
         return answer.result()
 
     def _next(self) -> Piece:
-        answer, mailbox = self.answer, self.answer.mailbox
+        answer = self.answer
         if not answer.loop.is_open:
             answer.close()  # the model was closed, so an answer that has not begun ends, too
-        elif not mailbox.is_closed:
+        elif not answer.is_dropped:
             answer.begin()
-        while (found := answer.take(1)) is None:
-            mailbox.wait(self._num_shown)
+        while (pieces := answer.take(1)) is None:
+            answer.wait(self._num_shown)
             self._show_prefill()
-        if not found:
+        if not pieces:
             raise StopIteration
-        return found[0]
+        return pieces[0]
 
     def _show_prefill(self) -> None:
-        sequence, num_prefilled = self.answer.sequence, self.answer.mailbox.num_prefilled
+        sequence, num_prefilled = self.answer.sequence, self.answer.num_prefilled
         if self._on_prefill is None or num_prefilled <= self._num_shown:
             return
         self._num_shown = num_prefilled
@@ -267,26 +177,14 @@ class AsyncStream(AsyncIterator[Piece]):
         '.'
     """
 
-    def __init__(self, prepare: Prepare, open_answer: Callable[[Sequence], OpenAnswer]) -> None:
-        """Begin with `prepare`, which makes the sequence. `open_answer` is called on the reader's event loop."""
-        self._prepare, self._open = prepare, open_answer
-        self._answer: OpenAnswer | None = None
-        self._is_read = self._is_cancelled = False
-
-    @classmethod
-    def of(cls, answer: OpenAnswer) -> Self:
-        """Return a stream of an answer that is already prepared.
-
-        Args:
-            answer: The answer.
-        """
-
-        async def prepared() -> Sequence:
-            return answer.sequence
-
-        stream = cls(prepared, lambda sequence: answer)
-        stream._take_up(answer)
-        return stream
+    def __init__(self, answer: Answer | Prepare) -> None:
+        """Begin with an answer, or with a function that prepares it, which is called on the reader's event loop."""
+        self._answer: Answer | None = None
+        self._is_read = self._is_dropped = False
+        if isinstance(answer, Answer):
+            self._take_up(answer)
+        else:
+            self._prepare = answer
 
     async def begin(self) -> Self:
         """Prepare and submit the request, and return the stream. Reading the stream also does this.
@@ -332,7 +230,7 @@ class AsyncStream(AsyncIterator[Piece]):
 
     def __repr__(self) -> str:
         answer = self._answer
-        return f"AsyncStream({'not begun' if answer is None else f'{answer.mailbox.num_taken} tokens'})"
+        return f"AsyncStream({'not begun' if answer is None else f'{answer.num_taken} tokens'})"
 
     @property
     def sequence(self) -> Sequence:
@@ -350,7 +248,7 @@ class AsyncStream(AsyncIterator[Piece]):
             >>> (await stream.result()).finish_reason
             'abort'
         """
-        self._is_cancelled = True
+        self._is_dropped = True
         if self._answer is not None:
             self._answer.cancel()
 
@@ -375,25 +273,18 @@ class AsyncStream(AsyncIterator[Piece]):
         """
         async with _Reading(self):
             answer = await self._begun(only_end=True)
-            mailbox = answer.mailbox
-            answer.poll_cancel()
-            if not mailbox.only_end and not mailbox.is_closed:
-                mailbox.skip_to_end()
-            await mailbox.wait_for_end_or_close()
-            answer.poll_cancel()
-            mailbox.take()
-            await mailbox.wait_for_end_as_task()
-            return answer.result()
+            await answer.wait_for_whole()
+            return answer.whole()
 
-    def _take_up(self, answer: OpenAnswer) -> None:
+    def _take_up(self, answer: Answer) -> None:
         self._answer = answer
         weakref.finalize(self, answer.cancel).atexit = False
 
-    async def _begun(self, *, only_end: bool = False) -> OpenAnswer:
+    async def _begun(self, *, only_end: bool = False) -> Answer:
         if self._answer is None:
-            self._take_up(self._open(await self._prepare()))
+            self._take_up(await self._prepare())
         assert self._answer is not None
-        if self._is_cancelled:
+        if self._is_dropped:
             self._answer.cancel()
         else:
             self._answer.begin(only_end=only_end)
@@ -402,9 +293,9 @@ class AsyncStream(AsyncIterator[Piece]):
     async def _take(self, most: int | None) -> list[Piece]:
         async with _Reading(self):
             answer = await self._begun()
-            while (found := answer.take(most)) is None:
-                await answer.mailbox.wait_as_task()
-            return found
+            while (pieces := answer.take(most)) is None:
+                await answer.wait_as_task()
+            return pieces
 
 
 @final

@@ -11,17 +11,18 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack, final
 
 from infer.compute.sampling.keywords import Params, refuse_sampling
+from infer.engine.requests.answer import Answer
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_encoding import Message, prompt_ids
 from infer.engine.requests.request_maker import Ask
 from infer.engine.requests.request_options import RequestKeywords, RequestOptions, check_callback
-from infer.engine.requests.stream import OnPrefill, OnToken, OpenAnswer, Stream
+from infer.engine.requests.stream import OnPrefill, OnToken, Stream
 from infer.engine.session.session_cache import SessionCache, Tensors
 from infer.engine.session.session_file import read_session, write_session
 from infer.engine.session.token_spelling import keep_spelling
@@ -52,7 +53,7 @@ def _exclusively(
         finally:
             if session._caller is caller:
                 session._caller = None
-                session._end_if_closed()
+                session._free_if_closed()
 
     return call
 
@@ -77,8 +78,8 @@ class Session:
         self._transcript = transcript
         self._cache = SessionCache(host)
         self._entering = threading.RLock()  # held briefly; a signal's handler may acquire it again
-        self._caller: object | None = None  # the call, or the stream's answer, that uses the session
-        self._last: OpenAnswer | None = None
+        self._caller: object | None = None  # the call that uses the session
+        self._last: Answer | None = None  # it uses the session until it is settled
         self._is_closed = False
         weakref.finalize(self, self._cache.give_back).atexit = False
 
@@ -108,8 +109,7 @@ class Session:
         self._is_closed = True
         if self._last is not None:
             self._last.close()
-        if self._caller is None:
-            self._end_if_closed()
+        self._free_if_closed()
 
     @property
     def _host(self) -> Host:
@@ -120,19 +120,19 @@ class Session:
     @property
     def token_ids(self) -> list[int]:
         """Ids of the whole conversation, as the template renders it."""
-        self._end_left()
+        self._settle()
         return list(self._transcript.token_ids)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Copies of the messages of the conversation."""
-        self._end_left()
+        self._settle()
         return copy.deepcopy(self._transcript.messages)
 
     @property
     def num_cached_tokens(self) -> int:
         """Number of first `token_ids` that the next turn does not compute again."""
-        self._end_left()
+        self._settle()
         return common_length(self._cache.token_ids, self._transcript.token_ids)
 
     def send(
@@ -395,44 +395,38 @@ class Session:
 
     def _enter(self, caller: object) -> None:
         """Claim the session for the caller. Raises InvalidRequestError if another caller has it, and ClosedError."""
-        self._end_left()
+        self._settle()
         with self._entering:
             if self._is_closed or not self._host.loop.is_open:
                 raise closed("session")
             self._host.loop.check_open()
-            if self._caller is not None:
+            if self._caller is not None or (self._last is not None and not self._last.is_settled):
                 raise InvalidRequestError("the session is answering: read its stream to the end, or close it")
             self._caller = caller
 
-    def _end_left(self) -> None:
-        """Settle an answer whose stream was dropped, or that an exception ended."""
+    def _settle(self) -> None:
+        """Wait for the end of an answer whose stream was dropped, or that an exception ended."""
         if self._last is not None and self._last.is_closed:
             self._last.close()
 
-    def _end_if_closed(self) -> None:
+    def _free_if_closed(self) -> None:
         """Free the cache if the session is closed. `close` and the end of each call use this; the later one frees."""
-        if self._is_closed:
+        if self._is_closed and self._caller is None:
             self._cache.give_back()
             self._opened_host = None
 
+    @_exclusively
     def _begin(
         self, next_messages: Callable[[Transcript], Messages | None], ask: Ask, on_prefill: OnPrefill | None
     ) -> Stream:
         """Answer the messages that `next_messages` makes from the conversation; without it, continue the ids."""
-        caller = object()
-        try:
-            self._enter(caller)
-            answer = self._prepare(next_messages(self._transcript), ask)
-            on_end = partial(self._settle, answer)
-            stream = self._host.stream(answer.sequence, on_prefill, self._cache.lease, on_end)
-            self._last, self._caller = stream.answer, answer
-            return stream
-        finally:
-            if self._caller is caller:
-                self._caller = None
-                self._end_if_closed()
+        sequence, messages = self._prepare(next_messages(self._transcript), ask)
+        on_end = partial(self._take_over, sequence, messages, self._transcript)
+        stream = self._host.stream(sequence, on_prefill, self._cache.lease, on_end)
+        self._last = stream.answer
+        return stream
 
-    def _prepare(self, messages: Messages | None, ask: Ask) -> "_Answer":
+    def _prepare(self, messages: Messages | None, ask: Ask) -> tuple[Answering, Messages | None]:
         requests = self._host.requests
         if messages is None:
             ask = replace(ask, prompt=self._transcript.token_ids)
@@ -444,28 +438,17 @@ class Session:
         prompt = requests.read(ask)
         if messages is not None:
             messages = [dict(message) for message in prompt.ids.messages]
-        return _Answer(Answering(requests.complete(prompt, prompt.params, ask.options)), messages)
+        return Answering(requests.complete(prompt, prompt.params, ask.options)), messages
 
-    def _settle(self, answer: "_Answer") -> None:
-        """Add a finished answer to the conversation, and release the session. A second call does nothing."""
-        transcript = self._transcript
-        try:
-            if self._caller is answer:
-                transcript = self._transcript_after(answer)
-        finally:
-            if self._caller is answer:
-                self._transcript, self._caller = transcript, None
-                self._end_if_closed()
-
-    def _transcript_after(self, answer: "_Answer") -> Transcript:
-        result, token_ids, messages = answer.sequence.result(), answer.sequence.token_ids, answer.messages
+    def _take_over(self, sequence: Answering, messages: Messages | None, before: Transcript) -> None:
+        """Add a finished answer to the conversation: to `messages`, or to the ids if there are none."""
+        result = sequence.result()
         if result.error:
-            return self._transcript
+            return
         if messages is None:
-            return self._transcript.with_tokens(token_ids)
-        if result.finish_reason == "abort" and not (result.text or result.reasoning or result.tool_calls):
-            return self._transcript
-        return self._transcript.answered(token_ids, [*messages, result.to_message()])
+            self._transcript = before.with_tokens(sequence.token_ids)
+        elif result.finish_reason != "abort" or result.text or result.reasoning or result.tool_calls:
+            self._transcript = before.answered(sequence.token_ids, [*messages, result.to_message()])
 
 
 def begin_session(
@@ -487,12 +470,3 @@ def _run(stream: Stream, on_token: OnToken | None) -> GenerationResult:
         return stream.run(on_token)
     finally:
         stream.close()
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Answer:
-    """An active answer and the messages that it answers, or None if it continues the ids."""
-
-    sequence: Answering
-    messages: Messages | None

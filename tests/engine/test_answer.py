@@ -1,4 +1,4 @@
-"""Mailboxes are bounded, read by one thread or task, and closed by any. A relay wakes the tasks of an event loop."""
+"""An answer has bounded unread pieces and one reader, and any thread closes it. A relay wakes the tasks of a loop."""
 
 import asyncio
 import random
@@ -13,9 +13,9 @@ import pytest
 from extent import usual_or_all
 from idle import in_event_loop
 from infer.engine.engine import Engine
+from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.mailbox import Mailbox, Relay, Waiters
 from infer.engine.runner.runner import Runner
 from infer.errors import InvalidRequestError
 from infer.outputs import Piece
@@ -34,7 +34,7 @@ NUM_CLOSED = usual_or_all(300, 10_000)
 @pytest.fixture
 def engine(world: World, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Return an engine with one slot."""
-    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", MOST)
+    monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", MOST)
     return Engine(Runner(world.model, CONTEXT, num_slots=1), max_steps=4)
 
 
@@ -45,8 +45,19 @@ def loop(engine: Engine) -> Iterator[Loop]:
     made.close()
 
 
-def pieces_of(count: int) -> list[Piece]:
-    return [Piece(number, str(number)) for number in range(count)]
+def make_answer(waiters: Waiters | None = None) -> Answer:
+    """Return an answer of no loop, whose sequence only has pieces."""
+    sequence = Mock(pieces=[], num_computed=0, has_ended=False)
+    sequence.request.cancel = None
+    return Answer(Mock(), sequence, waiters)
+
+
+def put(answer: Answer, count: int, *, has_ended: bool = False) -> None:
+    """Let a number of pieces arrive, as a step does."""
+    first = len(answer.sequence.pieces)
+    answer.sequence.pieces += [Piece(number, str(number)) for number in range(first, first + count)]
+    answer.sequence.has_ended = has_ended
+    answer.put()
 
 
 class FakeEventLoop(asyncio.AbstractEventLoop):
@@ -77,7 +88,7 @@ def test_an_unread_answer_pauses_and_another_has_its_slot(world: World, engine: 
     found = [next(stream)]
     for _ in range(3):  # each answer waits for the slot
         assert Outcome.of(open_stream(loop, make_sequence(world, SHORT, Way())).run()) == by_definition(world, SHORT)
-    assert stream.answer.mailbox.is_paused
+    assert stream.answer.is_paused
     loop.run(bool)  # the thread has done all that belongs to the last step
     assert MOST <= len(stream.sequence.pieces) < MOST + 1 + 4 < 120
     assert loop.num_sequences == 1
@@ -93,7 +104,7 @@ def test_a_paused_answer_that_is_closed_or_dropped_has_the_pieces_read(world: Wo
         sequence = stream.sequence
         for _ in range(3):
             next(stream)
-        while not stream.answer.mailbox.is_paused:
+        while not stream.answer.is_paused:
             pass
         if closes:
             stream.close()
@@ -122,33 +133,33 @@ async def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
     assert Outcome.of(stream.run()) == by_definition(world, LONG)
     stream = AsyncAnswers(loop).stream(make_sequence(world, LONG, Way()))
     await anext(stream)
-    while not (await stream._begun()).mailbox.is_paused:
+    while not (await stream._begun()).is_paused:
         await asyncio.sleep(0)
     assert Outcome.of(await stream.result()) == by_definition(world, LONG)
 
 
 @pytest.mark.parametrize("num_unread", [0, 1, MOST - 1, MOST, MOST + 3])
-def test_a_mailbox_is_full_at_its_limit_and_has_room_at_half(num_unread: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.requests.mailbox.MAX_UNREAD", MOST)
-    mailbox = Mailbox()
-    mailbox.on_room = on_room = Mock()
-    mailbox.put(pieces_of(num_unread), 0, has_ended=False)
-    assert mailbox.pause_if_full() is (num_unread >= MOST)
+def test_an_answer_is_full_at_its_limit_and_has_room_at_half(num_unread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", MOST)
+    answer = make_answer()
+    proceed: Mock = answer.loop.proceed  # type: ignore[assignment]
+    put(answer, num_unread)
+    assert answer.pause_if_full() is (num_unread >= MOST)
     for number in range(num_unread):
-        assert [piece.token_id for piece in mailbox.take(1)] == [number]
+        assert [piece.token_id for piece in answer.take(1) or ()] == [number]
         has_room = num_unread - number - 1 <= MOST // 2
-        assert on_room.call_count == (num_unread >= MOST and has_room), "once, from half on"
-    assert (mailbox.take(), mailbox.num_put, mailbox.num_taken) == ([], num_unread, num_unread)
+        assert proceed.call_count == (num_unread >= MOST and has_room), "once, from half on"
+    assert (answer.take(), answer.num_put, answer.num_taken) == (None, num_unread, num_unread)
 
 
-def test_a_mailbox_that_is_closed_gives_nothing_and_wakes_its_readers() -> None:
-    mailbox = Mailbox()
-    with beside([mailbox.wait] * 3):
-        mailbox.close()
-    mailbox.put(pieces_of(4), 0, has_ended=True)
-    assert (mailbox.take(), mailbox.num_taken, mailbox.num_put) == ([], 0, 4)
-    mailbox.wait()
-    mailbox.wait_for_end()
+def test_an_answer_that_is_dropped_gives_nothing_and_wakes_its_readers() -> None:
+    answer = make_answer()
+    with beside([answer.wait] * 3):
+        answer.cancel()
+    put(answer, 4, has_ended=True)
+    assert (answer.take(), answer.num_taken, answer.num_put) == ([], 0, 4)
+    answer.wait()
+    answer.close()
 
 
 # Wakes
@@ -157,17 +168,17 @@ def test_a_mailbox_that_is_closed_gives_nothing_and_wakes_its_readers() -> None:
 def test_a_relay_calls_its_event_loop_once_until_that_has_run() -> None:
     event_loop = FakeEventLoop()
     relay = Relay(event_loop)
-    mailboxes = [Mailbox(Waiters(relay)) for _ in range(20)]
+    answers = [make_answer(Waiters(relay)) for _ in range(20)]
     relay.call()
     assert event_loop.num_calls == 0, "nothing arrived"
     for round_number in range(1, 4):
         for _ in range(2):  # two steps, before the event loop runs
-            for mailbox in mailboxes:
-                mailbox.put(pieces_of(1), 0, has_ended=False)
+            for answer in answers:
+                put(answer, 1)
             relay.call()
         assert event_loop.num_calls == round_number
         event_loop.run_callbacks()
-    mailboxes[0].close()
+    answers[0].cancel()
     assert event_loop.num_calls == 4
 
 

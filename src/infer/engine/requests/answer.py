@@ -1,0 +1,329 @@
+"""`Answer`: a running answer, on its way from the loop's thread to its reader.
+
+The loop's thread gives it the pieces of each step, the end, or the failure of the engine. One reader takes them, and
+any thread may cancel it or wait for its end. `Stream`, `AsyncStream` and a batch are views of it.
+
+No lock is held during a wait: each waiting thread has its own gate, see `Waiters`. So a signal's handler or a finalizer
+may wait, or wake others, at any moment.
+"""
+
+import asyncio
+import math
+import threading
+import time
+from _thread import LockType, allocate_lock
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, final
+
+from infer.engine.step.place import Lease
+from infer.engine.step.sequence import Sequence
+from infer.errors import EngineFailedError, InferError
+from infer.outputs import GenerationResult, Piece
+
+MAX_UNREAD = 256  # pieces: with more, the answer pauses until its reader has taken half
+
+
+@final
+class Waiters:
+    """Threads, and tasks of one event loop, that wait for something to arrive."""
+
+    def __init__(self, relay: "Relay | None" = None) -> None:
+        """Begin without waiting threads. `relay` belongs to the event loop, if tasks may wait."""
+        self.relay = relay
+        self._gates = deque[LockType]()
+        self._tasks = set[asyncio.Future[None]]()
+
+    def wait(self, is_due: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
+        """Wait until `is_due()` is True. It is called after each `notify`. Return False at the timeout."""
+        ends_at = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not is_due():
+            gate = allocate_lock()
+            gate.acquire()
+            self._gates.append(gate)
+            left = ends_at - time.monotonic()
+            if not is_due() and not gate.acquire(timeout=-1 if left == math.inf else max(0.0, left)):
+                return is_due()
+        return True
+
+    async def wait_as_task(self, is_due: Callable[[], bool]) -> None:
+        """Wait until `is_due()` is True. For any number of tasks of the relay's event loop."""
+        assert self.relay is not None
+        while not is_due():
+            future = self.relay.event_loop.create_future()
+            self._tasks.add(future)
+            try:
+                await future
+            finally:
+                self._tasks.discard(future)
+
+    def notify(self) -> None:
+        """Wake the threads now, and the tasks with the relay's next call. For any thread."""
+        while self._gates:
+            try:
+                self._gates.popleft().release()
+            except IndexError:  # another thread has notified it
+                return
+        if self.relay is not None:
+            self.relay.note(self)
+
+    def wake(self) -> None:
+        """Wake the threads and the tasks now, not only after a step. For any thread."""
+        self.notify()
+        if self.relay is not None:
+            with suppress(RuntimeError):  # a closed event loop has no waiting tasks
+                self.relay.call()
+
+    def wake_tasks(self) -> None:
+        """Wake the tasks. For the event loop of the relay."""
+        for future in self._tasks:
+            if not future.done():
+                future.set_result(None)
+
+
+@final
+class Relay:
+    """Wakes the tasks of one event loop. The loop is called once for everything that arrived in a step."""
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self.event_loop = event_loop
+        self._arrived = deque[Waiters]()
+        self._is_called = False
+
+    def note(self, waiters: Waiters) -> None:
+        """Add waiting threads and tasks, which the next `call` wakes."""
+        self._arrived.append(waiters)
+
+    def call(self) -> None:
+        """Call the event loop to wake the tasks. Raises RuntimeError if it is closed."""
+        if self._arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke its tasks
+            self._is_called = True
+            try:
+                self.event_loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                self._is_called = False
+                raise
+
+    def _wake(self) -> None:
+        self._is_called = False  # first: pieces that arrive from now on cause another call
+        while self._arrived:
+            self._arrived.popleft().wake_tasks()
+
+
+class _Loop(Protocol):
+    """The `Loop` of an answer, as far as the answer uses it."""
+
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def can_be_awaited(self) -> bool: ...
+    def check_process(self) -> None: ...
+    def submit(self, answer: "Answer") -> None: ...
+    def proceed(self, answer: "Answer") -> None: ...
+    def cancel(self, answer: "Answer") -> None: ...
+
+
+@final
+class Answer:
+    """The answer of a sequence, which is computed after `begin`.
+
+    `num_put` of its pieces have arrived, and the reader has taken `num_taken`. With `only_end`, the reader does not
+    read single pieces: it is woken only at the end, and the answer never pauses. `num_prefilled` is the number of
+    computed tokens of the prompt, for a reader that shows them.
+
+    Once its reader gets no further pieces, it is settled: it is cut to those that were taken, and `on_end` is called.
+    """
+
+    def __init__(
+        self,
+        loop: _Loop,
+        sequence: Sequence,
+        waiters: Waiters | None = None,
+        *,
+        lease: Lease | None = None,
+        on_end: Callable[[], None] = lambda: None,
+        only_end: bool = False,
+        shows_prefill: bool = False,
+    ) -> None:
+        """Begin without pieces. Several answers with the same reader may share `waiters`."""
+        self.loop, self.sequence, self.lease, self.only_end = loop, sequence, lease, only_end
+        self.num_put = self.num_taken = self.num_prefilled = 0
+        self.has_ended = self.is_dropped = self.is_paused = self.is_settled = False
+        self._failure: BaseException | None = None
+        self._on_end, self._shows_prefill = on_end, shows_prefill
+        self._unread = deque[Piece]()
+        self._waiters = waiters or Waiters()
+        self._changing = threading.RLock()  # held briefly; a signal's handler may acquire it again
+        self._has_begun = False
+
+    @property
+    def relay(self) -> Relay | None:
+        """The relay that wakes the reader, if that is a task."""
+        return self._waiters.relay
+
+    # For the loop's thread
+
+    def put(self) -> None:
+        """Take over the new pieces of the sequence or its end, and wake all waiting threads and tasks."""
+        sequence = self.sequence
+        pieces = sequence.pieces[self.num_put :]
+        self._unread.extend(pieces)
+        self.num_put += len(pieces)
+        has_news = bool(pieces) and not self.only_end
+        if self._shows_prefill and sequence.num_computed > self.num_prefilled:
+            self.num_prefilled, has_news = sequence.num_computed, True
+        if sequence.has_ended:
+            self.has_ended = True
+        if has_news or self.has_ended:
+            self._waiters.notify()
+
+    def pause_if_full(self) -> bool:
+        """Return True if the answer must pause, because its reader is `MAX_UNREAD` pieces behind."""
+        if self.only_end or len(self._unread) < MAX_UNREAD:
+            return False
+        self.is_paused = True
+        if self._has_room:  # the reader has already made room, before it could see the pause
+            self.is_paused = False
+        return self.is_paused
+
+    def fail(self, failure: BaseException, why: str) -> None:
+        """Let the answer end with the engine's failure, unless it was complete. The reader gets EngineFailedError."""
+        if not self.sequence.is_finished:
+            self._failure = failure
+            self.sequence.fail("internal", why)
+
+    def end(self) -> None:
+        """End an answer that never entered the engine, and wake its reader now. A second call does nothing.
+
+        If the loop's thread is over, any thread may call it.
+        """
+        if not self.sequence.has_ended:
+            self.sequence.end()
+            self.put()
+            self._waiters.wake()
+
+    # For the reader
+
+    def begin(self, *, only_end: bool = False) -> None:
+        """Submit the sequence if that is not done. Raises ClosedError, and InferError if the loop accepts no more."""
+        self.loop.check_process()
+        with self._changing:
+            if self._has_begun or self.is_dropped:
+                return
+            self.only_end = only_end
+            self._has_begun = True  # first, because an exception may be raised before `submit` returns
+            try:
+                self.loop.submit(self)
+            except InferError:
+                self._has_begun = False
+                raise
+
+    def take(self, most: int | None = None) -> list[Piece] | None:
+        """Return up to `most` arrived pieces: an empty list at the end of the answer, None if more may arrive.
+
+        Raises EngineFailedError instead of the end if the engine's failure ended the answer.
+        """
+        self.poll_cancel()
+        has_ended = self.has_ended  # read before the pieces, because none arrive after the end
+        pieces, unread = list[Piece](), self._unread
+        while unread and not self.is_dropped and (most is None or len(pieces) < most):
+            pieces.append(unread.popleft())
+            self.num_taken += 1
+        if self.is_paused and self._has_room:
+            self.is_paused = False
+            self.loop.proceed(self)
+        if not pieces and has_ended:
+            self._check_failure()
+        return pieces if pieces or has_ended or self.is_dropped else None
+
+    def wait(self, num_prefilled: int = 0) -> None:
+        """Return when there is a piece, when the prompt has more than `num_prefilled` computed tokens, or at the end.
+
+        For a thread.
+        """
+        self._waiters.wait(lambda: self._is_due or self.num_prefilled > num_prefilled)
+
+    async def wait_as_task(self) -> None:
+        """Return when there is a piece, or when no more pieces will arrive."""
+        await self._waiters.wait_as_task(lambda: self._is_due)
+
+    async def wait_for_whole(self) -> None:
+        """Wait until the answer has ended. From now on it does not pause. For a task."""
+        self.poll_cancel()
+        if not self.only_end and not self.is_dropped:
+            self.only_end, self.is_paused = True, False
+            self.loop.proceed(self)
+        await self._waiters.wait_as_task(lambda: self.has_ended or self.is_dropped)
+        self.poll_cancel()
+        await self._wait_for_end_as_task()
+
+    def whole(self) -> GenerationResult:
+        """Return the finished answer, although its pieces may not have been read. Raises as `result`."""
+        if not self.is_dropped:
+            self.num_taken = self.num_put
+            self._unread.clear()
+        return self.result()
+
+    def result(self) -> GenerationResult:
+        """Return the finished answer. Raises EngineFailedError if the engine's failure ended it."""
+        self.settle()
+        self._check_failure()
+        return self.sequence.result()
+
+    # For any thread
+
+    @property
+    def is_closed(self) -> bool:
+        """True if its reader gets no further pieces."""
+        return self.is_dropped or (self.has_ended and not self._unread)
+
+    def cancel(self) -> None:
+        """Give the reader no further pieces, and end the sequence. Does not wait. For finalizers, too."""
+        self.is_dropped = True
+        if not self.has_ended:  # otherwise all readers are awake
+            self._waiters.wake()
+        self.loop.cancel(self)
+
+    def poll_cancel(self) -> None:
+        """Cancel if the event of its request is set."""
+        event = self.sequence.request.cancel
+        if event is not None and event.is_set():
+            self.cancel()
+
+    def close(self) -> None:
+        """Cancel, and wait until the sequence has ended. On the loop's own thread and in a fork, do not wait."""
+        self.cancel()
+        if self.loop.can_be_awaited:
+            self._waiters.wait(lambda: self.has_ended)
+            self.settle()
+
+    async def close_as_task(self) -> None:
+        self.cancel()
+        await self._wait_for_end_as_task()
+        self.settle()
+
+    def settle(self) -> None:
+        """Cut a finished answer to the pieces that were taken. A second call does nothing."""
+        with self._changing:
+            if not self.is_settled:
+                self.sequence.keep(self.num_taken)
+                try:
+                    self._on_end()
+                finally:
+                    self.is_settled = True
+
+    async def _wait_for_end_as_task(self) -> None:
+        await self._waiters.wait_as_task(lambda: self.has_ended)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise EngineFailedError(self.sequence.error or "the engine has failed") from self._failure
+
+    @property
+    def _is_due(self) -> bool:
+        return self.is_dropped or self.has_ended or (bool(self._unread) and not self.only_end)
+
+    @property
+    def _has_room(self) -> bool:
+        return self.only_end or 2 * len(self._unread) <= MAX_UNREAD

@@ -21,7 +21,7 @@ from infer import SamplingParams, load_model, load_tokenizer
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
-from infer.engine.step.request import limits_of, make_request
+from infer.engine.step.request import Request, limits_of
 from infer.engine.step.sequence import Sequence
 
 PARAMS = SamplingParams(
@@ -45,9 +45,9 @@ class Load:
 
     def submit(self) -> Sequence:
         self.num_asked += 1
-        request = make_request(
-            limits_of(self.model, self.tokenizer), self.tokenizer, [5], replace(PARAMS, seed=self.num_asked)
-        )
+        limits = limits_of(self.model, self.tokenizer)
+        params = replace(PARAMS, seed=self.num_asked)
+        request = Request(self.tokenizer, (5,), params, limits.max_seq_len, limits.vocab_size)
         return self.engine.submit(Sequence(request))
 
     def overhead(self) -> float:

@@ -17,8 +17,8 @@ from jsonschema import Draft202012Validator
 
 from harness import make_parser, print_head, write_report
 from infer import LLM, GenerationResult, RequestOptions, SamplingParams
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_batch import answer_all
-from infer.engine.requests.request_maker import Ask
 from infer.engine.step.sequence import Sequence
 from infer.text.toolcalls.formats import FORMATS
 
@@ -90,7 +90,6 @@ def sequences(
     llm: LLM, numbers: Iterable[int], seed: int, asked: dict[int, dict[str, Any]]
 ) -> Iterator[tuple[int, Sequence]]:
     """Yield each sequence with its number. The prompt shows no tools: only the grammar of the calls knows them."""
-    host = llm._opened
     for number in numbers:
         rng = random.Random(f"{seed} {number}")
         asked[number] = request = random_request(rng)
@@ -101,9 +100,8 @@ def sequences(
         options = RequestOptions(answer_prefix=prefix, **request)
         question = f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."
         messages = [{"role": "user", "content": question}]
-        prompt = host.requests.read(Ask(messages, params))
-        prompt = prompt._replace(conversation=host.requests.conversation(messages, options))
-        yield number, Sequence(host.requests.complete(prompt, params, options))
+        ask = Ask([messages], [params], options, token_ids=llm.tokenizer.encode_chat(messages))
+        yield number, llm._opened.requests.sequence(ask)
 
 
 def count(counts: Counter[str], request: dict[str, Any], result: GenerationResult) -> None:

@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute.sampling.keywords import Params
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop_messages import once
 from infer.engine.requests.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
-from infer.engine.requests.request_maker import Ask
 from infer.engine.requests.request_options import (
     RequestKeywords,
     RequestOptions,
@@ -33,6 +33,7 @@ from infer.engine.texts.similarity import TextPair, scoring
 from infer.engine.texts.text_calls import warn_if_cut
 from infer.engine.texts.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
 from infer.engine.texts.vector_options import Computed, VectorOptions, ranked
+from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling_params import SamplingParams
@@ -217,8 +218,10 @@ class AsyncLLM:
             >>> [(await stream.result()).text for stream in streams]
             [' Cech and this', ' Garraf with powerful']
         """
+        if not params:
+            raise InvalidRequestError("params must have the sampling of at least one answer")
         answers, options = self.host.answers, options or RequestOptions()
-        asked = partial(self.host.requests.choices, Ask(prompt, None, options, variables=variables), params)
+        asked = partial(self.host.requests.sequences, Ask([prompt], params, options, variables=variables), 0)
         is_constrained = bool(options.tools) or any(grammar_of(each) for each in params)
         sequences = await (answers.constrain(asked) if is_constrained else answers.prepare(asked))
         return [answers.stream(sequence) for sequence in sequences]

@@ -16,6 +16,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings, without_effect
 from infer.compute.operands.architecture import Architecture
 from infer.compute.sampling.defaults import default_params
 from infer.compute.sampling.keywords import Params
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.host_loading import HostArguments, load_host
 from infer.engine.requests.model_settings import (
@@ -40,7 +41,7 @@ from infer.engine.requests.prompt_batch import (
     results_of,
 )
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
-from infer.engine.requests.request_maker import Ask, OnError
+from infer.engine.requests.request_maker import OnError
 from infer.engine.requests.request_options import RequestKeywords, RequestOptions, check_callback, split_options
 from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.session.session import Session, begin_session

@@ -178,7 +178,7 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
 
         return call
 
-    for name in ("read", "complete"):
+    for name in ("make", "_read"):
         monkeypatch.setattr(RequestMaker, name, noted(getattr(RequestMaker, name)))
     same = AsyncLLM(llm)
 
@@ -305,7 +305,7 @@ def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
     llm: LLM, steps: Steps, num_before: int, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four threads prepare requests, so a fifth request waits in their queue."""
-    may_prepare, read, complete = threading.Event(), RequestMaker.read, Mock(wraps=RequestMaker.complete)
+    may_prepare, read, following = threading.Event(), RequestMaker._read, Mock(wraps=RequestMaker._constrained)
     preparing = list[None]()
 
     def held_read(*arguments: Any) -> Any:
@@ -313,8 +313,8 @@ def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
         may_prepare.wait()
         return read(*arguments)
 
-    monkeypatch.setattr(RequestMaker, "read", held_read)
-    monkeypatch.setattr(RequestMaker, "complete", complete)
+    monkeypatch.setattr(RequestMaker, "_read", held_read)
+    monkeypatch.setattr(RequestMaker, "_constrained", following)
 
     async def ask() -> None:
         same = AsyncLLM(llm)
@@ -337,7 +337,7 @@ def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
     llm._opened.answers._preparing._executor.shutdown()  # all preparing threads have ended
     llm._opened.answers._preparing._executor = None
     assert len(preparing) == max(1, num_before), "what waits in the queue is not begun"
-    assert not complete.called, "and the next stage is left out"
+    assert not following.called, "and the next stage is left out"
     assert steps.num_of_step == []
 
 

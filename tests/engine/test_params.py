@@ -26,7 +26,7 @@ from infer import LLM
 from infer.compute.sampling.defaults import PRESETS, SamplingDefaults, default_params
 from infer.compute.sampling.keywords import SamplingKeywords
 from infer.engine.requests.request_options import OPTIONS, RequestKeywords
-from infer.engine.step.request import make_request
+from infer.engine.step.request import Limits, checked_params
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint, resolve
 from infer.files.generation_config import defaults_of, sampling_defaults
@@ -343,11 +343,11 @@ def test_a_call_without_params_takes_the_table(folder: Path, tmp_path: Path, mon
     llm = LLM(copy, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     seen: list[SamplingParams] = []
 
-    def watch(limits: Any, tokenizer: Any, prompt: Any, params: SamplingParams, *others: Any, **named: Any) -> Any:
+    def watch(limits: Limits, params: SamplingParams) -> SamplingParams:
         seen.append(params)
-        return make_request(limits, tokenizer, prompt, params, *others, **named)
+        return checked_params(limits, params)
 
-    monkeypatch.setattr("infer.engine.requests.request_maker.make_request", watch)
+    monkeypatch.setattr("infer.engine.requests.request_maker.checked_params", watch)
     message = {"role": "user", "content": "ab"}
     for call, asked in ((llm.generate, "ab"), (llm.generate, [message]), (llm.chat, [message])):
         call(asked)

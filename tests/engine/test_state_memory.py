@@ -16,8 +16,8 @@ from infer import LLM, GenerationResult, ModelError, SamplingParams
 from infer.cli import main
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.ops import backend_of
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.conversation import Conversation
-from infer.engine.requests.request_maker import Ask
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.step.place import common_length
 from infer.files import open_checkpoint
@@ -262,7 +262,7 @@ def test_the_third_prompt_that_begins_alike_finds_a_state_without_a_template(bot
 def test_a_short_prompt_and_a_template_that_refuses_have_no_checkpoints(tmp_path: Path) -> None:
     llm, cold = make_both(tmp_path, "states", REFUSING)
     for messages in (conversation(QUESTIONS[0]), [{"role": "user", "content": "short"}]):
-        assert llm._opened.requests.request(Ask(messages, PARAMS)).checkpoints == ()
+        assert llm._opened.requests.make(Ask([messages], [PARAMS]))[0].checkpoints == ()
     result = llm.chat(conversation(QUESTIONS[0]), PARAMS)
     check_cold(cold, llm.tokenizer.encode_chat(conversation(QUESTIONS[0])), result)
 
@@ -281,8 +281,8 @@ def test_qwen3_5_s_template_has_checkpoints_after_the_tools_and_before_the_gener
     """The template refuses a conversation without a question."""
     llm, _ = make_both(tmp_path, "states", QWEN35)
     tool = {"type": "function", "function": {"name": "look", "description": "Look. " * 30, "parameters": {}}}
-    asks = [Ask(conversation(question), PARAMS, RequestOptions(tools=[tool])) for question in QUESTIONS[:2]]
-    first, second = map(llm._opened.requests.request, asks)
+    asks = [Ask([conversation(question)], [PARAMS], RequestOptions(tools=[tool])) for question in QUESTIONS[:2]]
+    (first,), (second,) = map(llm._opened.requests.make, asks)
     num_shared = common_length(first.prompt_token_ids, second.prompt_token_ids)
     ending = list(b"\n<|im_start|>assistant\n<think>\n")
     end = len(first.prompt_token_ids) - len(ending) - 1

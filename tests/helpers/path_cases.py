@@ -6,7 +6,7 @@ and samples with `sampling.definition`. All other ways are compared with it.
 
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -37,7 +37,6 @@ from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Guess
 from infer.engine.step.drafting import Drafting
 from infer.engine.step.place import Lease
-from infer.engine.step.request import limits_of, make_request
 from infer.engine.step.sequence import Sequence as Answering
 from infer.engine.step.text_output import TextOutput
 from infer.models.transformer import Transformer
@@ -46,7 +45,7 @@ from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import grammar_of
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from looping import loop_of, open_stream
-from recompute import RecomputeRunner
+from recompute import RecomputeRunner, make_request
 from steps import join
 from tiny import Tiny, make_tiny
 
@@ -330,11 +329,10 @@ class Way:
 
 def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = (), **options: Any) -> Answering:
     """Return a sequence. `options` are the options of its request."""
-    request = make_request(limits_of(world.model, world.tokenizer), world.tokenizer, list(case.prompt), case.params)
-    made = {"num_draft_tokens": 0 if way.drafts == "none" else 8, "prefill_chunk": way.chunk}
+    made: dict[str, Any] = {"num_draft_tokens": 0 if way.drafts == "none" else 8, "prefill_chunk": way.chunk}
     if (grammar := grammar_of(case.params)) is not None:
         made["make_constraint"] = partial(world.compiler.compile, grammar)
-    sequence = Answering(replace(request, **made | options))
+    sequence = Answering(make_request(world.model, world.tokenizer, case.prompt, case.params, **made | options))
     fake: Any = sequence
     if way.drafts not in ("none", "adaptive"):
         fake.test_policy = Always()

@@ -1,6 +1,7 @@
 """The oracle of every cache: a runner that computes the whole sequence again for each step."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,9 +13,10 @@ from infer.compute.operands.step import Chunk, Step
 from infer.engine.engine import Engine
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner
-from infer.engine.step.request import limits_of, make_request
+from infer.engine.step.request import Request, check_prompt, checked_params, limits_of
 from infer.engine.step.sequence import Sequence as Answering
 from infer.models.transformer import Transformer
+from infer.text.tokenizer import Tokenizer
 
 
 class CachelessRunner(Runner):
@@ -83,12 +85,20 @@ class RecomputeRunner(CachelessRunner):
         return self.model.forward(step.to(self.model.device), cache)
 
 
+def make_request(
+    model: Transformer, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, **values: Any
+) -> Request:
+    """Return a checked request. `values` are its further fields."""
+    limits = limits_of(model, tokenizer)
+    token_ids = tuple(check_prompt(limits, prompt_token_ids, room=1))
+    seeded = checked_params(limits, params)
+    return Request(tokenizer, token_ids, seeded, limits.max_seq_len, limits.vocab_size, **values)
+
+
 def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
     """Return the result of `LLM.generate`, computed without a cache."""
     engine = Engine(RecomputeRunner(llm.model))
-    answer = engine.submit(
-        Answering(make_request(limits_of(llm.model, llm.tokenizer), llm.tokenizer, prompt_token_ids, params))
-    )
+    answer = engine.submit(Answering(make_request(llm.model, llm.tokenizer, prompt_token_ids, params)))
     with llm.model.backend.threads(), torch.inference_mode():
         while not answer.has_ended:
             engine.step()

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from infer import LLM, AsyncLLM, InvalidRequestError, RequestOptions
-from infer.engine.requests.request_maker import Ask
+from infer.engine.requests.ask import Ask
 from infer.engine.step.sequence import Sequence
 from infer.outputs import GenerationResult, Piece, ToolCallDelta, assembled
 from infer.text.toolcalls.formats import FORMATS
@@ -201,7 +201,7 @@ def test_an_answer_that_is_cut_has_the_beginning_of_its_call(llm: LLM) -> None:
 
 def test_a_state_made_again_from_the_ids_is_the_same(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "tool_format": "hermes"}
-    sequence = llm._opened.requests.sequence(Ask(ASKED, SAMPLED, RequestOptions(**asked)))
+    sequence = llm._opened.requests.sequence(Ask([ASKED], (), RequestOptions(**asked), SAMPLED))
     llm._opened.stream(sequence).run(None)
     before: list[Piece] = list(sequence.pieces)
     again = Sequence(sequence.request)

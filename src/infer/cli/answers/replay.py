@@ -15,10 +15,10 @@ import infer
 from infer.cli.answers.permalink import Permalink, sha256_of
 from infer.cli.terminal.signals import cancel_on_signal
 from infer.cli.terminal.terminal import PrefillLine, TextWriter
-from infer.engine.requests.request_maker import Ask
+from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
-from infer.serving.protocols.asked import Asked, ask_chat, ask_completion, refuse_unless_neutral
+from infer.serving.protocols.asked import ask_chat, ask_completion, refuse_unless_neutral
 from infer.serving.protocols.bodies import ChatBody, CompletionBody
 from infer.serving.protocols.chat_messages import complete_chat
 from infer.serving.protocols.read_body import read_body
@@ -73,11 +73,9 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
 
     host = llm._opened
     with cancel_on_signal() as cancellation:
-        options = replace(asked.options, cancel=cancellation.event)
+        asked = replace(asked, options=replace(asked.options, cancel=cancellation.event))
         try:
-            ask = Ask(asked.prompts[0], None, options, variables=asked.variables)
-            (sequence,) = host.requests.choices(ask, asked.params)
-            result = host.stream(sequence, line.show).run(on_token)
+            result = host.stream(host.requests.sequence(asked), line.show).run(on_token)
         finally:
             line.close()
     for call in result.tool_calls:
@@ -95,7 +93,7 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
     return 0 if has_same_text else DIFFERENT
 
 
-def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Asked:
+def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Ask:
     defaults = llm.sampling_defaults
     with _naming_the_body():
         if isinstance(body, ChatBody):
@@ -108,7 +106,7 @@ def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Asked:
     return asked
 
 
-def _verdict(llm: "infer.LLM", link: Permalink, asked: Asked, *, has_same_text: bool) -> list[str]:
+def _verdict(llm: "infer.LLM", link: Permalink, asked: Ask, *, has_same_text: bool) -> list[str]:
     ours = llm.system_fingerprint
     lines = ["the fingerprint is the same" if link.fingerprint == ours else
              f"the fingerprint is {ours}, the permalink's is {link.fingerprint or 'not there'}"]  # fmt: skip

@@ -7,7 +7,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +25,6 @@ IdArray = torch.Tensor | npt.NDArray[Any]
 Prompt = str | Sequence[int] | Sequence[Message] | IdArray  # a text, ids, or messages for the model's chat template
 
 _SYSTEM_ROLES = ("system", "developer")
-
-
-class PromptIds(NamedTuple):
-    """The ids of a prompt, without `truncated_tokens` on the left.
-
-    `messages` are those that remain of a conversation.
-    """
-
-    token_ids: list[int]
-    truncated_tokens: int = 0
-    messages: Sequence[Message] = ()
 
 
 def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, add_special: bool = True) -> list[int]:
@@ -121,8 +110,10 @@ def fitted(
     max_seq_len: int,
     params: SamplingParams,
     overflow: Overflow,
-) -> PromptIds:
-    """Return the ids of a prompt. `overflow="truncate_left"` truncates it so that there is room for the answer.
+) -> tuple[list[int], int, Sequence[Message]]:
+    """Return the ids of a prompt, the number of truncated ids, and the messages that remain of a conversation.
+
+    `overflow="truncate_left"` truncates a prompt so that there is room for the answer.
 
     For a text or ids, the last tokens are kept, after BOS if the prompt begins with it. For messages, the last turns
     are kept, after the system message. The answer's room is max_new_tokens (512 without a limit), but at most half of
@@ -133,18 +124,18 @@ def fitted(
     room = params.max_new_tokens or NUM_TOKENS_OF_CALLS
     most = max_seq_len - min(room, max_seq_len // 2)
     if overflow == "error" or len(token_ids) <= most:
-        return PromptIds(token_ids, 0, messages)
+        return token_ids, 0, messages
     if messages:
         return _last_turns(messages, encode, len(token_ids), most)
     head = token_ids[:1] if token_ids[0] == bos_token_id else []
     kept = [*head, *token_ids[len(token_ids) - most + len(head) :]]
-    return PromptIds(kept, len(token_ids) - len(kept))
+    return kept, len(token_ids) - len(kept), ()
 
 
 def _last_turns(
     messages: Sequence[Any], encode: Callable[[Prompt], list[int]], num_tokens: int, most: int
-) -> PromptIds:
-    """Return the messages without the oldest turns.
+) -> tuple[list[int], int, Sequence[Message]]:
+    """Return what `fitted` does, without the oldest turns.
 
     A turn is a user's message and all messages up to the next one. System messages stay.
     """
@@ -164,7 +155,7 @@ def _last_turns(
         )
     found = bisect_left(starts[:-1], True, key=lambda start: len(ids_from(start)) <= most)
     kept = ids_from(starts[found])
-    return PromptIds(kept, num_tokens - len(kept), [*head, *messages[starts[found] :]])
+    return kept, num_tokens - len(kept), [*head, *messages[starts[found] :]]
 
 
 def _whole_numbers(ids: IdArray) -> list[int]:

@@ -7,18 +7,19 @@ made on any thread.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self, final
+from typing import Any, final
 
 from infer.compute.operands.limits import RECENT_PAGES
 from infer.compute.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.engine.prepare.answer_grammars import AnswerGrammars
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.async_answers import Check
 from infer.engine.requests.conversation import Conversation, TemplateProbes
-from infer.engine.requests.prompt_encoding import Prompt, PromptIds, fitted, is_conversation, prompt_ids
+from infer.engine.requests.prompt_encoding import Message, Prompt, fitted, is_conversation, prompt_ids
 from infer.engine.requests.request_options import RequestOptions, check_count, split_options
-from infer.engine.step.request import Limits, Request, check_ids, make_request
+from infer.engine.step.request import Limits, Request, check_ids, check_prompt, checked_params
 from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about
 from infer.sampling_params import SamplingParams
@@ -36,46 +37,17 @@ OnError = Callable[[int, InvalidRequestError], None]
 
 
 @final
-@dataclass(frozen=True)
-class Ask:
-    """A prompt, and how to answer it.
+class _Constraints:
+    """Makes the constraints of one request. The first one is made at once, because that shows a bad grammar."""
 
-    `sampling` has keywords that change the model's defaults. With `has_variables`, its other keywords are variables of
-    the chat template. If `variables` are given, the prompt must be messages. `token_ids` replace the prompt's own ids,
-    and `respell` changes the ids that the template gives.
-    """
+    def __init__(self, make: Callable[[], Constraint]) -> None:
+        self._make, self._first = make, [make()]
 
-    prompt: Prompt
-    params: Params | None = None
-    options: RequestOptions = field(default_factory=RequestOptions)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, Any] | None = None
-    has_variables: bool = False
-    token_ids: Items[int] | None = None
-    respell: Callable[[list[int]], list[int]] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        prompt: Prompt,
-        params: Params | None,
-        options: RequestOptions | None,
-        keywords: Mapping[str, Any],
-        *,
-        has_variables: bool = False,
-    ) -> Self:
-        """Return the ask of a call whose keywords may also be options. Raises InvalidRequestError for an option."""
-        options, sampling = split_options(options, keywords)
-        return cls(prompt, params, options, sampling, has_variables=has_variables)
-
-
-class ReadPrompt(NamedTuple):
-    """The prompt of an ask as ids, and its parameters. `conversation` is None for a text or ids."""
-
-    ids: PromptIds
-    params: SamplingParams
-    conversation: Conversation | None
-    checkpoints: tuple[int, ...] = ()
+    def __call__(self) -> Constraint:
+        try:
+            return self._first.pop()
+        except IndexError:
+            return self._make()
 
 
 @final
@@ -104,36 +76,24 @@ class RequestMaker:
         self.warns = True  # False for a server, which reports warnings in its answers
         self._warned: set[str] = set()
 
-    # From an `Ask` to its answer
+    # From an `Ask` to its answers
+
+    def make(self, ask: Ask, number: int = 0, check: Check = lambda: None) -> list[Request]:
+        """Return the requests of prompt `number`, one for each answer. The prompt is read once.
+
+        `check` is called between the stages and may raise. Raises InvalidRequestError.
+        """
+        with asking_for(ask.options.tenant):
+            return list(self._requests(self._settled(ask), number, check))
+
+    def sequences(self, ask: Ask, number: int = 0, check: Check = lambda: None) -> list[Sequence]:
+        """Return the sequences that answer prompt `number`. Raises InvalidRequestError."""
+        return [Sequence(request) for request in self.make(ask, number, check)]
 
     def sequence(self, ask: Ask, check: Check = lambda: None) -> Sequence:
-        """Return the sequence that answers an ask. `check` is called between the stages and may raise.
-
-        Raises InvalidRequestError.
-        """
-        request = self.request(ask, check)
-        check()
-        return Sequence(request)
-
-    def request(self, ask: Ask, check: Check = lambda: None) -> Request:
-        """Read the prompt and make the request. Raises InvalidRequestError."""
-        with asking_for(ask.options.tenant):
-            prompt = self.read(ask)
-            check()
-            return self.complete(prompt, prompt.params, ask.options)
-
-    def choices(self, ask: Ask, params: Items[SamplingParams], check: Check = lambda: None) -> list[Sequence]:
-        """Return one sequence for each of `params`, all with one prompt, which is read once. Raises as `sequence`."""
-        variables = ask.variables or {}
-        refuse_sampling(variables, self._tokenizer.chat_templates)
-        ask = replace(ask, params=params[0], variables=variables if is_conversation(ask.prompt) else None)
-        sequences = list[Sequence]()
-        with asking_for(ask.options.tenant):
-            prompt = self.read(ask)
-            for each in params:
-                check()
-                sequences.append(Sequence(self.complete(prompt, each, ask.options)))
-        return sequences
+        """Return the sequence that answers an ask of one prompt and one answer. Raises InvalidRequestError."""
+        (sequence,) = self.sequences(ask, 0, check)
+        return sequence
 
     def numbered(
         self,
@@ -151,7 +111,7 @@ class RequestMaker:
         for index, (prompt, given) in enumerate(prompts):
             try:
                 own, params = split_options(options, given) if isinstance(given, Mapping) else (options, given)
-                request = self.request(Ask(prompt, params, own, sampling), check)
+                (request,) = self.make(Ask([prompt], (), own, params, sampling), 0, check)
             except InvalidRequestError as error:
                 if on_error is None:
                     raise type(error)(f"prompt {index}: {error}") from error
@@ -159,11 +119,14 @@ class RequestMaker:
             else:
                 yield index, request
 
-    # Its stages
+    # Parts of a request, for those who need no answer
 
     def params_of(self, ask: Ask) -> SamplingParams:
-        """Return the parameters of an `Ask`. A conversation has other defaults than a text."""
-        return params_of(ask.params, ask.sampling, self._sampling_defaults, is_chat=is_conversation(ask.prompt))
+        """Return the parameters of the first answer. A conversation has other defaults than a text."""
+        if ask.params:
+            return ask.params[0]
+        is_chat = is_conversation(ask.prompts[0])
+        return params_of(ask.given, ask.sampling, self._sampling_defaults, is_chat=is_chat)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt without tools or variables. Raises InvalidRequestError."""
@@ -184,60 +147,78 @@ class RequestMaker:
                 raise InvalidRequestError(message, param=name)
         return None
 
-    def read(self, ask: Ask) -> ReadPrompt:
-        """Render and tokenize the prompt, and truncate it if its options allow that. Raises InvalidRequestError."""
+    # Stages
+
+    def _settled(self, ask: Ask) -> Ask:
+        """Return the ask with its template's variables apart. Raises InvalidRequestError for other keywords."""
         if self._refusal is not None:
             raise InvalidRequestError(self._refusal)
         if ask.has_variables:
             sampling, variables = split_keywords(ask.sampling, self._tokenizer.chat_templates)
-            ask = replace(ask, sampling=sampling, variables=variables)
-        params, overflow = self.params_of(ask), ask.options.overflow
-        conversation = self.conversation(ask.prompt, ask.options, ask.variables)
-        prompt = ask.prompt if ask.token_ids is None else ask.token_ids
+            return replace(ask, sampling=sampling, variables=variables)
+        if ask.params:
+            variables = dict(ask.variables or {})
+            refuse_sampling(variables, self._tokenizer.chat_templates)
+            return replace(ask, variables=variables if is_conversation(ask.prompts[0]) else None)
+        return ask
+
+    def _requests(self, ask: Ask, number: int, check: Check) -> Iterator[Request]:
+        """Yield the request of each answer, after reading the prompt."""
+        limits, options, params = self.limits, ask.options, self.params_of(ask)
+        conversation = self.conversation(ask.prompts[number], options, ask.variables)
+        token_ids, num_truncated, messages = self._read(ask, number, params, conversation)
+        checkpoints: tuple[int, ...] = ()
+        if conversation is not None and messages and 0 < self._least_with_checkpoints < len(token_ids):
+            checkpoints = conversation.checkpoints(messages, token_ids)
+        form = None if conversation is None else conversation.answer_format(token_ids)
+        message_warnings = () if conversation is None else tuple(with_values(messages)[1])
+        for each in ask.params or [params]:
+            check()
+            grammar = grammar_of(each)
+            answer_format, make_constraint = self._constrained(grammar, form)
+            schema_warnings = self._compiler.warnings_of(grammar)
+            schema_warnings += () if answer_format is None else answer_format.warnings
+            self._warn(SchemaWarning, schema_warnings)
+            self._warn(MessageWarning, message_warnings)
+            if options.prefill_chunk is not None:
+                check_count("prefill_chunk", options.prefill_chunk, 1, limits.step.tokens)
+            check_ids("answer_prefix", options.answer_prefix, limits.vocab_size)
+            yield Request(
+                self._tokenizer,
+                tuple(check_prompt(limits, token_ids, room=1)),
+                checked_params(limits, each),
+                limits.max_seq_len,
+                limits.vocab_size,
+                make_constraint=make_constraint,
+                num_draft_tokens=options.num_draft_tokens if options.speculation else 0,
+                prefill_chunk=options.prefill_chunk,
+                cancel=options.cancel,
+                num_truncated=num_truncated,
+                tenant=options.tenant,
+                priority=options.priority,
+                timeout=options.timeout,
+                cache_salt=options.cache_salt,
+                answer_prefix=tuple(options.answer_prefix),
+                answer_format=answer_format,
+                messages=messages,
+                checkpoints=checkpoints,
+                warnings=schema_warnings + message_warnings,
+            )
+
+    def _read(
+        self, ask: Ask, number: int, params: SamplingParams, conversation: Conversation | None
+    ) -> tuple[list[int], int, Items[Message]]:
+        """Return what `fitted` returns for the rendered and tokenised prompt."""
+        most, overflow = self.limits.max_seq_len, ask.options.overflow
 
         def encode(prompt: Prompt) -> list[int]:
             if conversation is None or ask.token_ids is not None:
                 return prompt_ids(prompt, self._tokenizer, most if overflow == "error" else None)
-            found = conversation.encode(prompt)
-            return found if ask.respell is None else ask.respell(found)
+            token_ids = conversation.encode(prompt)
+            return token_ids if ask.respell is None else ask.respell(token_ids)
 
-        most, bos_token_id = self.limits.max_seq_len, self.limits.bos_token_id
-        ids = fitted(prompt, encode, bos_token_id, most, params, overflow)
-        checkpoints: tuple[int, ...] = ()
-        if conversation is not None and ids.messages and 0 < self._least_with_checkpoints < len(ids.token_ids):
-            checkpoints = conversation.checkpoints(ids.messages, ids.token_ids)
-        return ReadPrompt(ids, params, conversation, checkpoints)
-
-    def complete(self, prompt: ReadPrompt, params: SamplingParams, options: RequestOptions) -> Request:
-        """Return the request. Raises InvalidRequestError for parameters, tools or a grammar that cannot be used."""
-        ids, _, conversation, checkpoints = prompt
-        answer_format = None if conversation is None else conversation.answer_format(ids.token_ids)
-        grammar = grammar_of(params)
-        answer_format, make_constraint = self._constrained(grammar, answer_format)
-        schema_warnings = self._compiler.warnings_of(grammar)
-        schema_warnings += () if answer_format is None else answer_format.warnings
-        message_warnings = () if conversation is None else tuple(with_values(ids.messages)[1])
-        self._warn(SchemaWarning, schema_warnings)
-        self._warn(MessageWarning, message_warnings)
-        if options.prefill_chunk is not None:
-            check_count("prefill_chunk", options.prefill_chunk, 1, self.limits.step.tokens)
-        check_ids("answer_prefix", options.answer_prefix, self.limits.vocab_size)
-        return replace(
-            make_request(self.limits, self._tokenizer, ids.token_ids, params),
-            make_constraint=make_constraint,
-            answer_format=answer_format,
-            warnings=schema_warnings + message_warnings,
-            num_draft_tokens=options.num_draft_tokens if options.speculation else 0,
-            prefill_chunk=options.prefill_chunk,
-            cancel=options.cancel,
-            num_truncated=ids.truncated_tokens,
-            tenant=options.tenant,
-            priority=options.priority,
-            timeout=options.timeout,
-            cache_salt=options.cache_salt,
-            answer_prefix=tuple(options.answer_prefix),
-            checkpoints=checkpoints,
-        )
+        prompt = ask.prompts[number] if ask.token_ids is None else ask.token_ids
+        return fitted(prompt, encode, self.limits.bos_token_id, most, params, overflow)
 
     def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
         """Warn once about each text."""
@@ -254,22 +235,20 @@ class RequestMaker:
     ) -> tuple[AnswerFormat | None, Callable[[], Constraint] | None]:
         """Return the answer's format, with tools that can be enforced, and a function that makes its constraint.
 
-        One constraint was already made. Raises InvalidRequestError for a grammar or tools that cannot be compiled.
+        Raises InvalidRequestError for a grammar or tools that cannot be compiled.
         """
-        compiler = self._compiler
         source = None
         if form is not None:
             with about("tools" if form.calls is not None or grammar is None else grammar.kind):
                 form, source = self._answer_grammars.prepare(form, grammar)
-        make: Callable[[], Constraint] | None = None
         if form is not None and source is not None:
-            make = self._within_budget(form, partial(compiler.compile_answer, source))
+            make = self._within_budget(form, partial(self._compiler.compile_answer, source))
         elif grammar is not None:
-            make = partial(compiler.compile, grammar)
-        if make is not None:
-            with about("tools" if grammar is None else grammar.kind):
-                make()
-        return form, make
+            make = partial(self._compiler.compile, grammar)
+        else:
+            return form, None
+        with about("tools" if grammar is None else grammar.kind):
+            return form, _Constraints(make)
 
     def _within_budget(self, form: AnswerFormat, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
         """Return the constraint, or one that also closes the reasoning when its budget is used up."""

@@ -18,9 +18,9 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, T
 
 from infer.compute.sampling.keywords import Params, refuse_sampling
 from infer.engine.requests.answer import Answer
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_encoding import Message, prompt_ids
-from infer.engine.requests.request_maker import Ask
 from infer.engine.requests.request_options import RequestKeywords, RequestOptions, check_callback
 from infer.engine.requests.stream import OnPrefill, OnToken, Stream
 from infer.engine.session.session_cache import SessionCache, Tensors
@@ -420,35 +420,33 @@ class Session:
         self, next_messages: Callable[[Transcript], Messages | None], ask: Ask, on_prefill: OnPrefill | None
     ) -> Stream:
         """Answer the messages that `next_messages` makes from the conversation; without it, continue the ids."""
-        sequence, messages = self._prepare(next_messages(self._transcript), ask)
-        on_end = partial(self._take_over, sequence, messages, self._transcript)
+        messages, before = next_messages(self._transcript), self._transcript
+        sequence = self._sequence(messages, ask)
+        on_end = partial(self._take_over, sequence, before, has_messages=messages is not None)
         stream = self._host.stream(sequence, on_prefill, self._cache.lease, on_end)
         self._last = stream.answer
         return stream
 
-    def _prepare(self, messages: Messages | None, ask: Ask) -> tuple[Answering, Messages | None]:
-        requests = self._host.requests
+    def _sequence(self, messages: Messages | None, ask: Ask) -> Answering:
         if messages is None:
-            ask = replace(ask, prompt=self._transcript.token_ids)
+            ask = replace(ask, prompts=[self._transcript.token_ids])
         else:
             variables = dict(self._transcript.template)
             tools, options = variables.pop("tools", None), ask.options
             options = options if options.tools is not None else replace(options, tools=tools)
-            ask = replace(ask, prompt=messages, options=options, variables=variables, respell=self._respell)
-        prompt = requests.read(ask)
-        if messages is not None:
-            messages = [dict(message) for message in prompt.ids.messages]
-        return Answering(requests.complete(prompt, prompt.params, ask.options)), messages
+            ask = replace(ask, prompts=[messages], options=options, variables=variables, respell=self._respell)
+        return self._host.requests.sequence(ask)
 
-    def _take_over(self, sequence: Answering, messages: Messages | None, before: Transcript) -> None:
-        """Add a finished answer to the conversation: to `messages`, or to the ids if there are none."""
+    def _take_over(self, sequence: Answering, before: Transcript, *, has_messages: bool) -> None:
+        """Add a finished answer to the conversation: to its messages, or only to its ids."""
         result = sequence.result()
         if result.error:
             return
-        if messages is None:
+        if not has_messages:
             self._transcript = before.with_tokens(sequence.token_ids)
         elif result.finish_reason != "abort" or result.text or result.reasoning or result.tool_calls:
-            self._transcript = before.answered(sequence.token_ids, [*messages, result.to_message()])
+            messages = [*map(dict, sequence.request.messages), result.to_message()]
+            self._transcript = before.answered(sequence.token_ids, messages)
 
 
 def begin_session(

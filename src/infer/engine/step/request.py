@@ -2,11 +2,11 @@
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple, SupportsIndex, final
+from typing import Any, NamedTuple, SupportsIndex, final
 
 from infer.compute.operands.limits import StepLimits
 from infer.errors import ContextLengthError, InvalidRequestError
@@ -39,6 +39,7 @@ class Request:
     cache_salt: str = ""  # only requests with the same salt share prefixes
     answer_prefix: tuple[int, ...] = ()  # ids with which the answer begins
     answer_format: AnswerFormat | None = None  # the answer's parts besides text
+    messages: Sequence[Mapping[str, Any]] = ()  # of the conversation, as far as the prompt has them
     # Ascending positions, before which chunks of the prompt end if the model has states.
     checkpoints: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()  # parts of tools and messages that were left out or changed
@@ -73,19 +74,14 @@ def limits_of(model: Transformer, tokenizer: Tokenizer) -> Limits:
     return Limits(vocab_size, model.max_seq_len, tokenizer.bos_token_id, model.backend.step_limits)
 
 
-def make_request(
-    limits: Limits, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
-) -> Request:
-    """Check a request against the model, and choose a random seed if none is given.
+def checked_params(limits: Limits, params: SamplingParams) -> SamplingParams:
+    """Return the parameters with a seed, which is random if none is given.
 
-    Raises the errors of `check_prompt`, and InvalidRequestError for parameters with ids outside the vocabulary.
+    Raises InvalidRequestError for ids outside the vocabulary.
     """
-    token_ids = check_prompt(limits, prompt_token_ids, room=1)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         check_ids(name, getattr(params, name) or (), limits.vocab_size)
-    if params.seed is None:
-        params = replace(params, seed=secrets.randbits(SEED_BITS))
-    return Request(tokenizer, tuple(token_ids), params, limits.max_seq_len, limits.vocab_size)
+    return params if params.seed is not None else replace(params, seed=secrets.randbits(SEED_BITS))
 
 
 def check_prompt(limits: Limits, token_ids: Sequence[int], *, room: int) -> list[int]:

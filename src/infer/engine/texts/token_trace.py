@@ -12,9 +12,9 @@ from torch import Tensor
 from infer.compute.sampling.masks import num_mask_words
 from infer.compute.sampling.sampler import Sampled, log_probabilities
 from infer.compute.sampling.trace import sample_trace
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_encoding import Prompt
-from infer.engine.requests.request_maker import Ask
 from infer.engine.requests.request_options import check_count
 from infer.engine.step.place import Lease
 from infer.engine.step.request import Request, check_prompt
@@ -104,7 +104,7 @@ def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleT
     check_traceable(host)
     params = host.requests.params_of(ask)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    sequence = host.requests.sequence(replace(ask, params=asked, sampling={}))
+    sequence = host.requests.sequence(replace(ask, given=asked, sampling={}))
     result = host.stream(sequence).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")

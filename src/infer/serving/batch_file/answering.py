@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from infer.compute.sampling.defaults import default_params
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_batch import answer_all
-from infer.engine.requests.request_maker import Ask
 from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
@@ -63,5 +63,4 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
     params = default_params(llm.sampling_defaults, is_chat=is_chat, **values)
     variables = {**effort_variables(row.effort, llm.tokenizer.chat_template), **row.variables}
     options = replace(settings.options, **row.options)
-    (sequence,) = llm._opened.requests.choices(Ask(row.prompt, options=options, variables=variables), [params])
-    return sequence
+    return llm._opened.requests.sequence(Ask([row.prompt], [params], options, variables=variables))

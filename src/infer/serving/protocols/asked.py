@@ -1,12 +1,10 @@
 """A body's prompts, parameters and options as plain values, for the server, `infer batch` and `infer replay`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Mapping
+from typing import Any
 
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_ANSWERS, NUM_TOKENS_OF_COMPLETIONS
-from infer.sampling_params import SamplingParams
 from infer.serving.protocols.bodies import ChatBody, CompletingBody, CompletionBody
 from infer.serving.protocols.chat_messages import messages_of
 from infer.serving.protocols.llamacpp_bodies import InfillBody
@@ -15,37 +13,23 @@ from infer.serving.protocols.refusals import refuse, shown
 from infer.serving.protocols.tool_options import conversation_options, conversation_variables
 
 
-@final
-@dataclass(frozen=True)
-class Asked:
-    """The prompts of a body and their parameters. `params` has one entry per choice of a prompt.
-
-    `variables` are the template's; `prompt_name` is the name of the body's field. If `is_answered` is false, prompts
-    are only checked.
-    """
-
-    prompts: Sequence[Any]
-    params: Sequence[SamplingParams]
-    options: RequestOptions
-    prompt_name: str
-    variables: Mapping[str, Any]
-    is_answered: bool = True
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.params)
-
-
-def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Asked:
+def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Ask:
     """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
     params = make_params(chat_values(body), defaults, seeds_of(body.seed, body.n or 1), "messages")
     variables = conversation_variables(body, template)
     options = conversation_options(body, body.reasoning_effort)
     is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
-    return Asked([messages_of(body.messages)], params, options, "messages", variables, is_answered=is_answered)
+    return Ask(
+        [messages_of(body.messages)],
+        params,
+        options,
+        variables=variables,
+        prompt_name="messages",
+        is_answered=is_answered,
+    )
 
 
-def ask_completion(body: CompletionBody | InfillBody, defaults: Mapping[str, Any]) -> Asked:
+def ask_completion(body: CompletionBody | InfillBody, defaults: Mapping[str, Any]) -> Ask:
     """Return the request of a body, with the model's own `defaults`. Raises BodyError."""
     prompts, num_choices = prompts_of("" if body.prompt is None else body.prompt), body.n or 1
     if len(prompts) * num_choices > MAX_ANSWERS:
@@ -53,7 +37,7 @@ def ask_completion(body: CompletionBody | InfillBody, defaults: Mapping[str, Any
         raise refuse(message, "prompt")
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
     params = make_params(values, defaults, seeds_of(body.seed, num_choices), "prompt")
-    return Asked(prompts, params, make_options(body), "prompt", {}, is_answered=body.max_tokens != 0)
+    return Ask(prompts, params, make_options(body), is_answered=body.max_tokens != 0)
 
 
 def chat_values(body: ChatBody) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import NamedTuple, final
 from starlette.requests import Request
 
 import infer
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.protocols.asked import Asked
 from infer.serving.protocols.params import refusal
 from infer.serving.server.asking import check_result, enter, of_tenant, text_tokens, while_connected
 from infer.serving.server.call import Call, call_of
@@ -210,7 +210,7 @@ class Choices:
         return await self._streams[index].take()
 
 
-async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
+async def accept(request: Request, state: ServerState, asked: Ask) -> Choices:
     """Prepare and check all prompts and put them into the queue. Raises ApiError if any prompt is refused."""
     call, llm = call_of(request), state.llm()
     await enter(request, state, _arrival(asked, llm.host.model.max_seq_len))
@@ -232,7 +232,7 @@ async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
     return await while_connected(request, prepare())
 
 
-def _arrival(asked: Asked, context: int) -> Arrival:
+def _arrival(asked: Ask, context: int) -> Arrival:
     """Return the request's size. A prompt counts at most as many tokens as the context has."""
     of_tools = text_tokens(asked.options.tools)
     num_tokens = sum(min(context, of_tools + text_tokens(prompt)) for prompt in asked.prompts)
@@ -242,10 +242,10 @@ def _arrival(asked: Asked, context: int) -> Arrival:
 
 
 async def _prepared(
-    llm: "infer.AsyncLLM", asked: Asked, options: RequestOptions, number: int
+    llm: "infer.AsyncLLM", asked: Ask, options: RequestOptions, number: int
 ) -> "list[infer.AsyncStream]":
     try:
-        return await llm.choices(asked.prompts[number], asked.params, options=options, **asked.variables)
+        return await llm.choices(asked.prompts[number], asked.params, options=options, **(asked.variables or {}))
     except ClosedError:
         raise
     except InvalidRequestError as error:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.agent_prompts import AgentPrompts, TokenBudgets, is_billing
@@ -25,7 +26,6 @@ from infer.serving.protocols.anthropic.message_blocks import (
     ToolUseBlock,
 )
 from infer.serving.protocols.anthropic.message_bodies import MessagesBody, PromptBody
-from infer.serving.protocols.asked import Asked
 from infer.serving.protocols.chat_messages import call_of_message, text_of
 from infer.serving.protocols.params import make_params, refusal, seeds_of, stops_of
 from infer.text.toolcalls.template_formats import reasoning_of
@@ -35,16 +35,21 @@ _EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
 
 def ask_message(
     body: MessagesBody, defaults: Mapping[str, Any], template: str | None, agent_prompts: AgentPrompts
-) -> Asked:
+) -> Ask:
     """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
     params = make_params(sampling_of(body), defaults, seeds_of(body.seed, 1), "messages")
     return replace(ask_prompt(body, template, agent_prompts), params=params)
 
 
-def ask_prompt(body: PromptBody, template: str | None, agent_prompts: AgentPrompts) -> Asked:
+def ask_prompt(body: PromptBody, template: str | None, agent_prompts: AgentPrompts) -> Ask:
     """Return the prompt of a body and its options, without parameters. Raises BodyError."""
     messages = messages_of(body.messages, body.system, agent_prompts)
-    return Asked([messages], (), options_of(body, template), "messages", variables_of(body, messages, template))
+    return Ask(
+        [messages],
+        options=options_of(body, template),
+        variables=variables_of(body, messages, template),
+        prompt_name="messages",
+    )
 
 
 def options_of(body: PromptBody, template: str | None) -> RequestOptions:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from infer.serving.protocols.asked import Asked
+from infer.engine.requests.ask import Ask
 from infer.serving.protocols.bodies import ResponseBody
 from infer.serving.protocols.chat_messages import call_of_message, text_of
 from infer.serving.protocols.params import constraint_of, make_params, sampling_values, seeds_of
@@ -15,7 +15,7 @@ from infer.serving.protocols.tool_options import conversation_options, effort_va
 _LOGPROBS = "message.output_text.logprobs"
 
 
-def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
+def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Ask:
     """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
@@ -32,7 +32,7 @@ def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str 
     options = conversation_options(body, effort, "input")
     if body.truncation == "auto":
         options = replace(options, overflow="truncate_left")
-    return Asked([messages_of(body)], params, options, "input", variables)
+    return Ask([messages_of(body)], params, options, variables=variables, prompt_name="input")
 
 
 def messages_of(body: ResponseBody) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
+from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.serving.protocols.asked import Asked, ask_completion
+from infer.serving.protocols.asked import ask_completion
 from infer.serving.protocols.bodies import CompletionBody
 from infer.serving.protocols.chat_answers import FINISH_REASONS
 from infer.serving.protocols.refusals import refuse
@@ -55,13 +56,13 @@ async def complete(request: Request, state: ServerState, body: CompletionBody) -
     return await reply(request, state, choices, shape, is_streamed=body.stream)
 
 
-async def ask_to_complete(request: Request, state: ServerState, body: CompletionBody) -> Asked:
+async def ask_to_complete(request: Request, state: ServerState, body: CompletionBody) -> Ask:
     """Return what the body asks for. A prompt with a suffix gets the marks of its model. Raises ApiError."""
     asked = ask_completion(body, state.llm().llm.sampling_defaults)
     return await _filling_in(request, state, body, asked) if body.suffix else asked
 
 
-async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Asked) -> Asked:
+async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Ask) -> Ask:
     """Return the prompts with `suffix` after the text that is to be written.
 
     If the model cannot fill in text, warn and continue the prompts. Raises ApiError.
@@ -83,7 +84,7 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
     return between(asked, prompts, tokenizer)
 
 
-def between(asked: Asked, prompts: Sequence[Sequence[int]], tokenizer: "infer.Tokenizer") -> Asked:
+def between(asked: Ask, prompts: Sequence[Sequence[int]], tokenizer: "infer.Tokenizer") -> Ask:
     """Return the request with the encoded texts as its prompts. The answer also ends at the marks' end tokens."""
     ends = () if tokenizer.infill_marks is None else tokenizer.infill_marks.ends
     params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *ends]) for each in asked.params]

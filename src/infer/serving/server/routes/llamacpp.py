@@ -7,9 +7,10 @@ from msgspec.structs import replace as replace_fields
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.engine.requests.ask import Ask
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SEED_BITS
-from infer.serving.protocols.asked import Asked, ask_completion
+from infer.serving.protocols.asked import ask_completion
 from infer.serving.protocols.bodies import CompletionBody
 from infer.serving.protocols.llamacpp_bodies import InfillBody, complete_llamacpp
 from infer.serving.protocols.params import seed_of
@@ -57,7 +58,7 @@ def _settled(request: Request, body: _Body) -> _Body:
     return replace_fields(body, seed=seed, max_tokens=body.max_tokens or 1)
 
 
-async def _answer(request: Request, state: ServerState, body: CompletionBody | InfillBody, asked: Asked) -> Response:
+async def _answer(request: Request, state: ServerState, body: CompletionBody | InfillBody, asked: Ask) -> Response:
     llm = state.llm().llm
     choices = await accept(request, state, asked)
     facts = LlamaAsked(

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
+from infer.engine.requests.ask import Ask
 from infer.models.catalog.model_facts import ModelFacts
-from infer.serving.protocols.asked import Asked, ask_chat, refuse_unless_neutral
+from infer.serving.protocols.asked import ask_chat, refuse_unless_neutral
 from infer.serving.protocols.bodies import ChatBody, CompletionBody
 from infer.serving.protocols.ollama.ollama_bodies import (
     AnsweringBody,
@@ -102,7 +103,7 @@ async def _answer(
 ) -> Response:
     llm = state.llm().llm
     refuse_unless_neutral(meant, _ONE_ANSWER)
-    asked: Asked
+    asked: Ask
     if isinstance(meant, ChatBody):
         asked = ask_chat(meant, llm.sampling_defaults, llm.tokenizer.chat_template)
     else:

@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult
 from infer.request_limits import MAX_TOKENS, NUM_TOKENS_OF_COMPLETIONS
-from infer.serving.protocols.asked import Asked, refuse_unless_neutral
+from infer.serving.protocols.asked import refuse_unless_neutral
 from infer.serving.protocols.bodies import CompletingBody, ConversationBody, Message
 from infer.serving.protocols.chat_answers import finish_reason_of
 from infer.serving.protocols.chat_messages import messages_of
@@ -38,7 +39,7 @@ class OneAnswerBody(ConversationBody, kw_only=True):
 
 def ask_one(
     body: OneAnswerBody, defaults: Mapping[str, Any], template: str | None, answer_prefix: Sequence[int] = ()
-) -> Asked:
+) -> Ask:
     """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
     refuse_unless_neutral(body, _NEUTRAL)
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | sampling_values(body)
@@ -49,11 +50,11 @@ def ask_one(
         raise refuse("give one of prompt and messages", "prompt", code)
     if body.messages is not None:
         variables = conversation_variables(body, template)
-        return Asked([messages_of(body.messages)], [params], options, "messages", variables)
+        return Ask([messages_of(body.messages)], [params], options, variables=variables, prompt_name="messages")
     for name in _OF_MESSAGES:
         if getattr(body, name) is not None:
             raise refuse(f"{name} belongs to messages: leave it out", name)
-    return Asked([body.prompt], [params], options, "prompt", {})
+    return Ask([body.prompt], [params], options)
 
 
 def end_of(result: GenerationResult) -> Json:

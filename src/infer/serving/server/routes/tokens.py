@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.asked import Asked
 from infer.serving.protocols.bodies import Body, Message, Tools
 from infer.serving.protocols.chat_messages import complete_chat, messages_of
 from infer.serving.protocols.declared_fields import TokenId
@@ -183,12 +183,12 @@ async def prepared(request: Request, state: ServerState, prepare: Callable[[], _
         raise refusal(error, param) from error
 
 
-async def count_prompt(request: Request, state: ServerState, asked: Asked) -> int:
+async def count_prompt(request: Request, state: ServerState, asked: Ask) -> int:
     """Return the number of tokens of a conversation's prompt. Raises an ApiError that names the prompt's field."""
     host, (messages,) = state.llm().host, asked.prompts
 
     def encode() -> list[int]:
-        conversation = host.requests.conversation(messages, asked.options, dict(asked.variables))
+        conversation = host.requests.conversation(messages, asked.options, dict(asked.variables or {}))
         assert conversation is not None
         return conversation.encode(messages)
 

@@ -281,9 +281,9 @@ class Answer:
     def cancel(self) -> None:
         """Give the reader no further pieces, and end the sequence. Does not wait. For finalizers, too."""
         self.is_dropped = True
-        if not self.has_ended:  # otherwise all readers are awake
+        if not self.has_ended:  # otherwise the sequence has left the engine, and all readers are awake
             self._waiters.wake()
-        self.loop.cancel(self)
+            self.loop.cancel(self)
 
     def poll_cancel(self) -> None:
         """Cancel if the event of its request is set."""

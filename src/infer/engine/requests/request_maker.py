@@ -176,7 +176,7 @@ class RequestMaker:
             check()
             grammar = grammar_of(each)
             answer_format, make_constraint = self._constrained(grammar, form)
-            schema_warnings = self._compiler.warnings_of(grammar)
+            schema_warnings = () if grammar is None else self._compiler.warnings_of(grammar)
             schema_warnings += () if answer_format is None else answer_format.warnings
             self._warn(SchemaWarning, schema_warnings)
             self._warn(MessageWarning, message_warnings)

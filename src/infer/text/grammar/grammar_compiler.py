@@ -65,7 +65,7 @@ class Compiler:
 
         return self._constraint(grammar, compile_)
 
-    def warnings_of(self, grammar: Grammar | None) -> tuple[str, ...]:
+    def warnings_of(self, grammar: Grammar) -> tuple[str, ...]:
         """Return a line for each part of a compiled schema that is not enforced."""
         with self._lock:
             found = self._compiled.get(_key(grammar))

@@ -30,7 +30,7 @@ class StopStrings:
             stops = [stops]
         if not all(stops):
             raise InvalidRequestError("stop must have strings that are not empty, got '': remove it")
-        self._automaton = _Automaton(stops)
+        self._automaton = _Automaton(stops) if stops else _WITHOUT_STOPS
         self._state = self._automaton.root
         self._include = include
         self._held = ""
@@ -118,3 +118,6 @@ class _Automaton:
                 longer.match = self.stops[low]
         state.after[character] = longer
         return longer
+
+
+_WITHOUT_STOPS = _Automaton(())

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from infer.engine.tensor_parallel.rank_settings import ModelSource, Transport
+
 from gpu_models import generated, random_ids
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.leading import LeadingRunner
-from infer.engine.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
 from infer.engine.tensor_parallel.ranks import Ranks
 from infer.files import open_checkpoint
+from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_checked
 
@@ -22,17 +23,15 @@ def check_ranks(path: Path, devices: Sequence[str], transport: Transport, count:
     """Check that a rank per device, with recorded steps and op by op, writes the tokens of one process."""
     checkpoint, context = open_checkpoint(path), 2 * count + 32
     architecture = make_architecture(checkpoint.config)
-    prompt, cache = random_ids(20, 0, architecture.vocab_size), CacheSettings()
-    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), "auto", "auto", "exact", 1, tuple(devices))
+    prompt = random_ids(20, 0, architecture.vocab_size)
+    settings = ModelSettings(device=devices[0], max_seq_len=context)
+    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), settings, 1, tuple(devices))
 
     def write(ranks: Ranks | None, *, capture: bool) -> list[int]:
-        asked = devices[0], "auto", "auto", "exact", context, None, cache
-        model = load_checked(checkpoint, None, *asked, group=None if ranks is None else ranks.group)
-        given = RunnerSettings(context, cache, 1, None, capture)
+        model = load_checked(checkpoint, None, settings, group=None if ranks is None else ranks.group)
         if ranks is None:
-            return generated(Runner(model, **given._asdict()), [prompt], count, 1, temperature=0.8)[0]
-        ranks.load(given)
-        runner = LeadingRunner(ranks, model, **given._asdict())
+            return generated(Runner(model, context, capture=capture), [prompt], count, 1, temperature=0.8)[0]
+        runner = LeadingRunner(ranks, model, capacity=context, capture=capture)
         runner.check_logits()
         return generated(runner, [prompt], count, 1, temperature=0.8)[0]
 

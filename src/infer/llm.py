@@ -3,34 +3,32 @@
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, NoReturn, Self, SupportsIndex, Unpack, final, overload
+from typing import (
+    Any,
+    NoReturn,
+    ParamSpec,
+    Self,
+    SupportsIndex,
+    TypedDict,
+    Unpack,
+    final,
+    get_type_hints,
+    overload,
+)
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.kvcache.cache_settings import CacheSettings, without_effect
 from infer.compute.operands.architecture import Architecture
 from infer.compute.sampling.defaults import default_params
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.host import Host
-from infer.engine.requests.host_loading import HostArguments, load_host
-from infer.engine.requests.model_settings import (
-    DeviceName,
-    DtypeName,
-    EvictionPolicy,
-    GrammarBackend,
-    KVType,
-    PrecisionName,
-    RerankerName,
-    WeightsType,
-    checks_settings,
-    prefix_bytes,
-)
+from infer.engine.requests.host import Host, load_host
 from infer.engine.requests.prompt_batch import (
     BATCH_SIZE,
     Ended,
@@ -51,8 +49,19 @@ from infer.engine.texts.token_trace import ids_to_score, logits_of, score_prompt
 from infer.engine.texts.vector_options import VectorOptions
 from infer.errors import InvalidRequestError, closed
 from infer.files import open_checkpoint
+from infer.model_settings import (
+    DeviceName,
+    DtypeName,
+    EvictionPolicy,
+    GrammarBackend,
+    KVType,
+    ModelSettings,
+    PrecisionName,
+    RerankerName,
+    WeightsType,
+)
 from infer.models.catalog.models_at_hand import shown_as, weights_name
-from infer.models.from_checkpoint import dtype_name, load_model, load_tokenizer, set_num_threads, threads_if_loaded
+from infer.models.from_checkpoint import load_model, load_tokenizer, set_num_threads, threads_if_loaded
 from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
 from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
@@ -62,6 +71,46 @@ from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.tools import ToolLike
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
+
+_P = ParamSpec("_P")
+
+
+class _ModelKeywords(TypedDict, total=False):
+    """The keywords of `LLM` that are fields of `ModelSettings`."""
+
+    threads: int | None
+    precision: PrecisionName
+    weights: WeightsType
+    dtype: DtypeName | torch.dtype
+    reuse_prefixes: bool
+    kv_type: KVType
+    eviction_policy: EvictionPolicy
+    eviction_window: int
+    protected_prefix: int
+    memory_threshold_mb: int | None
+    state_memory_mb: int | None
+    max_seq_len: int | None
+    grammar_backend: GrammarBackend
+    tensor_parallel: int
+    capture: bool
+    chat_template: str | None
+    allow_special: bool
+    device: DeviceName | str | torch.device
+    reranker: RerankerName
+    pool_pages: int | None
+    prefix_disk: int | str | None
+
+
+def _shows_settings(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Give a constructor the signature that help() shows: its own arguments, and those of `_ModelKeywords`."""
+    shown, types = signature(init), get_type_hints(_ModelKeywords)
+    own = [each for each in shown.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    keywords = [
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=types[each.name])
+        for each in fields(ModelSettings)
+    ]
+    vars(init)["__signature__"] = shown.replace(parameters=[*own, *keywords])
+    return init
 
 
 @final
@@ -101,61 +150,28 @@ class LLM:
 
     _host: Host | None
 
-    @checks_settings
+    @_shows_settings
     def __init__(
         self,
         model: str | Path = "smollm2",
         *,
-        device: DeviceName | str | torch.device = "cpu",
-        dtype: DtypeName | torch.dtype = "auto",
-        weights: WeightsType = "auto",
-        precision: PrecisionName = "exact",
-        max_seq_len: int | None = None,
-        kv_type: KVType = "auto",
-        eviction_policy: EvictionPolicy = "none",
-        eviction_window: int = CacheSettings().eviction_window,
-        protected_prefix: int = CacheSettings().protected_prefix,
-        memory_threshold_mb: int | None = None,
-        reuse_prefixes: bool = False,
-        state_memory_mb: int | None = None,
-        prefix_disk: int | str | None = None,
-        pool_pages: int | None = None,
-        grammar_backend: GrammarBackend = "llguidance",
-        threads: int | None = None,
-        tensor_parallel: int = 1,
-        capture: bool = True,
-        chat_template: str | None = None,
-        allow_special: bool = False,
-        reranker: RerankerName = "auto",
         on_progress: OnProgress | None = None,
+        **settings: Unpack[_ModelKeywords],
     ) -> None:
         self._host, self._shown = None, str(model)
-        disk_bytes = prefix_bytes(prefix_disk)
-        cache = CacheSettings(
-            kv_type=kv_type, eviction_policy=eviction_policy, eviction_window=eviction_window,
-            protected_prefix=protected_prefix, memory_threshold_mb=memory_threshold_mb,
-            reuse_prefixes=reuse_prefixes or disk_bytes > 0, state_memory_mb=state_memory_mb,
-        )  # fmt: skip
-        unused = without_effect(
-            eviction_policy, eviction_window=eviction_window, protected_prefix=protected_prefix,
-            memory_threshold_mb=memory_threshold_mb,
-        )  # fmt: skip
-        if unused is not None:
-            warnings.warn(unused, stacklevel=3)
-        given = HostArguments(
-            device=device, dtype=dtype, weights=weights, precision=precision, max_seq_len=max_seq_len, cache=cache,
-            pool_pages=pool_pages, grammar_backend=grammar_backend, tensor_parallel=tensor_parallel, capture=capture,
-            reranker=reranker, prefix_bytes=disk_bytes,
-        )  # fmt: skip
-        with threads_if_loaded(threads, tensor_parallel):
+        check_callback("on_progress", on_progress)
+        asked = ModelSettings.of(settings)
+        if asked.unused is not None:
+            warnings.warn(asked.unused, stacklevel=2)
+        with threads_if_loaded(asked.threads, asked.tensor_parallel):
             checkpoint = open_checkpoint(model)
-            tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
-            forms = dtype_name(dtype), weights, weights_name(checkpoint.metadata, checkpoint.tensors)
+            tokenizer = load_tokenizer(checkpoint, chat_template=asked.chat_template, allow_special=asked.allow_special)
+            forms = asked.dtype, asked.weights, weights_name(checkpoint.metadata, checkpoint.tensors)
             checkpoint = checkpoint.without_metadata()
-            self._host = host = load_host(checkpoint, tokenizer, given, on_progress)
-        self.sampling_defaults = host.settings.sampling_defaults
+            self._host = host = load_host(checkpoint, tokenizer, asked, on_progress)
+        self.sampling_defaults = host.facts.sampling_defaults
         self._shown = shown_as(model, checkpoint, host.model.architecture, forms, host.model.max_seq_len)
-        self._host.warn_of_template(stacklevel=4)
+        self._host.warn_of_template(stacklevel=3)
 
     def __repr__(self) -> str:
         return f"LLM({self._shown}{', closed' if self._host is None else ''})"
@@ -238,7 +254,7 @@ class LLM:
     @property
     def prompt_names(self) -> tuple[str, ...]:
         """Names of the prompts that the model's files have for `embed`."""
-        return tuple(self._opened.settings.heads.prompts.by_name)
+        return tuple(self._opened.facts.heads.prompts.by_name)
 
     @property
     def system_fingerprint(self) -> str:

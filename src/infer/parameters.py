@@ -1,8 +1,9 @@
 """How a parameter is declared: the kind of its values, which checks them, and the facts that other modules need.
 
-A field of `SamplingParams` or of `RequestOptions` is declared once, with `parameter`. Its checks are made from the
-declaration, and so are the fields of bodies, the options of the command line, the controls of the page and the table
-in `docs/reference`. This module imports neither torch nor msgspec.
+A field of `SamplingParams` or of `RequestOptions` is declared once, with `parameter`, and a field of `ModelSettings` or
+of `ServerSettings` with `setting`. Checks are made from the declaration, and so are the fields of bodies, keywords, the
+options of the command line, the controls of the page and the tables of the docs. This module imports neither torch nor
+msgspec.
 """
 
 import json
@@ -148,6 +149,47 @@ class OneOf(Kind):
 
     def check(self, name: str, value: Any) -> str | None:
         if not (value is None and self.is_optional) and (not isinstance(value, str) or value not in self.values):
+            raise self.broken(name, value)
+        return value
+
+
+@final
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of a few strings, which messages list without quotes."""
+
+    values: tuple[str, ...]
+
+    @property
+    def rule(self) -> str:
+        return f"one of {', '.join(self.values)}"
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.values:
+            raise self.broken(name, value)
+        return value
+
+
+@final
+@dataclass(frozen=True)
+class Whole(Kind):
+    """A whole number. The help of an option names `least` if `is_range`; otherwise only the message does."""
+
+    least: int
+    most: int | None = None
+    is_optional: bool = False
+    is_range: bool = True
+
+    @property
+    def rule(self) -> str:
+        return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
+
+    def check(self, name: str, value: Any) -> int | None:
+        if value is None and self.is_optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
+            raise self.broken(name, value)
+        if self.most is not None and value > self.most:
             raise self.broken(name, value)
         return value
 
@@ -330,17 +372,45 @@ class Parameter:
     slider: tuple[int | float, int | float, int | float] | None = None  # of the page: from, to, step
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The declaration of a setting, and of the option that gives it. Its name, type and default are those of the field.
+
+    `help` describes the option, which belongs to a group of options. Its flags are made from the name unless `flags`
+    gives them. `takes` is a further type of a keyword, which the kind converts to the type of the field.
+    """
+
+    kind: Kind
+    help: str
+    group: str
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
+    envvar: str | None = None  # the environment variable that gives it, too
+    takes: str = ""
+
+
 def parameter(default: Any, kind: Kind, help: str, **others: Any) -> Any:
     """Return a dataclass field with the declaration of a parameter."""
     return field(default=default, metadata={"parameter": Parameter(kind=kind, help=help, **others)})
 
 
+def setting(default: Any, kind: Kind, group: str, help: str, **others: Any) -> Any:
+    """Return a dataclass field with the declaration of a setting."""
+    return field(default=default, metadata={"setting": Setting(kind=kind, help=help, group=group, **others)})
+
+
 def parameters_of(cls: type) -> dict[str, Parameter]:
-    """Return the declarations of a class's fields, by name."""
+    """Return the declarations of a class's parameters, by name."""
     return {each.name: each.metadata["parameter"] for each in fields(cls)}
 
 
-def check_fields(values: Any, parameters: Mapping[str, Parameter]) -> None:
+def settings_of(cls: type) -> dict[str, Setting]:
+    """Return the declarations of a class's settings, by name."""
+    return {each.name: each.metadata["setting"] for each in fields(cls) if "setting" in each.metadata}
+
+
+def check_fields(values: Any, parameters: Mapping[str, Parameter | Setting]) -> None:
     """Check all fields of a frozen dataclass, and store the checked values. Raises InvalidRequestError."""
     for name, declared in parameters.items():
         object.__setattr__(values, name, declared.kind.check(name, getattr(values, name)))

@@ -212,7 +212,7 @@ def test_labels_of_texts_and_pairs_are_those_of_transformers(name: str, tmp_path
     expected = logits_of(name, model, tokenizer, given).softmax(-1)
     with LLM(tmp_path) as llm:
         torch.testing.assert_close(values_of(llm.classify(given), LABELS), expected, rtol=0, atol=1e-5)
-        assert llm._opened.settings.heads.reranker is None
+        assert llm._opened.facts.heads.reranker is None
     assert expected.std(0).min() > 0.003
 
 

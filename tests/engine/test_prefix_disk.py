@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,6 +12,7 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.cli.options.model_loading import bytes_for_prefixes
+from infer.cli.options.option_fields import make_options
 from infer.cli.options.server_options import ServeOptions
 from infer.cli.subcommands import infer as commands
 from infer.compute.kvcache.page_exchange import PageExchange
@@ -228,7 +229,7 @@ def test_a_server_keeps_prefixes_without_keys(arguments: str, expected: int, mon
 
 def parsed(arguments: list[str]) -> ServeOptions:
     values = commands.commands["serve"].make_context("serve", arguments).params
-    return ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
+    return make_options(ServeOptions, values)
 
 
 _UNCLOSED = """

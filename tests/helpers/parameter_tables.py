@@ -13,8 +13,10 @@ import click
 from click.core import UNSET
 
 import infer.engine.requests.request_options as request_options
+import infer.model_settings as model_settings
 import infer.sampling_params as sampling_params
-from infer.cli.options.command_options import PrefixOption, ServedOptions
+from infer.cli.options.command_options import DiskOption, ServedOptions
+from infer.cli.options.option_fields import apply_options, decorators_of
 from infer.cli.options.server_options import (
     ClientOptions,
     LimitOptions,
@@ -24,6 +26,7 @@ from infer.cli.options.server_options import (
 )
 from infer.cli.subcommands import infer as command_line
 from infer.engine.requests.request_options import OPTIONS, RequestOptions
+from infer.model_settings import SETTINGS
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
 from infer.serving.protocols.foreign import FOREIGN
 
@@ -36,7 +39,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
     "flags for processes": (ProcessOptions,),
     "flags for steps and waiting": (SchedulingOptions,),
     "flags for limits": (LimitOptions,),
-    "flags for the model": (ServedOptions, PrefixOption),
+    "flags for the model": (ServedOptions, DiskOption),
 }
 _COUNT = re.compile(r"(?P<name>[A-Z_]+): Final = (?P<value>[^#\n]+?)(?:  # (?P<words>.*))?")
 
@@ -52,7 +55,11 @@ def written() -> dict[Path, str]:
     found = {path: _with_parts(path.read_text(encoding="utf-8"), each) for path, each in parts.items()}
     sampling = _keywords(sampling_params, "SamplingParams", ALIASES)
     requests = _keywords(request_options, "RequestOptions", {})
+    settings = _keywords(model_settings, "ModelSettings", {})
+    taken = {name: declared.takes for name, declared in SETTINGS.items() if declared.takes}
+    settings = [f"{name}: {taken.get(name, kind)}" for name, _, kind in (each.partition(": ") for each in settings)]
     for path, name, lines in (
+        (SOURCE / "llm.py", "_ModelKeywords", settings),
         (SOURCE / "compute/sampling/keywords.py", "SamplingKeywords", sampling),
         (SOURCE / "engine/requests/request_options.py", "RequestKeywords", requests),
     ):
@@ -110,7 +117,8 @@ def _code(names: list[str]) -> str:
 
 def _flags(kinds: tuple[type, ...]) -> str:
     """Return the table of those flags of `infer serve` that these classes declare."""
-    names = {field.name for kind in kinds for field in fields(kind)}
+    declared = apply_options([each for kind in kinds for each in decorators_of(kind)], lambda: None)
+    names = {each.name for each in declared.__click_params__}  # type: ignore[attr-defined]
     options = [option for option in command_line.commands["serve"].params if isinstance(option, click.Option)]
     rows = [row_of_flag(each) for each in options if not each.hidden and each.name in names]
     return "\n".join(["| flag | default | |", "|---|---|---|", *rows]) + "\n"

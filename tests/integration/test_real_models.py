@@ -20,7 +20,7 @@ from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.operands.step import Chunk
 from infer.compute.ops import backend_of
 from infer.engine.runner.runner import Runner
-from infer.engine.tensor_parallel.rank_settings import Transport
+from infer.engine.tensor_parallel.ranks import Transport
 from infer.files import open_checkpoint
 from oracle import make_oracle, mean_kl, oracle_logits
 from programs import Programs

@@ -28,6 +28,7 @@ from infer.engine.tensor_parallel.ranks import start_ranks
 from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
+from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_tokenizer
 from infer.models.load import FloatsAs, load_transformer
@@ -270,4 +271,4 @@ def test_too_many_ranks_refuse_experts_in_a_line(tmp_path: Path) -> None:
     architecture = make_architecture(checkpoint.config)
     check_experts(architecture, 4)
     with pytest.raises(InvalidRequestError, match=r"tensor_parallel=5 gives .* expert's 64 rows: use at most 4$"):
-        start_ranks(checkpoint, ("auto", "auto", "exact"), "cpu", CacheSettings(), 5)
+        start_ranks(checkpoint, ModelSettings(tensor_parallel=5))

@@ -27,7 +27,7 @@ from infer.cli.options.command_options import (
     TraceOptions,
 )
 from infer.cli.options.model_choice import choose_model, choose_models, take_named
-from infer.cli.options.model_loading import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
+from infer.cli.options.model_loading import kernels_ahead, load_for_server, load_model
 from infer.cli.options.option_checks import check_constraints, check_grammar, check_options, check_suite, needs_extra
 from infer.cli.options.option_fields import takes_options
 from infer.cli.options.other_programs import TolerantCommand, what_to_type
@@ -130,7 +130,7 @@ def batch(context: click.Context, options: BatchOptions) -> int:
     check_options(options, [SamplingParams.from_mapping(given)])
     from infer.cli.answers.batch_command import run_batch
 
-    return run_batch(options, given, partial(load_model, options), load_arguments(options))
+    return run_batch(options, given, partial(load_model, options))
 
 
 @infer.command()
@@ -296,7 +296,7 @@ def deploy(context: click.Context, options: DeployOptions) -> int:
     with needs_extra():
         from infer.cli.servers.ray_command import run_deploy
 
-    return run_deploy(options, served_arguments(options))
+    return run_deploy(options)
 
 
 @infer.command()

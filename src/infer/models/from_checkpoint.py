@@ -1,24 +1,22 @@
 """Load a network and its tokenizer from a model's files, after checking all settings."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
 
 import torch
 
 from infer.compute import ops
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import check_layers
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.group import Group
 from infer.compute.operands.limits import StepLimits
-from infer.compute.ops import Precision
 from infer.errors import InvalidRequestError, ModelError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
+from infer.model_settings import ModelSettings
 from infer.models.compile_ahead import make_outline
 from infer.models.families import make_architecture
 from infer.models.load import OnProgress, load_transformer
@@ -27,12 +25,10 @@ from infer.models.memory.context_length import context_length, fitting_length, f
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
 from infer.models.transformer import Transformer
-from infer.models.weight_loader import FloatsAs, OnInput
+from infer.models.weight_loader import OnInput
 from infer.system.cores.cores import check_num_threads, default_num_threads
 from infer.system.memory.available_memory import give_back_freed
 from infer.text.tokenizer import Tokenizer
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def load_model(
@@ -66,10 +62,12 @@ def load_model(
         >>> len(architecture.layers), architecture.vocab_size
         (30, 49152)
     """
+    settings = ModelSettings.of(
+        {"dtype": dtype, "device": device, "weights": weights, "precision": precision, "max_seq_len": max_seq_len}
+    )
     checkpoint = open_checkpoint(model_id)
     tokenizer = load_tokenizer(checkpoint)
-    checkpoint = checkpoint.without_metadata()
-    model = load_checked(checkpoint, tokenizer, device, dtype, weights, precision, max_seq_len, None)
+    model = load_checked(checkpoint.without_metadata(), tokenizer, settings)
     return model, model.architecture
 
 
@@ -105,53 +103,43 @@ def load_tokenizer(
 def load_checked(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer | None,
-    device: str | torch.device,
-    dtype: str | torch.dtype,
-    weights: str,
-    precision: str,
-    max_seq_len: int | None,
-    on_progress: OnProgress | None,
-    cache: CacheSettings | None = None,
+    settings: ModelSettings,
+    on_progress: OnProgress | None = None,
+    *,
     group: Group | None = None,
     on_input: OnInput | None = None,
-    pool_pages: int | None = None,
 ) -> Transformer:
-    """Check all settings, then load the network. If a `group` runs the model together, load this rank's part.
+    """Check the settings against the model, then load the network, or this rank's part if a `group` runs the model.
 
     `tokenizer` is None if rank 0 has already checked the vocabulary and the memory of all ranks. `on_input` is the same
-    as for `load_transformer`. The memory must hold `pool_pages` pages, or those of one full row.
+    as for `load_transformer`. The memory must hold the settings' `pool_pages` pages, or those of one full row.
     """
-    architecture = make_architecture(checkpoint.config)
-    cache = cache or CacheSettings()
+    architecture, cache = make_architecture(checkpoint.config), settings.cache
     check_layers(cache, architecture.mixers)
     if tokenizer is not None:
         _check_vocabulary(architecture, tokenizer)
-    chosen_dtype = _dtype(dtype)
-    if chosen_dtype is not None and weights != "auto":
-        raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give only one of them")
-
-    backend, context = device_backend(device), context_length(max_seq_len, architecture, cache)
-    keep_floats_as = _choice("weights", weights, get_args(FloatsAs))
-    chosen_precision = _choice("precision", precision, get_args(Precision))
-    load = LoadSettings(dtype_name(dtype), weights, precision)
+    if settings.dtype != "auto" and settings.weights != "auto":
+        raise InvalidRequestError(
+            f"dtype={settings.dtype} and weights={settings.weights} contradict each other: give only one of them"
+        )
+    backend = device_backend(settings.device)
+    context = context_length(settings.max_seq_len, architecture, cache)
+    load, step = LoadSettings.of(settings), backend.step_limits
     check_tensors(architecture, checkpoint.tensors)
-    step = backend.step_limits
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
         if tokenizer is not None:
-            asked = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
-            memory = backend, _available_bytes(backend, group)
-            context, step = _fitting(
-                checkpoint, architecture, asked, cache, context, *memory, max_seq_len is None, pool_pages
-            )
+            load = LoadSettings.of(settings, backend.num_threads(), backend.device.type)
+            available = _available_bytes(backend, group)
+            context, step = _fitting(checkpoint, architecture, settings, load, context, step, available)
         give_back_freed()
         with backend.threads():
             model = load_transformer(
                 architecture,
                 LazyWeights(checkpoint.tensors),
                 backend=backend,
-                dtype=chosen_dtype,
-                keep_floats_as=keep_floats_as,
-                precision=chosen_precision,
+                dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+                keep_floats_as=settings.weights,
+                precision=settings.precision,
                 max_seq_len=context,
                 step_limits=step,
                 on_progress=on_progress,
@@ -183,23 +171,21 @@ def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
 def _fitting(
     checkpoint: Checkpoint,
     architecture: Architecture,
+    settings: ModelSettings,
     load: LoadSettings,
-    cache: CacheSettings,
     context: int,
-    backend: ops.Backend,
+    step: StepLimits,
     available: int | None,
-    may_shrink: bool,
-    pool_pages: int | None,
 ) -> tuple[int, StepLimits]:
     """Return the context length and the limits of a step that fit in memory, before anything is allocated.
 
-    If the context `may_shrink`, return the part of it that fits, and warn if it is reduced. Raise ModelError if the
-    model does not fit.
+    If the settings name no length, return the part of the context that fits, and warn if it is reduced. Raise
+    ModelError if the model does not fit.
     """
-    name, tensors, step = checkpoint.path.name, checkpoint.tensors, backend.step_limits
+    name, tensors, cache = checkpoint.path.name, checkpoint.tensors, settings.cache
     tokens = fitting_step(architecture, tensors, load, cache, num_tokens=context, most=step.tokens, available=available)
     load, found = replace(load, step_tokens=tokens), context
-    if may_shrink:
+    if settings.max_seq_len is None:
         found = fitting_length(architecture, tensors, load, cache, most=context, available=available)
     if found < context:
         warnings.warn(
@@ -207,7 +193,8 @@ def _fitting(
             "available (kv_type q8 or q4 needs less)",
             stacklevel=5,
         )
-    check_fits(name, architecture, tensors, load, cache, num_tokens=found, pool_pages=pool_pages, available=available)
+    pages = settings.pool_pages
+    check_fits(name, architecture, tensors, load, cache, num_tokens=found, pool_pages=pages, available=available)
     return found, step._replace(tokens=tokens)
 
 
@@ -242,12 +229,6 @@ def set_num_threads(threads: int, rank: int = 0, num_ranks: int = 1) -> None:
     ops.set_num_threads(threads, rank, num_ranks)
 
 
-def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
-    if value not in choices:
-        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    return value
-
-
 def device_backend(device: str | torch.device) -> ops.Backend:
     """Return the backend of a device. Raises InvalidRequestError for an unknown or missing device."""
     if device == "auto":
@@ -261,17 +242,3 @@ def device_backend(device: str | torch.device) -> ops.Backend:
     if chosen.type not in ("cpu", "cuda"):
         raise InvalidRequestError(f"device must be cpu, cuda or opencl, got {device!r}")
     return ops.cuda_backend(str(chosen)) if chosen.type == "cuda" else ops.backend_of(chosen)
-
-
-def dtype_name(dtype: str | torch.dtype) -> str:
-    """Return the name of a dtype for `LLM`: "auto", "float32", ... Raises InvalidRequestError."""
-    return "auto" if (chosen := _dtype(dtype)) is None else str(chosen).removeprefix("torch.")
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    if isinstance(dtype, str) and dtype == "auto":
-        return None
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(chosen, torch.dtype) or chosen not in _DTYPES.values():
-        raise InvalidRequestError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r:.80}")
-    return chosen

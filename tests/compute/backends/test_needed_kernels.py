@@ -35,6 +35,7 @@ from infer.compute.ops import KernelStore
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.runner.runner import Runner
 from infer.files import open_checkpoint
+from infer.model_settings import ModelSettings
 from infer.models import from_checkpoint
 from infer.models.compile_ahead import compiling_ahead, make_outline
 from infer.models.families import make_architecture
@@ -93,12 +94,10 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     make_tiny(tiny, tmp_path)
     monkeypatch.setattr(from_checkpoint, "_check_vocabulary", lambda architecture, tokenizer: None)
     tokenizer = object.__new__(Tokenizer)
-    chosen = {"dtype": "auto", "weights": "auto", "precision": "exact"} | SETTINGS[setting]
-    kv_type = chosen.pop("kv_type", "auto")
-    cache = CacheSettings(kv_type=kv_type if tiny.config.hidden_size % 128 == 0 else "auto")
-    options = {"max_seq_len": 64, "on_progress": None, "cache": cache}
-    model = load_checked(open_checkpoint(tmp_path), tokenizer, "cpu", **chosen, **options)
-    captured = Runner(model, 64, settings=cache)._captured
+    kv_type = {} if tiny.config.hidden_size % 128 == 0 else {"kv_type": "auto"}
+    settings = ModelSettings.of({"max_seq_len": 64} | SETTINGS[setting] | kv_type)
+    model = load_checked(open_checkpoint(tmp_path), tokenizer, settings)
+    captured = Runner(model, 64, settings=settings.cache)._captured
     assert captured is not None
     columns = SamplingColumns.of([SamplingParams(temperature=0)], 8)
     captured.run_multi_step([Chunk(0, [1])], [0], 1, columns)

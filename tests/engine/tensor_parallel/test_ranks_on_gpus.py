@@ -17,7 +17,7 @@ from infer.cli import main
 from infer.compute import ops
 from infer.compute.backends import gpus
 from infer.engine.tensor_parallel import ranks as ranks_module
-from infer.engine.tensor_parallel.rank_settings import ModelSource, rank_devices
+from infer.engine.tensor_parallel.ranks import ModelSource, rank_devices
 from infer.engine.tensor_parallel.torch_group import TorchGroup
 from infer.errors import InferError, InvalidRequestError
 from infer.models.families import make_architecture
@@ -166,6 +166,6 @@ def test_gpus_are_connected_by_nccl_which_is_aborted_at_an_end(tmp_path: Path, m
 
 
 def test_each_rank_loads_on_its_own_device() -> None:
-    source = ModelSource(Path("m"), "f", "auto", "auto", "exact", 1, ("cuda:2", "cuda:0"))
+    source = ModelSource(Path("m"), "f", ModelSettings(), 1, ("cuda:2", "cuda:0"))
     assert [source.device_of(rank) for rank in range(2)] == ["cuda:2", "cuda:0"]
     assert source._replace(devices=()).device_of(1) == "cpu"

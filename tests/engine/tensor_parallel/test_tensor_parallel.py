@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from infer.engine.tensor_parallel.rank_settings import ModelSource, Transport
 from torch import Tensor
 from transformers import Qwen2MoeConfig
 
@@ -26,10 +27,10 @@ from infer.engine.engine import Engine
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.leading import LeadingRunner
-from infer.engine.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
 from infer.engine.tensor_parallel.ranks import Ranks, digest_of
 from infer.errors import InferError
 from infer.files import open_checkpoint
+from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_checked
 from infer.sampling_params import SamplingParams
@@ -74,8 +75,8 @@ def ranks_of(folder: Path, size: int, transport: Transport = "memory") -> Ranks:
     return Ranks(source_of(folder), make_architecture(open_checkpoint(folder).config), size, transport)
 
 
-def source_of(folder: Path, weights: str = "auto") -> ModelSource:
-    return ModelSource(folder, open_checkpoint(folder).fingerprint(), "auto", weights, "exact", 1)
+def source_of(folder: Path, settings: ModelSettings | None = None) -> ModelSource:
+    return ModelSource(folder, open_checkpoint(folder).fingerprint(), settings or ModelSettings(), 1)
 
 
 def runner_of(
@@ -88,15 +89,15 @@ def runner_of(
     weights: str = "auto",
 ) -> Runner:
     """Return the runner of one process, or of rank 0."""
-    settings, group = settings or CacheSettings(), None if ranks is None else ranks.group
-    kinds = "cpu", "auto", weights, "exact"
-    model = load_checked(open_checkpoint(folder), None, *kinds, capacity, None, settings, group=group)
-    asked = RunnerSettings(capacity, settings, NUM_SLOTS, None, capture)
+    cache = settings or CacheSettings()
+    of_cache = {name: getattr(cache, name) for name in ("kv_type", "eviction_policy", "eviction_window")}
+    given = ModelSettings.of({"weights": weights, "max_seq_len": capacity, **of_cache})
+    model = load_checked(open_checkpoint(folder), None, given, group=None if ranks is None else ranks.group)
+    arguments: dict[str, Any] = {"capacity": capacity, "settings": cache, "num_slots": NUM_SLOTS, "capture": capture}
     if ranks is None:
-        return Runner(model, **asked._asdict())
-    ranks.source = source_of(folder, weights)
-    ranks.load(asked)
-    return LeadingRunner(ranks, model, **asked._asdict())
+        return Runner(model, **arguments)
+    ranks.source = source_of(folder, given)
+    return LeadingRunner(ranks, model, **arguments)
 
 
 def columns_of(runner: Runner) -> SamplingColumns:
@@ -183,7 +184,7 @@ def test_more_ranks_have_the_bits_of_one(families: Families, size: int, transpor
         assert ranks.digests() == [digest_of(logits)] * (size - 1)
         ranks.source = source_of(tmp_path)._replace(fingerprint="another")
         with pytest.raises(InferError, match="changed while its ranks were loading it"):
-            ranks.load(RunnerSettings(CAPACITY, CacheSettings(), NUM_SLOTS, None, capture=True))
+            ranks.load({"capacity": CAPACITY, "num_slots": NUM_SLOTS})
     finally:
         ranks.close()
 

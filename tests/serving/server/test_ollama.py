@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from cases import cases
 from fake_hub import FakeHub
 from fake_hub import serving as serving_hub
 from infer import LLM
+from infer.cli.options.option_fields import make_options
 from infer.cli.options.server_options import ServeOptions
 from infer.cli.servers.serve_command import make_settings
 from infer.cli.subcommands import infer
@@ -229,7 +230,7 @@ def test_a_keep_alive_is_seconds_or_a_duration(given: float | str | None, second
 @cases("given port", ([], 8000), (["--ollama"], 11434), (["--port", "8000", "--ollama"], 8000), (["--port", "0"], 0))
 def test_the_port_is_ollama_s_unless_another_one_is_given(given: list[str], port: int) -> None:
     values = infer.commands["serve"].make_context("serve", given).params
-    options = ServeOptions(**{each.name: values[each.name] for each in fields(ServeOptions)})
+    options = make_options(ServeOptions, values)
     assert make_settings(options).port == port
 
 

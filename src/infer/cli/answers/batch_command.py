@@ -72,7 +72,7 @@ class Progress:
         return f"{self.rate:.1f} rows/s, {_duration(left)} left{failed}"
 
 
-def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load, load_arguments: Mapping[str, Any]) -> int:
+def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> int:
     """Answer the rows and return the exit status: that of a signal, 1 if a row failed or has no line, or 0."""
     source, quiet = options.source, options.quiet
     ids = _ids_of(source)
@@ -96,10 +96,9 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load, load
             if todo and options.workers == 1:
                 _answer_here(load, rows, settings, cancel=event, write=write)
             elif todo:
-                threads = load_arguments["threads"] or max(
-                    1, num_processors() // (options.workers * options.tensor_parallel)
-                )
-                given = {**load_arguments, "threads": threads}
+                each = num_processors() // (options.workers * options.settings.tensor_parallel)
+                given = {"model": options.model, **vars(options.settings)}
+                given["threads"] = options.settings.threads or max(1, each)
                 answer_by_workers(rows, settings, given, options.workers, write, event.is_set)
         is_whole = progress.num_done == len(todo)
         if not (quiet and is_whole):

@@ -31,7 +31,7 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
         truncate=options.truncate,
     )
     host, found = model._opened, list[Any]()
-    if not (options.quiet or host.settings.heads.embedder or options.pooling):
+    if not (options.quiet or host.facts.heads.embedder or options.pooling):
         note("the model was not trained for embeddings: the vectors are means of its states")
     with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
         ids = texts_to_embed(host, [each.text for each in texts], asked)

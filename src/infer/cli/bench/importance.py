@@ -24,6 +24,7 @@ from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.config import architecture_in_gguf
 from infer.files.gguf.importance_matrix import ImportanceMatrix, InputSquares
+from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_checked, load_tokenizer, threads_if_loaded
 from infer.models.gguf_export.delta_nets import DELTA_NET_OUTPUT, output_columns
@@ -148,9 +149,8 @@ def squares_of_inputs(
     """
     squares, size = _SquaresByTensor(checkpoint), len(chunks[0])
     with ops.using("reference"):
-        network = load_checked(
-            checkpoint.without_metadata(), tokenizer, "cpu", "auto", "auto", "exact", size, None, on_input=squares.add
-        )
+        settings = ModelSettings(max_seq_len=size)
+        network = load_checked(checkpoint.without_metadata(), tokenizer, settings, on_input=squares.add)
         run = _encode if network.architecture.reads_whole_texts else _decode
         for done in run(network, chunks, size):
             on_chunk(done, len(chunks))

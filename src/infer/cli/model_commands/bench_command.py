@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from infer import __version__
@@ -13,9 +14,7 @@ from infer.cli.bench.speed import Speed, Workload, measure
 from infer.cli.bench.suite import workloads
 from infer.cli.model_commands.suite_tables import comparison_lines, config_lines, heading, latencies, memory_line
 from infer.cli.options.command_options import BenchOptions
-from infer.cli.options.model_loading import cache_values
 from infer.cli.terminal.terminal import Spinner, TextWriter
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.llm import LLM
@@ -46,9 +45,10 @@ def run_bench(options: BenchOptions) -> None:
     else:
         works = workloads(options.suite, repeats=options.repeats, warmups=options.warmup, seed=options.seed)
         works, skipped = _that_fit(options, works, architecture.most_positions)
-    backend = device_backend(options.device)
+    backend = device_backend(options.settings.device)
     llm = _load(options, max(each.max_seq_len for each in works.values()))
-    setting = {key: getattr(options, key) for key in ("model", "device", "dtype", "weights", "precision")}
+    names = ("device", "dtype", "weights", "precision")
+    setting = {"model": options.model} | {name: getattr(options.settings, name) for name in names}
     setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
     # Before measuring: a reader that closes the pipe after one line ends it here.
@@ -85,11 +85,10 @@ def _that_fit(
 
     Raises InvalidRequestError if none fits.
     """
-    settings = CacheSettings(**cache_values(options))
     skipped = dict[str, str]()
     for name, work in works.items():
         try:
-            settings.check_length(work.max_seq_len, most)
+            options.settings.cache.check_length(work.max_seq_len, most)
         except InvalidRequestError:
             skipped[name] = f"needs {work.max_seq_len} tokens, and the model's context has {most}"
     if len(skipped) == len(works):
@@ -100,17 +99,8 @@ def _that_fit(
 
 def _load(options: BenchOptions, max_seq_len: int) -> LLM:
     with Spinner(f"loading {options.model}") as spinner:
-        return LLM(
-            options.model,
-            dtype=options.dtype,
-            weights=options.weights,
-            precision=options.precision,
-            **cache_values(options),
-            device=options.device,
-            threads=options.threads,
-            max_seq_len=max_seq_len,
-            on_progress=spinner.progress,
-        )
+        settings = replace(options.settings, max_seq_len=max_seq_len)
+        return LLM(options.model, **vars(settings), on_progress=spinner.progress)
 
 
 def _measure_all(

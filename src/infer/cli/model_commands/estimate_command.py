@@ -8,8 +8,6 @@ from typing import Any
 import click
 
 from infer.cli.options.command_options import EstimateOptions
-from infer.cli.options.model_loading import cache_values
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
@@ -35,13 +33,13 @@ def run_estimate(options: EstimateOptions) -> None:
     checkpoint = open_checkpoint(options.model)
     architecture, tensors = make_architecture(checkpoint.config), checkpoint.tensors
     check_tensors(architecture, tensors)
-    if options.dtype != "auto" and options.weights != "auto":
+    settings, cache = options.settings, options.settings.cache
+    if settings.dtype != "auto" and settings.weights != "auto":
         raise InvalidRequestError("dtype and weights contradict each other: give one of them")
-    cache = CacheSettings(**cache_values(options))
     check_layers(cache, architecture.mixers)
     num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions
-    threads = default_num_threads() if options.threads is None else check_num_threads(options.threads)
-    load = LoadSettings(options.dtype, options.weights, options.precision, threads, options.device)
+    threads = default_num_threads() if settings.threads is None else check_num_threads(settings.threads)
+    load = LoadSettings.of(settings, threads, options.device)
     rows: dict[str, Any] = {"num_rows": None if options.batch == 1 else options.batch, "pool_pages": options.pool_pages}
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
     step_tokens = fitting_step(

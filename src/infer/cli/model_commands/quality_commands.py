@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import click
 
@@ -18,6 +17,7 @@ from infer.cli.terminal.signals import exit_on_signal
 from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
+from infer.model_settings import SETTINGS, ModelSettings
 from infer.models.catalog.weight_errors import weight_errors
 
 _OF_BOTH = frozenset(
@@ -50,16 +50,13 @@ def reference_options(context: click.Context, options: CompareOptions) -> Compar
 
     Raises InvalidRequestError if the two models are the same.
     """
-    own: dict[str, Any] = {
-        each.name: False if isinstance(getattr(options, each.name), bool) else each.get_default(context)
-        for each in context.command.params
-        if each.name is not None and each.name not in _OF_BOTH and is_given(context, each.name)
-    }
-    if not own and options.model == options.reference:
+    given = any(is_given(context, str(each.name)) for each in context.command.params if each.name not in _OF_BOTH)
+    if not given and options.model == options.reference:
         raise InvalidRequestError(
             "the two models are the same: name another model after the first, or give an option, such as --kv-type q4"
         )
-    return replace(options, model=options.reference, **own)
+    own = {name: getattr(options.settings, name) for name in SETTINGS if name in _OF_BOTH}
+    return replace(options, model=options.reference, settings=ModelSettings(**own))
 
 
 def _rows(found: Divergence) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The options of each command: one frozen dataclass per command, made of groups that commands share.
 
-A field has the name of the argument of `LLM` or the field of `ServerSettings` that it sets, if there is one.
+The options of a model's settings, and of a server's, are declared by `ModelSettings` and `ServerSettings`.
 """
 
 from collections.abc import Callable
@@ -10,31 +10,18 @@ from typing import Any, ClassVar, Literal
 
 import click
 
-from infer.cli.options.option_fields import ByteSize, argument, option
+from infer.cli.options.option_fields import Group, argument, option, settings_field
 from infer.cli.options.option_files import read_named_file, read_schema
-from infer.cli.options.other_programs import Device
 from infer.cli.options.prompts import PromptOptions
 from infer.cli.options.sampling_options import logprobs_options, sampling_options
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.limits import GPU_STEP
-from infer.engine.requests.model_settings import (
-    DtypeName,
-    EvictionPolicy,
-    GrammarBackend,
-    KVType,
-    Overflow,
-    PrecisionName,
-    RerankerName,
-    Speculation,
-    WeightsType,
-)
+from infer.model_settings import ModelSettings, Overflow, Speculation
 from infer.outputs import Pooling
 from infer.request_limits import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 
 Decorators = tuple[Callable[..., Any], ...]
 AT_LEAST_1 = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
-_CACHE = CacheSettings()
 
 
 def _or_none(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -97,98 +84,65 @@ class PathOptions:
 
 
 @dataclass(frozen=True)
-class NumberOptions:
-    """Options for threads and for number formats."""
-
-    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
-    precision: PrecisionName = option(default="exact",
-                                      help="Bits of activations with quantised weights on a CPU: 16, or 8 (fast).")
-    weights: WeightsType = option(default="auto", help="Quantise float weights at load; auto keeps the file's format.")
-    dtype: DtypeName = option(default="auto", help="Dequantise weights at load; auto keeps the file's format.")
-
-
-@dataclass(frozen=True)
 class ModelOption:
     model: str = option("-m", "--model", default="smollm2", metavar="NAME|PATH",
                         help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub.")
 
 
 @dataclass(frozen=True)
-class WeightOptions(ModelOption, NumberOptions):
-    """Options for the model and its number formats."""
+class NumberOptions:
+    """Options for threads and for number formats. `settings` has the values of all groups of the command."""
+
+    numbers: ClassVar = Group(ModelSettings, "numbers")
+    settings: ModelSettings = settings_field(ModelSettings)
 
 
 @dataclass(frozen=True)
 class EvictionOptions:
-    """Options for the format of keys and values, and for their eviction: fields of `CacheSettings`."""
+    """Options for the format of keys and values, and for their eviction."""
 
-    kv_type: KVType = option(default=_CACHE.kv_type,
-                             help="Format of stored keys and values; auto chooses by the device and the weights.")
-    eviction_policy: EvictionPolicy = option(
-        default=_CACHE.eviction_policy,
-        help="Tokens of a long text to forget. sliding: all but its first and last tokens; snapkv: those of the prompt "
-             "that its end does not attend to, then as sliding.")
-    eviction_window: int = option(default=_CACHE.eviction_window,
-                                  help="With a policy: number of tokens to keep, including the protected ones.")
-    protected_prefix: int = option(default=_CACHE.protected_prefix,
-                                   help="With a policy: number of first tokens that are never forgotten.")
-    memory_threshold_mb: int | None = option(
-        metavar="MB", help="With a policy: forget tokens only if the system has less available memory.")
-    state_memory_mb: int | None = option(
-        "--state-memory-mb", "--state-memory", metavar="MB",
-        help="Memory for states of recurrent layers, current and stored.  [default: a share of what is free]")
+    cache: ClassVar = Group(ModelSettings, "cache")
 
 
 @dataclass(frozen=True)
 class CacheOptions(EvictionOptions):
-    reuse_prefixes: bool = option(help="Read the common beginning of prompts once; not with a policy.")
+    prefixes: ClassVar = Group(ModelSettings, "prefixes")
 
 
 @dataclass(frozen=True)
-class PrefixOption:
-    prefix_disk: int | None = option(
-        type=ByteSize(), metavar="SIZE", envvar="INFER_PREFIX_DISK",
-        help="Size of the files that keep beginnings of prompts for use after a restart; 0 keeps none.  "
-             "[default: 8GB, 0 with --api-key-file]")
+class DiskOption:
+    """The option for prefixes on disk, for programs that answer many prompts."""
+
+    disk: ClassVar = Group(ModelSettings, "disk")
+
+
+@dataclass(frozen=True)
+class RerankerOption:
+    reranker: ClassVar = Group(ModelSettings, "reranker")
 
 
 @dataclass(frozen=True)
 class DeviceOption:
-    device: str = option("--device", "--backend", type=Device(), default="cpu")
+    device: ClassVar = Group(ModelSettings, "device")
 
 
 @dataclass(frozen=True)
 class RunningOptions(DeviceOption):
     """Options for how a model runs, and for the reports next to the text."""
 
-    max_seq_len: int | None = option(
-        help="Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]")
-    grammar_backend: GrammarBackend = option(default="llguidance",
-                                             help="Library that enforces a schema, a pattern or a grammar.")
-    tensor_parallel: int = option(type=AT_LEAST_1, default=1,
-                                  help="Number of processes that divide the model, each with --threads; same tokens.")
-    no_capture: bool = option(help="Run each operation separately: slower, with the same tokens.")
-    chat_template: str | None = option(type=FILE, metavar="FILE", callback=read_named_file,
-                                       help="A Jinja template for conversations, in place of the model's own.")
-    allow_special: bool = option(help="Read control tokens in a message as control tokens, not as text.")
+    running: ClassVar = Group(ModelSettings, "running")
     quiet: bool = option("-q", "--quiet", help="Print only the text.")
     verbose: bool = option("-v", "--verbose", help="Print counts, seed and finish reason; a traceback with an error.")
 
 
 @dataclass(frozen=True)
-class LoadOptions(WeightOptions, CacheOptions, RunningOptions):
+class LoadOptions(ModelOption, NumberOptions, CacheOptions, RunningOptions):
     """The options of a command that loads a model and generates."""
 
 
 @dataclass(frozen=True)
-class RerankerOption:
-    reranker: RerankerName = option(
-        default="auto", help="Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.")
-
-
-@dataclass(frozen=True)
 class ServedOptions(NumberOptions, EvictionOptions, RunningOptions, RerankerOption):
-    """The options of a server's models."""
+    """The options of a server's models. The server itself decides if prefixes are reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +238,7 @@ class ImatrixOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, PrefixOption):
+class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, DiskOption):
     system: str | None = option(metavar="TEXT", help="System message before the conversation.")
     plain: bool = option(help="Show answers without styles for their Markdown.")
     no_generation_config: bool
@@ -312,7 +266,7 @@ class InspectionOptions:
 
 
 @dataclass(frozen=True)
-class BenchOptions(ModelArgument, WeightOptions, CacheOptions, DeviceOption, InspectionOptions):
+class BenchOptions(ModelArgument, ModelOption, NumberOptions, CacheOptions, DeviceOption, InspectionOptions):
     prompt_tokens: int = option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, help="Tokens to prefill.")
     num_tokens: int = option("-n", "--num-tokens", "--max-new-tokens", type=AT_LEAST_1, default=128,
                              help="Tokens to generate, the first of them by the prefill.")

@@ -9,20 +9,17 @@ from contextlib import contextmanager
 
 import click
 
-from infer.cli.options.command_options import BenchOptions, LoadOptions, RunningOptions
-from infer.cli.options.model_loading import cache_values
+from infer.cli.options.command_options import BenchOptions, LoadOptions
 from infer.cli.options.sampling_options import is_given
 from infer.cli.options.server_options import DeployOptions, ServeOptions
 from infer.compute.backends.before_load import step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.engine.requests.model_settings import check_settings
 from infer.errors import InvalidRequestError
+from infer.model_settings import ModelSettings
 from infer.sampling_params import CONSTRAINTS, SamplingParams
 from infer.system.cores.cores import check_num_threads
 from infer.system.extras import install_extra
 
-_CACHE_DEFAULTS = CacheSettings()
-_SETTINGS = ("max_seq_len", "threads", "grammar_backend")
 _BENCH_SIZES = ("prompt_tokens", "num_tokens", "context")
 _OF_EXTRA = {"serve": ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
 
@@ -35,38 +32,35 @@ def check_options(options: _Loading, params: Collection[SamplingParams]) -> None
 
     The model's headers are opened only if an option depends on them.
     """
-    settings = check_loading(options)
-    length = options.max_seq_len if isinstance(options, RunningOptions) else None
-    named = _named_ids(params)
-    if length is None and settings == _CACHE_DEFAULTS and not named:
+    check_loading(options)
+    settings, named = options.settings, _named_ids(params)
+    if settings.max_seq_len is None and settings.cache == CacheSettings() and not named:
         from infer.files import resolve
 
         resolve(options.model)
     else:
-        _check_headers(options.model, length, settings, named)
+        _check_headers(options.model, settings, named)
 
 
-def check_loading(options: _Loading) -> CacheSettings:
-    """Return the settings of the cache. Raises InvalidRequestError for options that no model can have."""
-    settings = CacheSettings(**cache_values(options))
-    if options.threads is not None:
-        check_num_threads(options.threads)
-    checked = {name: value for name in _SETTINGS if (value := getattr(options, name, None)) is not None}
-    check_settings(checked)
+def check_loading(options: _Loading) -> None:
+    """Raise InvalidRequestError for options that no model on this machine can have."""
+    settings = options.settings
+    if settings.threads is not None:
+        check_num_threads(settings.threads)
     _check_step(options)
-    if options.dtype != "auto" and options.weights != "auto":
+    if settings.dtype != "auto" and settings.weights != "auto":
         raise InvalidRequestError("--dtype and --weights contradict each other: give one of them")
-    return settings
 
 
 def _check_step(options: _Loading) -> None:
     """Raise InvalidRequestError for an option that is above the limits of a step on the device."""
-    limits = step_limits(options.device)
+    device = options.settings.device
+    limits = step_limits(device)
     for name, most in (("slots", limits.logits), ("batch_size", limits.logits), ("prefill_chunk", limits.tokens)):
         value = getattr(options, name, None)
         if value is not None and value > most:
             flag = f"--{name.replace('_', '-')}"
-            raise InvalidRequestError(f"{flag} must be at most {most} with --device {options.device}, got {value}")
+            raise InvalidRequestError(f"{flag} must be at most {most} with --device {device}, got {value}")
 
 
 def check_suite(context: click.Context) -> None:
@@ -116,7 +110,7 @@ def _named_ids(params: Collection[SamplingParams]) -> list[tuple[str, int]]:
     return [(name, token_id) for each in params for name in names for token_id in getattr(each, name) or ()]
 
 
-def _check_headers(model: str, length: int | None, settings: CacheSettings, named: Collection[tuple[str, int]]) -> None:
+def _check_headers(model: str, settings: ModelSettings, named: Collection[tuple[str, int]]) -> None:
     from infer.compute.kvcache.groups import check_layers
     from infer.files import open_checkpoint
     from infer.models.families import make_architecture
@@ -124,8 +118,8 @@ def _check_headers(model: str, length: int | None, settings: CacheSettings, name
 
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
-    check_layers(settings, architecture.mixers)
-    context_length(length, architecture, settings)
+    check_layers(settings.cache, architecture.mixers)
+    context_length(settings.max_seq_len, architecture, settings.cache)
     vocab_size = min(
         architecture.vocab_size, len(checkpoint.metadata.get("tokenizer.ggml.tokens") or range(architecture.vocab_size))
     )

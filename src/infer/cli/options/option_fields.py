@@ -1,27 +1,32 @@
 """Options of a command as a frozen dataclass: each field declares the option of the command line that gives it.
 
 `takes_options` adds the options of a class and of its bases to a command, and calls the command with an instance. The
-type of a field decides if its option is a flag, a choice, a path or a number, and if it may be repeated. A class may
-also have a field `decorators`, which add options that are read in another way.
+type of a field decides if its option is a flag, a choice, a path or a number, and if it may be repeated. A class
+variable `Group` stands for the options of all settings of a group, which `ModelSettings` and `ServerSettings` declare:
+a field `settings_field` has their values. `decorators` add options that are read in another way.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from inspect import get_annotations
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, final, get_args, get_origin
 
 import click
 
+from infer.cli.options.option_files import read_named_file
+from infer.cli.options.other_programs import Device
+from infer.model_settings import DeviceText, Size, TextOfFile
+from infer.parameters import Number, Setting, Whole, settings_of
 from infer.system.byte_size import parse_size
 from infer.system.status_line import silence
 
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-_DECLARATION = "declaration"
+_DECLARATION, _SETTINGS = "declaration", "settings"
 
 
 @dataclass
@@ -49,6 +54,56 @@ def argument(**settings: Any) -> Any:
     return field(metadata={_DECLARATION: (click.argument, (), settings)})
 
 
+@final
+@dataclass(frozen=True)
+class Group:
+    """The options of the settings of one group, in the order of their declaration by the dataclass `kind`."""
+
+    kind: type[Any]
+    name: str
+
+    @property
+    def settings(self) -> Iterator[tuple[Field[Any], Setting]]:
+        for name, declared in settings_of(self.kind).items():
+            if declared.group == self.name:
+                yield self.kind.__dataclass_fields__[name], declared
+
+    def options(self) -> Iterator[Decorator]:
+        """Yield click's decorators."""
+        types = get_annotations(self.kind)
+        for each, declared in self.settings:
+            name = _option_of(each)
+            flags = declared.flags or (f"--{name.replace('_', '-')}",)
+            settings = {"help": declared.help or None, "metavar": declared.metavar, "envvar": declared.envvar}
+            if not isinstance(each.default, bool) and each.default not in (None, (), MISSING):
+                settings["default"] = each.default
+            yield click.option(*flags, name, show_default=True, **_type_of(types[each.name], declared) | settings)
+
+    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the settings that the options give."""
+        values = {each.name: given[_option_of(each)] for each, _ in self.settings}
+        return {name: not value if f"no_{name}" in given else value for name, value in values.items()}
+
+
+def settings_field(kind: type[Any]) -> Any:
+    """Declare a field with the settings that the groups of `kind` give."""
+    return field(metadata={_SETTINGS: kind})
+
+
+def make_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """Return the options of a command with the values of its command line. Raises InvalidRequestError."""
+    known = dict[str, Any]()
+    for each in fields(kind):  # type: ignore[arg-type]
+        if (declared := each.metadata.get(_SETTINGS)) is None:
+            known[each.name] = values[each.name]
+            continue
+        given = dict[str, Any]()
+        for group in (each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, Group)):
+            given |= group.values(values) if group.kind is declared else {}
+        known[each.name] = declared(**given)
+    return kind(**known)
+
+
 def takes_options(
     kind: type[Options],
 ) -> Callable[[Callable[[click.Context, Options], int | None]], Callable[..., None]]:
@@ -61,27 +116,28 @@ def takes_options(
             invocation.verbose = values["verbose"]
             silence(values.get("quiet", False))
             context.call_on_close(partial(silence, False))  # only within this command
-            known = {each.name: values[each.name] for each in fields(kind)}  # type: ignore[arg-type]
-            invocation.exit_status = run(context, kind(**known)) or 0
+            invocation.exit_status = run(context, make_options(kind, values)) or 0
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
-        return apply_options(list(_decorators(kind)), command)
+        return apply_options(list(decorators_of(kind)), command)
 
     return decorate
 
 
-def _decorators(kind: type) -> Iterator[Decorator]:
+def decorators_of(kind: type) -> Iterator[Decorator]:
     """Yield click's decorators for a class of options: its own first, then those of its bases."""
     declared = vars(kind).get("__dataclass_fields__", {})
     for name, annotation in get_annotations(kind).items():
-        if name in declared and _DECLARATION in declared[name].metadata:
+        if isinstance(group := vars(kind).get(name), Group):
+            yield from group.options()
+        elif name in declared and _DECLARATION in declared[name].metadata:
             make, flags, settings = declared[name].metadata[_DECLARATION]
             is_option = make is click.option
             flags = (flags or (f"--{name.replace('_', '-')}",)) if is_option else ()
             yield make(*flags, name, **_settings_of(annotation, is_option=is_option) | settings)
     yield from vars(kind).get("decorators", ())
     for base in kind.__bases__:
-        yield from _decorators(base)
+        yield from decorators_of(base)
 
 
 def _settings_of(annotation: Any, *, is_option: bool) -> dict[str, Any]:
@@ -95,6 +151,27 @@ def _settings_of(annotation: Any, *, is_option: bool) -> dict[str, Any]:
     if annotation is bool:
         return {"is_flag": True}
     return {"type": click.Path(path_type=Path) if annotation is Path else annotation}
+
+
+def _option_of(setting: Field[Any]) -> str:
+    """Return the name of a setting's option. A setting that is on by default has an option that switches it off."""
+    return f"no_{setting.name}" if setting.default is True else setting.name
+
+
+def _type_of(annotation: Any, declared: Setting) -> dict[str, Any]:
+    """Return click's settings for the values of a setting."""
+    match declared.kind:
+        case Whole(least=least, most=most, is_range=True):
+            return {"type": click.IntRange(least, most)}
+        case Number(least=least):
+            return {"type": click.FloatRange(least)}
+        case Size():
+            return {"type": ByteSize()}
+        case DeviceText():
+            return {"type": Device()}
+        case TextOfFile():
+            return {"type": click.Path(path_type=Path), "callback": read_named_file}
+    return _settings_of(annotation, is_option=True)
 
 
 class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import click
 
-from infer.cli.options.command_options import ModelArgument, ModelOption, PrefixOption, ServedOptions
-from infer.cli.options.option_fields import ByteSize, argument, option
+from infer.cli.options.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
+from infer.cli.options.option_fields import ByteSize, Group, argument, option
 from infer.compute.operands.limits import GPU_STEP
+from infer.model_settings import ModelSettings
 
 _SECONDS = click.FloatRange(min=0.1)
 _COUNT = click.IntRange(min=1)
@@ -65,8 +66,7 @@ class SchedulingOptions:
 
     slots: int = option(type=click.IntRange(1, GPU_STEP.logits), default=16,
                         help="Number of answers that are computed together, at most 64 on a CPU and 512 on a GPU.")
-    pool_pages: int | None = option(type=_COUNT,
-                                    help="Pages of 64 tokens that all answers share.  [default: 8 full contexts]")
+    pool: ClassVar = Group(ModelSettings, "pool")
     step_ms: float = option(type=click.FloatRange(min=1), default=38.0, metavar="MILLISECONDS",
                             help="Limit of 98 in 100 steps that read prompts while answers are streamed.")
     max_queue: int = option(type=_COUNT, default=512,
@@ -124,7 +124,7 @@ class ModelsOptions:
 
 @dataclass(frozen=True)
 class ServeOptions(
-    ModelsOptions, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions, PrefixOption
+    ModelsOptions, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions, DiskOption
 ):
     pass
 

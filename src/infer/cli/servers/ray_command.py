@@ -1,12 +1,11 @@
 """`infer ray deploy`: run the application of `distributed.ray_serve` on the current Ray cluster, or start one here."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import ray
 from ray import serve
 
+from infer.cli.options.model_loading import model_settings
 from infer.cli.options.server_options import DeployOptions
 from infer.cli.servers.serve_command import make_settings, url_of
 from infer.cli.terminal.signals import cancel_on_signal
@@ -21,17 +20,20 @@ _OBJECT_STORE_BYTES = 100 * 2**20  # answers go through it in small pieces
 _NAME = "infer"
 
 
-def run_deploy(options: DeployOptions, load: Mapping[str, Any]) -> int:
+def run_deploy(options: DeployOptions) -> int:
     """Deploy the application, and return 0 when it serves.
 
     If a cluster was started for it, return after a signal has ended both.
     """
     settings = make_settings(options)
     most = options.max_replicas or options.replicas
-    threads = load["threads"] or max(1, num_processors() // most)
+    model = model_settings(options)
+    threads = model.threads or max(1, num_processors() // most)
     names = ("replicas", "fronts", "max_replicas", "upscale_seconds", "downscale_seconds")
     asked = Deployed(
-        load={**load, "threads": threads}, settings=settings, **{name: getattr(options, name) for name in names}
+        load={"model": options.model, **vars(model), "threads": threads},
+        settings=settings,
+        **{name: getattr(options, name) for name in names},
     )
     is_own = _join(num_cpus=threads * most)
     try:

@@ -43,8 +43,8 @@ def run_serve(options: ServeOptions, load: Load) -> int:
     settings = make_settings(options)
     begin_logs(options)
     if options.listen_fd is not None:
-        if options.replicas > 1 and options.threads is not None:
-            take_cores(options.threads)
+        if options.replicas > 1 and options.settings.threads is not None:
+            take_cores(options.settings.threads)
         if not await_turn():
             return 0
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
@@ -58,7 +58,7 @@ def run_serve(options: ServeOptions, load: Load) -> int:
     port = listener.getsockname()[1]
     write_notice(f"loading {options.model}; {url_of(settings, port)} already answers")
     if options.isolate or options.replicas > 1:
-        commands = _commands(options.model, options.replicas, port, has_threads=options.threads is not None)
+        commands = _commands(options.model, options.replicas, port, has_threads=options.settings.threads is not None)
         return run_replicas(ServerState(settings), listener, commands)
     return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, settings, port))
 
@@ -105,7 +105,7 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
     model, *aliases = options.served_names or [plain_name(options.model)]
     return ServerSettings(
         **given
-        | {"max_slots": step_limits(options.device).logits}
+        | {"max_slots": step_limits(options.settings.device).logits}
         | {"model": model, "aliases": tuple(aliases), "api_keys": keys, "model_path": options.model}
     )
 
@@ -155,8 +155,9 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
     yield f"slots    {settings.slots}; {settings.max_queue} may wait, at most {settings.max_ttft:g} s for a first token"
     if not llm.architecture.reads_whole_texts:
         yield f"memory   {sum(llm._opened.runner.pool_pages):,} pages of 64 tokens of keys and values"
+        num_bytes = llm._opened.settings.prefix_disk or 0
         if (prefixes := llm._opened.engine.prefixes) is not None:
-            yield f"prefixes {prefixes.folder}, at most {llm._opened.settings.prefix_bytes / 1e9:g} GB (--prefix-disk)"
+            yield f"prefixes {prefixes.folder}, at most {num_bytes / 1e9:g} GB (--prefix-disk)"
     yield f"limits   body {settings.max_body_bytes:,} bytes, {settings.max_connections:,} connections"
     yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s; a second one ends it now"
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infer.cli.options.model_loading import cache_values
 from infer.cli.options.option_checks import check_loading
 from infer.cli.options.server_options import ServeOptions
 from infer.cli.servers.serve_command import begin_logs, make_settings, page_url, url_of
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InvalidRequestError
 from infer.files.hub.file_versions import file_versions
 from infer.models.catalog.models_at_hand import folder_models, names_at_hand
@@ -60,8 +58,8 @@ def _check(options: ServeOptions) -> None:
     alone = {
         "--replicas": options.replicas > 1,
         "--isolate": options.isolate,
-        "--tensor-parallel": options.tensor_parallel > 1,
-        f"--device {options.device}": options.device != "cpu",
+        "--tensor-parallel": options.settings.tensor_parallel > 1,
+        f"--device {options.settings.device}": options.settings.device != "cpu",
     }
     for name, is_given in alone.items():
         if is_given:
@@ -122,13 +120,13 @@ def _version(source: ModelSource) -> Hashable:
 
 def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_bytes: int) -> ModelPlan:
     """Return the plan of a model, with the options that make its process follow the plan."""
-    threads = options.threads or default_num_threads()
+    settings = options.settings
     found = plan_served(
         source.path,
-        LoadSettings(options.dtype, options.weights, options.precision, threads),
-        CacheSettings(**cache_values(options)),
-        max_seq_len=options.max_seq_len,
-        pool_pages=options.pool_pages,
+        LoadSettings.of(settings, settings.threads or default_num_threads()),
+        settings.cache,
+        max_seq_len=settings.max_seq_len,
+        pool_pages=settings.pool_pages,
         most_bytes=most_bytes,
         share_bytes=share_bytes,
     )
@@ -142,7 +140,7 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
 
 def _takes(options: ServeOptions, tasks: Sequence[str]) -> Sequence[str]:
     """Return the tasks that a model can do, according to its files and to the options for all models."""
-    by_options = {"embed": options.allow_embeddings, "rerank": options.reranker != "auto"}
+    by_options = {"embed": options.allow_embeddings, "rerank": options.settings.reranker != "auto"}
     return [*tasks, *(name for name, is_true in by_options.items() if is_true and name not in tasks)]
 
 

@@ -120,15 +120,6 @@ class CacheSettings:
             )
 
 
-def without_effect(eviction_policy: str, **given: int | None) -> str | None:
-    """Return the warning for given values that apply only to an eviction, if no policy evicts."""
-    default = CacheSettings()
-    changed = [f"{name}={value}" for name, value in given.items() if value != getattr(default, name)]
-    if eviction_policy != "none" or not changed:
-        return None
-    return f"{', '.join(changed)}: no effect with eviction_policy none; sliding or snapkv evicts"
-
-
 def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
     if value not in choices:
         raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r:.80}")

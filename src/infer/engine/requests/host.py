@@ -6,11 +6,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar, final
 
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.compute.sampling.defaults import SamplingDefaults
@@ -23,7 +22,7 @@ from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_messages import Reply, once
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.stream import OnPrefill, Stream
-from infer.engine.requests.text_heads import TextHeads
+from infer.engine.requests.text_heads import TextHeads, make_text_heads
 from infer.engine.runner.caches import plan_rows
 from infer.engine.runner.hidden_states import HiddenStates
 from infer.engine.runner.runner import Runner
@@ -32,10 +31,15 @@ from infer.engine.step.place import Lease
 from infer.engine.step.request import limits_of
 from infer.engine.step.sequence import Sequence
 from infer.engine.tensor_parallel.leading import LeadingRunner
-from infer.engine.tensor_parallel.rank_settings import RunnerSettings
-from infer.engine.tensor_parallel.ranks import Ranks
+from infer.engine.tensor_parallel.ranks import Ranks, start_ranks
 from infer.errors import InvalidRequestError, closed
+from infer.files import Checkpoint
+from infer.files.generation_config import defaults_of
+from infer.model_settings import ModelSettings
+from infer.models.from_checkpoint import load_checked
+from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
+from infer.text.templates.template_process import start_rendering
 from infer.text.tokenizer import Tokenizer
 
 _Found = TypeVar("_Found")
@@ -44,33 +48,34 @@ log = logging.getLogger("infer.server")
 
 @final
 @dataclass(frozen=True)
-class HostSettings:
-    """Settings of a loaded model.
+class ModelFacts:
+    """Facts about a model that are no settings: its files say them.
 
-    `weights` is their fingerprint. `sampling_defaults` and `heads` are the model's own.
+    `weights` is the fingerprint of the weights in their number formats.
     """
 
     weights: str
-    cache: CacheSettings
-    pool_pages: int | None
-    capture: bool
-    grammar_backend: str
     sampling_defaults: SamplingDefaults
-    heads: TextHeads = field(default_factory=TextHeads)
-    prefix_bytes: int = 0  # size of the files with prefixes of prompts
-    weights_modified_ns: tuple[int, ...] = ()  # these times distinguish weights of the same name, for those prefixes
+    heads: TextHeads
+    modified_ns: tuple[int, ...]  # times of the files, which distinguish weights of the same name for prefixes on disk
 
 
 @final
 class Host:
     def __init__(
-        self, loop: Loop, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
+        self,
+        loop: Loop,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        settings: ModelSettings,
+        facts: ModelFacts,
+        ranks: Ranks | None,
     ) -> None:
         """Give an engine to the loop that loaded the model.
 
         `ranks` are the other processes of a model that is divided between processes. Each loads its part.
         """
-        self.loop, self.tokenizer, self.settings, self._ranks = loop, tokenizer, settings, ranks
+        self.loop, self.tokenizer, self.settings, self.facts, self._ranks = loop, tokenizer, settings, facts, ranks
         self._open_model: Transformer | None = model
         self._open_runner: Runner | None = None
         self.engine_if_any: Engine | None = None  # None for an encoder
@@ -88,7 +93,7 @@ class Host:
         self.requests = RequestMaker(
             limits,
             tokenizer,
-            settings.sampling_defaults,
+            facts.sampling_defaults,
             settings.grammar_backend,
             0 if self._open_runner is None else self._open_runner.checkpoint_tokens,
             self._refusal if self.reads_whole_texts else None,
@@ -96,11 +101,11 @@ class Host:
 
     def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
         """Return the prefixes on disk, or None if they are off, or if the cache cannot use them."""
-        if not (self.settings.prefix_bytes and runner.shares_prefixes and runner.has_whole_slots):
+        if not (self.settings.prefix_disk and runner.shares_prefixes and runner.has_whole_slots):
             return None
-        model = self.fingerprint(runner.cache.kind) | {"times": repr(self.settings.weights_modified_ns)}
+        model = self.fingerprint(runner.cache.kind) | {"times": repr(self.facts.modified_ns)}
         fingerprint = prefix_fingerprint(model, runner)
-        store = open_store(fingerprint, self.settings.prefix_bytes)
+        store = open_store(fingerprint, self.settings.prefix_disk)
         if isinstance(store, str):
             log.warning("prefixes of prompts are not stored on disk: %s", store)
             return None
@@ -135,7 +140,7 @@ class Host:
 
     @property
     def _refusal(self) -> str:
-        family, heads = self.model.architecture.family, self.settings.heads
+        family, heads = self.model.architecture.family, self.facts.heads
         use = "embed()" if heads.classifier is None else "rerank()" if heads.reranker else "classify()"
         return f"{family} is an encoder and generates no text: use {use}, or load a decoder"
 
@@ -202,7 +207,7 @@ class Host:
         return {
             "architecture": _digest(identity_of(self.model.architecture)),
             "tokenizer": _digest(vocabulary),
-            "weights": self.settings.weights,
+            "weights": self.facts.weights,
             "cache": cache_kind,
         }
 
@@ -217,7 +222,7 @@ class Host:
         kernels = self.model.backend.kernel_kind
         named = () if kernels == "cpu" else (kernels,)  # permalinks that were made before kinds had names are of a CPU
         model = self.fingerprint(kind), self.tokenizer.chat_templates, *named
-        return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
+        return f"fp_{_digest(repr((*model, sorted(self.facts.sampling_defaults.items()))))[:16]}"
 
     def stream(
         self,
@@ -240,15 +245,34 @@ class Host:
         return self.loop.run(lambda: self.engine.change(lease, change))
 
 
-def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> Runner:
-    limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages)
-    asked = RunnerSettings(
-        model.max_seq_len, plan.settings, limits.logits, plan.pool_pages, settings.capture, limits.tokens
+def load_host(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, settings: ModelSettings, on_progress: OnProgress | None = None
+) -> Host:
+    """Return the loaded model. Raises ModelError if it is not usable or does not fit in memory."""
+    heads = make_text_heads(checkpoint, tokenizer, settings.reranker)
+    if tokenizer.chat_template is not None:
+        start_rendering()
+    defaults, ranks, loop = defaults_of(checkpoint), start_ranks(checkpoint, settings), Loop()
+    own = settings if ranks is None else replace(settings, device=ranks.source.device_of(0))
+    group = None if ranks is None else ranks.group
+    # Rows of weights are allocated on the memory node of the thread that packs them.
+    network = loop.load(lambda show: load_checked(checkpoint, tokenizer, own, show, group=group), on_progress)
+    facts = ModelFacts(
+        f"{checkpoint.fingerprint()} {settings.weights} {settings.precision} {settings.dtype}",
+        defaults,
+        heads.of_network(network.architecture),
+        tuple(file.modified_ns for file in checkpoint.files),
     )
+    return Host(loop, network, tokenizer, settings, facts, ranks)
+
+
+def _make_runner(model: Transformer, settings: ModelSettings, ranks: Ranks | None) -> Runner:
+    limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages)
+    arguments: dict[str, Any] = {"capacity": model.max_seq_len, "settings": plan.settings, "capture": settings.capture}
+    arguments |= {"num_slots": limits.logits, "step_tokens": limits.tokens, "pool_pages": plan.pool_pages}
     if ranks is None:
-        return Runner(model, **asked._asdict())
-    ranks.load(asked)
-    leading = LeadingRunner(ranks, model, **asked._asdict())
+        return Runner(model, **arguments)
+    leading = LeadingRunner(ranks, model, **arguments)
     leading.check_logits()
     return leading
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from infer.compute.sampling.keywords import Params
-from infer.engine.requests.model_settings import Overflow
 from infer.errors import ContextLengthError, InvalidRequestError
+from infer.model_settings import Overflow
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SamplingParams
 from infer.text.tokenizer import Tokenizer

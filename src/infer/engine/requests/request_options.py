@@ -7,7 +7,7 @@ from typing import Any, Literal, final, get_args, no_type_check
 
 from infer.compute.operands.limits import GPU_STEP
 from infer.compute.sampling.keywords import SamplingKeywords
-from infer.engine.requests.model_settings import Overflow, Speculation
+from infer.model_settings import Overflow, Speculation
 from infer.parameters import Count, Flag, Number, OneOf, Other, Text, broken, check_fields, parameter, parameters_of
 from infer.request_limits import MAX_BUDGET, MAX_DRAFT_TOKENS, MAX_PRIORITY, NUM_DRAFT_TOKENS
 from infer.text.toolcalls.formats import FORMATS

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.engine.requests.model_settings import RerankerName
 from infer.errors import ModelError
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
 from infer.files.heads.reranker_files import QWEN3_INSTRUCTION, QWEN3_PROMPT, RerankerFiles, Row, head_of
 from infer.files.tensors.lazy_weights import read_row
 from infer.files.tensors.tensor_info import TensorInfo
+from infer.model_settings import RerankerName
 from infer.models.pooled_head import DenseLayer, Head, load_head
 from infer.outputs import Pooling
 from infer.text.tokenizer import Tokenizer

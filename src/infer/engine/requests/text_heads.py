@@ -4,12 +4,12 @@ from dataclasses import dataclass, field, replace
 from typing import Self, final
 
 from infer.compute.operands.architecture import Architecture
-from infer.engine.requests.model_settings import RerankerName
 from infer.engine.requests.reranker import Reranker, make_reranker
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
 from infer.files.heads.head_files import check_head
 from infer.files.heads.text_prompts import TextPrompts
+from infer.model_settings import RerankerName
 from infer.models.pooled_head import Head, load_head
 from infer.outputs import Pooling
 from infer.text.tokenizer import Tokenizer

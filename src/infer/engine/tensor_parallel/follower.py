@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, cast, final
@@ -14,8 +15,7 @@ import torch
 from infer.compute.operands.group import Group
 from infer.compute.operands.step import Chunk
 from infer.engine.runner.runner import Runner
-from infer.engine.tensor_parallel.rank_settings import ModelSource, RunnerSettings, Transport
-from infer.engine.tensor_parallel.ranks import Call, digest_of, make_group
+from infer.engine.tensor_parallel.ranks import Call, ModelSource, Transport, digest_of, make_group
 from infer.errors import InferError
 from infer.files import open_checkpoint
 from infer.models.from_checkpoint import load_checked, set_num_threads
@@ -67,7 +67,7 @@ def _receive(pipe: Connection, messages: "SimpleQueue[Any]") -> None:
 class Follower:
     """A runner of one rank's share, which repeats the calls of rank 0's runner."""
 
-    def __init__(self, pipe: Connection, group: Group, source: ModelSource, settings: RunnerSettings) -> None:
+    def __init__(self, pipe: Connection, group: Group, source: ModelSource, arguments: Mapping[str, Any]) -> None:
         self._pipe, self._group = pipe, group
         checkpoint = open_checkpoint(source.path).without_metadata()
         if checkpoint.fingerprint() != source.fingerprint:
@@ -76,9 +76,8 @@ class Follower:
         if device == "cpu":
             keep_rank_on_node(group.rank, group.size, source.num_threads)
             set_num_threads(source.num_threads, group.rank, group.size)
-        asked = device, source.dtype, source.weights, source.precision, settings.capacity, None, settings.settings
-        model = load_checked(checkpoint, None, *asked, group=group)
-        self._runner = Runner(model, **settings._asdict())
+        settings = replace(source.settings, device=device, max_seq_len=arguments["capacity"])
+        self._runner = Runner(load_checked(checkpoint, None, settings, group=group), **arguments)
         self._logits = torch.empty(0, 0)
 
     def do(self, calls: Sequence[Call]) -> None:

@@ -19,6 +19,7 @@ from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.ranks import Ranks, digest_of
 from infer.errors import InferError
+from infer.models.transformer import Transformer
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -89,10 +90,12 @@ def _run_whole(
 
 @final
 class LeadingRunner(Runner):
-    """Takes `ranks`, which have loaded, and the arguments of `Runner`. `cache` has rank 0's heads only."""
+    """Takes the `ranks` and the arguments of `Runner`, with which they load, too. `cache` has rank 0's heads only."""
 
-    def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, ranks: Ranks, model: Transformer, **arguments: Any) -> None:
+        """Load the other ranks, then make this runner. Raises InferError if a rank cannot load."""
+        ranks.load(arguments)
+        super().__init__(model, **arguments)
         self.ranks, self.is_leading = ranks, False
 
     forward = led(Runner.forward, is_step=True, sent=_chunks)

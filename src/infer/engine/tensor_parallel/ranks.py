@@ -15,50 +15,60 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO, Literal, NamedTuple, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, distributed
 
 from infer.compute import ops
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.group import Group
 from infer.compute.operands.limits import HOST_STEP
-from infer.engine.tensor_parallel.rank_settings import (
-    ModelSource,
-    RunnerSettings,
-    Transport,
-    check_shared,
-    rank_devices,
-)
 from infer.errors import InferError, InvalidRequestError
 from infer.files import Checkpoint
+from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.sharding import check_even_heads, check_experts
 
+Transport = Literal["memory", "gloo", "nccl"]
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
 PROGRAM = ("-m", "infer.engine.tensor_parallel.follower")  # the program of every rank except the first
 _HEADER_BYTES, _SPARE = 1 << 14, 16  # kernels may read _SPARE tokens after the last one of a step
 
 
-def start_ranks(
-    checkpoint: Checkpoint, load: tuple[str, str, str], device: str, cache: CacheSettings, size: int
-) -> "Ranks | None":
+@final
+class ModelSource(NamedTuple):
+    """Source of a model, and the settings with which each rank loads it."""
+
+    path: Path
+    fingerprint: str  # fingerprint of the model's files, which must be the same for all ranks
+    settings: ModelSettings
+    num_threads: int  # threads of each rank
+    devices: tuple[str, ...] = ()  # one device per rank; (): all ranks are on the CPU
+
+    def device_of(self, rank: int) -> str:
+        return self.devices[rank] if self.devices else "cpu"
+
+
+def start_ranks(checkpoint: Checkpoint, settings: ModelSettings) -> "Ranks | None":
     """Start all ranks of a model except the first, each with as many threads as this process. Return None for one rank.
 
-    `load` is the model's dtype, weights and precision. Raises InvalidRequestError if the model cannot be shared out.
+    Raises InvalidRequestError if the model cannot be shared out.
     """
-    devices = rank_devices(device, size)
+    devices = rank_devices(str(settings.device), settings.tensor_parallel)
     if (size := len(devices)) == 1:
         return None
-    check_shared(size, cache)
+    if (threshold := settings.cache.memory_threshold_mb) is not None:
+        raise InvalidRequestError(
+            f"memory_threshold_mb={threshold}: the ranks of tensor_parallel={size} would evict at different moments; "
+            "leave it out to evict from the start"
+        )
     architecture = make_architecture(checkpoint.config)
     if architecture.reads_whole_texts:
         raise InvalidRequestError(f"tensor_parallel={size} is for models that generate, and this is an encoder: use 1")
@@ -67,8 +77,34 @@ def start_ranks(
         check_even_heads(architecture, size)
     check_experts(architecture, size)
     num_threads = ops.backend_of(torch.device(devices[0])).num_threads()
-    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), *load, num_threads, devices)
+    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), settings, num_threads, devices)
     return Ranks(source, architecture, size, "nccl" if has_gpus else "memory")
+
+
+def rank_devices(device: str, num_ranks: int) -> tuple[str, ...]:
+    """Return the device of each rank. A list of GPUs, such as "cuda:0,1", has a rank for each.
+
+    Raises InvalidRequestError if the list, or its length, is wrong.
+    """
+    kind, _, listed = device.partition(":")
+    indices = listed.split(",")
+    if kind != "cuda" or len(indices) == 1:
+        if num_ranks > 1 and device != "cpu":
+            raise InvalidRequestError(
+                f"tensor_parallel={num_ranks} needs device cpu or a list of GPUs such as cuda:0,1, got {device!r:.80}"
+            )
+        return (device,) * num_ranks
+    if not all(index.isdecimal() and index.isascii() for index in indices):
+        raise InvalidRequestError(f"device must list GPUs by number, as in cuda:0,1, got {device!r:.80}")
+    devices = tuple(f"cuda:{int(index)}" for index in indices)
+    if twice := [name for place, name in enumerate(devices) if name in devices[:place]]:
+        raise InvalidRequestError(f"device {device:.80} names {twice[0]} twice: name each GPU once")
+    if num_ranks not in (1, len(devices)):
+        raise InvalidRequestError(
+            f"tensor_parallel={num_ranks} and device {device:.80} contradict each other: leave tensor_parallel out, "
+            "each GPU has a process"
+        )
+    return devices
 
 
 def _check_gpus(devices: Sequence[str]) -> None:
@@ -114,13 +150,14 @@ class Ranks:
         else:
             self._start(size, transport, str(Path(folder) / "meeting"), [])
 
-    def load(self, settings: RunnerSettings) -> None:
+    def load(self, arguments: Mapping[str, Any]) -> None:
         """Load the ranks' shares, in place of their previous ones, and wait until all have loaded.
 
-        Raises InferError with the message of a rank that cannot load.
+        `arguments` are those of each rank's `Runner`, by name. Raises InferError with the message of a rank that cannot
+        load.
         """
         self._pending.clear()  # these calls are for the previous runners
-        self._send((self.source, settings))
+        self._send((self.source, arguments))
         for problem in self._answers():
             if problem is not None:
                 self.close()

@@ -26,7 +26,7 @@ TextOrPair = Prompt | list[str] | tuple[str, ...]  # a pair has two texts
 
 def classifier_of(host: Host) -> Classifier:
     """Return the classifier of a model. Raises InvalidRequestError if the model is not a classifier."""
-    if (found := host.settings.heads.classifier) is None:
+    if (found := host.facts.heads.classifier) is None:
         raise InvalidRequestError(
             "this model is not a classifier: its files have no weight of labels, such as the score.weight of a "
             "Qwen3ForSequenceClassification or the classifier.weight of a BertForSequenceClassification. Load a "

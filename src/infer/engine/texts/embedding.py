@@ -35,7 +35,7 @@ def texts_to_embed(
     embedder = embedder_of(host)
     options.check(embedder.size)
     host.check_has_states()
-    before, most = host.settings.heads.prompts.text_of(options.prompt_name), host.requests.limits.max_seq_len
+    before, most = host.facts.heads.prompts.text_of(options.prompt_name), host.requests.limits.max_seq_len
     num_first = _num_prompt_tokens(host, before) if embedder.skips_prompt else 0
     found, num_cut, num_skipped = list[list[int]](), 0, list[int]()
     for index, (text, _) in enumerate(pairs_of(texts, None)):
@@ -56,7 +56,7 @@ def texts_to_embed(
 
 def embedder_of(host: Host) -> Embedder:
     """Return how the model makes vectors. The default is the mean, if the model's files have no setting."""
-    return host.settings.heads.embedder or Embedder(host.model.architecture.hidden_size)
+    return host.facts.heads.embedder or Embedder(host.model.architecture.hidden_size)
 
 
 def _num_prompt_tokens(host: Host, before: str) -> int:

@@ -19,12 +19,12 @@ from infer.text.tokenizer.pairs import EncodedPair
 
 def reranker_of(host: Host) -> Reranker:
     """Return the reranker of a model. Raises InvalidRequestError if the model is not a reranker."""
-    if host.settings.heads.reranker is None:
+    if host.facts.heads.reranker is None:
         raise InvalidRequestError(
             "this model is not a reranker and was not made for embeddings, as far as its files say: load a reranker, "
             "or pass reranker='qwen3' for a copy of Qwen3-Reranker"
         )
-    return host.settings.heads.reranker
+    return host.facts.heads.reranker
 
 
 def pairs_to_score(

@@ -32,7 +32,7 @@ def scoring(
     Raises InvalidRequestError for a model of neither kind, for an instruction that the model's prompt cannot have, and
     for a text that does not fit.
     """
-    heads = host.settings.heads
+    heads = host.facts.heads
     if heads.reranker is not None or not (heads.embedder or may_compare):
         ids = pairs_to_score(host, pairs, instruction, truncate=truncate, check=check)
         return ids, scores(host, ids)

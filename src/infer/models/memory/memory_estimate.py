@@ -7,7 +7,7 @@ reserved size.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from infer.compute.backends.before_load import MemoryRules, StepSizes, memory_rules, step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
@@ -20,6 +20,7 @@ from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS, StepLimits
 from infer.compute.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
 from infer.compute.quantization.ggml_types import TYPES_OF_FLOATS
 from infer.files.tensors.tensor_info import TensorInfo
+from infer.model_settings import ModelSettings
 from infer.models.tensors import expected_shapes
 
 # Measured resident memory: of a process that has loaded torch and our compiled kernels, and per token of a vocabulary.
@@ -41,7 +42,7 @@ class StoredMatrix(Protocol):
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Settings with which a model is loaded, under the names that `LLM` uses."""
+    """The settings of a model that decide its memory, with the numbers that a load finds for them."""
 
     dtype: str = "auto"
     weights: str = "auto"
@@ -49,6 +50,10 @@ class LoadSettings:
     num_threads: int = 1
     device: str = "cpu"  # only the kind, without an index
     step_tokens: int | None = None  # largest number of tokens in a step; None: the device's
+
+    @classmethod
+    def of(cls, settings: ModelSettings, num_threads: int = 1, device: str = "cpu") -> Self:
+        return cls(settings.dtype, settings.weights, settings.precision, num_threads, device)
 
     @property
     def step(self) -> StepLimits:

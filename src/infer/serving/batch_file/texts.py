@@ -33,7 +33,7 @@ def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
 
 def _vectors(llm: LLM, row: Row, body: EmbeddingsBody, model: str) -> Line:
     host, options = llm._opened, vector_options(body)
-    if host.settings.heads.embedder is None and body.pooling is None:
+    if host.facts.heads.embedder is None and body.pooling is None:
         raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
     ids = texts_to_embed(host, texts_of(body.input), options)
     vectors = host.loop.call(embed(host, ids, options)).get().numpy()

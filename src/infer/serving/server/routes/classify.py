@@ -21,7 +21,7 @@ from infer.serving.server.server_state import ServerState
 async def classify(request: Request, state: ServerState, body: ClassifyBody) -> Response:
     llm, call = state.llm(), call_of(request)
     check_model(request, state, body.model)
-    texts, classifier = texts_or_pairs_of(body.input), llm.host.settings.heads.classifier
+    texts, classifier = texts_or_pairs_of(body.input), llm.host.facts.heads.classifier
     if classifier is None:
         raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))

@@ -43,7 +43,7 @@ async def embed(
     llm, call = state.llm(), call_of(request)
     check_model(request, state, body.model)
     host, texts, options = llm.host, texts_of(body.input), vector_options(body)
-    if not (state.settings.allow_embeddings or host.settings.heads.embedder):
+    if not (state.settings.allow_embeddings or host.facts.heads.embedder):
         message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
         raise refuse(message, "model", "unsupported_model")
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))

@@ -61,7 +61,7 @@ async def _scored(
 ) -> Computed:
     """Return the scores of pairs. `name` is the field with the texts, for errors."""
     llm, may_compare = state.llm(), state.settings.allow_embeddings
-    heads = llm.host.settings.heads
+    heads = llm.host.facts.heads
     if not (heads.reranker or heads.embedder or may_compare):
         message = (
             "this model is not a reranker and was not made for embeddings: serve a reranker, or start the server with "

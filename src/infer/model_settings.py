@@ -1,0 +1,256 @@
+"""The settings of a model: one declaration for `LLM`, the command's options, ranks and estimates. Loads no torch.
+
+They are checked before a file is opened. Before a model is loaded, they are checked against the model.
+"""
+
+import difflib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, final, get_args, no_type_check
+
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.errors import InvalidRequestError
+from infer.parameters import Choice, Flag, Kind, Other, Whole, check_fields, setting, settings_of
+from infer.sampling_params import ALIASES, PARAMETER_NAMES
+from infer.system.byte_size import parse_size
+from infer.system.extras import install_extra
+
+WeightsType = Literal["auto", "bf16", "q8", "q4"]
+DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
+DeviceName = Literal["auto", "cpu", "cuda", "opencl"]
+PrecisionName = Literal["exact", "fast"]
+KVType = Literal["auto", "f32", "f16", "bf16", "q8", "q4"]
+EvictionPolicy = Literal["none", "sliding", "snapkv"]
+GrammarBackend = Literal["llguidance", "xgrammar"]
+Speculation = Literal["ngram"]
+Overflow = Literal["error", "truncate_left"]
+RerankerName = Literal["auto", "qwen3"]
+
+_INSTALL_BY_BACKEND = {"llguidance": "run pip install llguidance", "xgrammar": install_extra("xgrammar")}
+
+# Names in llama.cpp, vLLM and transformers, and our names.
+_OTHER_NAMES = {
+    "n_ctx": "max_seq_len",
+    "max_model_len": "max_seq_len",
+    "max_length": "max_seq_len",
+    "context_length": "max_seq_len",
+    "n_threads": "threads",
+    "num_threads": "threads",
+    "model_path": "model",
+    "model_id": "model",
+    "model_name": "model",
+    "pretrained_model_name_or_path": "model",
+    "torch_dtype": "dtype",
+    "quantization": "weights",
+    "load_in_4bit": "weights='q4'",
+    "load_in_8bit": "weights='q8'",
+    "n_gpu_layers": "device",
+    "tensor_parallel_size": "tensor_parallel",
+    "tp_size": "tensor_parallel",
+    "split_mode": "tensor_parallel",
+    "device_map": "device",
+    "backend": "device",
+    "cache_type_k": "kv_type",
+    "cache_type_v": "kv_type",
+    "type_k": "kv_type",
+    "type_v": "kv_type",
+    "kv_cache_dtype": "kv_type",
+    "enable_prefix_caching": "reuse_prefixes",
+    "guided_decoding_backend": "grammar_backend",
+    "structured_outputs_backend": "grammar_backend",
+    "chat_format": "chat_template",
+    "enforce_eager": "capture=False",
+}
+_CHOSEN_PER_CALL = (
+    *("overflow", "speculation", "num_draft_tokens", "prefill_chunk", "cancel"),
+    *("on_token", "on_prefill", "options", "batch_size"),
+)
+_CACHE = CacheSettings()
+_OF_AN_EVICTION = ("eviction_window", "protected_prefix", "memory_threshold_mb")
+_OF_THE_CACHE = ("kv_type", "eviction_policy", *_OF_AN_EVICTION, "reuse_prefixes", "state_memory_mb")
+
+
+class UnknownSettingError(InvalidRequestError, TypeError):
+    """A name that is not a setting of `LLM`."""
+
+
+@final
+@dataclass(frozen=True)
+class Dtype(Kind):
+    """The name of a float type, or the float type of torch, which is stored under its name."""
+
+    @property
+    def rule(self) -> str:
+        return f"one of {', '.join(get_args(DtypeName))}"
+
+    def check(self, name: str, value: Any) -> str:
+        text = value if isinstance(value, str) else str(value).removeprefix("torch.")
+        if text not in get_args(DtypeName):
+            raise self.broken(name, value)
+        return text
+
+
+@final
+@dataclass(frozen=True)
+class Size(Kind):
+    """A number of bytes, or a size such as "8GB", which is stored as its number of bytes. None stays None."""
+
+    @property
+    def rule(self) -> str:
+        return 'a number of bytes or a size such as "8GB"'
+
+    def check(self, name: str, value: Any) -> int | None:
+        num_bytes = parse_size(value) if isinstance(value, str) else value
+        if num_bytes is None and value is None:
+            return None
+        if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 0:
+            raise self.broken(name, value)
+        return num_bytes
+
+
+@final
+@dataclass(frozen=True)
+class TextOfFile(Kind):
+    """A text, which the command reads from a file."""
+
+    rule = "a template's text or None"
+
+    def check(self, name: str, value: Any) -> str | None:
+        if value is not None and not isinstance(value, str):
+            raise self.broken(name, value)
+        return value
+
+
+@final
+@dataclass(frozen=True)
+class DeviceText(Kind):
+    """The name of a device, or a device of torch. The load checks it."""
+
+    rule = "cpu, cuda or opencl"
+
+    def check(self, name: str, value: Any) -> Any:
+        return value
+
+
+_IN_CACHE = Other("checked by CacheSettings", lambda value: True)
+
+
+# The checks of this class name the broken rule; the type checks of the tests' import hook would raise before them.
+@no_type_check
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The settings with which a model is loaded and run, the same in `LLM`, in the command and in each rank.
+
+    After construction `dtype` is a name and `prefix_disk` a number of bytes or None. Fields are in the order of the
+    command's help, in which each group is shown as a whole. `LLM` describes them.
+    """
+
+    # fmt: off
+    threads: int | None = setting(
+        None, Whole(1, is_optional=True), "numbers", "Number of threads that compute.  [default: all cores]")
+    precision: PrecisionName = setting(
+        "exact", Choice(get_args(PrecisionName)), "numbers",
+        "Bits of activations with quantised weights on a CPU: 16, or 8 (fast).")
+    weights: WeightsType = setting(
+        "auto", Choice(get_args(WeightsType)), "numbers",
+        "Quantise float weights at load; auto keeps the file's format.")
+    dtype: DtypeName = setting(
+        "auto", Dtype(), "numbers", "Dequantise weights at load; auto keeps the file's format.",
+        takes="DtypeName | torch.dtype")
+    reuse_prefixes: bool = setting(
+        False, Flag(), "prefixes", "Read the common beginning of prompts once; not with a policy.")
+    kv_type: KVType = setting(
+        _CACHE.kv_type, Choice(get_args(KVType)), "cache",
+        "Format of stored keys and values; auto chooses by the device and the weights.")
+    eviction_policy: EvictionPolicy = setting(
+        _CACHE.eviction_policy, Choice(get_args(EvictionPolicy)), "cache",
+        "Tokens of a long text to forget. sliding: all but its first and last tokens; snapkv: those of the prompt "
+        "that its end does not attend to, then as sliding.")
+    eviction_window: int = setting(
+        _CACHE.eviction_window, _IN_CACHE, "cache",
+        "With a policy: number of tokens to keep, including the protected ones.")
+    protected_prefix: int = setting(
+        _CACHE.protected_prefix, _IN_CACHE, "cache", "With a policy: number of first tokens that are never forgotten.")
+    memory_threshold_mb: int | None = setting(
+        None, _IN_CACHE, "cache", "With a policy: forget tokens only if the system has less available memory.",
+        metavar="MB")
+    state_memory_mb: int | None = setting(
+        None, _IN_CACHE, "cache",
+        "Memory for states of recurrent layers, current and stored.  [default: a share of what is free]",
+        flags=("--state-memory-mb", "--state-memory"), metavar="MB")
+    max_seq_len: int | None = setting(
+        None, Whole(2, is_optional=True, is_range=False), "running",
+        "Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]")
+    grammar_backend: GrammarBackend = setting(
+        "llguidance", Choice(get_args(GrammarBackend)), "running",
+        "Library that enforces a schema, a pattern or a grammar.")
+    tensor_parallel: int = setting(
+        1, Whole(1), "running", "Number of processes that divide the model, each with --threads; same tokens.")
+    capture: bool = setting(True, Flag(), "running", "Run each operation separately: slower, with the same tokens.")
+    chat_template: str | None = setting(
+        None, TextOfFile(), "running", "A Jinja template for conversations, in place of the model's own.",
+        metavar="FILE")
+    allow_special: bool = setting(
+        False, Flag(), "running", "Read control tokens in a message as control tokens, not as text.")
+    device: str = setting(  # or a device of torch
+        "cpu", DeviceText(), "device", "", flags=("--device", "--backend"), takes="DeviceName | str | torch.device")
+    reranker: RerankerName = setting(
+        "auto", Choice(get_args(RerankerName)), "reranker",
+        "Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.")
+    pool_pages: int | None = setting(
+        None, Whole(1, is_optional=True), "pool",
+        "Pages of 64 tokens that all answers share.  [default: 8 full contexts]")
+    prefix_disk: int | None = setting(
+        None, Size(), "disk",
+        "Size of the files that keep beginnings of prompts for use after a restart; 0 keeps none.  "
+        "[default: 8GB, 0 with --api-key-file]",
+        metavar="SIZE", envvar="INFER_PREFIX_DISK", takes="int | str | None")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        check_fields(self, SETTINGS)
+        if importlib.util.find_spec(self.grammar_backend) is None:
+            install = _INSTALL_BY_BACKEND[self.grammar_backend]
+            raise InvalidRequestError(f"grammar_backend {self.grammar_backend} is not installed: {install}")
+        _ = self.cache  # which checks its own values
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Self:
+        """Return the settings that keywords give. Raises InvalidRequestError for an unknown name or a wrong value."""
+        for name in keywords:
+            if name not in SETTINGS:
+                raise UnknownSettingError(_unknown(name))
+        return cls(**keywords)
+
+    @property
+    def cache(self) -> CacheSettings:
+        """The settings of the cache. Prefixes on disk are also reused in memory."""
+        values = {name: getattr(self, name) for name in _OF_THE_CACHE}
+        return CacheSettings(**values | {"reuse_prefixes": self.reuse_prefixes or bool(self.prefix_disk)})
+
+    @property
+    def unused(self) -> str | None:
+        """The warning for values that apply only to an eviction, if no policy evicts."""
+        given = {name: getattr(self, name) for name in _OF_AN_EVICTION}
+        changed = [f"{name}={value}" for name, value in given.items() if value != getattr(_CACHE, name)]
+        if self.eviction_policy != "none" or not changed:
+            return None
+        return f"{', '.join(changed)}: no effect with eviction_policy none; sliding or snapkv evicts"
+
+
+SETTINGS = settings_of(ModelSettings)
+
+
+def _unknown(name: str) -> str:
+    if name in _OTHER_NAMES:
+        return f"unknown setting {name!r} of LLM: did you mean {_OTHER_NAMES[name]}?"
+    if name == "trust_remote_code":
+        return f"unknown setting {name!r} of LLM: code in a model's folder is never run; leave it out"
+    if name in PARAMETER_NAMES or name in ALIASES or name in _CHOSEN_PER_CALL:
+        return f"{name!r} is not a setting of LLM: pass it to generate(), stream() or chat()"
+    names = ("model", *SETTINGS, "on_progress")
+    near = difflib.get_close_matches(name, names, n=1)
+    known = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
+    return f"unknown setting {name!r} of LLM: {known}"

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.engine.tensor_parallel.rank_settings import ModelSource, Transport
-
 from gpu_models import generated, random_ids
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.leading import LeadingRunner
-from infer.engine.tensor_parallel.ranks import Ranks
+from infer.engine.tensor_parallel.ranks import ModelSource, Ranks, Transport
 from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture

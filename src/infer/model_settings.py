@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, final, get_args, no_type_check
 
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InvalidRequestError
-from infer.parameters import Choice, Flag, Kind, Other, Whole, check_fields, setting, settings_of
+from infer.parameters import ANY, Choice, Flag, Kind, Whole, check_fields, setting, settings_of
 from infer.sampling_params import ALIASES, PARAMETER_NAMES
 from infer.system.byte_size import parse_size
 from infer.system.extras import install_extra
@@ -133,9 +133,6 @@ class DeviceText(Kind):
         return value
 
 
-_IN_CACHE = Other("checked by CacheSettings", lambda value: True)
-
-
 # The checks of this class name the broken rule; the type checks of the tests' import hook would raise before them.
 @no_type_check
 @final
@@ -169,15 +166,15 @@ class ModelSettings:
         "Tokens of a long text to forget. sliding: all but its first and last tokens; snapkv: those of the prompt "
         "that its end does not attend to, then as sliding.")
     eviction_window: int = setting(
-        _CACHE.eviction_window, _IN_CACHE, "cache",
+        _CACHE.eviction_window, ANY, "cache",
         "With a policy: number of tokens to keep, including the protected ones.")
     protected_prefix: int = setting(
-        _CACHE.protected_prefix, _IN_CACHE, "cache", "With a policy: number of first tokens that are never forgotten.")
+        _CACHE.protected_prefix, ANY, "cache", "With a policy: number of first tokens that are never forgotten.")
     memory_threshold_mb: int | None = setting(
-        None, _IN_CACHE, "cache", "With a policy: forget tokens only if the system has less available memory.",
+        None, ANY, "cache", "With a policy: forget tokens only if the system has less available memory.",
         metavar="MB")
     state_memory_mb: int | None = setting(
-        None, _IN_CACHE, "cache",
+        None, ANY, "cache",
         "Memory for states of recurrent layers, current and stored.  [default: a share of what is free]",
         flags=("--state-memory-mb", "--state-memory"), metavar="MB")
     max_seq_len: int | None = setting(
@@ -214,7 +211,7 @@ class ModelSettings:
         if importlib.util.find_spec(self.grammar_backend) is None:
             install = _INSTALL_BY_BACKEND[self.grammar_backend]
             raise InvalidRequestError(f"grammar_backend {self.grammar_backend} is not installed: {install}")
-        _ = self.cache  # which checks its own values
+        _ = self.cache  # which checks the others
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:

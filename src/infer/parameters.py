@@ -351,6 +351,9 @@ class Other(Kind):
         return value
 
 
+ANY = Other("checked where it is used", lambda value: True)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Parameter:

@@ -313,15 +313,14 @@ def test_a_model_is_loaded_as_the_options_say(command: str, loaded_with: Any, mo
     monkeypatch.setattr("sys.stdin", io.StringIO())
     for module in ("subcommands", "chat.chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
-    prompt = ["-p", "a"] if command == "generate" else []
-    is_chat = command == "chat"
+    prompt, is_chat = ["-p", "a"] if command == "generate" else [], command == "chat"
     run(command, "-q", *prompt)
-    assert loaded_with == ({"prefix_disk": 0} if is_chat else {}) | {
+    assert loaded_with == {
         "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
         "max_seq_len": None, "threads": None, "chat_template": None, "allow_special": False,
         "kv_type": "auto", "eviction_policy": "none", "eviction_window": 1024, "protected_prefix": 4,
         "memory_threshold_mb": None, "state_memory_mb": None, "reuse_prefixes": False, "tensor_parallel": 1,
-        "grammar_backend": "llguidance",
+        "grammar_backend": "llguidance", "prefix_disk": 0, "pool_pages": None, "reranker": "auto",
     }  # fmt: skip
     options = ["--model", "m", "--precision", "fast", "--weights", "q8", "--no-capture", "--threads", "3"]
     template = tmp_path / "t.jinja"
@@ -331,7 +330,8 @@ def test_a_model_is_loaded_as_the_options_say(command: str, loaded_with: Any, mo
     options += ["--memory-threshold-mb", "7", "--reuse-prefixes", "--grammar-backend", "xgrammar"]
     options += ["--tensor-parallel", "2", "--state-memory", "900", *(["--prefix-disk", "2GB"] if is_chat else [])]
     run(command, "-q", *prompt, *options, "--max-seq-len", "99", "--dtype", "float16")
-    assert loaded_with == ({"prefix_disk": 2 * 10**9} if is_chat else {}) | {
+    assert loaded_with == {
+        "prefix_disk": 2 * 10**9 if is_chat else 0, "pool_pages": None, "reranker": "auto",
         "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
         "max_seq_len": 99, "threads": 3, "chat_template": "{{ messages }}", "allow_special": True,
         "kv_type": "q8", "eviction_policy": "snapkv", "eviction_window": 512, "protected_prefix": 2,

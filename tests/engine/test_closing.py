@@ -24,8 +24,8 @@ from infer.engine.requests.request_options import RequestOptions
 from infer.errors import ClosedError
 from infer.serving.server.asking import while_connected
 from infer.serving.server.endpoint import ClientGoneError
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
+from infer.serving.server_settings import ServerSettings
 from looping import in_threads
 from programs import Programs
 from refusals import check_refused

@@ -8,8 +8,8 @@ from typing import final
 
 from infer.serving.server.door import Arrival, Door, Entry
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.wait_forecast import Forecast, RemainingWork
+from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request, Simulation
 
 

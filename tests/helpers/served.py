@@ -14,8 +14,8 @@ from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.http_server import make_http_server
 from infer.serving.server.process import bind
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
+from infer.serving.server_settings import ServerSettings
 
 SECONDS = 300.0
 

@@ -20,6 +20,7 @@ from infer.engine.tensor_parallel import ranks as ranks_module
 from infer.engine.tensor_parallel.ranks import ModelSource, rank_devices
 from infer.engine.tensor_parallel.torch_group import TorchGroup
 from infer.errors import InferError, InvalidRequestError
+from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.sharding import check_even_heads
 from test_tensor_parallel import check_same, ranks_of, runner_of, steps

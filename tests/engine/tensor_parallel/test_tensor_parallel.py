@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from infer.engine.tensor_parallel.rank_settings import ModelSource, Transport
 from torch import Tensor
 from transformers import Qwen2MoeConfig
 
@@ -27,7 +26,7 @@ from infer.engine.engine import Engine
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.leading import LeadingRunner
-from infer.engine.tensor_parallel.ranks import Ranks, digest_of
+from infer.engine.tensor_parallel.ranks import ModelSource, Ranks, Transport, digest_of
 from infer.errors import InferError
 from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings

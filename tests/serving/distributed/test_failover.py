@@ -35,9 +35,9 @@ from infer.serving.server.app import make_app
 from infer.serving.server.call import FINGERPRINT_HEADER, Call, call_of, put_call
 from infer.serving.server.http_errors import ENGINE_FAILED, ApiError
 from infer.serving.server.resumption import FAILED, SentPart, note_of, unpack
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 from infer.serving.server.sse import failure_events
+from infer.serving.server_settings import ServerSettings
 from served import SECONDS
 from test_session import make_model
 

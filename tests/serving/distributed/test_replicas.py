@@ -28,8 +28,8 @@ from infer import LLM, BatchEngine, InvalidRequestError
 from infer.serving.distributed.asked_body import prompt_of_body
 from infer.serving.distributed.replica import Replica
 from infer.serving.server.metrics import Metrics
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
+from infer.serving.server_settings import ServerSettings
 from infer.system.cores.core_share import take_cores
 from served import serving
 from shapes import SOURCE

@@ -22,7 +22,7 @@ from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.openapi import document
-from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings
 from parameter_tables import row_of_flag
 from served import Served
 

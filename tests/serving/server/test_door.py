@@ -19,9 +19,9 @@ from infer.serving.protocols.refusals import BodyError
 from infer.serving.server.asking import text_tokens
 from infer.serving.server.door import Arrival, Door, retry_headers
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.wait_forecast import Forecast, RemainingWork, WaitRatio
 from infer.serving.server.waiting_line import MAX_RETRY_SECONDS, WaitingLine
+from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request
 
 SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))  # answers 6.07 requests per second with 128 tokens in and 64 out

@@ -26,8 +26,8 @@ from infer import LLM, InvalidRequestError
 from infer.serving.server.auth import read_keys
 from infer.serving.server.metrics import Tally
 from infer.serving.server.process import bind, check_certificate
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.sse import event
+from infer.serving.server_settings import ServerSettings
 from openai_shapes import check
 from raw_http import Connection, post
 from served import Served, served_model, serving

@@ -30,7 +30,7 @@ SECONDS = 300.0
 LOAD = """
 import asyncio, os, re, socket, sys, threading, time
 from infer.serving.server.process import bind, run_server
-from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 hangs = ""
 def load(on_progress):
@@ -82,7 +82,7 @@ def front_of(child: str, num_replicas: int, settings: str) -> str:
 import sys
 from infer.serving.distributed.front import run_replicas
 from infer.serving.server.process import bind
-from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 settings = ServerSettings({settings})
 listener = bind(settings)

@@ -56,8 +56,9 @@ def _check_step(options: _Loading) -> None:
     """Raise InvalidRequestError for an option that is above the limits of a step on the device."""
     device = options.settings.device
     limits = step_limits(device)
+    given = vars(options) | (vars(options.server) if isinstance(options, ServeOptions | DeployOptions) else {})
     for name, most in (("slots", limits.logits), ("batch_size", limits.logits), ("prefill_chunk", limits.tokens)):
-        value = getattr(options, name, None)
+        value = given.get(name)
         if value is not None and value > most:
             flag = f"--{name.replace('_', '-')}"
             raise InvalidRequestError(f"{flag} must be at most {most} with --device {device}, got {value}")

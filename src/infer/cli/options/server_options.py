@@ -1,15 +1,15 @@
-"""The options of `infer serve`, `ray deploy`, `ps` and `stop`. Most are fields of `ServerSettings` of the same name."""
+"""The options of `infer serve`, `ray deploy`, `ps` and `stop`. `ServerSettings` and `ModelSettings` declare most."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import click
 
 from infer.cli.options.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
-from infer.cli.options.option_fields import ByteSize, Group, argument, option
-from infer.compute.operands.limits import GPU_STEP
+from infer.cli.options.option_fields import ByteSize, Group, argument, option, settings_field
 from infer.model_settings import ModelSettings
+from infer.serving.server_settings import ServerSettings
 
 _SECONDS = click.FloatRange(min=0.1)
 _COUNT = click.IntRange(min=1)
@@ -24,34 +24,23 @@ DEFAULT_MODEL = "smollm2"
 class ClientOptions:
     """Options for the server's address, its clients, and the names of its model."""
 
-    host: str = option(default="127.0.0.1", help="Address to listen at.")
+    address: ClassVar = Group(ServerSettings, "address")
     port: int | None = option(type=click.IntRange(0, 65535), help="Port; 0 is any free one.  [default: 8000]")
     served_names: tuple[str, ...] = option(
         "--served-model-name", metavar="NAME",
         help="Name of the model for clients. Repeatable: the others are aliases.  [default: --model]")
-    allow_embeddings: bool = option("--embeddings", help="Answer /v1/embeddings also with an untrained model.")
-    allow_pull: bool = option(help="Let clients download models into the hub's local cache with /api/pull.")
+    allowed: ClassVar = Group(ServerSettings, "allowed")
     api_key_file: Path | None = option(metavar="FILE",
                                        help="Require API keys: a file with a key, or a name and a key, per line.")
-    unknown_fields: Literal["warn", "refuse", "ignore"] = option(
-        default="warn", help="Policy for unknown fields of a request that resemble no known field.")
-    agent_prompts: Literal["adapt", "keep"] = option(
-        default="adapt",
-        help="Claude Code's prompts; adapt moves the parts that change to the end, for prefix reuse.")
-    cors_origins: tuple[str, ...] = option(
-        "--cors-origin", metavar="ORIGIN",
-        help="Origin whose pages may call, such as https://example.org; * is all. Repeatable.")
+    clients: ClassVar = Group(ServerSettings, "clients")
+    server: ServerSettings = settings_field(ServerSettings)
 
 
 @dataclass(frozen=True)
 class ProcessOptions:
     """Options for the server's host names, its certificate and its processes."""
 
-    allowed_hosts: tuple[str, ...] = option(
-        "--allowed-host", metavar="NAME",
-        help="Host name to serve besides local ones, on a loopback address without keys; * is all. Repeatable.")
-    tls_cert: Path | None = option(metavar="FILE", help="Certificate in PEM, to serve https.")
-    tls_key: Path | None = option(metavar="FILE", help="Private key of the certificate.")
+    hosts: ClassVar = Group(ServerSettings, "hosts")
     ollama: bool = option(help="Listen at port 11434, where clients of Ollama expect it, unless --port is given.")
     isolate: bool = option(help="Run the model in a process of its own, which is restarted if it dies.")
     replicas: int = option(type=click.IntRange(1, MAX_REPLICAS), default=1,
@@ -64,32 +53,16 @@ class ProcessOptions:
 class SchedulingOptions:
     """Options for the amount of work in one step, and for the waits of requests."""
 
-    slots: int = option(type=click.IntRange(1, GPU_STEP.logits), default=16,
-                        help="Number of answers that are computed together, at most 64 on a CPU and 512 on a GPU.")
+    slots: ClassVar = Group(ServerSettings, "slots")
     pool: ClassVar = Group(ModelSettings, "pool")
-    step_ms: float = option(type=click.FloatRange(min=1), default=38.0, metavar="MILLISECONDS",
-                            help="Limit of 98 in 100 steps that read prompts while answers are streamed.")
-    max_queue: int = option(type=_COUNT, default=512,
-                            help="Number of answers of one key that may wait for a slot; others are refused.")
-    max_ttft: float = option(type=_SECONDS, default=30.0, metavar="SECONDS",
-                             help="Longest wait for a first token; a request that would wait longer is refused.")
+    waits: ClassVar = Group(ServerSettings, "waits")
 
 
 @dataclass(frozen=True)
 class LimitOptions:
     """Limits on the requests of a client, and on their time."""
 
-    max_body_bytes: int = option(type=_COUNT, default=2 * 2**20, help="Largest body of a request, in bytes.")
-    max_connections: int = option(type=_COUNT, default=1024, help="Number of connections that may be open.")
-    header_seconds: float = option(type=_SECONDS, default=10.0, help="Time for a request's headers.")
-    body_seconds: float = option(type=_SECONDS, default=30.0, help="Time for a request's body.")
-    keep_alive_seconds: int = option(type=_COUNT, default=75, help="Time after which an idle connection is closed.")
-    reader_seconds: float = option(type=_SECONDS, default=60.0, help="Time for a slow reader to take the sent bytes.")
-    drain_seconds: float = option(type=click.FloatRange(min=0), default=30.0,
-                                  help="Time for running answers after SIGTERM.")
-    watchdog_seconds: float = option(
-        type=_SECONDS, default=120.0,
-        help="Time for a step; if a step takes longer, the process ends with status 3.")
+    limits: ClassVar = Group(ServerSettings, "limits")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from infer.cli.terminal.signals import cancel_on_signal
 from infer.errors import InvalidRequestError
 from infer.serving.distributed.ray_serve import Deployed, application
 from infer.serving.server.process import bind
-from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings
 from infer.system.cores.cores import num_processors
 from infer.system.status_line import write_notice
 

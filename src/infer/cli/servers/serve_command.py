@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from infer.serving.distributed.replica import await_turn
 from infer.serving.server.auth import read_keys
 from infer.serving.server.loading import OnProgress, warmed
 from infer.serving.server.process import OnReady, bind, check_certificate, run_server
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
+from infer.serving.server_settings import ServerSettings
 from infer.system.cores.core_share import take_cores
 from infer.system.cores.cores import default_num_threads
 from infer.system.log_lines import LogLines
@@ -94,20 +94,16 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
     Raises InvalidRequestError for options that contradict each other, and for files that cannot be read.
     """
     if isinstance(options, ServeOptions):
-        _check_tls(options.tls_cert, options.tls_key)
+        _check_tls(options.server.tls_cert, options.server.tls_key)
         bytes_for_prefixes(options)
-    names = {field.name for field in fields(ServerSettings)}
-    given = {name: value for name, value in vars(options).items() if name in names}
-    if options.port is None:
-        is_ollama = isinstance(options, ServeOptions) and options.ollama
-        given["port"] = OLLAMA_PORT if is_ollama else ServerSettings.port
+    is_ollama = isinstance(options, ServeOptions) and options.ollama
+    port = options.port if options.port is not None else OLLAMA_PORT if is_ollama else ServerSettings.port
     keys = read_keys(options.api_key_file) if options.api_key_file else {}
     model, *aliases = options.served_names or [plain_name(options.model)]
-    return ServerSettings(
-        **given
-        | {"max_slots": step_limits(options.settings.device).logits}
-        | {"model": model, "aliases": tuple(aliases), "api_keys": keys, "model_path": options.model}
-    )
+    settings = replace(options.server, model=model, aliases=tuple(aliases), model_path=options.model)
+    if isinstance(options, DeployOptions):
+        settings = replace(settings, drain_seconds=options.drain_seconds)
+    return replace(settings, port=port, api_keys=keys, max_slots=step_limits(options.settings.device).logits)
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:

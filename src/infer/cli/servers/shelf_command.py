@@ -140,7 +140,7 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
 
 def _takes(options: ServeOptions, tasks: Sequence[str]) -> Sequence[str]:
     """Return the tasks that a model can do, according to its files and to the options for all models."""
-    by_options = {"embed": options.allow_embeddings, "rerank": options.settings.reranker != "auto"}
+    by_options = {"embed": options.server.allow_embeddings, "rerank": options.settings.reranker != "auto"}
     return [*tasks, *(name for name, is_true in by_options.items() if is_true and name not in tasks)]
 
 

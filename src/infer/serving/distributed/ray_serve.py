@@ -32,8 +32,8 @@ from infer.serving.server.http_errors import ApiError
 from infer.serving.server.http_server import make_http_server
 from infer.serving.server.loading import OnProgress, load_model, warmed
 from infer.serving.server.routes.health import is_alive
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
+from infer.serving.server_settings import ServerSettings
 from infer.system.cores.core_share import take_cores
 
 _READ_BYTES, _NO_LIMIT = 2**16, 1 << 60

@@ -5,9 +5,10 @@ prompt and each tool result with the number of tokens left in its context.
 """
 
 import re
-from typing import Any, Literal, final
+from typing import Any, final
 
-AgentPrompts = Literal["adapt", "keep"]
+from infer.serving.server_settings import AgentPrompts
+
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*")
 _MOST_BUDGET = 200  # the longest budget reminder with its frame, in characters
 _BUDGET = re.compile(

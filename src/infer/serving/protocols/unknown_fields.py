@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, final
 
 import msgspec
 from msgspec import Struct, inspect
@@ -16,9 +16,9 @@ from msgspec import Struct, inspect
 from infer.request_limits import MAX_KEYS, MAX_WARNINGS
 from infer.serving.protocols.foreign import Foreign
 from infer.serving.protocols.refusals import BodyError, refuse, shown
+from infer.serving.server_settings import UnknownFields
 from infer.system.files.json_limits import JsonLimitError
 
-UnknownFields = Literal["warn", "refuse", "ignore"]
 Step = str | int  # a step of a path: a key or an index
 # Smallest difflib ratio of similar names: "temprature" is similar to "temperature", "top_n" not to "top_k".
 _NEAR = 0.82

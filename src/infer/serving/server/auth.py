@@ -22,7 +22,7 @@ from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, refusal_of
 from infer.serving.server.http_errors import ApiError, api_error
 from infer.serving.server.paths import known_path
-from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings
 
 
 def guarded(app: ASGIApp, settings: ServerSettings, table: Sequence[ApiRoute]) -> ASGIApp:

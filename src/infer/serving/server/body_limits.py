@@ -5,7 +5,7 @@ import asyncio
 from starlette.requests import Request
 
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings
 
 # A larger body is read and dropped up to this multiple of the limit, so that its sender sees the answer.
 _DRAINED = 8

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from infer.serving.server.access_log import new_id
 from infer.serving.server.call import Call
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings
 
 _KEY = "infer.connection"
 _LINGER_SECONDS = 1.0  # bytes that arrive after a refusal are dropped; an immediate close could hide the answer

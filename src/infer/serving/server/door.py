@@ -14,9 +14,9 @@ from typing import NamedTuple, final
 from infer.engine.step.fair_queueing import AnswerLengths
 from infer.serving.protocols.refusals import refuse
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.wait_forecast import Forecast, RemainingWork, WaitRatio
 from infer.serving.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
+from infer.serving.server_settings import ServerSettings
 
 _JITTER = 0.05
 _SEEN_SECONDS = 0.02  # for which a look at the engine is used again

@@ -19,9 +19,9 @@ from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.http_server import HttpServer, make_http_server
 from infer.serving.server.loading import Load, load_model
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
 from infer.serving.server.watchdog import start_watchdog
+from infer.serving.server_settings import ServerSettings
 
 _BACKLOG = 2048
 _POLL_SECONDS = 0.05  # between two checks while the server drains

@@ -18,9 +18,9 @@ from infer.serving.server.call import Call
 from infer.serving.server.door import Door
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.metrics import Metrics
-from infer.serving.server.server_settings import ServerSettings
 from infer.serving.server.turns import Turns
 from infer.serving.server.wait_forecast import Forecast, RemainingWork
+from infer.serving.server_settings import ServerSettings
 
 # Settings that may change while requests are served, with their type and their largest value.
 CHANGEABLE: dict[str, tuple[Any, float]] = {

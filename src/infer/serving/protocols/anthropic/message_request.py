@@ -7,7 +7,7 @@ from typing import Any
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.agent_prompts import AgentPrompts, TokenBudgets, is_billing
+from infer.serving.protocols.agent_prompts import TokenBudgets, is_billing
 from infer.serving.protocols.anthropic.message_blocks import (
     AnyChoice,
     AutoChoice,
@@ -28,6 +28,7 @@ from infer.serving.protocols.anthropic.message_blocks import (
 from infer.serving.protocols.anthropic.message_bodies import MessagesBody, PromptBody
 from infer.serving.protocols.chat_messages import call_of_message, text_of
 from infer.serving.protocols.params import make_params, refusal, seeds_of, stops_of
+from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
 _EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name

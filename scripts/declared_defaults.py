@@ -1,4 +1,4 @@
-"""An extension of Griffe for `make docs`: a field declared with `parameter` or `setting` shows its default."""
+"""An extension of Griffe for `make docs`: a field that is declared with `parameter(default, …)` shows its default."""
 
 from typing import Any
 
@@ -10,5 +10,5 @@ class DeclaredDefaults(griffe.Extension):
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         declared = attr.value
-        if isinstance(declared, griffe.ExprCall) and str(declared.function) in ("parameter", "setting"):
+        if isinstance(declared, griffe.ExprCall) and str(declared.function) == "parameter":
             attr.value = declared.arguments[0]

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, final, get_args, no_type_check
 
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InvalidRequestError
-from infer.parameters import ANY, Choice, Flag, Kind, Whole, check_fields, setting, settings_of
+from infer.parameters import ANY, Flag, Kind, OneOf, Other, Whole, check_fields, parameter, parameters_of
 from infer.sampling_params import ALIASES, PARAMETER_NAMES
 from infer.system.byte_size import parse_size
 from infer.system.extras import install_extra
@@ -29,37 +29,10 @@ RerankerName = Literal["auto", "qwen3"]
 
 _INSTALL_BY_BACKEND = {"llguidance": "run pip install llguidance", "xgrammar": install_extra("xgrammar")}
 
-# Names in llama.cpp, vLLM and transformers, and our names.
-_OTHER_NAMES = {
-    "n_ctx": "max_seq_len",
-    "max_model_len": "max_seq_len",
-    "max_length": "max_seq_len",
-    "context_length": "max_seq_len",
-    "n_threads": "threads",
-    "num_threads": "threads",
-    "model_path": "model",
-    "model_id": "model",
-    "model_name": "model",
-    "pretrained_model_name_or_path": "model",
-    "torch_dtype": "dtype",
-    "quantization": "weights",
+# Names in llama.cpp, vLLM and transformers, and what to write. Fields declare the others.
+_OTHER_NAMES = dict.fromkeys(("model_path", "model_id", "model_name", "pretrained_model_name_or_path"), "model") | {
     "load_in_4bit": "weights='q4'",
     "load_in_8bit": "weights='q8'",
-    "n_gpu_layers": "device",
-    "tensor_parallel_size": "tensor_parallel",
-    "tp_size": "tensor_parallel",
-    "split_mode": "tensor_parallel",
-    "device_map": "device",
-    "backend": "device",
-    "cache_type_k": "kv_type",
-    "cache_type_v": "kv_type",
-    "type_k": "kv_type",
-    "type_v": "kv_type",
-    "kv_cache_dtype": "kv_type",
-    "enable_prefix_caching": "reuse_prefixes",
-    "guided_decoding_backend": "grammar_backend",
-    "structured_outputs_backend": "grammar_backend",
-    "chat_format": "chat_template",
     "enforce_eager": "capture=False",
 }
 _CHOSEN_PER_CALL = (
@@ -75,20 +48,8 @@ class UnknownSettingError(InvalidRequestError, TypeError):
     """A name that is not a setting of `LLM`."""
 
 
-@final
-@dataclass(frozen=True)
-class Dtype(Kind):
-    """The name of a float type, or the float type of torch, which is stored under its name."""
-
-    @property
-    def rule(self) -> str:
-        return f"one of {', '.join(get_args(DtypeName))}"
-
-    def check(self, name: str, value: Any) -> str:
-        text = value if isinstance(value, str) else str(value).removeprefix("torch.")
-        if text not in get_args(DtypeName):
-            raise self.broken(name, value)
-        return text
+def _one_of(kind: Any, prefix: str = "") -> OneOf:
+    return OneOf(get_args(kind), is_list=True, prefix=prefix)
 
 
 @final
@@ -96,9 +57,7 @@ class Dtype(Kind):
 class Size(Kind):
     """A number of bytes, or a size such as "8GB", which is stored as its number of bytes. None stays None."""
 
-    @property
-    def rule(self) -> str:
-        return 'a number of bytes or a size such as "8GB"'
+    rule = 'a number of bytes or a size such as "8GB"'
 
     def check(self, name: str, value: Any) -> int | None:
         num_bytes = parse_size(value) if isinstance(value, str) else value
@@ -107,30 +66,6 @@ class Size(Kind):
         if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 0:
             raise self.broken(name, value)
         return num_bytes
-
-
-@final
-@dataclass(frozen=True)
-class TextOfFile(Kind):
-    """A text, which the command reads from a file."""
-
-    rule = "a template's text or None"
-
-    def check(self, name: str, value: Any) -> str | None:
-        if value is not None and not isinstance(value, str):
-            raise self.broken(name, value)
-        return value
-
-
-@final
-@dataclass(frozen=True)
-class DeviceText(Kind):
-    """The name of a device, or a device of torch. The load checks it."""
-
-    rule = "cpu, cuda or opencl"
-
-    def check(self, name: str, value: Any) -> Any:
-        return value
 
 
 # The checks of this class name the broken rule; the type checks of the tests' import hook would raise before them.
@@ -145,65 +80,72 @@ class ModelSettings:
     """
 
     # fmt: off
-    threads: int | None = setting(
-        None, Whole(1, is_optional=True), "numbers", "Number of threads that compute.  [default: all cores]")
-    precision: PrecisionName = setting(
-        "exact", Choice(get_args(PrecisionName)), "numbers",
-        "Bits of activations with quantised weights on a CPU: 16, or 8 (fast).")
-    weights: WeightsType = setting(
-        "auto", Choice(get_args(WeightsType)), "numbers",
-        "Quantise float weights at load; auto keeps the file's format.")
-    dtype: DtypeName = setting(
-        "auto", Dtype(), "numbers", "Dequantise weights at load; auto keeps the file's format.",
-        takes="DtypeName | torch.dtype")
-    reuse_prefixes: bool = setting(
-        False, Flag(), "prefixes", "Read the common beginning of prompts once; not with a policy.")
-    kv_type: KVType = setting(
-        _CACHE.kv_type, Choice(get_args(KVType)), "cache",
-        "Format of stored keys and values; auto chooses by the device and the weights.")
-    eviction_policy: EvictionPolicy = setting(
-        _CACHE.eviction_policy, Choice(get_args(EvictionPolicy)), "cache",
+    threads: int | None = parameter(
+        None, Whole(1, is_optional=True), "Number of threads that compute.  [default: all cores]", group="numbers",
+        other_names=("n_threads", "num_threads"))
+    precision: PrecisionName = parameter(
+        "exact", _one_of(PrecisionName), "Bits of activations with quantised weights on a CPU: 16, or 8 (fast).",
+        group="numbers")
+    weights: WeightsType = parameter(
+        "auto", _one_of(WeightsType), "Quantise float weights at load; auto keeps the file's format.",
+        group="numbers", other_names=("quantization",))
+    dtype: DtypeName = parameter(
+        "auto", _one_of(DtypeName, "torch."), "Dequantise weights at load; auto keeps the file's format.",
+        group="numbers", other_names=("torch_dtype",), takes="DtypeName | torch.dtype")
+    reuse_prefixes: bool = parameter(
+        False, Flag(), "Read the common beginning of prompts once; not with a policy.",
+        group="prefixes", other_names=("enable_prefix_caching",))
+    kv_type: KVType = parameter(
+        _CACHE.kv_type, _one_of(KVType),
+        "Format of stored keys and values; auto chooses by the device and the weights.",
+        group="cache", other_names=("cache_type_k", "cache_type_v", "type_k", "type_v", "kv_cache_dtype"))
+    eviction_policy: EvictionPolicy = parameter(
+        _CACHE.eviction_policy, _one_of(EvictionPolicy),
         "Tokens of a long text to forget. sliding: all but its first and last tokens; snapkv: those of the prompt "
-        "that its end does not attend to, then as sliding.")
-    eviction_window: int = setting(
-        _CACHE.eviction_window, ANY, "cache",
-        "With a policy: number of tokens to keep, including the protected ones.")
-    protected_prefix: int = setting(
-        _CACHE.protected_prefix, ANY, "cache", "With a policy: number of first tokens that are never forgotten.")
-    memory_threshold_mb: int | None = setting(
-        None, ANY, "cache", "With a policy: forget tokens only if the system has less available memory.",
-        metavar="MB")
-    state_memory_mb: int | None = setting(
-        None, ANY, "cache",
-        "Memory for states of recurrent layers, current and stored.  [default: a share of what is free]",
-        flags=("--state-memory-mb", "--state-memory"), metavar="MB")
-    max_seq_len: int | None = setting(
-        None, Whole(2, is_optional=True, is_range=False), "running",
-        "Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]")
-    grammar_backend: GrammarBackend = setting(
-        "llguidance", Choice(get_args(GrammarBackend)), "running",
-        "Library that enforces a schema, a pattern or a grammar.")
-    tensor_parallel: int = setting(
-        1, Whole(1), "running", "Number of processes that divide the model, each with --threads; same tokens.")
-    capture: bool = setting(True, Flag(), "running", "Run each operation separately: slower, with the same tokens.")
-    chat_template: str | None = setting(
-        None, TextOfFile(), "running", "A Jinja template for conversations, in place of the model's own.",
-        metavar="FILE")
-    allow_special: bool = setting(
-        False, Flag(), "running", "Read control tokens in a message as control tokens, not as text.")
-    device: str = setting(  # or a device of torch
-        "cpu", DeviceText(), "device", "", flags=("--device", "--backend"), takes="DeviceName | str | torch.device")
-    reranker: RerankerName = setting(
-        "auto", Choice(get_args(RerankerName)), "reranker",
-        "Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.")
-    pool_pages: int | None = setting(
-        None, Whole(1, is_optional=True), "pool",
-        "Pages of 64 tokens that all answers share.  [default: 8 full contexts]")
-    prefix_disk: int | None = setting(
-        None, Size(), "disk",
+        "that its end does not attend to, then as sliding.", group="cache")
+    eviction_window: int = parameter(
+        _CACHE.eviction_window, ANY, "With a policy: number of tokens to keep, including the protected ones.",
+        group="cache")
+    protected_prefix: int = parameter(
+        _CACHE.protected_prefix, ANY, "With a policy: number of first tokens that are never forgotten.", group="cache")
+    memory_threshold_mb: int | None = parameter(
+        None, ANY, "With a policy: forget tokens only if the system has less available memory.",
+        group="cache", metavar="MB")
+    state_memory_mb: int | None = parameter(
+        None, ANY, "Memory for states of recurrent layers, current and stored.  [default: a share of what is free]",
+        group="cache", flags=("--state-memory-mb", "--state-memory"), metavar="MB")
+    max_seq_len: int | None = parameter(
+        None, Whole(2, is_optional=True, is_range=False),
+        "Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]",
+        group="running", other_names=("n_ctx", "max_model_len", "max_length", "context_length"))
+    grammar_backend: GrammarBackend = parameter(
+        "llguidance", _one_of(GrammarBackend), "Library that enforces a schema, a pattern or a grammar.",
+        group="running", other_names=("guided_decoding_backend", "structured_outputs_backend"))
+    tensor_parallel: int = parameter(
+        1, Whole(1), "Number of processes that divide the model, each with --threads; same tokens.",
+        group="running", other_names=("tensor_parallel_size", "tp_size", "split_mode"))
+    capture: bool = parameter(
+        True, Flag(), "Run each operation separately: slower, with the same tokens.", group="running")
+    chat_template: str | None = parameter(
+        None, Other("a template's text or None", lambda value: value is None or isinstance(value, str)),
+        "A Jinja template for conversations, in place of the model's own.",
+        group="running", metavar="FILE", other_names=("chat_format",))
+    allow_special: bool = parameter(
+        False, Flag(), "Read control tokens in a message as control tokens, not as text.", group="running")
+    device: str = parameter(  # or a device of torch
+        "cpu", ANY, "", group="device", flags=("--device", "--backend"), takes="DeviceName | str | torch.device",
+        other_names=("n_gpu_layers", "device_map", "backend"))
+    reranker: RerankerName = parameter(
+        "auto", _one_of(RerankerName),
+        "Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.", group="reranker")
+    pool_pages: int | None = parameter(
+        None, Whole(1, is_optional=True), "Pages of 64 tokens that all answers share.  [default: 8 full contexts]",
+        group="pool")
+    prefix_disk: int | None = parameter(
+        None, Size(),
         "Size of the files that keep beginnings of prompts for use after a restart; 0 keeps none.  "
         "[default: 8GB, 0 with --api-key-file]",
-        metavar="SIZE", envvar="INFER_PREFIX_DISK", takes="int | str | None")
+        group="disk", metavar="SIZE", envvar="INFER_PREFIX_DISK", takes="int | str | None")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -237,7 +179,8 @@ class ModelSettings:
         return f"{', '.join(changed)}: no effect with eviction_policy none; sliding or snapkv evicts"
 
 
-SETTINGS = settings_of(ModelSettings)
+SETTINGS = parameters_of(ModelSettings)
+_OTHER_NAMES |= {other: name for name, declared in SETTINGS.items() for other in declared.other_names}
 
 
 def _unknown(name: str) -> str:

@@ -1,9 +1,8 @@
 """How a parameter is declared: the kind of its values, which checks them, and the facts that other modules need.
 
-A field of `SamplingParams` or of `RequestOptions` is declared once, with `parameter`, and a field of `ModelSettings` or
-of `ServerSettings` with `setting`. Checks are made from the declaration, and so are the fields of bodies, keywords, the
-options of the command line, the controls of the page and the tables of the docs. This module imports neither torch nor
-msgspec.
+A field of `SamplingParams`, `RequestOptions`, `ModelSettings` or `ServerSettings` is declared once, with `parameter`.
+Its checks are made from the declaration, and so are the keywords of calls, the fields of bodies, the options of the
+command line, the controls of the page and the tables in `docs`. This module imports neither torch nor msgspec.
 """
 
 import json
@@ -138,42 +137,35 @@ class Text(Kind):
 @final
 @dataclass(frozen=True)
 class OneOf(Kind):
-    """One of a few strings."""
+    """One of a few strings. `is_list` is True if the rule lists them without quotes.
+
+    An object whose text is a value after `prefix` means this value, as `torch.float16` means "float16".
+    """
 
     values: tuple[str, ...]
     is_optional: bool = False
+    is_list: bool = False
+    prefix: str = ""
 
     @property
     def rule(self) -> str:
+        if self.is_list:
+            return f"one of {', '.join(self.values)}"
         return " or ".join(map(repr, self.values)) + (" or None" if self.is_optional else "")
 
     def check(self, name: str, value: Any) -> str | None:
-        if not (value is None and self.is_optional) and (not isinstance(value, str) or value not in self.values):
+        if value is None and self.is_optional:
+            return None
+        text = str(value).removeprefix(self.prefix) if self.prefix and not isinstance(value, str) else value
+        if not isinstance(text, str) or text not in self.values:
             raise self.broken(name, value)
-        return value
-
-
-@final
-@dataclass(frozen=True)
-class Choice(Kind):
-    """One of a few strings, which messages list without quotes."""
-
-    values: tuple[str, ...]
-
-    @property
-    def rule(self) -> str:
-        return f"one of {', '.join(self.values)}"
-
-    def check(self, name: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in self.values:
-            raise self.broken(name, value)
-        return value
+        return text
 
 
 @final
 @dataclass(frozen=True)
 class Whole(Kind):
-    """A whole number. The help of an option names `least` if `is_range`; otherwise only the message does."""
+    """A whole number of Python. The command checks it, too, and shows its range in help, if `is_range`."""
 
     least: int
     most: int | None = None
@@ -182,14 +174,12 @@ class Whole(Kind):
 
     @property
     def rule(self) -> str:
-        return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
+        return f"a whole number from {self.least}"
 
     def check(self, name: str, value: Any) -> int | None:
         if value is None and self.is_optional:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            raise self.broken(name, value)
-        if self.most is not None and value > self.most:
             raise self.broken(name, value)
         return value
 
@@ -360,7 +350,8 @@ class Parameter:
     """The declaration of a parameter. Its name, type and default are those of the field.
 
     `help` describes it in one sentence. `none` are numbers that mean None in bodies and on the command line. If
-    the kind excludes 0, `zero` is the value that 0 means in bodies and in files.
+    the kind excludes 0, `zero` is the value that 0 means in bodies and in files. The option of a setting is shown with
+    the others of its `group`.
     """
 
     kind: Kind
@@ -369,28 +360,15 @@ class Parameter:
     zero: float | None = None
     bodies: Bodies | None = None  # the bodies that have a field for it
     body_name: str = ""  # its name in them, if it differs
-    other_names: tuple[str, ...] = ()  # its names in the bodies of other programs
+    other_names: tuple[str, ...] = ()  # its names in the bodies of other programs, or as a keyword of theirs
     stage: str = ""  # heading of its sampler stage in a trace
     is_filter: bool = False  # True if it has no effect on a greedy answer
     slider: tuple[int | float, int | float, int | float] | None = None  # of the page: from, to, step
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The declaration of a setting, and of the option that gives it. Its name, type and default are those of the field.
-
-    `help` describes the option, which belongs to a group of options. Its flags are made from the name unless `flags`
-    gives them. `takes` is a further type of a keyword, which the kind converts to the type of the field.
-    """
-
-    kind: Kind
-    help: str
-    group: str
-    flags: tuple[str, ...] = ()
-    metavar: str | None = None
-    envvar: str | None = None  # the environment variable that gives it, too
-    takes: str = ""
+    group: str = ""  # group of its option
+    flags: tuple[str, ...] = ()  # flags of its option, if they are not its name alone
+    metavar: str | None = None  # of its option
+    envvar: str | None = None  # environment variable that its option reads
+    takes: str = ""  # type of its keyword, if the kind converts it
 
 
 def parameter(default: Any, kind: Kind, help: str, **others: Any) -> Any:
@@ -398,22 +376,12 @@ def parameter(default: Any, kind: Kind, help: str, **others: Any) -> Any:
     return field(default=default, metadata={"parameter": Parameter(kind=kind, help=help, **others)})
 
 
-def setting(default: Any, kind: Kind, group: str, help: str, **others: Any) -> Any:
-    """Return a dataclass field with the declaration of a setting."""
-    return field(default=default, metadata={"setting": Setting(kind=kind, help=help, group=group, **others)})
-
-
 def parameters_of(cls: type) -> dict[str, Parameter]:
-    """Return the declarations of a class's parameters, by name."""
-    return {each.name: each.metadata["parameter"] for each in fields(cls)}
+    """Return the declarations of a class's fields, by name."""
+    return {each.name: each.metadata["parameter"] for each in fields(cls) if each.metadata}
 
 
-def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the declarations of a class's settings, by name."""
-    return {each.name: each.metadata["setting"] for each in fields(cls) if "setting" in each.metadata}
-
-
-def check_fields(values: Any, parameters: Mapping[str, Parameter | Setting]) -> None:
+def check_fields(values: Any, parameters: Mapping[str, Parameter]) -> None:
     """Check all fields of a frozen dataclass, and store the checked values. Raises InvalidRequestError."""
     for name, declared in parameters.items():
         object.__setattr__(values, name, declared.kind.check(name, getattr(values, name)))

@@ -26,6 +26,7 @@ from infer.cli.terminal.terminal import Spinner
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.sampling.defaults import SamplingDefaults
 from infer.errors import InvalidRequestError
+from infer.model_settings import ModelSettings
 from infer.sampling_params import SamplingParams
 from infer.system.cores.cores import num_processors
 from infer.system.status_line import write_notice
@@ -309,35 +310,17 @@ def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_model_is_loaded_as_the_options_say(command: str, loaded_with: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_model_is_loaded_as_the_options_say(command: str, loaded_with: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     for module in ("subcommands", "chat.chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt, is_chat = ["-p", "a"] if command == "generate" else [], command == "chat"
     run(command, "-q", *prompt)
-    assert loaded_with == {
-        "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
-        "max_seq_len": None, "threads": None, "chat_template": None, "allow_special": False,
-        "kv_type": "auto", "eviction_policy": "none", "eviction_window": 1024, "protected_prefix": 4,
-        "memory_threshold_mb": None, "state_memory_mb": None, "reuse_prefixes": False, "tensor_parallel": 1,
-        "grammar_backend": "llguidance", "prefix_disk": 0, "pool_pages": None, "reranker": "auto",
-    }  # fmt: skip
-    options = ["--model", "m", "--precision", "fast", "--weights", "q8", "--no-capture", "--threads", "3"]
-    template = tmp_path / "t.jinja"
-    template.write_text("{{ messages }}")
-    options += ["--chat-template", str(template), "--allow-special"]
-    options += ["--kv-type", "q8", "--eviction-policy", "snapkv", "--eviction-window", "512", "--protected-prefix", "2"]
-    options += ["--memory-threshold-mb", "7", "--reuse-prefixes", "--grammar-backend", "xgrammar"]
-    options += ["--tensor-parallel", "2", "--state-memory", "900", *(["--prefix-disk", "2GB"] if is_chat else [])]
-    run(command, "-q", *prompt, *options, "--max-seq-len", "99", "--dtype", "float16")
-    assert loaded_with == {
-        "prefix_disk": 2 * 10**9 if is_chat else 0, "pool_pages": None, "reranker": "auto",
-        "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
-        "max_seq_len": 99, "threads": 3, "chat_template": "{{ messages }}", "allow_special": True,
-        "kv_type": "q8", "eviction_policy": "snapkv", "eviction_window": 512, "protected_prefix": 2,
-        "memory_threshold_mb": 7, "state_memory_mb": 900, "reuse_prefixes": True, "tensor_parallel": 2,
-        "grammar_backend": "xgrammar",
-    }  # fmt: skip
+    assert loaded_with == {"model": "smollm2", **vars(ModelSettings(prefix_disk=0))}
+    disk = ["--prefix-disk", "2GB"] if is_chat else []
+    run(command, "-q", *prompt, "-m", "m", "--kv-type", "q8", "--no-capture", "--max-seq-len", "99", *disk)
+    given = {"kv_type": "q8", "capture": False, "max_seq_len": 99, "prefix_disk": 2 * 10**9 if is_chat else 0}
+    assert loaded_with == {"model": "m", **vars(ModelSettings.of(given))}
 
 
 def test_loading_shows_a_bar_on_a_terminal_alone(loaded_with: Any, capsys: Any, monkeypatch: Any) -> None:

@@ -12,9 +12,10 @@ from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange
 from infer.serving.distributed.replicas import Replicas
 from infer.serving.distributed.router import RoutedPrompt
-from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
+from infer.serving.server_settings import ServerSettings
 from served import Served, serving
 
 
@@ -91,7 +92,9 @@ def serving_shelf(
     sources: Sequence[ModelSource] = [ModelSource(name, str(folder)) for name, folder in folders.items()]
     with pytest.MonkeyPatch.context() as patch:
         use_replicas(LocalReplicas, patch)
-        shelf = Shelf(sources, ShelfSettings(1 << 40), ShelfWork(plan, lambda source, _: [source.name]), sockets)
+        shelf = Shelf(
+            sources, ServerSettings(memory=1 << 40), ShelfWork(plan, lambda source, _: [source.name]), sockets
+        )
         try:
             with serving(None, table=ShelfFront(shelf).table) as front:
                 front.state.phase = "ready"

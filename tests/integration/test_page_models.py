@@ -13,10 +13,11 @@ from browser import Page, browsing
 from idle import until
 from infer import LLM
 from infer.errors import InferError
-from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.routes import ollama_pull
+from infer.serving.server_settings import ServerSettings
 from served import SECONDS, serving
 from shelves import FakeReplicas, OneReplica
 from test_session import make_model
@@ -70,7 +71,7 @@ def page(download: Download, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             lambda source, _: [source.name],
             lambda: [ModelSource(name, name) for name in download.models],
         )
-        shelf = Shelf([ModelSource("first", "first")], ShelfSettings(100), work, tmp_path)
+        shelf = Shelf([ModelSource("first", "first")], ServerSettings(memory=100), work, tmp_path)
         with ExitStack() as stack:
             stack.callback(shelf.kill)
             front = stack.enter_context(serving(None, table=ShelfFront(shelf).table, allow_pull=True))

@@ -4,13 +4,13 @@ This module loads neither torch nor the packages of the extra `serve`, because h
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, Self, final
 
 from infer.compute.operands.limits import GPU_STEP, HOST_STEP
 from infer.engine.step.scheduler import GAP_SECONDS
-from infer.parameters import ANY, Number, Whole, setting
+from infer.parameters import ANY, Number, Whole, parameter
 
 UnknownFields = Literal["warn", "refuse", "ignore"]
 AgentPrompts = Literal["adapt", "keep"]
@@ -40,43 +40,55 @@ class ServerSettings:
     is_child: bool = False  # a child of the process that talks to clients, `distributed.front`
 
     # fmt: off
-    host: str = setting("127.0.0.1", ANY, "address", "Address to listen at.")
-    allow_embeddings: bool = setting(
-        False, ANY, "allowed", "Answer /v1/embeddings also with an untrained model.", flags=("--embeddings",))
-    allow_pull: bool = setting(
-        False, ANY, "allowed", "Let clients download models into the hub's local cache with /api/pull.")
-    unknown_fields: UnknownFields = setting(  # misspelt fields, and some that matter, are always refused
-        "warn", ANY, "clients", "Policy for unknown fields of a request that resemble no known field.")
-    agent_prompts: AgentPrompts = setting(
-        "adapt", ANY, "clients",
-        "Claude Code's prompts; adapt moves the parts that change to the end, for prefix reuse.")
-    cors_origins: tuple[str, ...] = setting(
-        (), ANY, "clients", "Origin whose pages may call, such as https://example.org; * is all. Repeatable.",
-        flags=("--cors-origin",), metavar="ORIGIN")
-    allowed_hosts: tuple[str, ...] = setting(
-        (), ANY, "hosts",
+    memory: int | None = parameter(
+        None, ANY,
+        "Memory for all models together, such as 12GB; the least recently used ones are unloaded for others.  "
+        "[default: 9/10 of the available memory]", group="memory", metavar="SIZE")
+    idle_unload: float | None = parameter(
+        None, _SECONDS, "Unload a model that has been idle for this time.", group="idle", metavar="SECONDS")
+    host: str = parameter("127.0.0.1", ANY, "Address to listen at.", group="address")
+    allow_embeddings: bool = parameter(
+        False, ANY, "Answer /v1/embeddings also with an untrained model.", flags=("--embeddings",), group="allowed")
+    allow_pull: bool = parameter(
+        False, ANY, "Let clients download models into the hub's local cache with /api/pull.", group="allowed")
+    unknown_fields: UnknownFields = parameter(  # misspelt fields, and some that matter, are always refused
+        "warn", ANY, "Policy for unknown fields of a request that resemble no known field.", group="clients")
+    agent_prompts: AgentPrompts = parameter(
+        "adapt", ANY,
+        "Claude Code's prompts; adapt moves the parts that change to the end, for prefix reuse.", group="clients")
+    cors_origins: tuple[str, ...] = parameter(
+        (), ANY, "Origin whose pages may call, such as https://example.org; * is all. Repeatable.",
+        flags=("--cors-origin",), metavar="ORIGIN", group="clients")
+    allowed_hosts: tuple[str, ...] = parameter(
+        (), ANY,
         "Host name to serve besides local ones, on a loopback address without keys; * is all. Repeatable.",
-        flags=("--allowed-host",), metavar="NAME")
-    tls_cert: Path | None = setting(None, ANY, "hosts", "Certificate in PEM, to serve https.", metavar="FILE")
-    tls_key: Path | None = setting(None, ANY, "hosts", "Private key of the certificate.", metavar="FILE")
-    slots: int = setting(
-        16, Whole(1, GPU_STEP.logits), "slots",
-        "Number of answers that are computed together, at most 64 on a CPU and 512 on a GPU.")
-    step_ms: float = setting(
-        1000 * GAP_SECONDS, Number(1), "waits",
-        "Limit of 98 in 100 steps that read prompts while answers are streamed.", metavar="MILLISECONDS")
-    max_queue: int = setting(
-        512, _COUNT, "waits", "Number of answers of one key that may wait for a slot; others are refused.")
-    max_ttft: float = setting(
-        30.0, _SECONDS, "waits", "Longest wait for a first token; a request that would wait longer is refused.",
-        metavar="SECONDS")
-    max_body_bytes: int = setting(2 * 2**20, _COUNT, "limits", "Largest body of a request, in bytes.")
-    max_connections: int = setting(1024, _COUNT, "limits", "Number of connections that may be open.")
-    header_seconds: float = setting(10.0, _SECONDS, "limits", "Time for a request's headers.")
-    body_seconds: float = setting(30.0, _SECONDS, "limits", "Time for a request's body.")
-    keep_alive_seconds: int = setting(75, _COUNT, "limits", "Time after which an idle connection is closed.")
-    reader_seconds: float = setting(60.0, _SECONDS, "limits", "Time for a slow reader to take the sent bytes.")
-    drain_seconds: float = setting(30.0, Number(0), "limits", "Time for running answers after SIGTERM.")
-    watchdog_seconds: float = setting(
-        120.0, _SECONDS, "limits", "Time for a step; if a step takes longer, the process ends with status 3.")
+        flags=("--allowed-host",), metavar="NAME", group="hosts")
+    tls_cert: Path | None = parameter(None, ANY, "Certificate in PEM, to serve https.", metavar="FILE", group="hosts")
+    tls_key: Path | None = parameter(None, ANY, "Private key of the certificate.", metavar="FILE", group="hosts")
+    slots: int = parameter(
+        16, Whole(1, GPU_STEP.logits),
+        "Number of answers that are computed together, at most 64 on a CPU and 512 on a GPU.", group="slots")
+    step_ms: float = parameter(
+        1000 * GAP_SECONDS, Number(1),
+        "Limit of 98 in 100 steps that read prompts while answers are streamed.", metavar="MILLISECONDS", group="waits")
+    max_queue: int = parameter(
+        512, _COUNT, "Number of answers of one key that may wait for a slot; others are refused.", group="waits")
+    max_ttft: float = parameter(
+        30.0, _SECONDS, "Longest wait for a first token; a request that would wait longer is refused.",
+        metavar="SECONDS", group="waits")
+    max_body_bytes: int = parameter(2 * 2**20, _COUNT, "Largest body of a request, in bytes.", group="limits")
+    max_connections: int = parameter(1024, _COUNT, "Number of connections that may be open.", group="limits")
+    header_seconds: float = parameter(10.0, _SECONDS, "Time for a request's headers.", group="limits")
+    body_seconds: float = parameter(30.0, _SECONDS, "Time for a request's body.", group="limits")
+    keep_alive_seconds: int = parameter(75, _COUNT, "Time after which an idle connection is closed.", group="limits")
+    reader_seconds: float = parameter(60.0, _SECONDS, "Time for a slow reader to take the sent bytes.", group="limits")
+    drain_seconds: float = parameter(30.0, Number(0), "Time for running answers after SIGTERM.", group="limits")
+    watchdog_seconds: float = parameter(
+        120.0, _SECONDS, "Time for a step; if a step takes longer, the process ends with status 3.", group="limits")
     # fmt: on
+
+    @property
+    def of_child(self) -> Self:
+        """The settings of a process behind the one that talks to clients, which checks keys, origins and bodies."""
+        none: dict[str, Any] = {"api_keys": {}, "cors_origins": (), "tls_cert": None, "tls_key": None}
+        return replace(self, **none, is_child=True, max_body_bytes=1 << 60)

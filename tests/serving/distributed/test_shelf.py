@@ -22,12 +22,13 @@ from commands import refused, run
 from idle import in_event_loop
 from infer import LLM
 from infer.errors import InferError
-from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_waits import wait_seconds
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
 from infer.serving.distributed.unloading import Resident, models_to_unload
 from infer.serving.distributed.wishes import Wishes
 from infer.serving.server.http_errors import ApiError
+from infer.serving.server_settings import ServerSettings
 from served import SECONDS
 from shapes import SOURCE
 from shelves import FakeReplicas, use_replicas
@@ -72,7 +73,7 @@ def with_shelf(names: str = "a b c", pinned: str = "", loaded: str = "a c", **se
             use_replicas(FakeReplicas, monkeypatch)
             for name in ("_START_SECONDS", "_ANSWER_SECONDS"):
                 monkeypatch.setattr(f"infer.serving.distributed.shelved_model.{name}", 0.1)
-            shelf = Shelf(sources, ShelfSettings(10, **settings), work, tmp_path)
+            shelf = Shelf(sources, ServerSettings(memory=10, **settings), work, tmp_path)
             try:
                 await shelf.start()
                 await until(lambda: sorted(FakeReplicas.running) == loaded.split())
@@ -142,7 +143,7 @@ async def test_every_model_is_answered_however_many_clients_ask_for_another(shel
     assert all(not model.num_requests for model in shelf.models.values())
 
 
-@with_shelf(longest_wait=0.2)
+@with_shelf(max_ttft=0.2)
 async def test_a_request_that_waits_too_long_is_told_when_its_model_is_ready_and_then_finds_it(shelf: Shelf) -> None:
     ended = asyncio.Event()
     running = await begun(shelf, "a", answer(shelf, "a", ended))
@@ -200,7 +201,7 @@ def test_a_load_that_is_late_is_told_to_take_longer() -> None:
             assert model.load_seconds == pytest.approx(expected, rel=0.1)
 
 
-@with_shelf(most_waiting=2)
+@with_shelf(max_queue=2)
 async def test_the_requests_of_one_tenant_fill_no_line_but_their_own(shelf: Shelf) -> None:
     ended = asyncio.Event()
     running = [await begun(shelf, "a", answer(shelf, "a", ended))]
@@ -246,7 +247,7 @@ async def test_requests_for_unknown_names_share_one_look_for_models(shelf: Shelf
     assert len(looks) == 1
 
 
-@with_shelf(names="a b c", pinned="a", idle_seconds=0.1)
+@with_shelf(names="a b c", pinned="a", idle_unload=0.1)
 async def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(shelf: Shelf) -> None:
     await answer(shelf, "c")
     await until(lambda: FakeReplicas.running == ["a"])

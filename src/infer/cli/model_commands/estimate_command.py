@@ -53,9 +53,14 @@ def run_estimate(options: EstimateOptions) -> None:
     fits, option = None if available is None else found.total <= available, None
     if fits is False and options.batch == 1:
         option = option_that_fits(
-            architecture, tensors, load, cache,
-            num_tokens=num_tokens, pool_pages=options.pool_pages, available=max(0, rest),
-        )  # fmt: skip
+            architecture,
+            tensors,
+            load,
+            cache,
+            num_tokens=num_tokens,
+            pool_pages=options.pool_pages,
+            available=max(0, rest),
+        )
     on_host = load.device == "cpu"  # only the host's memory can be measured
     report = {
         "model": options.model,

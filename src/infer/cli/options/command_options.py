@@ -199,7 +199,7 @@ class ClassifyOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityOptions(ModelArgument, LoadOptions):
+class PerplexityOptions(ModelArgument, LoadOptions):
     """The options of a command that lets models predict a text."""
 
     text: Path = option("-f", "--text", default="-", type=FILE, metavar="FILE", show_default=False,
@@ -209,12 +209,7 @@ class QualityOptions(ModelArgument, LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityOptions(QualityOptions):
-    pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions(QualityOptions):
+class CompareOptions(PerplexityOptions):
     reference: str = argument()
     html: Path | None = option(type=FILE, metavar="FILE",
                                help="Also write a page: the divergence over the text, the weights' errors by layer.")

@@ -18,8 +18,7 @@ import click
 
 from infer.cli.options.option_files import read_named_file
 from infer.cli.options.other_programs import Device
-from infer.model_settings import DeviceText, Size, TextOfFile
-from infer.parameters import Number, Setting, Whole, settings_of
+from infer.parameters import Number, Parameter, Whole, parameters_of
 from infer.system.byte_size import parse_size
 from infer.system.status_line import silence
 
@@ -63,8 +62,8 @@ class Group:
     name: str
 
     @property
-    def settings(self) -> Iterator[tuple[Field[Any], Setting]]:
-        for name, declared in settings_of(self.kind).items():
+    def settings(self) -> Iterator[tuple[Field[Any], Parameter]]:
+        for name, declared in parameters_of(self.kind).items():
             if declared.group == self.name:
                 yield self.kind.__dataclass_fields__[name], declared
 
@@ -77,7 +76,7 @@ class Group:
             settings = {"help": declared.help or None, "metavar": declared.metavar, "envvar": declared.envvar}
             if not isinstance(each.default, bool) and each.default not in (None, (), MISSING):
                 settings["default"] = each.default
-            yield click.option(*flags, name, show_default=True, **_type_of(types[each.name], declared) | settings)
+            yield click.option(*flags, name, show_default=True, **_type_of(types[each.name], each, declared) | settings)
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of the settings that the options give."""
@@ -158,20 +157,14 @@ def _option_of(setting: Field[Any]) -> str:
     return f"no_{setting.name}" if setting.default is True else setting.name
 
 
-def _type_of(annotation: Any, declared: Setting) -> dict[str, Any]:
+def _type_of(annotation: Any, setting: Field[Any], declared: Parameter) -> dict[str, Any]:
     """Return click's settings for the values of a setting."""
     match declared.kind:
         case Whole(least=least, most=most, is_range=True):
             return {"type": click.IntRange(least, most)}
         case Number(least=least):
             return {"type": click.FloatRange(least)}
-        case Size():
-            return {"type": ByteSize()}
-        case DeviceText():
-            return {"type": Device()}
-        case TextOfFile():
-            return {"type": click.Path(path_type=Path), "callback": read_named_file}
-    return _settings_of(annotation, is_option=True)
+    return _READ_OTHERWISE.get(setting.name) or _settings_of(annotation, is_option=True)
 
 
 class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
@@ -184,3 +177,11 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions 
         if num_bytes is None:
             self.fail(f"{value!r:.40} is not a size: write a number and a unit, such as 800MB or 12GB", param, ctx)
         return num_bytes
+
+
+_READ_OTHERWISE: Mapping[str, dict[str, Any]] = {  # settings by name
+    "device": {"type": Device()},
+    "prefix_disk": {"type": ByteSize()},
+    "memory": {"type": ByteSize()},
+    "chat_template": {"type": click.Path(path_type=Path), "callback": read_named_file},
+}

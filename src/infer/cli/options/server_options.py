@@ -7,7 +7,7 @@ from typing import ClassVar
 import click
 
 from infer.cli.options.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
-from infer.cli.options.option_fields import ByteSize, Group, argument, option, settings_field
+from infer.cli.options.option_fields import Group, argument, option, settings_field
 from infer.model_settings import ModelSettings
 from infer.serving.server_settings import ServerSettings
 
@@ -79,14 +79,10 @@ class ModelsOptions:
              "[default: smollm2]")
     models_dir: Path | None = option(metavar="DIR", help="Serve the models in this folder, each loaded on demand.")
     load_on_demand: bool = option(help="Serve every model that `infer models` lists, each loaded on demand.")
-    memory: int | None = option(
-        type=ByteSize(), metavar="SIZE",
-        help="Memory for all models together, such as 12GB; the least recently used ones are unloaded for others.  "
-             "[default: 9/10 of the available memory]")
+    memory: ClassVar = Group(ServerSettings, "memory")
     pinned: tuple[str, ...] = option("--pin", metavar="NAME",
                                      help="Model to load at the start and never unload. Repeatable.")
-    idle_unload: float | None = option(type=_SECONDS, metavar="SECONDS",
-                                       help="Unload a model that has been idle for this time.")
+    idle: ClassVar = Group(ServerSettings, "idle")
     served_as: str | None = option(hidden=True)  # the name of one model among several
 
     @property
@@ -137,5 +133,5 @@ class StopOptions(RunningServerOptions):
 
 def serves_several(options: ServeOptions) -> bool:
     """Return True if each model has its own process, which may be unloaded."""
-    asked = (options.models_dir, options.load_on_demand, options.memory, options.pinned, options.idle_unload)
-    return len(options.models) > 1 or any(asked)
+    of_all = (options.server.memory, options.server.idle_unload)
+    return len(options.models) > 1 or any((options.models_dir, options.load_on_demand, options.pinned, *of_all))

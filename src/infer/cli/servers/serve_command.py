@@ -31,7 +31,6 @@ from infer.system.model_names import plain_name
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
-_NO_LIMIT = 1 << 60  # bytes: the parent process checks the limit
 OLLAMA_PORT = 11434
 NO_KEY, KEY = "none", "YOUR_KEY"  # clients need a key even if the server needs none
 # Tokens that coding agents send, and the context that they need.
@@ -47,8 +46,7 @@ def run_serve(options: ServeOptions, load: Load) -> int:
             take_cores(options.settings.threads)
         if not await_turn():
             return 0
-        own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
-        own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has checked the limit
+        own = settings.of_child
         listener = socket.socket(fileno=options.listen_fd)
         announce: OnReady = partial(_announce_first, listener, settings)
         if options.served_as is not None:  # one of several models: the process with the clients reports it

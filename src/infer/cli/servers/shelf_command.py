@@ -15,7 +15,7 @@ from infer.files.hub.file_versions import file_versions
 from infer.models.catalog.models_at_hand import folder_models, names_at_hand
 from infer.models.catalog.served_plan import plan_served
 from infer.models.memory.memory_estimate import LoadSettings
-from infer.serving.distributed.shelf import ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf import ShelfWork
 from infer.serving.distributed.shelf_front import run_shelf
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.process import bind
@@ -38,7 +38,6 @@ def run_models(options: ServeOptions) -> int:
     if sources:
         settings = replace(settings, model=sources[0].name, aliases=())
     budget = _budget(options)
-    shelf = ShelfSettings(budget, settings.max_ttft, settings.max_queue, settings.watchdog_seconds, options.idle_unload)
     share = budget // max(2, len(sources))
     listener = bind(settings)
     port = listener.getsockname()[1]
@@ -49,7 +48,7 @@ def run_models(options: ServeOptions) -> int:
     write_notice(f"url      {url}/v1; the page is {page_url(url)}")
     write_notice(f"models   {', '.join(source.name for source in sources) or 'loaded on demand'}")
     write_notice(f"memory   {budget / 1e9:.1f} GB for all models together")
-    return run_shelf(ServerState(settings), listener, sources, shelf, work)
+    return run_shelf(ServerState(replace(settings, memory=budget)), listener, sources, work)
 
 
 def _check(options: ServeOptions) -> None:
@@ -107,8 +106,8 @@ def _find(options: ServeOptions) -> list[ModelSource]:
 
 def _budget(options: ServeOptions) -> int:
     available = available_memory_bytes()
-    if options.memory is not None:
-        return options.memory
+    if options.server.memory is not None:
+        return options.server.memory
     if available is None:
         raise InvalidRequestError("the memory of this machine is unknown: set the memory for all models with --memory")
     return int(_BUDGET_SHARE * available)

@@ -3,13 +3,13 @@
 An instance is always valid and never changes. `groups.check_layers` checks that a network supports the settings.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import final, no_type_check
 
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.quantization import kv_formats
 from infer.errors import InvalidRequestError
+from infer.parameters import OneOf
 from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
 
 KV_TYPES: tuple[str, ...] = ("auto", *kv_formats.KV_TYPES)
@@ -48,8 +48,8 @@ class CacheSettings:
     state_memory_mb: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("kv_type", self.kv_type, KV_TYPES)
-        _check_choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        OneOf(KV_TYPES, is_list=True).check("kv_type", self.kv_type)
+        OneOf(EVICTION_POLICIES, is_list=True).check("eviction_policy", self.eviction_policy)
         _check_count("eviction_window", self.eviction_window, 1)
         _check_count("protected_prefix", self.protected_prefix, 0)
         _check_count("page_tokens", self.page_tokens, SLOTS_PER_BLOCK)
@@ -118,11 +118,6 @@ class CacheSettings:
                 f"eviction_window must be at most {most - TILE_SLOTS} if max_seq_len={num_tokens} is above the "
                 f"model's own {most}, got {self.eviction_window}"
             )
-
-
-def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r:.80}")
 
 
 def _check_count(name: str, value: object, least: int) -> None:

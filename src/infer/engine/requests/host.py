@@ -49,11 +49,12 @@ log = logging.getLogger("infer.server")
 @final
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model that are no settings: its files say them.
+    """The part of a model that its files define, beside its network.
 
     `weights` is the fingerprint of the weights in their number formats.
     """
 
+    tokenizer: Tokenizer
     weights: str
     sampling_defaults: SamplingDefaults
     heads: TextHeads
@@ -63,19 +64,14 @@ class ModelFacts:
 @final
 class Host:
     def __init__(
-        self,
-        loop: Loop,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        settings: ModelSettings,
-        facts: ModelFacts,
-        ranks: Ranks | None,
+        self, loop: Loop, model: Transformer, settings: ModelSettings, facts: ModelFacts, ranks: Ranks | None
     ) -> None:
         """Give an engine to the loop that loaded the model.
 
         `ranks` are the other processes of a model that is divided between processes. Each loads its part.
         """
-        self.loop, self.tokenizer, self.settings, self.facts, self._ranks = loop, tokenizer, settings, facts, ranks
+        self.loop, self.settings, self.facts, self._ranks = loop, settings, facts, ranks
+        self.tokenizer = tokenizer = facts.tokenizer
         self._open_model: Transformer | None = model
         self._open_runner: Runner | None = None
         self.engine_if_any: Engine | None = None  # None for an encoder
@@ -258,12 +254,13 @@ def load_host(
     # Rows of weights are allocated on the memory node of the thread that packs them.
     network = loop.load(lambda show: load_checked(checkpoint, tokenizer, own, show, group=group), on_progress)
     facts = ModelFacts(
+        tokenizer,
         f"{checkpoint.fingerprint()} {settings.weights} {settings.precision} {settings.dtype}",
         defaults,
         heads.of_network(network.architecture),
         tuple(file.modified_ns for file in checkpoint.files),
     )
-    return Host(loop, network, tokenizer, settings, facts, ranks)
+    return Host(loop, network, settings, facts, ranks)
 
 
 def _make_runner(model: Transformer, settings: ModelSettings, ranks: Ranks | None) -> Runner:

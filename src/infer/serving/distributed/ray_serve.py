@@ -36,7 +36,7 @@ from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from infer.system.cores.core_share import take_cores
 
-_READ_BYTES, _NO_LIMIT = 2**16, 1 << 60
+_READ_BYTES = 2**16
 _HEALTH_SECONDS = 2.0
 _ANSWER_SECONDS = 3.0  # for an engine's answer about its health
 _ENDING_SECONDS = 2.0  # until a process has ended whose engine has failed
@@ -133,9 +133,7 @@ class RayEngine:
     ) -> None:
         """Load the model and start the server. Raises the error of loading the model."""
         take_cores(load["threads"])
-        own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
-        own = replace(own, max_body_bytes=_NO_LIMIT)  # the front has one
-        self._state = ServerState(own)
+        self._state = ServerState(settings.of_child)
         await load_model(self._state, partial(_load, load))
         if self._state.failure is not None:
             raise self._state.failure

@@ -25,23 +25,10 @@ from infer.serving.server.door import retry_headers
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.model_catalog import cached_path
 from infer.serving.server.routes.served_models import known_name
+from infer.serving.server_settings import ServerSettings
 
 _LOOK_SECONDS = 1.0  # between two looks for models
 _NO_RETRY = {"x-should-retry": "false"}
-
-
-class ShelfSettings(NamedTuple):
-    """Limits of all models together.
-
-    `budget` is in bytes. After `longest_wait` seconds a waiting request is told when to retry. Of one tenant at most
-    `most_waiting` requests wait.
-    """
-
-    budget: int
-    longest_wait: float = 30.0
-    most_waiting: int = 512
-    watchdog_seconds: float = 120.0
-    idle_seconds: float | None = None  # after which an idle model is unloaded; None: only if its memory is needed
 
 
 class ShelfWork(NamedTuple):
@@ -70,10 +57,14 @@ class _Ticket(NamedTuple):
 
 @final
 class Shelf:
-    """For the event loop only. `folder` is for the models' sockets. The first of the sources is the default model."""
+    """For the event loop only. `folder` is for the models' sockets. The first of the sources is the default model.
 
-    def __init__(self, sources: Sequence[ModelSource], settings: ShelfSettings, work: ShelfWork, folder: Path) -> None:
-        self.settings = settings
+    All models together have `settings.memory` bytes. After `max_ttft` seconds a waiting request is told when to retry,
+    and at most `max_queue` requests of one tenant wait.
+    """
+
+    def __init__(self, sources: Sequence[ModelSource], settings: ServerSettings, work: ShelfWork, folder: Path) -> None:
+        self.settings, self.budget = settings, settings.memory or 0
         self.models: dict[str, ShelvedModel] = {}
         self._work, self._folder = work, folder
         self._waiting = list[_Ticket]()
@@ -150,7 +141,7 @@ class Shelf:
 
     def idle_seconds_of(self, model: ShelvedModel) -> float:
         """Return the seconds after which the model is unloaded if it is idle. A pinned one never is."""
-        seconds = self.settings.idle_seconds if model.idle_seconds is None else model.idle_seconds
+        seconds = self.settings.idle_unload if model.idle_seconds is None else model.idle_seconds
         if seconds is None or model.source.is_pinned:
             return math.inf
         return max(seconds, 0.0 if model.idle_seconds is None else model.seconds_for_others(model.idle_tenant))
@@ -171,7 +162,7 @@ class Shelf:
                     raise
                 model.fail(error)
                 continue
-            if self.used_bytes + model.num_bytes <= self.settings.budget:
+            if self.used_bytes + model.num_bytes <= self.budget:
                 self._begin_load(model)
 
         def is_settled() -> bool:
@@ -236,8 +227,8 @@ class Shelf:
             await self._know(model)
         except InferError as error:
             raise ApiError(503, str(error), code="model_failed", headers=_NO_RETRY) from error
-        if sum(each.tenant == tenant for each in self._waiting) >= self.settings.most_waiting:
-            message = f"at most {self.settings.most_waiting} requests of a key may wait for models: retry later"
+        if sum(each.tenant == tenant for each in self._waiting) >= self.settings.max_queue:
+            message = f"at most {self.settings.max_queue} requests of a key may wait for models: retry later"
             headers = retry_headers(self._wait_seconds(model))
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
         arrived_at = model.wishes.take(time.monotonic())  # a client that returns keeps its place
@@ -246,7 +237,7 @@ class Shelf:
         self._pump()
         is_admitted = False
         try:
-            await asyncio.wait({ticket.admitted}, timeout=self.settings.longest_wait)
+            await asyncio.wait({ticket.admitted}, timeout=self.settings.max_ttft)
             if not ticket.admitted.done():
                 raise self._told_to_retry(ticket)
             replicas = ticket.admitted.result()
@@ -276,7 +267,7 @@ class Shelf:
     def _wait_seconds(self, model: ShelvedModel) -> float:
         """Return the expected seconds until the model is ready."""
         waiting = {each.model.name for each in self._waiting}
-        return wait_seconds(model, self.models.values(), waiting, self.settings.budget)
+        return wait_seconds(model, self.models.values(), waiting, self.budget)
 
     async def _know(self, model: ShelvedModel) -> None:
         """Read the model's headers, unless it is in memory, or they were read and its files are the same.
@@ -296,7 +287,7 @@ class Shelf:
         if model.plan is not None and version == model.version:
             return model.plan, version
         pinned = [each for each in self.models.values() if each.source.is_pinned and each is not model]
-        most_bytes = self.settings.budget - sum(each.num_bytes for each in pinned)
+        most_bytes = self.budget - sum(each.num_bytes for each in pinned)
         return await asyncio.to_thread(self._work.plan, model.source, most_bytes), version
 
     # Which requests continue, and which models are loaded or unloaded
@@ -331,7 +322,7 @@ class Shelf:
 
     def _make_room(self, model: ShelvedModel) -> None:
         """Begin to load the model if its memory is free. Otherwise mark the models that must be unloaded for it."""
-        missing = self.used_bytes + model.num_bytes - self.settings.budget
+        missing = self.used_bytes + model.num_bytes - self.budget
         if missing <= 0:
             self._begin_load(model)
             return
@@ -363,7 +354,7 @@ class Shelf:
             model.fail(error)
             self._pump()
             return
-        if self.used_bytes > self.settings.budget:  # the files were replaced by larger ones
+        if self.used_bytes > self.budget:  # the files were replaced by larger ones
             model.phase = "unloaded"
             self._pump()
             return

@@ -17,7 +17,7 @@ from infer.serving.distributed.asked_body import AskedBody
 from infer.serving.distributed.exchange import Exchange
 from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.router import RoutedPrompt
-from infer.serving.distributed.shelf import Shelf, ShelfSettings, ShelfWork
+from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
 from infer.serving.distributed.shelf_tasks import tasks_of_route
 from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel
@@ -42,16 +42,10 @@ _STATUS_BY_PHASE: Mapping[ModelPhase, StatusValue] = {  # llama.cpp's names
 }  # fmt: skip
 
 
-def run_shelf(
-    state: ServerState,
-    listener: socket.socket,
-    sources: Sequence[ModelSource],
-    settings: ShelfSettings,
-    work: ShelfWork,
-) -> int:
+def run_shelf(state: ServerState, listener: socket.socket, sources: Sequence[ModelSource], work: ShelfWork) -> int:
     """Serve the models, and return the exit status."""
     with locked_folder("infer-shelf-") as folder:
-        return asyncio.run(_run(state, listener, lambda: Shelf(sources, settings, work, folder)))
+        return asyncio.run(_run(state, listener, lambda: Shelf(sources, state.settings, work, folder)))
 
 
 async def _run(state: ServerState, listener: socket.socket, make_shelf: Callable[[], Shelf]) -> int:

@@ -22,13 +22,7 @@ from infer.serving.server.turns import Turns
 from infer.serving.server.wait_forecast import Forecast, RemainingWork
 from infer.serving.server_settings import ServerSettings
 
-# Settings that may change while requests are served, with their type and their largest value.
-CHANGEABLE: dict[str, tuple[Any, float]] = {
-    "slots": (int, math.inf),  # `max_slots` is the limit
-    "step_ms": (int | float, math.inf),
-    "max_queue": (int, math.inf),
-    "max_ttft": (int | float, math.inf),
-}
+CHANGEABLE = ("slots", "step_ms", "max_queue", "max_ttft")  # settings that may change while requests are served
 Phase = Literal["loading", "ready", "draining", "failed"]
 _SNAPSHOT_SECONDS = 0.1  # for which a snapshot is used again
 
@@ -128,9 +122,8 @@ class ServerState:
                 raise InvalidRequestError(
                     f"{name} cannot be changed while requests are served: {', '.join(CHANGEABLE)} can"
                 )
-            kind, most = CHANGEABLE[name]
-            most = self.settings.max_slots if name == "slots" else most
-            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
+            kind, most = type(getattr(self.settings, name)), self.settings.max_slots if name == "slots" else math.inf
+            if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value <= most:
                 raise InvalidRequestError(f"{name} must be a number above 0 and at most {most:g}, got {value!r:.60}")
         self.settings = self.door.settings = replace(self.settings, **limits)
         self._apply_limits()

@@ -5,38 +5,39 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from infer.compute.backends.before_load import begin_compiling
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.architecture import Architecture, ModelOutline
 from infer.errors import InferError
 from infer.files import open_checkpoint
 from infer.files.tensors.tensor_info import TensorInfo
+from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import LoadSettings, kv_type_of, loaded_types
 from infer.models.tensors import check_tensors
 
 
 def make_outline(
-    architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings, cache: CacheSettings
+    architecture: Architecture, tensors: Mapping[str, TensorInfo], settings: ModelSettings
 ) -> ModelOutline:
     """Return the outline of a model that is loaded with these settings."""
-    kv_type = kv_type_of(architecture, load, cache)
+    load = LoadSettings.of(settings)
+    kv_type = kv_type_of(architecture, load, settings.cache)
     return ModelOutline(architecture, loaded_types(architecture, tensors, load), kv_type, load.precision)
 
 
 @contextmanager
-def compiling_ahead(model: str, device: str, load: LoadSettings, cache: CacheSettings) -> Iterator[None]:
+def compiling_ahead(model: str, settings: ModelSettings) -> Iterator[None]:
     """Start to compile a model's kernels on a machine without these kernels, while the model loads in this context.
 
     Does nothing for a model that the load will refuse.
     """
     with ExitStack() as begun:
         with suppress(InferError, OSError):
-            begun.enter_context(begin_compiling(device, partial(_outline_of, model, load, cache)))
+            begun.enter_context(begin_compiling(settings.device, partial(_outline_of, model, settings)))
         yield
 
 
-def _outline_of(model: str, load: LoadSettings, cache: CacheSettings) -> ModelOutline:
+def _outline_of(model: str, settings: ModelSettings) -> ModelOutline:
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
     check_tensors(architecture, checkpoint.tensors)
-    return make_outline(architecture, checkpoint.tensors, load, cache)
+    return make_outline(architecture, checkpoint.tensors, settings)

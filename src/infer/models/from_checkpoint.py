@@ -124,9 +124,9 @@ def load_checked(
         )
     backend = device_backend(settings.device)
     context = context_length(settings.max_seq_len, architecture, cache)
-    load, step = LoadSettings.of(settings), backend.step_limits
+    step = backend.step_limits
     check_tensors(architecture, checkpoint.tensors)
-    with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
+    with backend.compiling([make_outline(architecture, checkpoint.tensors, settings)]):
         if tokenizer is not None:
             load = LoadSettings.of(settings, backend.num_threads(), backend.device.type)
             available = _available_bytes(backend, group)

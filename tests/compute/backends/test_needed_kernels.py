@@ -28,7 +28,6 @@ from infer.compute.backends.cpu.isa import BY_NAME, instruction_set
 from infer.compute.backends.cpu.needed_kernels import needed_kernels
 from infer.compute.backends.cpu.threads import pool
 from infer.compute.backends.cpu.threads.pool import CurrentPool, ThreadPool
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.architecture import ModelOutline
 from infer.compute.operands.step import Chunk
 from infer.compute.ops import KernelStore
@@ -40,7 +39,6 @@ from infer.models import from_checkpoint
 from infer.models.compile_ahead import compiling_ahead, make_outline
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_checked
-from infer.models.memory.memory_estimate import LoadSettings
 from infer.system.cores import cores
 from infer.system.status_line import silence
 from tiny import TINY, Tiny, make_tiny
@@ -224,7 +222,7 @@ NORMALIZE = Kernel(".activations:normalize")
 def needed(folder: Path) -> list[Kernel]:
     checkpoint = open_checkpoint(str(folder))
     architecture = make_architecture(checkpoint.config)
-    outline = make_outline(architecture, checkpoint.tensors, LoadSettings(), CacheSettings())
+    outline = make_outline(architecture, checkpoint.tensors, ModelSettings())
     return list(needed_kernels(outline, instruction_set()))
 
 
@@ -267,7 +265,7 @@ def test_compiling_kernels_loads_no_torch(needed: list[Kernel]) -> None:
 def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
     begun: list[set[str]], folder: Path, needed: list[Kernel]
 ) -> None:
-    with compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()):
+    with compiling_ahead(str(folder), ModelSettings()):
         assert begun == [{kernel.file_name for kernel in addresses.missing(needed)}]
         with addresses.compiling(needed):
             pass
@@ -281,7 +279,7 @@ def test_a_load_compiles_the_other_kernels_that_it_needs(
 ) -> None:
     monkeypatch.setattr(addresses, "_WORTH_SECONDS", 0.1)
     with (
-        compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()),
+        compiling_ahead(str(folder), ModelSettings()),
         addresses.compiling([*needed, RELU]),
     ):
         assert begun[1:] == [{"matmul.matmul.gate_relu"}]
@@ -293,7 +291,7 @@ def test_kernels_are_compiled_ahead_only_if_they_will_be_used(
 ) -> None:
     monkeypatch.setattr(kernel_cache, "is_empty", lambda: unlike != "kept")
     model, device = (str(tmp_path) if unlike == "refused" else str(folder)), "cuda" if unlike == "cuda" else "cpu"
-    with compiling_ahead(model, device, LoadSettings(), CacheSettings()):
+    with compiling_ahead(model, ModelSettings(device=device)):
         pass
     assert begun == []
 

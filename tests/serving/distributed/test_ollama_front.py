@@ -14,9 +14,8 @@ from cases import cases
 from embedding_model import make_embedding_model
 from idle import until
 from infer import LLM
-from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.model_settings import ModelSettings
 from infer.models.catalog.served_plan import plan_served
-from infer.models.memory.memory_estimate import LoadSettings
 from infer.serving.distributed.exchange import Exchange
 from infer.serving.distributed.front import Front
 from infer.serving.distributed.router import RoutedPrompt
@@ -213,10 +212,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def plan_kind(source: ModelSource, most_bytes: int) -> ModelPlan:
-    found = plan_served(
-        source.path, LoadSettings(num_threads=1), CacheSettings(),
-        max_seq_len=None, pool_pages=None, most_bytes=PLENTY, share_bytes=PLENTY,
-    )  # fmt: skip
+    found = plan_served(source.path, ModelSettings(threads=1), most_bytes=PLENTY, share_bytes=PLENTY)
     return ModelPlan(found.num_bytes, (), found.takes, found.context)
 
 

@@ -7,13 +7,12 @@ import click
 import torch
 
 from infer.compute import ops
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.errors import InferError
 from infer.files import open_checkpoint
+from infer.model_settings import ModelSettings
 from infer.models.compile_ahead import make_outline
 from infer.models.families import make_architecture
-from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
 
 
@@ -23,9 +22,9 @@ def run_compile(model: str, *, is_all: bool) -> None:
     architecture = make_architecture(checkpoint.config)
     check_tensors(architecture, checkpoint.tensors)
 
-    settings = product(("exact", "fast"), KV_TYPES) if is_all else [("exact", "auto")]
-    loads = [(LoadSettings(precision=precision), CacheSettings(kv_type=kv_type)) for precision, kv_type in settings]
-    outlines = [make_outline(architecture, checkpoint.tensors, load, cache) for load, cache in loads]
+    kinds = product(("exact", "fast"), KV_TYPES) if is_all else [("exact", "auto")]
+    settings = [ModelSettings.of({"precision": precision, "kv_type": kv_type}) for precision, kv_type in kinds]
+    outlines = [make_outline(architecture, checkpoint.tensors, each) for each in settings]
     backend = ops.backend_of(torch.device("cpu"))
     before = backend.kernel_store(outlines)
     assert before is not None

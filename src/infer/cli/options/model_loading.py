@@ -60,7 +60,5 @@ def bytes_for_prefixes(options: LoadOptions | ServeOptions | DeployOptions) -> i
 def kernels_ahead(options: LoadOptions | ServeOptions | DeployOptions | BenchOptions) -> AbstractContextManager[None]:
     """Return a context in which torch and the model are loaded while kernels are compiled ahead."""
     from infer.models.compile_ahead import compiling_ahead
-    from infer.models.memory.memory_estimate import LoadSettings
 
-    settings = options.settings
-    return compiling_ahead(options.model, settings.device, LoadSettings.of(settings), settings.cache)
+    return compiling_ahead(options.model, options.settings)

@@ -61,27 +61,19 @@ class Group:
     kind: type[Any]
     name: str
 
-    @property
-    def settings(self) -> Iterator[tuple[Field[Any], Parameter]]:
-        for name, declared in parameters_of(self.kind).items():
-            if declared.group == self.name:
-                yield self.kind.__dataclass_fields__[name], declared
-
     def options(self) -> Iterator[Decorator]:
         """Yield click's decorators."""
-        types = get_annotations(self.kind)
-        for each, declared in self.settings:
+        types, declared_by_name = get_annotations(self.kind), parameters_of(self.kind)
+        for each in fields(self.kind):
+            declared = declared_by_name.get(each.name)
+            if declared is None or declared.group != self.name:
+                continue
             name = _option_of(each)
             flags = declared.flags or (f"--{name.replace('_', '-')}",)
             settings = {"help": declared.help or None, "metavar": declared.metavar, "envvar": declared.envvar}
             if not isinstance(each.default, bool) and each.default not in (None, (), MISSING):
                 settings["default"] = each.default
             yield click.option(*flags, name, show_default=True, **_type_of(types[each.name], each, declared) | settings)
-
-    def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the settings that the options give."""
-        values = {each.name: given[_option_of(each)] for each, _ in self.settings}
-        return {name: not value if f"no_{name}" in given else value for name, value in values.items()}
 
 
 def settings_field(kind: type[Any]) -> Any:
@@ -91,16 +83,17 @@ def settings_field(kind: type[Any]) -> Any:
 
 def make_options(kind: type[Options], values: Mapping[str, Any]) -> Options:
     """Return the options of a command with the values of its command line. Raises InvalidRequestError."""
-    known = dict[str, Any]()
-    for each in fields(kind):  # type: ignore[arg-type]
-        if (declared := each.metadata.get(_SETTINGS)) is None:
-            known[each.name] = values[each.name]
-            continue
-        given = dict[str, Any]()
-        for group in (each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, Group)):
-            given |= group.values(values) if group.kind is declared else {}
-        known[each.name] = declared(**given)
-    return kind(**known)
+    kinds = {each.name: each.metadata.get(_SETTINGS) for each in fields(kind)}  # type: ignore[arg-type]
+    own = {name: values[name] for name, declared in kinds.items() if declared is None}
+    others = {name: value for name, value in values.items() if name not in own}
+    return kind(**own, **{name: declared(**_given(declared, others)) for name, declared in kinds.items() if declared})
+
+
+def _given(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of those settings whose options a command has."""
+    options = {each.name: _option_of(each) for each in fields(kind)}
+    given = {name: values[option] for name, option in options.items() if option in values}
+    return {name: value if options[name] == name else not value for name, value in given.items()}
 
 
 def takes_options(

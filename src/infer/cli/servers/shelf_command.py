@@ -14,13 +14,11 @@ from infer.errors import InvalidRequestError
 from infer.files.hub.file_versions import file_versions
 from infer.models.catalog.models_at_hand import folder_models, names_at_hand
 from infer.models.catalog.served_plan import plan_served
-from infer.models.memory.memory_estimate import LoadSettings
 from infer.serving.distributed.shelf import ShelfWork
 from infer.serving.distributed.shelf_front import run_shelf
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.process import bind
 from infer.serving.server.server_state import ServerState
-from infer.system.cores.cores import default_num_threads
 from infer.system.memory.available_memory import available_memory_bytes
 from infer.system.model_names import plain_name
 from infer.system.status_line import write_notice
@@ -119,16 +117,7 @@ def _version(source: ModelSource) -> Hashable:
 
 def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_bytes: int) -> ModelPlan:
     """Return the plan of a model, with the options that make its process follow the plan."""
-    settings = options.settings
-    found = plan_served(
-        source.path,
-        LoadSettings.of(settings, settings.threads or default_num_threads()),
-        settings.cache,
-        max_seq_len=settings.max_seq_len,
-        pool_pages=settings.pool_pages,
-        most_bytes=most_bytes,
-        share_bytes=share_bytes,
-    )
+    found = plan_served(source.path, options.settings, most_bytes=most_bytes, share_bytes=share_bytes)
     kept = ["--max-seq-len", str(found.context)]
     if found.cache is not None:
         kept += ["--pool-pages", str(found.cache.pool_pages)]

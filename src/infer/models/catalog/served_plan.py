@@ -6,12 +6,14 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import check_layers
 from infer.errors import ModelError
 from infer.files import open_checkpoint
+from infer.model_settings import ModelSettings
 from infer.models.catalog.model_tasks import tasks_of
 from infer.models.families import make_architecture
 from infer.models.memory.cache_plan import CachePlan, check_fits, plan_cache
 from infer.models.memory.context_length import context_length
 from infer.models.memory.memory_estimate import Estimate, LoadSettings, estimate
 from infer.models.tensors import check_tensors
+from infer.system.cores.cores import default_num_threads
 
 
 class ServedPlan(NamedTuple):
@@ -23,26 +25,19 @@ class ServedPlan(NamedTuple):
     takes: tuple[str, ...]
 
 
-def plan_served(
-    model: str,
-    load: LoadSettings,
-    cache: CacheSettings,
-    *,
-    max_seq_len: int | None,
-    pool_pages: int | None,
-    most_bytes: int,
-    share_bytes: int,
-) -> ServedPlan:
+def plan_served(model: str, settings: ModelSettings, *, most_bytes: int, share_bytes: int) -> ServedPlan:
     """Return the plan of a model that takes at most `most_bytes`.
 
-    The cache has `pool_pages` pages. If that is None, it has pages for as many full contexts as fit in `share_bytes`,
-    from 1 to 8. Raises ModelError, which names the context that would fit, if one context is too large.
+    The cache has the settings' `pool_pages` pages. If that is None, it has pages for as many full contexts as fit in
+    `share_bytes`, from 1 to 8. Raises ModelError, which names the context that would fit, if one context is too large.
     """
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
     check_tensors(architecture, checkpoint.tensors)
+    load, cache = LoadSettings.of(settings, settings.threads or default_num_threads()), settings.cache
+    pool_pages = settings.pool_pages
     check_layers(cache, architecture.mixers)
-    context = context_length(max_seq_len, architecture, cache)
+    context = context_length(settings.max_seq_len, architecture, cache)
 
     def needed(settings: CacheSettings, pages: int | None) -> Estimate:
         model = architecture, checkpoint.tensors, load, settings

@@ -122,7 +122,7 @@ class ServerState:
                 raise InvalidRequestError(
                     f"{name} cannot be changed while requests are served: {', '.join(CHANGEABLE)} can"
                 )
-            kind, most = type(getattr(self.settings, name)), self.settings.max_slots if name == "slots" else math.inf
+            kind, most = type(getattr(ServerSettings, name)), self.settings.max_slots if name == "slots" else math.inf
             if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value <= most:
                 raise InvalidRequestError(f"{name} must be a number above 0 and at most {most:g}, got {value!r:.60}")
         self.settings = self.door.settings = replace(self.settings, **limits)

@@ -41,9 +41,8 @@ class ServerSettings:
 
     # fmt: off
     memory: int | None = parameter(
-        None, ANY,
-        "Memory for all models together, such as 12GB; the least recently used ones are unloaded for others.  "
-        "[default: 9/10 of the available memory]", group="memory", metavar="SIZE")
+        None, ANY, "Memory for all models together, such as 12GB; the least recently used ones are unloaded for "
+        "others.  [default: 9/10 of the available memory]", group="memory", metavar="SIZE")
     idle_unload: float | None = parameter(
         None, _SECONDS, "Unload a model that has been idle for this time.", group="idle", metavar="SECONDS")
     host: str = parameter("127.0.0.1", ANY, "Address to listen at.", group="address")
@@ -54,14 +53,13 @@ class ServerSettings:
     unknown_fields: UnknownFields = parameter(  # misspelt fields, and some that matter, are always refused
         "warn", ANY, "Policy for unknown fields of a request that resemble no known field.", group="clients")
     agent_prompts: AgentPrompts = parameter(
-        "adapt", ANY,
-        "Claude Code's prompts; adapt moves the parts that change to the end, for prefix reuse.", group="clients")
+        "adapt", ANY, "Claude Code's prompts; adapt moves the parts that change to the end, for prefix reuse.",
+        group="clients")
     cors_origins: tuple[str, ...] = parameter(
         (), ANY, "Origin whose pages may call, such as https://example.org; * is all. Repeatable.",
         flags=("--cors-origin",), metavar="ORIGIN", group="clients")
     allowed_hosts: tuple[str, ...] = parameter(
-        (), ANY,
-        "Host name to serve besides local ones, on a loopback address without keys; * is all. Repeatable.",
+        (), ANY, "Host name to serve besides local ones, on a loopback address without keys; * is all. Repeatable.",
         flags=("--allowed-host",), metavar="NAME", group="hosts")
     tls_cert: Path | None = parameter(None, ANY, "Certificate in PEM, to serve https.", metavar="FILE", group="hosts")
     tls_key: Path | None = parameter(None, ANY, "Private key of the certificate.", metavar="FILE", group="hosts")

@@ -26,17 +26,26 @@ from infer.engine.requests.request_options import (
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.request import Request
 from infer.engine.step.scheduler import MAX_SECONDS
-from infer.engine.texts.classification import TextOrPair, classifications, classify, texts_to_classify
-from infer.engine.texts.embedding import embed, texts_to_embed
-from infer.engine.texts.reranking import check_top_n, documents_of
-from infer.engine.texts.similarity import TextPair, scoring
-from infer.engine.texts.text_calls import warn_if_cut
-from infer.engine.texts.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
-from infer.engine.texts.vector_options import Computed, VectorOptions, ranked
+from infer.engine.texts.text_ids import Computed, VectorOptions
+from infer.engine.texts.token_trace import check_traceable, trace_answer
 from infer.llm import LLM
 from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling_params import SamplingParams
 from infer.text.grammar.grammar import grammar_of
+from infer.text_tasks import (
+    Classify,
+    Embed,
+    Rerank,
+    Result,
+    ScorePairs,
+    ScorePrompt,
+    TextOrPair,
+    TextPair,
+    TextTask,
+    classifications,
+    compute,
+    warn_if_cut,
+)
 
 
 @final
@@ -232,9 +241,7 @@ class AsyncLLM:
             >>> first is None, second.rank
             (True, 2923)
         """
-        host = self.host
-        ids = await host.answers.prepare(lambda check: ids_to_score(host, prompt, num))
-        return await host.answers.call(score_prompt(host, ids, num))
+        return await self._run(ScorePrompt(prompt, num=num))
 
     async def generate_all(
         self,
@@ -292,16 +299,11 @@ class AsyncLLM:
             torch.Size([1, 576])
         """
         options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        computed = await self.compute_vectors(texts, options)
-        warn_if_cut(computed.texts, stacklevel=3)
-        vectors: Tensor = computed.found
-        return vectors
+        return await self._run(Embed(texts, options))
 
     async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
         """Return the vectors of `embed` with their texts' ids, for servers, without warnings. See `LLM.embed`."""
-        host = self.host
-        ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options, check))
-        return Computed(await host.answers.call(embed(host, ids, options)), ids)
+        return await compute(self.host, Embed(texts, options))
 
     async def rerank(
         self,
@@ -320,11 +322,7 @@ class AsyncLLM:
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        given = documents_of(documents)
-        check_top_n(top_n)
-        computed = await self.score_pairs([(query, each) for each in given], instruction, truncate=truncate)
-        warn_if_cut(computed.texts, stacklevel=3)
-        return ranked(computed.found, given, top_n)
+        return await self._run(Rerank(query, documents, top_n, instruction, truncate=truncate))
 
     async def score_pairs(
         self,
@@ -338,11 +336,7 @@ class AsyncLLM:
 
         With `may_compare`, a model that was not made for scores or embeddings compares its vectors.
         """
-        host = self.host
-        ids, work = await host.answers.prepare(
-            lambda check: scoring(host, pairs, instruction, truncate=truncate, may_compare=may_compare, check=check)
-        )
-        return Computed(await host.answers.call(work), ids)
+        return await compute(self.host, ScorePairs(pairs, instruction, truncate=truncate, may_compare=may_compare))
 
     async def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`.
@@ -352,15 +346,11 @@ class AsyncLLM:
             >>> (await model.classify(["The food was cold."]))[0].label  # doctest: +SKIP
             'negative'
         """
-        computed = await self.compute_labels(texts, truncate=truncate)
-        warn_if_cut(computed.texts, stacklevel=3)
-        return classifications(self.host, computed.found)
+        return classifications(self.host, await self._run(Classify(texts, truncate=truncate)))
 
     async def compute_labels(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> Computed:
         """Return the values of all labels per text, in the labels' order, with the texts' ids. See `LLM.classify`."""
-        host = self.host
-        ids = await host.answers.prepare(lambda check: texts_to_classify(host, texts, truncate=truncate, check=check))
-        return Computed(await host.answers.call(classify(host, ids)), ids)
+        return await compute(self.host, Classify(texts, truncate=truncate))
 
     async def trace(
         self,
@@ -421,6 +411,13 @@ class AsyncLLM:
             host, request, answer, first=first, last=last, num_candidates=num_candidates, is_given=is_given
         )
         return await host.answers.call(work)
+
+    async def _run(self, task: TextTask[Result]) -> Result:
+        """Return the result of a task. The caller's caller is warned if texts were cut."""
+        computed = await compute(self.host, task)
+        warn_if_cut(computed.texts, stacklevel=4)
+        result: Result = computed.found
+        return result
 
     async def _answered(self, ask: Ask) -> GenerationResult:
         answers = self.host.answers

@@ -1,14 +1,17 @@
-"""The bodies of embeddings, reranking, scores and labels, for the server's routes and for the rows of `infer batch`."""
+"""The bodies of embeddings, reranking, scores and labels, and the items of their answers.
+
+The server's routes and the rows of `infer batch` share them.
+"""
 
 import base64
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, final
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from infer.engine.texts.vector_options import VectorOptions
+from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError
-from infer.outputs import Pooling
+from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 from infer.serving.protocols.bodies import Body
 from infer.serving.protocols.foreign import Foreign
@@ -131,12 +134,47 @@ def pairs_of_body(body: ScoreBody) -> list[tuple[str, str]]:
     return list(zip(first, second, strict=True))
 
 
-def written(vector: Any, encoding: Encoding | None) -> str | list[float]:
-    """Return a vector, an array of float32, in the format of a body."""
+class Embedding(Struct, tag_field="object", tag="embedding"):
+    index: Annotated[int, Meta(ge=0)]
+    embedding: list[float] | str
+
+
+class RerankResult(Struct):
+    index: Annotated[int, Meta(ge=0)]
+    relevance_score: float
+    document: RerankDocument | UnsetType = UNSET
+
+
+class Labelled(Struct):
+    """The most probable label of a text, and the probabilities of all labels in the model's order."""
+
+    index: Annotated[int, Meta(ge=0)]
+    label: str
+    probs: list[float]
+    num_classes: Annotated[int, Meta(ge=0)]
+
+
+def embeddings_of(vectors: Any, encoding: Encoding | None) -> list[Embedding]:
+    """Return the items for `vectors`, an array `[texts, size]` of float32."""
     if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    found: list[float] = vector.tolist()
-    return found
+        return [
+            Embedding(index, base64.b64encode(vector.astype("<f4").tobytes()).decode())
+            for index, vector in enumerate(vectors)
+        ]
+    return [Embedding(index, vector.tolist()) for index, vector in enumerate(vectors)]
+
+
+def rerank_results(documents: Sequence[RankedDocument], body: RerankBody) -> list[RerankResult]:
+    """Return the items for documents, with their texts if the body asks for them."""
+    return [
+        RerankResult(each.index, each.score, RerankDocument(each.document) if body.return_documents else UNSET)
+        for each in documents
+    ]
+
+
+def labelled(values: Sequence[list[float]], labels: Sequence[str]) -> list[Labelled]:
+    """Return the items for the values of texts, each in the order of the labels."""
+    return [Labelled(index, labels[each.index(max(each))], each, len(labels)) for index, each in enumerate(values)]
 
 
 def refusal_of_texts(error: InvalidRequestError, name: str) -> InvalidRequestError:

@@ -33,17 +33,17 @@ from infer.outputs import Classification, GenerationResult, Pooling, RankedDocum
 from infer.sampling_params import SamplingParams
 from infer.text.grammar.grammar import grammar_of
 from infer.text_tasks import (
-    Classify,
-    Embed,
-    Rerank,
     Result,
-    ScorePairs,
-    ScorePrompt,
     TextOrPair,
     TextPair,
     TextTask,
-    classifications,
+    classify,
     compute,
+    embed,
+    labels,
+    prompt_logprobs,
+    rerank,
+    score_pairs,
     warn_if_cut,
 )
 
@@ -241,7 +241,7 @@ class AsyncLLM:
             >>> first is None, second.rank
             (True, 2923)
         """
-        return await self._run(ScorePrompt(prompt, num=num))
+        return await self._run(prompt_logprobs(self.host, prompt, num=num))
 
     async def generate_all(
         self,
@@ -299,11 +299,11 @@ class AsyncLLM:
             torch.Size([1, 576])
         """
         options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        return await self._run(Embed(texts, options))
+        return await self._run(embed(self.host, texts, options))
 
     async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
         """Return the vectors of `embed` with their texts' ids, for servers, without warnings. See `LLM.embed`."""
-        return await compute(self.host, Embed(texts, options))
+        return await compute(embed(self.host, texts, options))
 
     async def rerank(
         self,
@@ -322,7 +322,7 @@ class AsyncLLM:
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        return await self._run(Rerank(query, documents, top_n, instruction, truncate=truncate))
+        return await self._run(rerank(self.host, query, documents, top_n, instruction, truncate=truncate))
 
     async def score_pairs(
         self,
@@ -336,7 +336,8 @@ class AsyncLLM:
 
         With `may_compare`, a model that was not made for scores or embeddings compares its vectors.
         """
-        return await compute(self.host, ScorePairs(pairs, instruction, truncate=truncate, may_compare=may_compare))
+        task = score_pairs(self.host, pairs, instruction, truncate=truncate, may_compare=may_compare)
+        return await compute(task)
 
     async def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`.
@@ -346,11 +347,11 @@ class AsyncLLM:
             >>> (await model.classify(["The food was cold."]))[0].label  # doctest: +SKIP
             'negative'
         """
-        return classifications(self.host, await self._run(Classify(texts, truncate=truncate)))
+        return await self._run(labels(self.host, texts, truncate=truncate))
 
     async def compute_labels(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> Computed:
         """Return the values of all labels per text, in the labels' order, with the texts' ids. See `LLM.classify`."""
-        return await compute(self.host, Classify(texts, truncate=truncate))
+        return await compute(classify(self.host, texts, truncate=truncate))
 
     async def trace(
         self,
@@ -414,7 +415,7 @@ class AsyncLLM:
 
     async def _run(self, task: TextTask[Result]) -> Result:
         """Return the result of a task. The caller's caller is warned if texts were cut."""
-        computed = await compute(self.host, task)
+        computed = await compute(task)
         warn_if_cut(computed.texts, stacklevel=4)
         result: Result = computed.found
         return result

@@ -62,15 +62,7 @@ from infer.sampling_params import SamplingParams
 from infer.system.memory.available_memory import give_back_freed
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.tools import ToolLike
-from infer.text_tasks import (
-    Classify,
-    Embed,
-    Rerank,
-    ScorePrompt,
-    TextOrPair,
-    classifications,
-    run,
-)
+from infer.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank, run
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
@@ -587,7 +579,7 @@ class LLM:
             >>> [each and each.rank for each in llm.prompt_logprobs("The capital of France is Paris.")]
             [None, 2923, 1, 2, 1, 1, 1]
         """
-        return run(self._opened, ScorePrompt(prompt, num=num))
+        return run(prompt_logprobs(self._opened, prompt, num=num))
 
     def sample_trace(
         self,
@@ -663,7 +655,7 @@ class LLM:
             (torch.Size([2, 576]), 0)
         """
         options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        return run(self._opened, Embed(texts, options))
+        return run(embed(self._opened, texts, options))
 
     def rerank(
         self,
@@ -701,7 +693,7 @@ class LLM:
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        return run(self._opened, Rerank(query, documents, top_n, instruction, truncate=truncate))
+        return run(rerank(self._opened, query, documents, top_n, instruction, truncate=truncate))
 
     def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first.
@@ -725,8 +717,7 @@ class LLM:
             >>> found.label, found.probability  # doctest: +SKIP
             ('negative', 0.93)
         """
-        host = self._opened
-        return classifications(host, run(host, Classify(texts, truncate=truncate)))
+        return run(labels(self._opened, texts, truncate=truncate))
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.

@@ -23,7 +23,7 @@ from infer.engine.texts import text_states
 from infer.engine.texts.text_ids import VectorOptions
 from infer.engine.texts.text_states import PooledStates
 from infer.outputs import Pooling
-from infer.text_tasks import Embed
+from infer.text_tasks import embed
 from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
@@ -135,8 +135,8 @@ def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -
         host, expected = llm._opened, {len(texts): llm.embed(texts, "last") for texts in (many, one)}
 
         def begun(texts: list[str], num_steps: int) -> Work[None]:
-            task = Embed(texts, VectorOptions("last"))
-            work = task.work(host, task.prepare(host, lambda: None))
+            task = embed(host, texts, VectorOptions("last"))
+            work = task.work(task.prepare(lambda: None))
             for _ in range(num_steps):
                 yield next(work)
             work.close()
@@ -154,10 +154,10 @@ def test_a_call_of_many_texts_lets_others_continue(llm: LLM, pooling: Any) -> No
     expected = {name: torch.cat([llm.embed([text], pooling) for text in given]) for name, given in texts.items()}
 
     def recorded(name: str) -> Work[Tensor]:
-        task = Embed(texts[name], VectorOptions(pooling))
-        values = yield from task.work(host, task.prepare(host, lambda: None))
+        task = embed(host, texts[name], VectorOptions(pooling))
+        values = yield from task.work(task.prepare(lambda: None))
         ended.append(name)
-        return task.finish(host, values)
+        return task.finish(values)
 
     waiting = host.loop.call(once(gate.wait))
     replies = {name: host.loop.call(recorded(name)) for name in texts}

@@ -21,7 +21,7 @@ from infer.cli.model_commands.explain_command import lines
 from infer.engine.requests.loop_messages import Work
 from infer.errors import ContextLengthError, ModelFormatError, TruncationWarning, UnsupportedModelError
 from infer.models.catalog.explanation import explain
-from infer.text_tasks import ScorePairs
+from infer.text_tasks import score_pairs
 from refusals import check_refused
 from served import serving
 from test_reranking import values_of
@@ -378,7 +378,7 @@ def test_an_encoder_is_not_shared_out(tmp_path: Path) -> None:
 
 def test_other_calls_continue_between_the_heads_of_two_texts(ranker: LLM) -> None:
     host = ranker._opened
-    task = ScorePairs(PAIRS)
+    task = score_pairs(host, PAIRS)
 
     def counted(work: Work[list[Any]]) -> Work[int]:
         num_turns = 0
@@ -387,4 +387,4 @@ def test_other_calls_continue_between_the_heads_of_two_texts(ranker: LLM) -> Non
             yield gives_way
         return num_turns
 
-    assert host.loop.call(counted(task.work(host, task.prepare(host, lambda: None)))).get() > len(PAIRS)
+    assert host.loop.call(counted(task.work(task.prepare(lambda: None)))).get() > len(PAIRS)

@@ -16,7 +16,7 @@ from infer.cli.terminal.signals import exit_on_signal
 from infer.cli.terminal.terminal import Spinner, TextWriter, note
 from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError
-from infer.text_tasks import Embed, together
+from infer.text_tasks import embed, together
 
 _TEXTS_PER_CALL = 64  # per update of the progress bar
 
@@ -25,14 +25,15 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
     """Write one vector per text: a `.npy` file of all, or one JSON line per text."""
     normalize = False if options.no_normalize else None
     asked = VectorOptions(options.pooling, options.prompt_name, options.dimensions, normalize, options.truncate)
-    task, host, found = Embed([each.text for each in texts], asked), model._opened, list[torch.Tensor]()
+    host, found = model._opened, list[torch.Tensor]()
     if not (options.quiet or host.settings.heads.embedder or options.pooling):
         note("the model was not trained for embeddings: the vectors are means of its states")
     with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
-        ids = task.prepare(host, lambda: None)
+        task = embed(host, [each.text for each in texts], asked)
+        ids = task.prepare(lambda: None)
         for start in range(0, len(texts), _TEXTS_PER_CALL):
             end = min(start + _TEXTS_PER_CALL, len(texts))
-            found += host.loop.call(together(host, [(task, ids.part(start, end))])).get()
+            found += host.loop.call(together([(task, ids.part(start, end))])).get()
             spinner.progress(end, len(texts))
     if ids.warning and not options.quiet:
         note(ids.warning)

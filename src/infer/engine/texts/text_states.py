@@ -26,7 +26,7 @@ _Value = TypeVar("_Value")
 _TextStates = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of a step: places in the batch, and next states
 
 
-def values_of(host: Host, texts: TextIds, pooling: Pooling, value_of: Callable[[Tensor], _Value]) -> Work[list[_Value]]:
+def values_of(host: Host, pooling: Pooling, value_of: Callable[[Tensor], _Value], texts: TextIds) -> Work[list[_Value]]:
     """Return `value_of` the pooled state of each text. It is work for the loop, step by step.
 
     A head may be slow, so other calls may run after each state. Raises ModelError for states that are not finite.

@@ -21,30 +21,30 @@ from infer.serving.protocols.retrieval_bodies import (
     texts_or_pairs_of,
     vector_options,
 )
-from infer.text_tasks import Classify, Embed, Rerank, TextTask, classifier_of, together
+from infer.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
 
 
 def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
     """Return the line of a row. Raises InvalidRequestError if the model cannot compute it."""
     task = _task_of(llm, row)
     host = llm._opened
-    texts = task.prepare(host, lambda: None)
-    (result,) = host.loop.call(together(host, [(task, texts)])).get()
+    texts = task.prepare(lambda: None)
+    (result,) = host.loop.call(together([(task, texts)])).get()
     return _line_of(llm, row, result, texts, model)
 
 
 def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
     """Return the task of a row. Raises InvalidRequestError if the model has no vectors of its own."""
-    body = row.texts
+    host, body = llm._opened, row.texts
     if isinstance(body, EmbeddingsBody):
-        if llm._opened.settings.heads.embedder is None and body.pooling is None:
+        if host.settings.heads.embedder is None and body.pooling is None:
             raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
-        return Embed(texts_of(body.input), vector_options(body))
+        return embed(host, texts_of(body.input), vector_options(body))
     assert body is not None
     if isinstance(body, ClassifyBody):
-        return Classify(texts_or_pairs_of(body.input), truncate=bool(body.truncate))
+        return classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
     documents, truncate = documents_of_body(body), bool(body.truncate)
-    return Rerank(body.query, documents, body.top_n, body.instruction, truncate=truncate)
+    return rerank(host, body.query, documents, body.top_n, body.instruction, truncate=truncate)
 
 
 def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:

@@ -1,9 +1,12 @@
 """A batch's rows, lines, output file and workers: no line is lost, and rows of texts have the routes' answers."""
 
+import itertools
 import json
 import os
 import resource
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ from commands import refused, run
 from dying_workers import answer_or_die
 from infer import LLM
 from infer.engine.requests.request_options import RequestOptions
+from infer.engine.runner.hidden_states import HiddenStates
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
-from infer.serving.batch_file import workers
+from infer.serving.batch_file import texts, workers
 from infer.serving.batch_file.answering import answer_rows
 from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.result_line import error_line, result_line
@@ -26,6 +30,7 @@ from infer.serving.batch_file.settings import BatchSettings, Line
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.params import seed_of
 from infer.serving.protocols.token_logprobs import Spelling
+from infer.text_tasks import together
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})
@@ -314,6 +319,83 @@ def test_a_request_that_a_model_cannot_compute_is_the_line_s_error(embedder: LLM
     ):
         assert message in line_for(llm, f"/v1/{path}", **body)["error"]["message"]
     assert line_for(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
+
+
+LONG = "x" * 999
+NEIGHBOURS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "embedder": [
+        *(("embeddings", {"input": text}) for text in ("a roof", ["a", "a bridge"], LONG, "", "hello")),
+        ("rerank", {"query": "cats", "documents": ["a roof", "a bridge"]}),
+        ("embeddings", {"input": ["a", LONG], "truncate": True, "dimensions": 8}),
+        ("embeddings", {"input": "a", "prompt_name": "query", "normalize": False, "encoding_format": "base64"}),
+        *(("embeddings", {"input": text, "pooling": "max"}) for text in ("a", [[5, 6], [7]])),
+    ],
+    "judge": [
+        *(("rerank", {"query": query, "documents": ["a roof"]}) for query in ("cats", "dogs", "birds")),
+        *(("rerank", {"query": "cats", "documents": ["a", text], "top_n": 1}) for text in ("b", LONG, "c")),
+        ("rerank", {"query": "cats", "documents": ["a", "b"], "instruction": "find"}),
+    ],
+    "labeller": [
+        *(("classify", {"input": text}) for text in ("a roof", "b", [["a", "b"], ["a", LONG]], ["c", "d"], LONG)),
+        *(("classify", {"input": text, "truncate": True}) for text in ([["a", "b"], ["a", LONG]], "e")),
+    ],
+}
+
+
+def text_rows(bodies: Any) -> list[Row]:
+    ids = map(str, itertools.count())
+    records = [{"custom_id": next(ids), "url": f"/v1/{path}", "body": body} for path, body in bodies]
+    return list(read_rows(map(json.dumps, records)))
+
+
+@pytest.mark.parametrize("kind", NEIGHBOURS)
+def test_neighbouring_rows_share_forwards_and_have_the_lines_of_single_rows(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, run_forward, num_forwards = request.getfixturevalue(kind), HiddenStates._run, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_forwards
+        num_forwards += 1
+        return run_forward(*arguments)
+
+    monkeypatch.setattr(HiddenStates, "_run", counted)
+    rows, alone, shared = text_rows(NEIGHBOURS[kind]), list[Line](), list[Line]()
+    for row in rows:
+        answer_rows(llm, [row], TEXT_SETTINGS, alone.append)
+    num_alone, num_forwards = num_forwards, 0
+    answer_rows(llm, rows, TEXT_SETTINGS, shared.append)
+    assert shared == alone
+    assert 0 < sum(line.has_failed for line in shared) < len(rows) / 2
+    assert num_forwards < num_alone
+
+
+def test_a_row_that_fails_among_others_fails_alone(embedder: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed(asked: Any) -> Any:
+        if any(len(text.ids) == 9 for _, texts in asked for text in texts.texts):
+            raise InvalidRequestError("there is no memory")
+        return together(asked)
+
+    lines, rows = list[Line](), text_rows([("embeddings", {"input": [[5] * length]}) for length in (3, 9, 4)])
+    monkeypatch.setattr(texts, "together", computed)
+    answer_rows(embedder, rows, TEXT_SETTINGS, lines.append)
+    assert [line.has_failed for line in lines] == [False, True, False]
+    assert "there is no memory" in lines[1].text
+
+
+@pytest.mark.parametrize(("name", "limit"), [("MAX_TEXTS", 2), ("MAX_TOKENS", 8)])
+def test_few_rows_wait_for_their_lines(embedder: LLM, name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, name, limit)
+    lines, cancel, num_lines = list[Line](), threading.Event(), list[int]()
+
+    def rows() -> Iterator[Row]:
+        for row in text_rows([("embeddings", {"input": [[5] * 4]})] * 5):
+            yield row
+            num_lines.append(len(lines))
+        cancel.set()
+
+    answer_rows(embedder, rows(), replace(TEXT_SETTINGS, options=RequestOptions(cancel=cancel)), lines.append)
+    assert (num_lines, len(lines)) == ([0, 2, 2, 4, 4], 4), "a row that waits when the run is cancelled gets no line"
 
 
 # Rows that are handed out to processes that die

@@ -1,15 +1,19 @@
-"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: the line with their vectors, scores or labels."""
+"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: the lines with their vectors, scores or labels.
 
+Neighbouring rows of one task with equal options are computed together. A row's line is the same as alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from infer.engine.texts.text_ids import TextIds
-from infer.errors import InvalidRequestError
+from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
-from infer.serving.batch_file.result_line import texts_line
+from infer.serving.batch_file.result_line import refusal_line, texts_line
 from infer.serving.batch_file.row import Row
-from infer.serving.batch_file.settings import Line
+from infer.serving.batch_file.settings import BatchSettings, Line, Write
 from infer.serving.protocols.retrieval_bodies import (
     ClassifyBody,
     EmbeddingsBody,
@@ -23,18 +27,62 @@ from infer.serving.protocols.retrieval_bodies import (
 )
 from infer.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
 
+MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
 
-def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
-    """Return the line of a row. Raises InvalidRequestError if the model cannot compute it."""
-    task = _task_of(llm, row)
-    host = llm._opened
-    texts = task.prepare(lambda: None)
-    (result,) = host.loop.call(together([(task, texts)])).get()
-    return _line_of(llm, row, result, texts, model)
+_Prepared = tuple[Row, TextTask[Any], TextIds]
+
+
+def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
+    """Write the line of each row of texts, and yield all other rows."""
+    waiting, cancel = list[_Prepared](), settings.options.cancel
+
+    def write_waiting() -> None:
+        if not (cancel and cancel.is_set()):
+            _write_lines(llm, waiting, settings.model, write)
+        waiting.clear()
+
+    for row in rows:
+        if row.texts is None or row.problem is not None:
+            write_waiting()
+            yield row
+            continue
+        try:
+            task = _task_of(llm, row)
+            texts = task.prepare(lambda: None)
+        except InvalidRequestError as error:
+            write_waiting()
+            write(refusal_line(row, error, settings.model))
+            continue
+        if waiting and (task.group is None or task.group != waiting[0][1].group):
+            write_waiting()
+        waiting.append((row, task, texts))
+        all_texts = [each for _, _, texts in waiting for each in texts.texts]
+        if len(all_texts) >= MAX_TEXTS or sum(len(each.ids) for each in all_texts) >= MAX_TOKENS:
+            write_waiting()
+    write_waiting()
+
+
+def _write_lines(llm: LLM, rows: Sequence[_Prepared], model: str, write: Write) -> None:
+    """Compute rows together, and write their lines. If that fails, compute each alone, because it has its own error."""
+    if not rows:
+        return
+    try:
+        results = llm._opened.loop.call(together([(task, texts) for _, task, texts in rows])).get()
+    except InferError as error:
+        if len(rows) > 1:
+            for each in rows:
+                _write_lines(llm, [each], model, write)
+        elif isinstance(error, InvalidRequestError):
+            write(refusal_line(rows[0][0], error, model))
+        else:
+            raise
+    else:
+        for (row, _, texts), result in zip(rows, results, strict=True):
+            write(_line_of(llm, row, result, texts, model))
 
 
 def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
-    """Return the task of a row. Raises InvalidRequestError if the model has no vectors of its own."""
+    """Return the task of a row. Raises InvalidRequestError if the model cannot compute it."""
     host, body = llm._opened, row.texts
     if isinstance(body, EmbeddingsBody):
         if host.settings.heads.embedder is None and body.pooling is None:
@@ -48,6 +96,7 @@ def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
 
 
 def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:
+    """Return the line of a row. `result` is that of its task."""
     body, field, items = row.texts, "data", list[Any]()
     assert body is not None
     if isinstance(body, EmbeddingsBody):

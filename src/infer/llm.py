@@ -654,7 +654,9 @@ class LLM:
             >>> vectors.shape, int((query @ vectors.T).argmax())
             (torch.Size([2, 576]), 0)
         """
-        options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
+        options = VectorOptions(
+            pooling, prompt_name=prompt_name, dimensions=dimensions, normalize=normalize, truncate=truncate
+        )
         return run(embed(self._opened, texts, options))
 
     def rerank(

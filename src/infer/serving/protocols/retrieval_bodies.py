@@ -91,8 +91,8 @@ def vector_options(body: EmbeddingsBody) -> VectorOptions:
     """Return the options that a body sets."""
     return VectorOptions(
         body.pooling,
-        body.prompt_name,
-        body.dimensions,
+        prompt_name=body.prompt_name,
+        dimensions=body.dimensions,
         normalize=body.normalize,
         truncate=bool(body.truncate),
     )

@@ -293,7 +293,7 @@ class AsyncLLM:
         return [results[number] for number, _ in requests]
 
     @_as_in(LLM.embed)
-    async def embed(self, texts: Any, *given: Any, **keywords: Any) -> Tensor:
+    async def embed(self, texts: Any, pooling: Any = None, **keywords: Any) -> Tensor:
         """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other.
 
         Examples:
@@ -301,7 +301,7 @@ class AsyncLLM:
             >>> (await model.embed(["Cats sleep."])).shape
             torch.Size([1, 576])
         """
-        return await self._run(embed(self.host, texts, VectorOptions(*given, **keywords)))
+        return await self._run(embed(self.host, texts, VectorOptions(pooling, **keywords)))
 
     async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
         """Return the vectors of `embed` with their texts' ids, for servers, without warnings. See `LLM.embed`."""

@@ -654,9 +654,7 @@ class LLM:
             >>> vectors.shape, int((query @ vectors.T).argmax())
             (torch.Size([2, 576]), 0)
         """
-        options = VectorOptions(
-            pooling, prompt_name=prompt_name, dimensions=dimensions, normalize=normalize, truncate=truncate
-        )
+        options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
         return run(embed(self._opened, texts, options))
 
     def rerank(

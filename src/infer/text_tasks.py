@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop_messages import Work
 from infer.engine.requests.prompt_encoding import Prompt, is_conversation, pairs_of
-from infer.engine.requests.text_heads import Classifier, Embedder
+from infer.engine.requests.text_heads import Classifier, Embedder, Reranker
 from infer.engine.texts.text_ids import Computed, ReadText, TextIds, VectorOptions
 from infer.engine.texts.text_reading import Check, read_pair, read_text, read_texts
 from infer.engine.texts.text_states import values_of
@@ -134,40 +134,49 @@ def score_pairs(
     InvalidRequestError for a model of neither kind, and for an instruction that the model's prompt cannot have.
     """
     heads = host.settings.heads
-    if (reranker := heads.reranker) is None and (heads.embedder or may_compare):
+    if heads.reranker is None and (heads.embedder or may_compare):
         if instruction is not None:
             problem = "instruction must be left out: this model compares vectors, without a prompt"
             raise InvalidRequestError(problem, param="instruction")
         texts = [*(second for _, second in pairs), *dict.fromkeys(first for first, _ in pairs)]
         return embed(host, texts, VectorOptions(normalize=True, truncate=truncate)).then(partial(_cosines, pairs))
-    if reranker is None:
-        raise InvalidRequestError(
-            "this model is not a reranker and was not made for embeddings, as far as its files say: load a reranker, "
-            "or pass reranker='qwen3' for a copy of Qwen3-Reranker"
-        )
+    reranker = reranker_of(host)
     host.check_has_states()
     _check_text("instruction", instruction if instruction is not None else "")
     if instruction is not None and not reranker.takes_instruction:
         raise InvalidRequestError("instruction must be left out: this model's prompt has none", param="instruction")
     encode = partial(reranker.encode, host.tokenizer, instruction)
 
-    def checked() -> Iterator[TextPair]:
-        for index, (query, document) in enumerate(pairs):
-            _check_text("query", query)
-            _check_text("document", document, f" {index}")
-            yield query, document
+    def read(pair: TextPair) -> ReadText:
+        return read_pair(host, encode, *pair, truncate=truncate)
 
     # A decoder reads the common beginning of a query's pairs once, so pairs of other queries are not among them.
     has_beginning = len(pairs) > 1 and not host.reads_whole_texts
     return TextTask(
         host,
-        lambda check: read_texts(
-            host, checked(), lambda pair: read_pair(host, encode, *pair, truncate=truncate), check, "document"
-        ),
+        lambda check: read_texts(host, _checked(pairs), read, check, "document"),
         partial(values_of, host, reranker.pooling, reranker.score),
         list,
         (score_pairs, instruction, pairs[0][0]) if has_beginning else score_pairs,
     )
+
+
+def reranker_of(host: Host) -> Reranker:
+    """Return the reranker of a model. Raises InvalidRequestError if the model is not a reranker."""
+    if (reranker := host.settings.heads.reranker) is None:
+        raise InvalidRequestError(
+            "this model is not a reranker and was not made for embeddings, as far as its files say: load a reranker, "
+            "or pass reranker='qwen3' for a copy of Qwen3-Reranker"
+        )
+    return reranker
+
+
+def _checked(pairs: Sequence[TextPair]) -> Iterator[TextPair]:
+    """Yield the pairs. Raises InvalidRequestError at one that has a value other than a text."""
+    for index, (query, document) in enumerate(pairs):
+        _check_text("query", query)
+        _check_text("document", document, f" {index}")
+        yield query, document
 
 
 def _check_text(name: str, value: object, where: str = "") -> None:

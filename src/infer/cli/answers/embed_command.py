@@ -23,13 +23,8 @@ _TEXTS_PER_CALL = 64  # per update of the progress bar
 
 def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions) -> None:
     """Write one vector per text: a `.npy` file of all, or one JSON line per text."""
-    asked = VectorOptions(
-        options.pooling,
-        prompt_name=options.prompt_name,
-        dimensions=options.dimensions,
-        normalize=False if options.no_normalize else None,
-        truncate=options.truncate,
-    )
+    normalize = False if options.no_normalize else None
+    asked = VectorOptions(options.pooling, options.prompt_name, options.dimensions, normalize, options.truncate)
     host, found = model._opened, list[torch.Tensor]()
     if not (options.quiet or host.settings.heads.embedder or options.pooling):
         note("the model was not trained for embeddings: the vectors are means of its states")

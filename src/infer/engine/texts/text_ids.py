@@ -1,6 +1,6 @@
 """How texts become vectors, the ids that a model reads, and what is computed of them, as values. Loads no torch."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final, get_args
 
 from infer.engine.requests.request_options import check_choice, check_count
@@ -13,7 +13,6 @@ class VectorOptions:
     """How texts become vectors: the arguments of `LLM.embed`."""
 
     pooling: Pooling | None = None
-    _: KW_ONLY
     prompt_name: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None

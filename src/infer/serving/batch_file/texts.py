@@ -17,13 +17,9 @@ from infer.serving.batch_file.settings import BatchSettings, Line, Write
 from infer.serving.protocols.retrieval_bodies import (
     ClassifyBody,
     EmbeddingsBody,
-    documents_of_body,
-    embeddings_of,
-    labelled,
-    rerank_results,
+    RerankBody,
     texts_of,
     texts_or_pairs_of,
-    vector_options,
 )
 from infer.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
 
@@ -87,23 +83,22 @@ def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
     if isinstance(body, EmbeddingsBody):
         if host.settings.heads.embedder is None and body.pooling is None:
             raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
-        return embed(host, texts_of(body.input), vector_options(body))
+        return embed(host, texts_of(body.input), body.options())
     assert body is not None
     if isinstance(body, ClassifyBody):
         return classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
-    documents, truncate = documents_of_body(body), bool(body.truncate)
+    documents, truncate = body.document_texts(), bool(body.truncate)
     return rerank(host, body.query, documents, body.top_n, body.instruction, truncate=truncate)
 
 
 def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:
     """Return the line of a row. `result` is that of its task."""
-    body, field, items = row.texts, "data", list[Any]()
+    body = row.texts
     assert body is not None
     if isinstance(body, EmbeddingsBody):
-        items += embeddings_of(result.numpy(), body.encoding_format)
-    elif isinstance(body, ClassifyBody):
-        items += labelled(result, classifier_of(llm._opened).labels)
-    else:
-        field, items = "results", [*rerank_results(result, body)]
+        result = result.numpy()
+    given = (result, classifier_of(llm._opened).labels) if isinstance(body, ClassifyBody) else (result,)
+    items = msgspec.to_builtins(body.items(*given))
+    field = "results" if isinstance(body, RerankBody) else "data"
     warnings = [*row.warnings, *([texts.warning] if texts.warning else [])]
-    return texts_line(row, {field: msgspec.to_builtins(items)}, texts.num_tokens, model, warnings)
+    return texts_line(row, {field: items}, texts.num_tokens, model, warnings)

@@ -25,15 +25,9 @@ from infer.serving.protocols.retrieval_bodies import (
     RerankBody,
     RerankResult,
     ScoreBody,
-    documents_of_body,
-    embeddings_of,
-    labelled,
-    pairs_of_body,
     refusal_of_texts,
-    rerank_results,
     texts_of,
     texts_or_pairs_of,
-    vector_options,
 )
 from infer.serving.server.answer_types import Answer, Count
 from infer.serving.server.asking import enter, text_tokens, while_connected
@@ -92,7 +86,7 @@ class ClassifyAnswer(Answer, tag_field="object", tag="list"):
 
 async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
     def make_answer(vectors: Any, num_tokens: int) -> Embeddings:
-        data = embeddings_of(vectors, body.encoding_format)
+        data = body.items(vectors)
         return Embeddings(data=data, model=call_of(request).model, usage=EmbeddingsUsage.of(num_tokens))
 
     return await embed(request, state, body, make_answer)
@@ -104,7 +98,7 @@ async def embed(
     """Return the answer that `make_answer` makes of the vectors (float32 `[texts, size]`) and the number of tokens."""
     host, call = state.llm().host, call_of(request)
     check_model(request, state, body.model)
-    texts, options = texts_of(body.input), vector_options(body)
+    texts, options = texts_of(body.input), body.options()
     if not (state.settings.allow_embeddings or host.settings.heads.embedder):
         message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
         raise refuse(message, "model", "unsupported_model")
@@ -116,17 +110,17 @@ async def embed(
 
 
 async def rerank(request: Request, state: ServerState, body: RerankBody) -> Response:
-    documents, call = documents_of_body(body), call_of(request)
+    documents, call = body.document_texts(), call_of(request)
     check_model(request, state, body.model)
     scores, num_tokens = await _score(request, state, body, [(body.query, each) for each in documents], "documents")
-    results, usage = rerank_results(ranked(scores, documents, body.top_n), body), EmbeddingsUsage.of(num_tokens)
+    results, usage = body.items(ranked(scores, documents, body.top_n)), EmbeddingsUsage.of(num_tokens)
     answer = RerankAnswer(id="rerank-" + call.id.removeprefix("req-"), model=call.model, results=results, usage=usage)
     return json_response(answer, call)
 
 
 async def score(request: Request, state: ServerState, body: ScoreBody) -> Response:
     check_model(request, state, body.model)
-    scores, num_tokens = await _score(request, state, body, pairs_of_body(body), "text_2")
+    scores, num_tokens = await _score(request, state, body, body.pairs(), "text_2")
     data = [Score(index, each) for index, each in enumerate(scores)]
     return _list_response(request, ScoreAnswer, "score", data, num_tokens)
 
@@ -138,7 +132,7 @@ async def classify(request: Request, state: ServerState, body: ClassifyBody) -> 
     if classifier is None:
         raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
     computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_labels(texts, truncate=truncate))
-    data = labelled(computed.found, classifier.labels)
+    data = body.items(computed.found, classifier.labels)
     return _list_response(request, ClassifyAnswer, "classify", data, computed.texts.num_tokens)
 
 

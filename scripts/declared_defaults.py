@@ -1,7 +1,7 @@
 """An extension of Griffe for `make docs`: what is declared elsewhere is shown.
 
 A field that is declared with `parameter(default, …)` shows its default. A method of `AsyncLLM` with the decorator
-`_as_in(LLM.x)` shows the arguments and the result of `LLM.x`.
+`_as_in` shows the arguments and the result of the method of `LLM` that it names.
 """
 
 from typing import Any

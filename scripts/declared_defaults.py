@@ -1,6 +1,8 @@
-"""An extension of Griffe for `make docs`: a field that is declared with `parameter(default, …)` shows its default.
+"""An extension of Griffe for `make docs`: what is declared elsewhere is shown.
 
-`LLM` shows its keywords, which are the fields of `ModelSettings`.
+A field that is declared with `parameter(default, …)` shows its default. `LLM` shows its keywords, which are the fields
+of `ModelSettings`. A method of `AsyncLLM` with the decorator `_as_in` shows the arguments and the result of the method
+of `LLM` that it names.
 """
 
 from typing import Any
@@ -8,8 +10,8 @@ from typing import Any
 import griffe
 
 
-class DeclaredDefaults(griffe.Extension):
-    """Replaces each declaration by its default, before the fields become signatures."""
+class Declarations(griffe.Extension):
+    """Replaces declarations by what they declare."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         declared = attr.value
@@ -24,3 +26,8 @@ class DeclaredDefaults(griffe.Extension):
                 default = func.modules_collection[settings][name].value
                 func.parameters.add(griffe.Parameter(name, annotation=each.annotation, default=default,
                                                      kind=griffe.ParameterKind.keyword_only))  # fmt: skip
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        for name, method in pkg["async_llm.AsyncLLM"].functions.items():
+            if any(str(each.value).startswith("_as_in(") for each in method.decorators):
+                method.parameters, method.returns = pkg["llm.LLM"][name].parameters, pkg["llm.LLM"][name].returns

@@ -1,20 +1,20 @@
 """`AsyncLLM`: an `LLM` for programs with an event loop. It never blocks the loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any, Self, Unpack, final, overload
+from typing import Any, Concatenate, ParamSpec, Self, Unpack, final, overload
 
-from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop_messages import once
-from infer.engine.requests.prompt_batch import BATCH_SIZE, OnResult, answer_all_as_task, check_batch_size
+from infer.engine.requests.prompt_batch import answer_all_as_task, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.requests.request_options import (
     RequestKeywords,
@@ -26,18 +26,44 @@ from infer.engine.requests.request_options import (
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.request import Request
 from infer.engine.step.scheduler import MAX_SECONDS
-from infer.engine.texts.classification import TextOrPair, classifications, classify, texts_to_classify
-from infer.engine.texts.embedding import embed, texts_to_embed
-from infer.engine.texts.reranking import check_top_n, documents_of
-from infer.engine.texts.similarity import TextPair, scoring
-from infer.engine.texts.text_calls import warn_if_cut
-from infer.engine.texts.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
-from infer.engine.texts.vector_options import Computed, VectorOptions, ranked
+from infer.engine.texts.text_ids import Computed, VectorOptions
+from infer.engine.texts.token_trace import check_traceable, trace_answer
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
-from infer.outputs import Classification, GenerationResult, Pooling, RankedDocument, SampleTrace, TokenLogprob
+from infer.outputs import Classification, GenerationResult, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling_params import SamplingParams
 from infer.text.grammar.grammar import grammar_of
+from infer.text_tasks import (
+    Result,
+    TextOrPair,
+    TextPair,
+    TextTask,
+    classify,
+    compute,
+    embed,
+    labels,
+    prompt_logprobs,
+    rerank,
+    score_pairs,
+    warn_if_cut,
+)
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def _as_in(
+    method: Callable[Concatenate[LLM, _Arguments], Result],
+) -> Callable[
+    [Callable[..., Coroutine[Any, Any, Result]]],
+    Callable[Concatenate["AsyncLLM", _Arguments], Coroutine[Any, Any, Result]],
+]:
+    """Declare that a method has the arguments and the result of `method`, for the reader of its signature."""
+
+    def declare(function: Any) -> Any:
+        function.__signature__ = signature(method)
+        return function
+
+    return declare
 
 
 @final
@@ -53,8 +79,7 @@ class AsyncLLM:
         settings: The other arguments of `LLM`.
 
     Raises:
-        InvalidRequestError: An argument breaks a rule, or there is no such model.
-        ModelError: The model cannot be used, or does not fit in memory.
+        InferError: The errors of `LLM`.
 
     Examples:
         >>> async with AsyncLLM("smollm2") as model:
@@ -226,7 +251,8 @@ class AsyncLLM:
         sequences = await (answers.constrain(asked) if is_constrained else answers.prepare(asked))
         return [answers.stream(sequence) for sequence in sequences]
 
-    async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
+    @_as_in(LLM.prompt_logprobs)
+    async def prompt_logprobs(self, *given: Any, **keywords: Any) -> list[TokenLogprob | None]:
         """Return the log-probability of each token of a prompt. See `LLM.prompt_logprobs`.
 
         Examples:
@@ -235,21 +261,10 @@ class AsyncLLM:
             >>> first is None, second.rank
             (True, 2923)
         """
-        host = self.host
-        ids = await host.answers.prepare(lambda check: ids_to_score(host, prompt, num))
-        return await host.answers.call(score_prompt(host, ids, num))
+        return await self._run(prompt_logprobs(self.host, *given, **keywords))
 
-    async def generate_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        batch_size: int = BATCH_SIZE,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_result: OnResult | None = None,
-        options: RequestOptions | None = None,
-        **keywords: Unpack[RequestKeywords],
-    ) -> list[GenerationResult]:
+    @_as_in(LLM.generate_all)
+    async def generate_all(self, *given: Any, **keywords: Any) -> list[GenerationResult]:
         """Return the answers to several prompts, in their order. See `LLM.generate_all`.
 
         The callbacks are called on the event loop.
@@ -260,33 +275,28 @@ class AsyncLLM:
             >>> [result.text for result in results]
             [' or three-', ' and blue are']
         """
-        check_callback("on_result", on_result)
+        bound = signature(LLM.generate_all).bind(self.llm, *given, **keywords)
+        bound.apply_defaults()
+        batch = bound.arguments
+        check_callback("on_result", batch["on_result"])
         host = self.host
-        check_batch_size(host, batch_size)
-        options, sampling = split_options(options, keywords)
-        pairs = pairs_of(prompts, params)
+        check_batch_size(host, batch["batch_size"])
+        options, sampling = split_options(batch["options"], batch["keywords"])
+        pairs = pairs_of(batch["prompts"], batch["params"])
         requests = await host.answers.prepare(
             lambda check: list(host.requests.numbered(pairs, options, sampling, check=check))
         )
         results: dict[int, GenerationResult] = {}
-        async with aclosing(answer_all_as_task(host.answers, requests, batch_size)) as answers:
+        async with aclosing(answer_all_as_task(host.answers, requests, batch["batch_size"])) as answers:
             async for number, result in answers:
                 results[number] = result
-                if on_result is not None:
-                    on_result(number, result)
-                on_progress(len(results), len(requests))
+                if batch["on_result"] is not None:
+                    batch["on_result"](number, result)
+                batch["on_progress"](len(results), len(requests))
         return [results[number] for number, _ in requests]
 
-    async def embed(
-        self,
-        texts: Sequence[Prompt],
-        pooling: Pooling | None = None,
-        *,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: bool = False,
-    ) -> Float[Tensor, "texts size"]:
+    @_as_in(LLM.embed)
+    async def embed(self, texts: Any, pooling: Any = None, **keywords: Any) -> Tensor:
         """Return one vector per text. See `LLM.embed`. Calls of several tasks run one after the other.
 
         Examples:
@@ -294,27 +304,14 @@ class AsyncLLM:
             >>> (await model.embed(["Cats sleep."])).shape
             torch.Size([1, 576])
         """
-        options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        computed = await self.compute_vectors(texts, options)
-        warn_if_cut(computed.texts, stacklevel=3)
-        vectors: Tensor = computed.found
-        return vectors
+        return await self._run(embed(self.host, texts, VectorOptions(pooling, **keywords)))
 
     async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
         """Return the vectors of `embed` with their texts' ids, for servers, without warnings. See `LLM.embed`."""
-        host = self.host
-        ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, options, check))
-        return Computed(await host.answers.call(embed(host, ids, options)), ids)
+        return await compute(embed(self.host, texts, options))
 
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        instruction: str | None = None,
-        *,
-        truncate: bool = False,
-    ) -> list[RankedDocument]:
+    @_as_in(LLM.rerank)
+    async def rerank(self, *given: Any, **keywords: Any) -> list[RankedDocument]:
         """Return documents by their relevance to a query. See `LLM.rerank`.
 
         Examples:
@@ -323,11 +320,7 @@ class AsyncLLM:
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        given = documents_of(documents)
-        check_top_n(top_n)
-        computed = await self.score_pairs([(query, each) for each in given], instruction, truncate=truncate)
-        warn_if_cut(computed.texts, stacklevel=3)
-        return ranked(computed.found, given, top_n)
+        return await self._run(rerank(self.host, *given, **keywords))
 
     async def score_pairs(
         self,
@@ -341,13 +334,11 @@ class AsyncLLM:
 
         With `may_compare`, a model that was not made for scores or embeddings compares its vectors.
         """
-        host = self.host
-        ids, work = await host.answers.prepare(
-            lambda check: scoring(host, pairs, instruction, truncate=truncate, may_compare=may_compare, check=check)
-        )
-        return Computed(await host.answers.call(work), ids)
+        task = score_pairs(self.host, pairs, instruction, truncate=truncate, may_compare=may_compare)
+        return await compute(task)
 
-    async def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
+    @_as_in(LLM.classify)
+    async def classify(self, *given: Any, **keywords: Any) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first. See `LLM.classify`.
 
         Examples:
@@ -355,15 +346,11 @@ class AsyncLLM:
             >>> (await model.classify(["The food was cold."]))[0].label  # doctest: +SKIP
             'negative'
         """
-        computed = await self.compute_labels(texts, truncate=truncate)
-        warn_if_cut(computed.texts, stacklevel=3)
-        return classifications(self.host, computed.found)
+        return await self._run(labels(self.host, *given, **keywords))
 
     async def compute_labels(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> Computed:
         """Return the values of all labels per text, in the labels' order, with the texts' ids. See `LLM.classify`."""
-        host = self.host
-        ids = await host.answers.prepare(lambda check: texts_to_classify(host, texts, truncate=truncate, check=check))
-        return Computed(await host.answers.call(classify(host, ids)), ids)
+        return await compute(classify(self.host, texts, truncate=truncate))
 
     async def trace(
         self,
@@ -424,6 +411,13 @@ class AsyncLLM:
             host, request, answer, first=first, last=last, num_candidates=num_candidates, is_given=is_given
         )
         return await host.answers.call(work)
+
+    async def _run(self, task: TextTask[Result]) -> Result:
+        """Return the result of a task. The caller's caller is warned if texts were cut."""
+        computed = await compute(task)
+        warn_if_cut(computed.texts, stacklevel=4)
+        result: Result = computed.found
+        return result
 
     async def _answered(self, ask: Ask) -> GenerationResult:
         answers = self.host.answers

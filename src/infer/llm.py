@@ -40,13 +40,16 @@ from infer.engine.requests.prompt_batch import (
 )
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.requests.request_maker import OnError
-from infer.engine.requests.request_options import RequestKeywords, RequestOptions, check_callback, split_options
+from infer.engine.requests.request_options import (
+    RequestKeywords,
+    RequestOptions,
+    check_callback,
+    split_options,
+)
 from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.session.session import Session, begin_session
-from infer.engine.texts.classification import TextOrPair
-from infer.engine.texts.text_calls import classify_texts, embed_texts, rank_documents
-from infer.engine.texts.token_trace import ids_to_score, logits_of, score_prompt, trace_token
-from infer.engine.texts.vector_options import VectorOptions
+from infer.engine.texts.text_ids import VectorOptions
+from infer.engine.texts.token_trace import ids_to_score, logits_of, trace_token
 from infer.errors import InvalidRequestError, closed
 from infer.files import open_checkpoint
 from infer.model_settings import (
@@ -69,6 +72,7 @@ from infer.sampling_params import SamplingParams
 from infer.system.memory.available_memory import give_back_freed
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.tools import ToolLike
+from infer.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank, run
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
@@ -592,8 +596,7 @@ class LLM:
             >>> [each and each.rank for each in llm.prompt_logprobs("The capital of France is Paris.")]
             [None, 2923, 1, 2, 1, 1, 1]
         """
-        host = self._opened
-        return host.loop.call(score_prompt(host, ids_to_score(host, prompt, num), num)).get()
+        return run(prompt_logprobs(self._opened, prompt, num=num))
 
     def sample_trace(
         self,
@@ -668,8 +671,8 @@ class LLM:
             >>> vectors.shape, int((query @ vectors.T).argmax())
             (torch.Size([2, 576]), 0)
         """
-        asked = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        return embed_texts(self._opened, texts, asked)
+        options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
+        return run(embed(self._opened, texts, options))
 
     def rerank(
         self,
@@ -707,7 +710,7 @@ class LLM:
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        return rank_documents(self._opened, query, documents, top_n, instruction, truncate=truncate)
+        return run(rerank(self._opened, query, documents, top_n, instruction, truncate=truncate))
 
     def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first.
@@ -731,7 +734,7 @@ class LLM:
             >>> found.label, found.probability  # doctest: +SKIP
             ('negative', 0.93)
         """
-        return classify_texts(self._opened, texts, truncate=truncate)
+        return run(labels(self._opened, texts, truncate=truncate))
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.

@@ -385,6 +385,12 @@ class RankedDocument:
     document: str
 
 
+def ranked(scores: Sequence[float], documents: Sequence[str], top_n: int | None) -> list[RankedDocument]:
+    """Return at most `top_n` documents, the most relevant first. If two scores are equal, the first one comes first."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+    return [RankedDocument(index, scores[index], documents[index]) for index in order]
+
+
 @dataclass(frozen=True, slots=True)
 class Classification:
     """The labels of a text, the most probable first, and the probability of each label.

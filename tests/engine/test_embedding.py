@@ -20,10 +20,10 @@ from infer.engine.requests.loop_messages import Work, once
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.hidden_states import STEP_TOKENS, HiddenStates
 from infer.engine.texts import text_states
-from infer.engine.texts.embedding import embed, texts_to_embed
-from infer.engine.texts.pooled_states import PooledStates
-from infer.engine.texts.vector_options import VectorOptions
+from infer.engine.texts.text_ids import VectorOptions
+from infer.engine.texts.text_states import PooledStates
 from infer.outputs import Pooling
+from infer.text_tasks import embed
 from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
@@ -129,13 +129,14 @@ async def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monk
 @pytest.mark.slow
 def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -> None:
     """A full context needs all pages but one. The common beginning of texts needs pages in addition to the texts'."""
-    folder, options = make_model(tmp_path, context=6400), VectorOptions("last")
+    folder = make_model(tmp_path, context=6400)
     many, one = [f"{'begin ' * 200}{number}" for number in range(3)], ["y" * 6400]
     with LLM(folder) as llm:
         host, expected = llm._opened, {len(texts): llm.embed(texts, "last") for texts in (many, one)}
 
         def begun(texts: list[str], num_steps: int) -> Work[None]:
-            work = embed(host, texts_to_embed(host, texts, options), options)
+            task = embed(host, texts, VectorOptions("last"))
+            work = task.work(task.prepare(lambda: None))
             for _ in range(num_steps):
                 yield next(work)
             work.close()
@@ -153,10 +154,10 @@ def test_a_call_of_many_texts_lets_others_continue(llm: LLM, pooling: Any) -> No
     expected = {name: torch.cat([llm.embed([text], pooling) for text in given]) for name, given in texts.items()}
 
     def recorded(name: str) -> Work[Tensor]:
-        options = VectorOptions(pooling)
-        found = yield from embed(host, texts_to_embed(host, texts[name], options), options)
+        task = embed(host, texts[name], VectorOptions(pooling))
+        values = yield from task.work(task.prepare(lambda: None))
         ended.append(name)
-        return found
+        return task.finish(values)
 
     waiting = host.loop.call(once(gate.wait))
     replies = {name: host.loop.call(recorded(name)) for name in texts}

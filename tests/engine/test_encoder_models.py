@@ -19,9 +19,9 @@ from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_
 from infer import LLM, ModelError
 from infer.cli.model_commands.explain_command import lines
 from infer.engine.requests.loop_messages import Work
-from infer.engine.texts.reranking import pairs_to_score, scores
 from infer.errors import ContextLengthError, ModelFormatError, TruncationWarning, UnsupportedModelError
 from infer.models.catalog.explanation import explain
+from infer.text_tasks import score_pairs
 from refusals import check_refused
 from served import serving
 from test_reranking import values_of
@@ -378,13 +378,13 @@ def test_an_encoder_is_not_shared_out(tmp_path: Path) -> None:
 
 def test_other_calls_continue_between_the_heads_of_two_texts(ranker: LLM) -> None:
     host = ranker._opened
-    pairs = pairs_to_score(host, PAIRS, None, truncate=False)
+    task = score_pairs(host, PAIRS)
 
-    def counted(work: Work[list[float]]) -> Work[int]:
+    def counted(work: Work[list[Any]]) -> Work[int]:
         num_turns = 0
         for gives_way in work:
             num_turns += bool(gives_way)
             yield gives_way
         return num_turns
 
-    assert host.loop.call(counted(scores(host, pairs))).get() > len(PAIRS)
+    assert host.loop.call(counted(task.work(task.prepare(lambda: None)))).get() > len(PAIRS)

@@ -21,13 +21,13 @@ from classifier_model import LABELS, join_pairs, make_classifier
 from embedding_model import CONTEXT as LABELLED_CONTEXT
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer import LLM, AsyncLLM, Classification, InvalidRequestError, ModelError, RankedDocument
-from infer.engine.requests.reranker import make_reranker
+from infer.engine.requests.text_heads import make_reranker
 from infer.engine.runner.hidden_states import MAX_TEXTS
 from infer.engine.texts import text_states
-from infer.engine.texts.reranking import pairs_to_score, reranker_of
 from infer.errors import TruncationWarning
 from infer.files import open_checkpoint
 from infer.models.pooled_head import load_head
+from infer.text_tasks import reranker_of, score_pairs
 from refusals import check_refused
 from reranker_model import CONTEXT, NO, YES, make_logit_score, make_reranker_model, qwen3_prompt
 
@@ -186,7 +186,7 @@ def test_documents_that_cannot_be_ranked_give_one_line(judge: LLM, given: Any, m
 
 @cases("pair message", ((5, "a"), "query must be a text, got int"), (("a", None), "document 0 must be a text, got"))
 def test_a_pair_of_no_texts_gives_one_line(judge: LLM, pair: Any, message: str) -> None:
-    check_refused(lambda: pairs_to_score(judge._opened, [pair], None, truncate=False), message)
+    check_refused(lambda: score_pairs(judge._opened, [pair]).prepare(lambda: None), message)
 
 
 def test_broken_files_are_an_error_of_the_model(tmp_path: Path) -> None:

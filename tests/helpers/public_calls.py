@@ -54,7 +54,7 @@ from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_batch import Ended
 from infer.engine.step.request import Request
 from infer.engine.step.sequence import Sequence as Answering
-from infer.engine.texts.vector_options import Computed, VectorOptions
+from infer.engine.texts.text_ids import Computed, VectorOptions
 from infer.models.transformer import Transformer
 from infer.outputs import SampleTrace, TokenLogprob, TraceCandidate, TraceStage
 from infer.text.tokenizer.detokenizer import Detokenizer

@@ -231,3 +231,37 @@ def test_the_pages_have_commands_to_check() -> None:
     names = [command.split()[1] for page in PAGES_OF_NOW for command in commands_in_blocks(page)]
     assert len(names) > 60
     assert {"batch", "chat", "doctor", "estimate", "generate", "quantize", "serve"} <= set(names)
+
+
+# The docstrings of `AsyncLLM` lead to those of `LLM`.
+
+
+def documented(name: str) -> Iterator[tuple[Any, str]]:
+    """Yield each class and function of a module at the top, and its docstring."""
+    for node in ast.walk(ast.parse((ROOT / "src" / "infer" / name).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, ast.get_docstring(node) or ""
+
+
+def test_no_paragraph_of_the_async_class_is_one_of_the_other() -> None:
+    first, second = (
+        {" ".join(part.split()) for _, text in documented(name) for part in text.split("\n\n") if part}
+        for name in ("llm.py", "async_llm.py")
+    )
+    assert len(first) > 80
+    assert len(second) > 30
+    assert not first & second
+
+
+def keywords_by_function(name: str) -> dict[str, set[str]]:
+    functions = [node for node, _ in documented(name) if not isinstance(node, ast.ClassDef)]
+    return {each.name: {argument.arg for argument in each.args.kwonlyargs} for each in functions}
+
+
+def test_no_list_of_keywords_is_written_twice() -> None:
+    """`options` is no list. A decorator declares the arguments of a method that has those of `LLM`."""
+    first, second = keywords_by_function("llm.py"), keywords_by_function("async_llm.py")
+    assert {name for name in second if (second[name] & first.get(name, set())) - {"options"}} == set()
+    for name in ("embed", "rerank", "classify", "prompt_logprobs", "generate_all"):
+        one, other = (inspect.signature(getattr(each, name)).parameters for each in (infer.LLM, infer.AsyncLLM))
+        assert dict(one) == dict(other)

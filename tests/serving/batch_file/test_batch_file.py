@@ -1,11 +1,15 @@
 """A batch's rows, lines, output file and workers: no line is lost, and rows of texts have the routes' answers."""
 
+import itertools
 import json
 import os
 import resource
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +19,10 @@ from commands import refused, run
 from dying_workers import answer_or_die
 from infer import LLM
 from infer.engine.requests.request_options import RequestOptions
+from infer.engine.runner.hidden_states import HiddenStates
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
-from infer.serving.batch_file import workers
+from infer.serving.batch_file import texts, workers
 from infer.serving.batch_file.answering import answer_rows
 from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.result_line import error_line, result_line
@@ -26,6 +31,7 @@ from infer.serving.batch_file.settings import BatchSettings, Line
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.params import seed_of
 from infer.serving.protocols.token_logprobs import Spelling
+from infer.text_tasks import together
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})
@@ -256,11 +262,16 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
 TEXT_SETTINGS = BatchSettings("tiny", 0, 4, {}, RequestOptions())
 
 
-def line_for(llm: LLM, url: str, **body: Any) -> dict[str, Any]:
+def text_rows(bodies: Any) -> list[Row]:
+    ids = map(str, itertools.count())
+    records = [{"custom_id": next(ids), "url": f"/v1/{path}", "body": body} for path, body in bodies]
+    return list(read_rows(map(json.dumps, records)))
+
+
+def line_for(llm: LLM, path: str, **body: Any) -> dict[str, Any]:
     """Return the line of a row."""
     lines = list[Line]()
-    row = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})
-    answer_rows(llm, read_rows([row]), TEXT_SETTINGS, lines.append)
+    answer_rows(llm, text_rows([(path, body)]), TEXT_SETTINGS, lines.append)
     (line,) = lines
     found: dict[str, Any] = json.loads(line.text)
     assert line.has_failed == (found["error"] is not None)
@@ -270,25 +281,25 @@ def line_for(llm: LLM, url: str, **body: Any) -> dict[str, Any]:
 def test_a_row_of_embeddings_has_the_library_s_vectors(embedder: LLM) -> None:
     texts = ["hello", "x" * 999]
     asked = {"prompt_name": "query", "dimensions": 8, "truncate": True}
-    line = line_for(embedder, "/v1/embeddings", input=texts, odd=1, **asked)
+    line = line_for(embedder, "embeddings", input=texts, odd=1, **asked)
     body = line["response"]["body"]
     with pytest.warns(UserWarning, match="were cut"):
         expected = embedder.embed(texts, **asked)
     assert torch.equal(torch.tensor([each["embedding"] for each in body["data"]]), expected)
     assert body["infer"]["warnings"] == ["odd is not known and was ignored", "1 of 2 texts were cut to 256 tokens"]
-    assert line == line_for(embedder, "/v1/embeddings", input=texts, odd=1, **asked)
+    assert line == line_for(embedder, "embeddings", input=texts, odd=1, **asked)
 
 
 def test_a_row_of_rerank_has_the_library_s_scores(judge: LLM) -> None:
     documents = ["a roof", "a bridge"]
-    body = line_for(judge, "/v1/rerank", query="cats", documents=documents, return_documents=True)["response"]["body"]
+    body = line_for(judge, "rerank", query="cats", documents=documents, return_documents=True)["response"]["body"]
     found = [(each["index"], each["relevance_score"], each["document"]["text"]) for each in body["results"]]
     assert found == [(each.index, each.score, each.document) for each in judge.rerank("cats", documents)]
     assert body["usage"]["total_tokens"] > 0
 
 
 def test_a_row_of_classify_has_the_library_s_labels(labeller: LLM) -> None:
-    body = line_for(labeller, "/v1/classify", input=["a roof", "x" * 999], truncate=True)["response"]["body"]
+    body = line_for(labeller, "classify", input=["a roof", "x" * 999], truncate=True)["response"]["body"]
     with pytest.warns(UserWarning, match="were cut"):
         expected = labeller.classify(["a roof", "x" * 999], truncate=True)
     for found, each in zip(body["data"], expected, strict=True):
@@ -299,7 +310,7 @@ def test_a_row_of_classify_has_the_library_s_labels(labeller: LLM) -> None:
 
 
 def test_an_embedder_ranks_by_its_vectors(embedder: LLM) -> None:
-    body = line_for(embedder, "/v1/rerank", query="cats", documents=["a roof", "a bridge"])["response"]["body"]
+    body = line_for(embedder, "rerank", query="cats", documents=["a roof", "a bridge"])["response"]["body"]
     found = [(each["index"], each["relevance_score"]) for each in body["results"]]
     assert found == [(each.index, each.score) for each in embedder.rerank("cats", ["a roof", "a bridge"])]
 
@@ -312,8 +323,73 @@ def test_a_request_that_a_model_cannot_compute_is_the_line_s_error(embedder: LLM
         (judge, "classify", {"input": "a"}, "not a classifier"),
         (judge, "rerank", {"query": "a"}, "documents is missing"),
     ):
-        assert message in line_for(llm, f"/v1/{path}", **body)["error"]["message"]
-    assert line_for(judge, "/v1/embeddings", input="a", pooling="last")["error"] is None
+        assert message in line_for(llm, path, **body)["error"]["message"]
+    assert line_for(judge, "embeddings", input="a", pooling="last")["error"] is None
+
+
+LONG = "x" * 999
+NEIGHBOURS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "embedder": [
+        *(("embeddings", {"input": text}) for text in ("a roof", ["a", "a bridge"], LONG, "", "hello")),
+        ("rerank", {"query": "cats", "documents": ["a roof", "a bridge"]}),
+        ("embeddings", {"input": ["a", LONG], "truncate": True, "dimensions": 8}),
+        ("embeddings", {"input": "a", "prompt_name": "query", "normalize": False, "encoding_format": "base64"}),
+        *(("embeddings", {"input": text, "pooling": "max"}) for text in ("a", [[5, 6], [7]])),
+    ],
+    "judge": [
+        *(("rerank", {"query": query, "documents": ["a roof"]}) for query in ("cats", "dogs", "birds")),
+        *(("rerank", {"query": "cats", "documents": ["a", text], "top_n": 1}) for text in ("b", LONG, "c")),
+        ("rerank", {"query": "cats", "documents": ["a", "b"], "instruction": "find"}),
+    ],
+    "labeller": [
+        *(("classify", {"input": text}) for text in ("a roof", "b", [["a", "b"], ["a", LONG]], ["c", "d"], LONG)),
+        *(("classify", {"input": text, "truncate": True}) for text in ([["a", "b"], ["a", LONG]], "e")),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", NEIGHBOURS)
+def test_neighbouring_rows_share_forwards_and_have_the_lines_of_single_rows(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, forward = request.getfixturevalue(kind), Mock(side_effect=HiddenStates._run)
+    monkeypatch.setattr(HiddenStates, "_run", lambda *arguments: forward(*arguments))
+    rows, alone, shared = text_rows(NEIGHBOURS[kind]), list[Line](), list[Line]()
+    for row in rows:
+        answer_rows(llm, [row], TEXT_SETTINGS, alone.append)
+    num_alone = forward.call_count
+    answer_rows(llm, rows, TEXT_SETTINGS, shared.append)
+    assert shared == alone
+    assert 0 < sum(line.has_failed for line in shared) < len(rows) / 2
+    assert forward.call_count - num_alone < num_alone
+
+
+def test_a_row_that_fails_among_others_fails_alone(embedder: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def computed(asked: Any) -> Any:
+        if any(len(text.ids) == 9 for _, texts in asked for text in texts.texts):
+            raise InvalidRequestError("there is no memory")
+        return together(asked)
+
+    lines, rows = list[Line](), text_rows([("embeddings", {"input": [[5] * length]}) for length in (3, 9, 4)])
+    monkeypatch.setattr(texts, "together", computed)
+    answer_rows(embedder, rows, TEXT_SETTINGS, lines.append)
+    assert [line.has_failed for line in lines] == [False, True, False]
+    assert "there is no memory" in lines[1].text
+
+
+@pytest.mark.parametrize(("name", "limit"), [("MAX_TEXTS", 2), ("MAX_TOKENS", 8)])
+def test_few_rows_wait_for_their_lines(embedder: LLM, name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, name, limit)
+    lines, cancel, num_lines = list[Line](), threading.Event(), list[int]()
+
+    def rows() -> Iterator[Row]:
+        for row in text_rows([("embeddings", {"input": [[5] * 4]})] * 5):
+            yield row
+            num_lines.append(len(lines))
+        cancel.set()
+
+    answer_rows(embedder, rows(), replace(TEXT_SETTINGS, options=RequestOptions(cancel=cancel)), lines.append)
+    assert (num_lines, len(lines)) == ([0, 2, 2, 4, 4], 4), "a row that waits when the run is cancelled gets no line"
 
 
 # Rows that are handed out to processes that die

@@ -18,9 +18,8 @@ from cases import cases
 from classifier_model import LABELS
 from infer import LLM
 from infer.serving.protocols.refusals import BodyError
-from infer.serving.protocols.retrieval_bodies import texts_of
+from infer.serving.protocols.retrieval_bodies import EmbeddingsBody, texts_of
 from infer.serving.server.app import ROUTES
-from infer.serving.server.routes.embeddings import answer_of
 from infer.serving.server.routes.engine_events import OTHERS, interval_of, seen_by
 from infer.serving.server.routes.openapi import document
 from openai_shapes import events
@@ -104,7 +103,7 @@ def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
 
 
 def test_a_vector_of_zeros_stays_zero() -> None:
-    assert answer_of("m", torch.zeros(1, 4).numpy(), "float", 1).data[0].embedding == [0.0] * 4
+    assert EmbeddingsBody(input="a").items(torch.zeros(1, 4).numpy())[0].embedding == [0.0] * 4
     assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
     with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
         texts_of([[1, "a"]])

@@ -14,30 +14,26 @@ from infer.cli.answers.given_texts import GivenText
 from infer.cli.options.command_options import EmbedOptions
 from infer.cli.terminal.signals import exit_on_signal
 from infer.cli.terminal.terminal import Spinner, TextWriter, note
-from infer.engine.texts.embedding import embed, texts_to_embed
-from infer.engine.texts.vector_options import VectorOptions
+from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError
+from infer.text_tasks import embed, together
 
 _TEXTS_PER_CALL = 64  # per update of the progress bar
 
 
 def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions) -> None:
     """Write one vector per text: a `.npy` file of all, or one JSON line per text."""
-    asked = VectorOptions(
-        options.pooling,
-        options.prompt_name,
-        options.dimensions,
-        normalize=False if options.no_normalize else None,
-        truncate=options.truncate,
-    )
-    host, found = model._opened, list[Any]()
+    normalize = False if options.no_normalize else None
+    asked = VectorOptions(options.pooling, options.prompt_name, options.dimensions, normalize, options.truncate)
+    host, found = model._opened, list[torch.Tensor]()
     if not (options.quiet or host.facts.heads.embedder or options.pooling):
         note("the model was not trained for embeddings: the vectors are means of its states")
     with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
-        ids = texts_to_embed(host, [each.text for each in texts], asked)
+        task = embed(host, [each.text for each in texts], asked)
+        ids = task.prepare(lambda: None)
         for start in range(0, len(texts), _TEXTS_PER_CALL):
             end = min(start + _TEXTS_PER_CALL, len(texts))
-            found.append(host.loop.call(embed(host, ids.part(start, end), asked)).get())
+            found += host.loop.call(together([(task, ids.part(start, end))])).get()
             spinner.progress(end, len(texts))
     if ids.warning and not options.quiet:
         note(ids.warning)

@@ -1,18 +1,31 @@
 """The heads of a model for whole texts: how its files define vectors, scores and labels."""
 
+import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Self, final
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from infer.compute.operands.architecture import Architecture
-from infer.engine.requests.reranker import Reranker, make_reranker
+from infer.errors import ModelError
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
 from infer.files.heads.head_files import check_head
+from infer.files.heads.reranker_files import QWEN3_INSTRUCTION, QWEN3_PROMPT, RerankerFiles, Row, head_of
 from infer.files.heads.text_prompts import TextPrompts
+from infer.files.tensors.lazy_weights import read_row
+from infer.files.tensors.tensor_info import TensorInfo
 from infer.model_settings import RerankerName
-from infer.models.pooled_head import Head, load_head
+from infer.models.pooled_head import DenseLayer, Head, load_head
 from infer.outputs import Pooling
 from infer.text.tokenizer import Tokenizer
+from infer.text.tokenizer.pairs import EncodedPair
+
+_INSTRUCTION, _QUERY, _DOCUMENT = (f"{{{{ messages[{index}].content }}}}" for index in range(3))
+_ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 
 
 @final
@@ -43,6 +56,54 @@ class Classifier:
     scale: Scale
     pooling: Pooling = "last"
     pad_id: int | None = None
+
+    def values(self, state: Float[Tensor, "hidden"]) -> list[float]:
+        """Return the value of each label from a float64 state."""
+        logits = self.head.of(state)
+        match self.scale:
+            case "softmax":
+                logits = logits.softmax(-1)
+            case "sigmoid":
+                logits = logits.sigmoid()
+        values: list[float] = logits.tolist()
+        return values
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Reranker:
+    """How a model reads a query and a document, and the head that computes one logit, or one each for yes and no.
+
+    If `template` is None, the model's own chat template is used, with messages of the roles query and document.
+    `instruction` is used by calls that give none. With `reads_pairs`, the tokenizer's format for pairs replaces the
+    template. If `scale` is "raw", the logit is the score.
+    """
+
+    head: Head
+    template: str | None
+    instruction: str | None
+    takes_instruction: bool = True
+    reads_pairs: bool = False
+    pooling: Pooling = "last"
+    scale: Scale = "sigmoid"
+
+    def encode(self, tokenizer: Tokenizer, instruction: str | None, query: str, document: str) -> EncodedPair:
+        """Return a query and a document as the model reads them. Raises InvalidRequestError."""
+        if self.reads_pairs:
+            return tokenizer.encode_pair(query, document)
+        instruction = self.instruction if instruction is None else instruction
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        if instruction is not None or self.template is not None:
+            messages.insert(0, {"role": "system", "content": instruction or ""})
+        return EncodedPair.of_one(tokenizer.encode_chat(messages, chat_template=self.template))
+
+    def score(self, state: Float[Tensor, "hidden"]) -> float:
+        """Return the probability that the document is relevant, or its logit, from a float64 state."""
+        yes, *no = self.head.of(state).tolist()
+        logit: float = yes - sum(no)
+        if self.scale == "raw":
+            return logit
+        return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
 
 
 @final
@@ -81,3 +142,60 @@ def _state_size(checkpoint: Checkpoint) -> int:
     if embedding is not None and embedding.shape:
         return embedding.shape[-1]
     return given if type(given) is int else 0  # the loader refuses such files
+
+
+def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerName) -> Reranker | None:
+    """Return the reranker of a model, or None. `name` "qwen3" makes one even if the model's files do not define one.
+
+    Raises ModelError if the tokenizer does not have the answers as tokens.
+    """
+    files = checkpoint.reranker
+    if files is None:
+        answers = head_of(checkpoint.tensors)
+        if name == "auto" or answers is None or checkpoint.classifier is not None:
+            return None
+        files = RerankerFiles(answers)
+    if files.reads_pairs or not files.tensor:
+        classifier = checkpoint.classifier
+        assert classifier is not None
+        head = load_head(classifier.head)
+        if files.reads_pairs:
+            return Reranker(head, None, None, False, True, classifier.pooling, classifier.scale)
+    else:
+        head = _head_of_answers(files.tensor, files, tokenizer)
+    own = tokenizer.chat_template or ""
+    if files.prompt is not None:
+        template, takes_instruction = _template_of(files.prompt)
+        return Reranker(head, template, QWEN3_INSTRUCTION if takes_instruction else None, takes_instruction)
+    if name == "auto" and all(role.search(own) for role in _ROLES):
+        return Reranker(head, None, checkpoint.prompts.text_of(None) or None)
+    if name == "qwen3" or files.is_qwen3:
+        return Reranker(head, _template_of(QWEN3_PROMPT)[0], QWEN3_INSTRUCTION)
+    return None  # no file defines how the model reads a pair
+
+
+def _head_of_answers(tensor: TensorInfo, files: RerankerFiles, tokenizer: Tokenizer) -> Head:
+    """Return a head with only the rows of the answers."""
+    answers = [files.yes] if files.no is None else [files.yes, files.no]
+    return Head((DenseLayer(torch.stack([_row_of(tensor, each, tokenizer) for each in answers])),))
+
+
+def _row_of(tensor: TensorInfo, row: Row, tokenizer: Tokenizer) -> Float[Tensor, "hidden"]:
+    if isinstance(row, str):
+        ids = tokenizer.encode(row, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ModelError(f"a reranker needs {row!r} as one token, but this tokenizer makes {len(ids)} tokens of it")
+        row = ids[0]
+    if row >= tensor.shape[0]:
+        raise ModelError(f"the reranker's token {row} is not one of the {tensor.shape[0]} rows of the head")
+    return read_row(tensor, row)
+
+
+def _template_of(prompt: str) -> tuple[str, bool]:
+    """Return llama.cpp's prompt as a chat template, and True if it has the instruction that a call may replace.
+
+    The template ends with an expression, because Jinja drops a newline at its end.
+    """
+    text = prompt.replace("{query}", _QUERY).replace("{document}", _DOCUMENT)
+    text = text.replace(QWEN3_INSTRUCTION, _INSTRUCTION)
+    return (text[:-1] + "{{ '\\n' }}" if text.endswith("\n") else text), _INSTRUCTION in text

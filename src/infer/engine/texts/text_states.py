@@ -1,54 +1,79 @@
-"""Hidden states of texts, step by step: from a decoder with its own cache, or from an encoder stage by stage."""
+"""Hidden states of texts, computed between the engine's steps, and pooled to one vector per text.
 
-from collections.abc import Iterator, Sequence
+While the engine has work, their steps are as short as the engine's. A text's vector has the same bits, whatever its
+neighbours and its steps are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
+from typing import TypeVar, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute.operands.limits import MAX_STEP_TEXTS
 from infer.engine.requests.host import Host
+from infer.engine.requests.loop_messages import GIVE_WAY, Work
 from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
 from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
-from infer.engine.texts.vector_options import TextIds
+from infer.engine.texts.text_ids import TextIds
+from infer.errors import ModelError
+from infer.outputs import Pooling
+
+_Value = TypeVar("_Value")
+_TextStates = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of a step: places in the batch, and next states
 
 
-class TextStep(NamedTuple):
-    """The float32 states of some texts' next tokens, each with the index of its text.
+def values_of(host: Host, pooling: Pooling, value_of: Callable[[Tensor], _Value], texts: TextIds) -> Work[list[_Value]]:
+    """Return `value_of` the pooled state of each text. It is work for the loop, step by step.
 
-    If `ends_batch`, nothing is kept for the next step, so that another call may compute its texts.
+    A head may be slow, so other calls may run after each state. Raises ModelError for states that are not finite.
     """
+    pooled = PooledStates(
+        pooling, len(texts.texts), host.model.architecture.hidden_size, [text.num_skipped for text in texts.texts]
+    )
+    yield GIVE_WAY  # before this, the running batch needs the whole cache
+    # The last token is the only one that attends to the whole text. If only its state is pooled, beginnings are shared.
+    for batch, steps in _batches_of(host, texts, only_last=pooling == "last"):
+        for step in steps:
+            for row, states in step:
+                pooled.add(batch[row], states.cpu())
+            yield not GIVE_WAY
+        yield GIVE_WAY  # nothing is kept for the next batch, so another call may compute its texts
+    vectors, values = pooled.vectors(), list[_Value]()
+    _check_finite(vectors)
+    for vector in vectors:
+        values.append(value_of(vector))
+        yield GIVE_WAY
+    return values
 
-    found: list[tuple[int, Float[Tensor, "tokens hidden"]]]
-    ends_batch: bool = False
+
+def _check_finite(vectors: Float[Tensor, "texts size"]) -> None:
+    """Raise ModelError for states that are not finite, because they give no vector, score or label."""
+    broken = (~vectors.isfinite().all(1)).nonzero().flatten().tolist()
+    if broken:
+        raise ModelError(
+            f"text {broken[0]}: the model's states are not finite: its weights are damaged, or its keys and values do "
+            "not fit the cache: download it again, or use kv_type f32"
+        )
 
 
-def text_states(host: Host, given: TextIds, *, only_last: bool = False) -> Iterator[TextStep]:
-    """Yield the states after the last norm of all tokens of the texts, after each step.
-
-    If `only_last`, only the last state of each text is needed, so the common first tokens may be read once.
-    """
-    texts = given.token_ids
+def _batches_of(host: Host, given: TextIds, *, only_last: bool) -> Iterator[tuple[list[int], Iterator[_TextStates]]]:
+    """Yield the indices of the texts of a batch, and its steps, which give the states after the last norm."""
+    texts = [text.ids for text in given.texts]
     if host.reads_whole_texts:
-        yield from _of_encoder(host, texts, given.second_starts or list(map(len, texts)))
+        encoder, starts = host.text_encoder(), [text.second_start for text in given.texts]
+        second_starts = [len(ids) if start is None else start for ids, start in zip(texts, starts, strict=True)]
+        for batch in _batches(list(map(len, texts)), encoder.step_tokens, MAX_STEP_TEXTS):
+            yield batch, encoder.of([texts[index] for index in batch], [second_starts[index] for index in batch])
         return
     hidden_states, room = host.hidden_states(), partial(step_tokens, host)
     num_shared = _num_shared(host, texts) if only_last else 0
-    for batch in _batches([len(text) - num_shared for text in texts], STEP_TOKENS, hidden_states.max_texts):
-        for _ in hidden_states.share(texts[0][:num_shared], room):
-            yield TextStep([])
-        for step in hidden_states.of([texts[index] for index in batch], room, num_shared):
-            yield TextStep([(batch[row], states) for row, states in step])
-        yield TextStep([], ends_batch=True)
-
-
-def _of_encoder(host: Host, texts: Sequence[list[int]], second_starts: Sequence[int]) -> Iterator[TextStep]:
-    encoder = host.text_encoder()
-    for batch in _batches(list(map(len, texts)), encoder.step_tokens, MAX_STEP_TEXTS):
-        for step in encoder.of([texts[index] for index in batch], [second_starts[index] for index in batch]):
-            yield TextStep([(batch[row], states) for row, states in step])
-        yield TextStep([], ends_batch=True)
+    for batch in _batches([len(ids) - num_shared for ids in texts], STEP_TOKENS, hidden_states.max_texts):
+        shared: Iterator[_TextStates] = ([] for _ in hidden_states.share(texts[0][:num_shared], room))
+        yield batch, chain(shared, hidden_states.of([texts[index] for index in batch], room, num_shared))
 
 
 def step_tokens(host: Host) -> int:
@@ -83,3 +108,51 @@ def _batches(lengths: Sequence[int], most_tokens: int, most_texts: int) -> Itera
         batch.append(index)
     if batch:
         yield batch
+
+
+@final
+class PooledStates:
+    """The vectors of texts, in float64. Each is summed token by token, so its bits do not depend on the parts."""
+
+    def __init__(self, pooling: Pooling, num_texts: int, size: int, num_skipped: Sequence[int] = ()) -> None:
+        """Begin without states. `num_skipped` is the number of first tokens of each text to skip; () skips none."""
+        self._pooling = pooling
+        first = -torch.inf if pooling == "max" else 0.0
+        self._vectors = torch.full((num_texts, size), first, dtype=torch.float64)
+        self._num_skipped = list(num_skipped) or [0] * num_texts
+        self._num_tokens = [0] * num_texts
+
+    def add(self, text: int, states: Float[Tensor, "tokens size"]) -> None:
+        """Pool the states of the next tokens of a text."""
+        first, num_skipped = self._num_tokens[text], self._num_skipped[text]
+        self._num_tokens[text] += len(states)
+        vector, start = self._vectors[text], max(num_skipped - first, 0)
+        if self._pooling == "last":
+            start = len(states) - 1
+        last = start + 1 if self._pooling in ("cls", "last") else len(states)
+        for place, state in enumerate(states[start:last].double(), first + start):
+            match self._pooling:
+                case "mean" | "mean_sqrt_len":
+                    vector += state
+                case "weightedmean":
+                    vector += state * (place + 1)
+                case "max":
+                    torch.maximum(vector, state, out=vector)
+                case "last":
+                    vector[:] = state
+                case "cls" if place == num_skipped:
+                    vector[:] = state
+
+    def vectors(self) -> Float[Tensor, "texts size"]:
+        """Return the vectors of texts whose tokens have all been added."""
+        counts = zip(self._num_skipped, self._num_tokens, strict=True)
+        match self._pooling:
+            case "mean":
+                divisors = [float(total - skipped) for skipped, total in counts]
+            case "mean_sqrt_len":
+                divisors = [float(total - skipped) ** 0.5 for skipped, total in counts]
+            case "weightedmean":
+                divisors = [float(sum(range(skipped + 1, total + 1))) for skipped, total in counts]
+            case _:
+                return self._vectors
+        return self._vectors / torch.tensor(divisors, dtype=torch.float64).reshape(-1, 1)

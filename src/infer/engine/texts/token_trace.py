@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import final
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -144,7 +144,7 @@ def trace_answer(
     """
     num_prompt_tokens = len(request.prompt_token_ids)
     context, place = [*request.prompt_token_ids, *answer[:last]], num_prompt_tokens + first - 1
-    found, masks = list[SampleTrace](), _Masks(host, request, answer[: first - 1])
+    found, masks = list[SampleTrace](), _masks(host, request, answer, first)
     for logits in logits_beside(host, context[:-1], place - 1):
         yield
         for row in () if logits is None else logits:
@@ -155,7 +155,7 @@ def trace_answer(
                 num_prompt_tokens=num_prompt_tokens,
                 eos_token_ids=host.tokenizer.eos_token_ids,
                 num_candidates=num_candidates,
-                allowed=masks.next(context[place]),
+                allowed=next(masks),
                 shown_id=context[place],
             )
             if trace.token_id != context[place] and not is_given:
@@ -166,30 +166,28 @@ def trace_answer(
     return found
 
 
-@final
-class _Masks:
-    """The masks of a request's grammar, token by token."""
+def _masks(host: Host, request: Request, answer: Sequence[int], first: int) -> Iterator[Int[Tensor, "words"] | None]:
+    """Return the mask of the request's grammar before each token of the answer, from step `first` on.
 
-    def __init__(self, host: Host, request: Request, before: Sequence[int]) -> None:
-        """Begin after the tokens `before`. Raises InvalidRequestError if the grammar does not allow them."""
-        self._constraint = None if request.make_constraint is None else request.make_constraint()
-        self._has_ended = False
-        self._words, self._device = num_mask_words(host.requests.limits.vocab_size), host.model.device
-        if self._constraint is not None and (count := self._constraint.accept(before)) < len(before):
-            raise InvalidRequestError(f"the grammar does not allow token {before[count]}, number {count} of the answer")
+    After the grammar's end, or a forbidden token, all bits are 1. Without a grammar, it is None. Raises
+    InvalidRequestError if the grammar does not allow the tokens before.
+    """
+    if request.make_constraint is None:
+        return repeat(None)
+    constraint, before = request.make_constraint(), answer[: first - 1]
+    if (count := constraint.accept(before)) < len(before):
+        raise InvalidRequestError(f"the grammar does not allow token {before[count]}, number {count} of the answer")
 
-    def next(self, token_id: int) -> Int[Tensor, "words"] | None:
-        """Return the mask before this token, and move past it.
+    def masks() -> Iterator[Int[Tensor, "words"]]:
+        has_ended = False
+        for token_id in answer[first - 1 :]:
+            mask = np.full(num_mask_words(host.requests.limits.vocab_size), -1, np.int32)
+            if not has_ended:
+                constraint.fill(mask)
+                has_ended = constraint.accept([token_id]) == 0
+            yield torch.from_numpy(mask).to(host.model.device)
 
-        After the grammar's end, or a forbidden token, all bits are 1.
-        """
-        if self._constraint is None:
-            return None
-        mask = np.full(self._words, -1, np.int32)
-        if not self._has_ended:
-            self._constraint.fill(mask)
-            self._has_ended = self._constraint.accept([token_id]) == 0
-        return torch.from_numpy(mask).to(self._device)
+    return masks()
 
 
 def _spelled(trace: SampleTrace, token_bytes: Sequence[bytes]) -> SampleTrace:

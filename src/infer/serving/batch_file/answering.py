@@ -12,15 +12,13 @@ from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
 from infer.sampling_params import values_from, without_zeros
-from infer.serving.batch_file.result_line import error_line, result_line
+from infer.serving.batch_file.result_line import refusal_line, result_line
 from infer.serving.batch_file.row import ENDPOINTS, Row
 from infer.serving.batch_file.settings import BatchSettings, Write
-from infer.serving.batch_file.texts import line_of_texts
+from infer.serving.batch_file.texts import answer_texts
 from infer.serving.protocols.params import seed_of
 from infer.serving.protocols.token_logprobs import Spelling
 from infer.serving.protocols.tool_options import effort_variables
-
-_REFUSED = "invalid_request"
 
 
 def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> None:
@@ -31,14 +29,11 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
     host, under_way = llm._opened, dict[int, Row]()
 
     def sequences() -> Iterator[tuple[int, Sequence]]:
-        for number, row in enumerate(rows):
+        for number, row in enumerate(answer_texts(llm, rows, settings, write)):
             try:
-                if row.texts is not None and row.problem is None:
-                    write(line_of_texts(llm, row, settings.model))
-                    continue
                 sequence = _sequence_of(llm, row, settings)
             except InvalidRequestError as error:
-                write(error_line(row, _REFUSED, str(error), settings.model))
+                write(refusal_line(row, error, settings.model))
             else:
                 under_way[number] = row
                 yield number, sequence

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, finite
 from infer.serving.batch_file.row import ENDPOINTS, Row
 from infer.serving.batch_file.settings import Line
@@ -47,6 +48,10 @@ def _answered(row: Row, body: dict[str, Any], warnings: Sequence[str]) -> Line:
     response = {"status_code": 200, "request_id": _named("req", row.id), "body": body}
     record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": response, "error": None}
     return Line(row.id, _json(record), has_failed=False)
+
+
+def refusal_line(row: Row, error: InvalidRequestError, model: str) -> Line:
+    return error_line(row, "invalid_request", str(error), model)
 
 
 def error_line(row: Row, code: str, message: str, model: str) -> Line:

@@ -1,71 +1,104 @@
-"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: the line with their vectors, scores or labels."""
+"""Rows of `/v1/embeddings`, `/v1/rerank` and `/v1/classify`: the lines with their vectors, scores or labels.
 
-from infer.engine.texts.classification import classifier_of, classify, texts_to_classify
-from infer.engine.texts.embedding import embed, texts_to_embed
-from infer.engine.texts.similarity import scoring
-from infer.engine.texts.vector_options import ranked
-from infer.errors import InvalidRequestError
+Neighbouring rows of one task with equal options are computed together. A row's line is the same as alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from infer.engine.texts.text_ids import TextIds
+from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
-from infer.serving.batch_file.result_line import texts_line
+from infer.serving.batch_file.result_line import refusal_line, texts_line
 from infer.serving.batch_file.row import Row
-from infer.serving.batch_file.settings import Line
+from infer.serving.batch_file.settings import BatchSettings, Line, Write
 from infer.serving.protocols.retrieval_bodies import (
     ClassifyBody,
     EmbeddingsBody,
     RerankBody,
-    documents_of_body,
     texts_of,
     texts_or_pairs_of,
-    vector_options,
-    written,
 )
+from infer.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
+
+MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
+
+_Prepared = tuple[Row, TextTask[Any], TextIds]
 
 
-def line_of_texts(llm: LLM, row: Row, model: str) -> Line:
-    """Return the line of a row. Raises InvalidRequestError if the model cannot compute it."""
-    if isinstance(row.texts, EmbeddingsBody):
-        return _vectors(llm, row, row.texts, model)
-    if isinstance(row.texts, ClassifyBody):
-        return _labels(llm, row, row.texts, model)
-    assert row.texts is not None
-    return _ranks(llm, row, row.texts, model)
+def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
+    """Write the line of each row of texts, and yield all other rows."""
+    waiting, cancel = list[_Prepared](), settings.options.cancel
+
+    def write_waiting() -> None:
+        if not (cancel and cancel.is_set()):
+            _write_lines(llm, waiting, settings.model, write)
+        waiting.clear()
+
+    for row in rows:
+        if row.texts is None or row.problem is not None:
+            write_waiting()
+            yield row
+            continue
+        try:
+            task = _task_of(llm, row)
+            texts = task.prepare(lambda: None)
+        except InvalidRequestError as error:
+            write_waiting()
+            write(refusal_line(row, error, settings.model))
+            continue
+        if waiting and (task.group is None or task.group != waiting[0][1].group):
+            write_waiting()
+        waiting.append((row, task, texts))
+        all_texts = [each for _, _, texts in waiting for each in texts.texts]
+        if len(all_texts) >= MAX_TEXTS or sum(len(each.ids) for each in all_texts) >= MAX_TOKENS:
+            write_waiting()
+    write_waiting()
 
 
-def _vectors(llm: LLM, row: Row, body: EmbeddingsBody, model: str) -> Line:
-    host, options = llm._opened, vector_options(body)
-    if host.facts.heads.embedder is None and body.pooling is None:
-        raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
-    ids = texts_to_embed(host, texts_of(body.input), options)
-    vectors = host.loop.call(embed(host, ids, options)).get().numpy()
-    data = [
-        {"object": "embedding", "index": index, "embedding": written(each, body.encoding_format)}
-        for index, each in enumerate(vectors)
-    ]
-    return texts_line(row, {"data": data}, ids.num_tokens, model, _warnings(row, ids.warning))
+def _write_lines(llm: LLM, rows: Sequence[_Prepared], model: str, write: Write) -> None:
+    """Compute rows together, and write their lines. If that fails, compute each alone, because it has its own error."""
+    if not rows:
+        return
+    try:
+        results = llm._opened.loop.call(together([(task, texts) for _, task, texts in rows])).get()
+    except InferError as error:
+        if len(rows) > 1:
+            for each in rows:
+                _write_lines(llm, [each], model, write)
+        elif isinstance(error, InvalidRequestError):
+            write(refusal_line(rows[0][0], error, model))
+        else:
+            raise
+    else:
+        for (row, _, texts), result in zip(rows, results, strict=True):
+            write(_line_of(llm, row, result, texts, model))
 
 
-def _ranks(llm: LLM, row: Row, body: RerankBody, model: str) -> Line:
-    host, documents = llm._opened, documents_of_body(body)
-    pairs = [(body.query, each) for each in documents]
-    ids, work = scoring(host, pairs, body.instruction, truncate=bool(body.truncate))
-    results = [
-        {"index": each.index, "relevance_score": each.score}
-        | ({"document": {"text": each.document}} if body.return_documents else {})
-        for each in ranked(host.loop.call(work).get(), documents, body.top_n)
-    ]
-    return texts_line(row, {"results": results}, ids.num_tokens, model, _warnings(row, ids.warning))
+def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
+    """Return the task of a row. Raises InvalidRequestError if the model cannot compute it."""
+    host, body = llm._opened, row.texts
+    if isinstance(body, EmbeddingsBody):
+        if host.facts.heads.embedder is None and body.pooling is None:
+            raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
+        return embed(host, texts_of(body.input), body.options())
+    assert body is not None
+    if isinstance(body, ClassifyBody):
+        return classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
+    documents, truncate = body.document_texts(), bool(body.truncate)
+    return rerank(host, body.query, documents, body.top_n, body.instruction, truncate=truncate)
 
 
-def _labels(llm: LLM, row: Row, body: ClassifyBody, model: str) -> Line:
-    host = llm._opened
-    ids = texts_to_classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
-    labels = classifier_of(host).labels
-    data = [
-        {"index": index, "label": labels[each.index(max(each))], "probs": each, "num_classes": len(labels)}
-        for index, each in enumerate(host.loop.call(classify(host, ids)).get())
-    ]
-    return texts_line(row, {"data": data}, ids.num_tokens, model, _warnings(row, ids.warning))
-
-
-def _warnings(row: Row, warning: str) -> list[str]:
-    return [*row.warnings, *([warning] if warning else [])]
+def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:
+    """Return the line of a row. `result` is that of its task."""
+    body = row.texts
+    assert body is not None
+    if isinstance(body, EmbeddingsBody):
+        result = result.numpy()
+    given = (result, classifier_of(llm._opened).labels) if isinstance(body, ClassifyBody) else (result,)
+    items = msgspec.to_builtins(body.items(*given))
+    field = "results" if isinstance(body, RerankBody) else "data"
+    warnings = [*row.warnings, *([texts.warning] if texts.warning else [])]
+    return texts_line(row, {field: items}, texts.num_tokens, model, warnings)

@@ -1,14 +1,17 @@
-"""The bodies of embeddings, reranking, scores and labels, for the server's routes and for the rows of `infer batch`."""
+"""The bodies of embeddings, reranking, scores and labels, and the items of their answers.
+
+The server's routes and the rows of `infer batch` share them.
+"""
 
 import base64
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, final
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from infer.engine.texts.vector_options import VectorOptions
+from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError
-from infer.outputs import Pooling
+from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 from infer.serving.protocols.bodies import Body
 from infer.serving.protocols.foreign import Foreign
@@ -16,7 +19,14 @@ from infer.serving.protocols.params import prompts_of, refusal
 from infer.serving.protocols.refusals import refuse
 
 Encoding = Literal["float", "base64"]
+_Index = Annotated[int, Meta(ge=0)]
+_Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 _OWN_FIELDS = ("dimensions", "prompt_name", "query", "instruction", "top_n")
+
+
+class Embedding(Struct, tag_field="object", tag="embedding"):
+    index: _Index
+    embedding: list[float] | str
 
 
 @final
@@ -31,12 +41,29 @@ class EmbeddingsBody(Body, kw_only=True):
     normalize: bool | None = None
     truncate: bool | None = None
 
+    def options(self) -> VectorOptions:
+        """Return the options that the body sets."""
+        return VectorOptions(self.pooling, self.prompt_name, self.dimensions, self.normalize, bool(self.truncate))
+
+    def items(self, vectors: Any) -> list[Embedding]:
+        """Return the items of the answer for `vectors`, an array `[texts, size]` of float32."""
+        if self.encoding_format == "base64":
+            encoded = (base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors)
+            return [Embedding(index, each) for index, each in enumerate(encoded)]
+        return [Embedding(index, each.tolist()) for index, each in enumerate(vectors)]
+
 
 @final
 class RerankDocument(Struct):
     """A document as an object, which may have further keys."""
 
     text: str
+
+
+class RerankResult(Struct):
+    index: _Index
+    relevance_score: float
+    document: RerankDocument | UnsetType = UNSET
 
 
 @final
@@ -57,6 +84,25 @@ class RerankBody(Body, kw_only=True):
     instruction: str | None = None
     truncate: bool | None = None
 
+    def document_texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+    def items(self, documents: Sequence[RankedDocument]) -> list[RerankResult]:
+        """Return the items of the answer, with the documents' texts if the body asks for them."""
+        return [
+            RerankResult(each.index, each.score, RerankDocument(each.document) if self.return_documents else UNSET)
+            for each in documents
+        ]
+
+
+class Labelled(Struct):
+    """The most probable label of a text, and the probabilities of all labels in the model's order."""
+
+    index: _Index
+    label: str
+    probs: list[float]
+    num_classes: _Index
+
 
 @final
 class ClassifyBody(Body, kw_only=True):
@@ -65,8 +111,9 @@ class ClassifyBody(Body, kw_only=True):
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     truncate: bool | None = None
 
-
-_Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
+    def items(self, values: Sequence[list[float]], labels: Sequence[str]) -> list[Labelled]:
+        """Return the items of the answer for the values of texts, each in the order of the labels."""
+        return [Labelled(index, labels[each.index(max(each))], each, len(labels)) for index, each in enumerate(values)]
 
 
 @final
@@ -83,16 +130,14 @@ class ScoreBody(Body, kw_only=True):
     instruction: str | None = None
     truncate: bool | None = None
 
-
-def vector_options(body: EmbeddingsBody) -> VectorOptions:
-    """Return the options that a body sets."""
-    return VectorOptions(
-        body.pooling,
-        body.prompt_name,
-        body.dimensions,
-        normalize=body.normalize,
-        truncate=bool(body.truncate),
-    )
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs of texts. Raises BodyError if the numbers of texts do not fit each other."""
+        first, second = ([each] if isinstance(each, str) else each for each in (self.text_1, self.text_2))
+        first = first * len(second) if len(first) == 1 else first
+        if len(first) != len(second):
+            message = f"text_1 must be one text or as many as text_2, got {len(first)} and {len(second)}"
+            raise refuse(message, "text_1")
+        return list(zip(first, second, strict=True))
 
 
 def texts_of(given: str | Sequence[Any]) -> list[Any]:
@@ -114,29 +159,6 @@ def texts_or_pairs_of(given: str | Sequence[Any]) -> list[Any]:
 
 def _is_pair(given: Any) -> bool:
     return isinstance(given, list) and len(given) == 2 and all(isinstance(each, str) for each in given)
-
-
-def documents_of_body(body: RerankBody) -> list[str]:
-    """Return the documents as texts."""
-    return [each if isinstance(each, str) else each.text for each in body.documents]
-
-
-def pairs_of_body(body: ScoreBody) -> list[tuple[str, str]]:
-    """Return the pairs of texts. Raises BodyError if the numbers of texts do not fit each other."""
-    first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
-    first = first * len(second) if len(first) == 1 else first
-    if len(first) != len(second):
-        message = f"text_1 must be one text or as many as text_2, got {len(first)} and {len(second)}"
-        raise refuse(message, "text_1")
-    return list(zip(first, second, strict=True))
-
-
-def written(vector: Any, encoding: Encoding | None) -> str | list[float]:
-    """Return a vector, an array of float32, in the format of a body."""
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    found: list[float] = vector.tolist()
-    return found
 
 
 def refusal_of_texts(error: InvalidRequestError, name: str) -> InvalidRequestError:

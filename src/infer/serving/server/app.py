@@ -22,17 +22,15 @@ from infer.serving.server.routes import (
     anthropic_messages,
     branch,
     chat_completions,
-    classify,
     completions,
-    embeddings,
     engine_events,
     health,
     llamacpp,
     ollama,
     prometheus,
     props,
-    rerank,
     responses,
+    retrieval,
     served_models,
     tokens,
     web_files,
@@ -41,7 +39,7 @@ from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.server_state import ServerState
 
 _MODULES = (
-    *(health, prometheus, served_models, chat_completions, completions, responses, embeddings, rerank, classify),
+    *(health, prometheus, served_models, chat_completions, completions, responses, retrieval),
     *(anthropic_messages, ollama, llamacpp, tokens, answer_trace, branch, engine_events, props, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]

@@ -34,8 +34,8 @@ from infer.serving.server.ollama_events import OllamaChat, OllamaGeneration, Oll
 from infer.serving.server.ollama_models import LoadedModel, OllamaModels, ShownModel, listed, shown
 from infer.serving.server.replies import json_response, reply
 from infer.serving.server.routes.completions import ask_to_complete
-from infer.serving.server.routes.embeddings import embed
 from infer.serving.server.routes.ollama_pull import OllamaStatus, pull
+from infer.serving.server.routes.retrieval import embed
 from infer.serving.server.routes.served_models import answer_any_model, check_model
 from infer.serving.server.server_state import ServerState
 

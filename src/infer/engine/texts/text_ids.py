@@ -1,0 +1,79 @@
+"""How texts become vectors, the ids that a model reads, and what is computed of them, as values. Loads no torch."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final, get_args
+
+from infer.engine.requests.request_options import check_choice, check_count
+from infer.outputs import Pooling
+
+
+@final
+@dataclass(frozen=True)
+class VectorOptions:
+    """How texts become vectors: the arguments of `LLM.embed`."""
+
+    pooling: Pooling | None = None
+    prompt_name: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate: bool = False
+
+    def check(self, size: int) -> None:
+        """Raise InvalidRequestError for a pooling that does not exist, or more dimensions than a vector has."""
+        if self.pooling is not None:
+            check_choice("pooling", self.pooling, get_args(Pooling))
+        if self.dimensions is not None:
+            check_count("dimensions", self.dimensions, 1, size)
+
+
+class ReadText(NamedTuple):
+    """The ids of a text or a pair, which `is_cut` if it did not fit.
+
+    The first `num_skipped` tokens are not pooled. Tokens from `second_start` on have the second type, for an encoder
+    that reads pairs; None means that all tokens have the first type.
+    """
+
+    ids: list[int]
+    is_cut: bool = False
+    num_skipped: int = 0
+    second_start: int | None = None
+
+
+@final
+class TextIds(NamedTuple):
+    """The texts of a call, each of at most `most` tokens."""
+
+    texts: list[ReadText]
+    most: int
+
+    def part(self, start: int, end: int) -> "TextIds":
+        """Return the texts from `start` up to `end`."""
+        return self._replace(texts=self.texts[start:end])
+
+    def without_padding(self, pad_ids: tuple[int | None, ...]) -> "TextIds":
+        """Return texts up to their last token that is not padding, but at least one, as `transformers` pools them."""
+        return self._replace(texts=[text._replace(ids=_without_padding(text.ids, pad_ids)) for text in self.texts])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(text.ids) for text in self.texts)
+
+    @property
+    def warning(self) -> str:
+        """The warning about texts that were cut, or "" if none was."""
+        num_cut = sum(text.is_cut for text in self.texts)
+        return f"{num_cut} of {len(self.texts)} texts were cut to {self.most} tokens" if num_cut else ""
+
+
+def _without_padding(ids: list[int], pad_ids: tuple[int | None, ...]) -> list[int]:
+    count = len(ids)
+    while count > 1 and ids[count - 1] in pad_ids:
+        count -= 1
+    return ids[:count]
+
+
+class Computed(NamedTuple):
+    """Vectors `[texts, size]`, a list of scores or of labels, and the texts from which they were computed."""
+
+    found: Any
+    texts: TextIds

@@ -1,0 +1,192 @@
+"""`/v1/embeddings`, `/v1/rerank`, `/v1/score` and `/v1/classify`: vectors, scores and labels of texts.
+
+A reranker reads the query and a document together. With a model for embeddings, the score is the cosine of their
+vectors, as in vLLM. The labels have vLLM's shape, too.
+"""
+
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+import infer
+from infer.errors import InvalidRequestError
+from infer.outputs import ranked
+from infer.serving.protocols.refusals import refuse
+from infer.serving.protocols.retrieval_bodies import (
+    ClassifyBody,
+    Embedding,
+    EmbeddingsBody,
+    Labelled,
+    RerankBody,
+    RerankResult,
+    ScoreBody,
+    refusal_of_texts,
+    texts_of,
+    texts_or_pairs_of,
+)
+from infer.serving.server.answer_types import Answer, Count
+from infer.serving.server.asking import enter, text_tokens, while_connected
+from infer.serving.server.call import call_of
+from infer.serving.server.door import Arrival
+from infer.serving.server.endpoint import post
+from infer.serving.server.replies import json_response, with_warnings
+from infer.serving.server.routes.served_models import check_model
+from infer.serving.server.server_state import ServerState
+
+_Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
+
+
+class EmbeddingsUsage(Struct):
+    prompt_tokens: Count
+    total_tokens: Count
+
+    @classmethod
+    def of(cls, num_tokens: int) -> "EmbeddingsUsage":
+        return cls(num_tokens, num_tokens)
+
+
+class Embeddings(Answer, tag_field="object", tag="list"):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
+class RerankAnswer(Answer):
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingsUsage
+
+
+class Score(Struct, tag_field="object", tag="score"):
+    index: Count
+    score: float
+
+
+class ScoreAnswer(Answer, tag_field="object", tag="list"):
+    id: str
+    created: Count
+    model: str
+    data: list[Score]
+    usage: EmbeddingsUsage
+
+
+class ClassifyAnswer(Answer, tag_field="object", tag="list"):
+    id: str
+    created: Count
+    model: str
+    data: list[Labelled]
+    usage: EmbeddingsUsage
+
+
+async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
+    def make_answer(vectors: Any, num_tokens: int) -> Embeddings:
+        data = body.items(vectors)
+        return Embeddings(data=data, model=call_of(request).model, usage=EmbeddingsUsage.of(num_tokens))
+
+    return await embed(request, state, body, make_answer)
+
+
+async def embed(
+    request: Request, state: ServerState, body: EmbeddingsBody, make_answer: Callable[[Any, int], Answer]
+) -> Response:
+    """Return the answer that `make_answer` makes of the vectors (float32 `[texts, size]`) and the number of tokens."""
+    host, call = state.llm().host, call_of(request)
+    check_model(request, state, body.model)
+    texts, options = texts_of(body.input), body.options()
+    if not (state.settings.allow_embeddings or host.facts.heads.embedder):
+        message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
+        raise refuse(message, "model", "unsupported_model")
+    computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_vectors(texts, options))
+    answer = partial(make_answer, computed.found.numpy(), computed.texts.num_tokens)
+    # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
+    encoded = host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call)))
+    return Response(await while_connected(request, encoded), media_type="application/json")
+
+
+async def rerank(request: Request, state: ServerState, body: RerankBody) -> Response:
+    documents, call = body.document_texts(), call_of(request)
+    check_model(request, state, body.model)
+    scores, num_tokens = await _score(request, state, body, [(body.query, each) for each in documents], "documents")
+    results, usage = body.items(ranked(scores, documents, body.top_n)), EmbeddingsUsage.of(num_tokens)
+    answer = RerankAnswer(id="rerank-" + call.id.removeprefix("req-"), model=call.model, results=results, usage=usage)
+    return json_response(answer, call)
+
+
+async def score(request: Request, state: ServerState, body: ScoreBody) -> Response:
+    check_model(request, state, body.model)
+    scores, num_tokens = await _score(request, state, body, body.pairs(), "text_2")
+    data = [Score(index, each) for index, each in enumerate(scores)]
+    return _list_response(request, ScoreAnswer, "score", data, num_tokens)
+
+
+async def classify(request: Request, state: ServerState, body: ClassifyBody) -> Response:
+    classifier = state.llm().host.facts.heads.classifier
+    check_model(request, state, body.model)
+    texts, truncate = texts_or_pairs_of(body.input), bool(body.truncate)
+    if classifier is None:
+        raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
+    computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_labels(texts, truncate=truncate))
+    data = body.items(computed.found, classifier.labels)
+    return _list_response(request, ClassifyAnswer, "classify", data, computed.texts.num_tokens)
+
+
+async def _score(
+    request: Request, state: ServerState, body: RerankBody | ScoreBody, pairs: list[tuple[str, str]], name: str
+) -> tuple[list[float], int]:
+    """Return the scores of pairs, and their number of tokens. `name` is the field with the texts, for errors."""
+    heads, may_compare = state.llm().host.facts.heads, state.settings.allow_embeddings
+    if not (heads.reranker or heads.embedder or may_compare):
+        message = (
+            "this model is not a reranker and was not made for embeddings: serve a reranker, or start the server with "
+            "--reranker for a copy of a reranker"
+        )
+        raise refuse(message, "model", "unsupported_model")
+
+    async def scored(llm: "infer.AsyncLLM") -> Any:
+        truncate = bool(body.truncate)
+        return await llm.score_pairs(pairs, body.instruction, truncate=truncate, may_compare=may_compare)
+
+    computed = await _compute(request, state, pairs, name, scored)
+    return computed.found, computed.texts.num_tokens
+
+
+async def _compute(
+    request: Request,
+    state: ServerState,
+    texts: Any,
+    name: str,
+    call: _Call,
+) -> Any:
+    """Return the `Computed` of a call. `texts` count at the door; `name` is their field, for errors."""
+    await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
+    try:
+        computed = await while_connected(request, call(state.llm()))
+    except InvalidRequestError as error:
+        raise refusal_of_texts(error, name) from error
+    call_of(request).warnings += [computed.texts.warning] if computed.texts.warning else []
+    return computed
+
+
+def _list_response(
+    request: Request, kind: type[ScoreAnswer | ClassifyAnswer], name: str, data: list[Any], num_tokens: int
+) -> Response:
+    call, usage = call_of(request), EmbeddingsUsage.of(num_tokens)
+    own_id = f"{name}-{call.id.removeprefix('req-')}"
+    return json_response(kind(id=own_id, created=call.created, model=call.model, data=data, usage=usage), call)
+
+
+ROUTES = [
+    post("/v1/embeddings", embeddings, "Convert texts to vectors", EmbeddingsBody, Embeddings, "embeddings"),
+    *(
+        post(path, rerank, "Rank documents by their relevance to a query", RerankBody, RerankAnswer, "rerank")
+        for path in ("/v1/rerank", "/v2/rerank")
+    ),
+    post("/v1/score", score, "Score how relevant texts are to others", ScoreBody, ScoreAnswer, "rerank"),
+    post("/v1/classify", classify, "Label texts", ClassifyBody, ClassifyAnswer, "classify"),
+]

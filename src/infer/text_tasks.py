@@ -1,0 +1,286 @@
+"""The calls about whole texts, each as one value: `embed`, `score_pairs`, `rerank`, `classify` and `prompt_logprobs`.
+
+`LLM`, `AsyncLLM`, the rows of batch files and the commands make a task of their arguments, and run it with `run`,
+`compute` or `together`. A text's values have the same bits, whatever other texts are computed with it.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.engine.requests.host import Host
+from infer.engine.requests.loop_messages import Work
+from infer.engine.requests.prompt_encoding import Prompt, is_conversation, pairs_of
+from infer.engine.requests.text_heads import Classifier, Embedder, Reranker
+from infer.engine.texts.text_ids import Computed, ReadText, TextIds, VectorOptions
+from infer.engine.texts.text_reading import Check, read_pair, read_text, read_texts
+from infer.engine.texts.text_states import values_of
+from infer.engine.texts.token_trace import ids_to_score, score_prompt
+from infer.errors import InvalidRequestError, TruncationWarning
+from infer.outputs import Classification, RankedDocument, TokenLogprob, ranked
+
+TextPair = tuple[str, str]
+TextOrPair = Prompt | list[str] | tuple[str, ...]  # a pair has two texts
+Result = TypeVar("Result")
+_Other = TypeVar("_Other")
+
+
+@final
+@dataclass(frozen=True)
+class TextTask(Generic[Result]):
+    """A call about texts: what the model reads, what the loop's thread computes, and what is made of it.
+
+    `prepare` returns the ids of each text. Any thread may call it. It calls `check`, which may raise, before each text,
+    and raises InvalidRequestError for a text that cannot be read. `work` computes one value per text, step by step, and
+    `finish` returns the result. One `work` may compute the texts of tasks whose `group` is equal, unless it is None.
+    """
+
+    host: Host
+    prepare: Callable[[Check], TextIds]
+    work: Callable[[TextIds], Work[list[Any]]]
+    finish: Callable[[list[Any]], Result]
+    group: object = None
+
+    def then(self, change: Callable[[Result], _Other]) -> "TextTask[_Other]":
+        """Return a task whose result is `change` of the result."""
+        return TextTask(self.host, self.prepare, self.work, lambda values: change(self.finish(values)), self.group)
+
+
+def together(asked: Sequence[tuple[TextTask[Result], TextIds]]) -> Work[list[Result]]:
+    """Return the results of tasks of one group, with their prepared texts. It is work for the loop, step by step."""
+    (first, ids), *_ = asked
+    values = yield from first.work(ids._replace(texts=[text for _, ids in asked for text in ids.texts]))
+    ends = accumulate(len(ids.texts) for _, ids in asked)
+    return [task.finish(values[end - len(ids.texts) : end]) for (task, ids), end in zip(asked, ends, strict=True)]
+
+
+def run(task: TextTask[Result]) -> Result:
+    """Return the result of a task. The caller's caller is warned if texts were cut."""
+    texts = task.prepare(lambda: None)
+    warn_if_cut(texts, stacklevel=4)
+    (result,) = task.host.loop.call(together([(task, texts)])).get()
+    return result
+
+
+async def compute(task: TextTask[Any]) -> Computed:
+    """Return the result of a task with its texts, for an event loop. It warns of nothing."""
+    texts = await task.host.answers.prepare(task.prepare)
+    (result,) = await task.host.answers.call(together([(task, texts)]))
+    return Computed(result, texts)
+
+
+def warn_if_cut(texts: TextIds, stacklevel: int) -> None:
+    """Warn about texts that were cut. `stacklevel` is the parameter of the standard library."""
+    if texts.warning:
+        warnings.warn(texts.warning, TruncationWarning, stacklevel=stacklevel)
+
+
+def embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) -> TextTask[Float[Tensor, "texts size"]]:
+    """Return the task of `LLM.embed`: one float32 vector per text.
+
+    After pooling, the vectors pass the layers in the model's files. Then they are cut to `dimensions` and normalised.
+    Raises InvalidRequestError for an option that cannot be served.
+    """
+    heads, tokenizer = host.facts.heads, host.tokenizer
+    embedder = heads.embedder or Embedder(host.model.architecture.hidden_size)
+    options.check(embedder.size)
+    host.check_has_states()
+    before, num_first = heads.prompts.text_of(options.prompt_name), 0
+    if before and embedder.skips_prompt:  # but not a special token at the prompt's end, like sentence-transformers
+        ids = tokenizer.encode(before)
+        num_first = len(ids[:-1] if ids and ids[-1] in tokenizer.special_token_ids else ids)
+
+    def read(text: Prompt) -> ReadText:
+        if isinstance(text, str):
+            found = read_text(host, before + text, truncate=options.truncate)
+            return found._replace(num_skipped=num_first if num_first < len(found.ids) else 0)
+        if options.prompt_name is not None:
+            raise InvalidRequestError("prompt_name needs texts, got ids or messages: leave it out")
+        return read_text(host, text, truncate=options.truncate)
+
+    def finish(values: list[Tensor]) -> Float[Tensor, "texts size"]:
+        vectors = torch.stack(values) if values else torch.zeros(0, embedder.size)
+        vectors = vectors[:, : options.dimensions]
+        is_normalized = embedder.normalizes if options.normalize is None else options.normalize
+        return (torch.nn.functional.normalize(vectors) if is_normalized else vectors).float()
+
+    return TextTask(
+        host,
+        lambda check: read_texts(host, (text for text, _ in pairs_of(texts, None)), read, check),
+        partial(values_of, host, options.pooling or embedder.pooling, embedder.head.of),
+        finish,
+        (embed, options.pooling),
+    )
+
+
+def score_pairs(
+    host: Host,
+    pairs: Sequence[TextPair],
+    instruction: str | None = None,
+    *,
+    truncate: bool = False,
+    may_compare: bool = False,
+) -> TextTask[list[float]]:
+    """Return the task that scores queries with documents: by a reranker, or by the cosine of their vectors.
+
+    A model that is not a reranker compares vectors if its files were made for embeddings, or with `may_compare`. Raises
+    InvalidRequestError for a model of neither kind, and for an instruction that the model's prompt cannot have.
+    """
+    heads = host.facts.heads
+    if heads.reranker is None and (heads.embedder or may_compare):
+        if instruction is not None:
+            problem = "instruction must be left out: this model compares vectors, without a prompt"
+            raise InvalidRequestError(problem, param="instruction")
+        texts = [*(second for _, second in pairs), *dict.fromkeys(first for first, _ in pairs)]
+        return embed(host, texts, VectorOptions(normalize=True, truncate=truncate)).then(partial(_cosines, pairs))
+    reranker = reranker_of(host)
+    host.check_has_states()
+    _check_text("instruction", instruction if instruction is not None else "")
+    if instruction is not None and not reranker.takes_instruction:
+        raise InvalidRequestError("instruction must be left out: this model's prompt has none", param="instruction")
+    encode = partial(reranker.encode, host.tokenizer, instruction)
+
+    def read(pair: TextPair) -> ReadText:
+        return read_pair(host, encode, *pair, truncate=truncate)
+
+    # A decoder reads the common beginning of a query's pairs once, so pairs of other queries are not among them.
+    has_beginning = len(pairs) > 1 and not host.reads_whole_texts
+    return TextTask(
+        host,
+        lambda check: read_texts(host, _checked(pairs), read, check, "document"),
+        partial(values_of, host, reranker.pooling, reranker.score),
+        list,
+        (score_pairs, instruction, pairs[0][0]) if has_beginning else score_pairs,
+    )
+
+
+def reranker_of(host: Host) -> Reranker:
+    """Return the reranker of a model. Raises InvalidRequestError if the model is not a reranker."""
+    if (reranker := host.facts.heads.reranker) is None:
+        raise InvalidRequestError(
+            "this model is not a reranker and was not made for embeddings, as far as its files say: load a reranker, "
+            "or pass reranker='qwen3' for a copy of Qwen3-Reranker"
+        )
+    return reranker
+
+
+def _checked(pairs: Sequence[TextPair]) -> Iterator[TextPair]:
+    """Yield the pairs. Raises InvalidRequestError at one that has a value other than a text."""
+    for index, (query, document) in enumerate(pairs):
+        _check_text("query", query)
+        _check_text("document", document, f" {index}")
+        yield query, document
+
+
+def _check_text(name: str, value: object, where: str = "") -> None:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name}{where} must be a text, got {type(value).__name__}", param=name)
+
+
+def _cosines(pairs: Sequence[TextPair], vectors: Float[Tensor, "texts size"]) -> list[float]:
+    """Return the cosine of each pair, from −1 to 1.
+
+    `vectors`, of length 1, are those of the second text of each pair, then those of each different first text. Each sum
+    is computed separately in float64, so a cosine's bits depend only on its own pair. Vectors are rounded, so the
+    cosine of a text with itself may be slightly above 1.
+    """
+    firsts, wide = dict.fromkeys(first for first, _ in pairs), vectors.double()
+    places = {first: len(pairs) + at for at, first in enumerate(firsts)}
+    sums = (float((wide[places[first]] * wide[at]).sum()) for at, (first, _) in enumerate(pairs))
+    return [max(-1.0, min(1.0, each)) for each in sums]
+
+
+def rerank(
+    host: Host,
+    query: str,
+    documents: Sequence[str],
+    top_n: int | None = None,
+    instruction: str | None = None,
+    *,
+    truncate: bool = False,
+) -> TextTask[list[RankedDocument]]:
+    """Return the task of `LLM.rerank`: documents by their scores. Raises InvalidRequestError, as `score_pairs` does."""
+    if isinstance(documents, str) or not isinstance(documents, Sequence):
+        problem = f"documents must be a list of texts, got {type(documents).__name__}"
+        raise InvalidRequestError(problem, param="documents")
+    if top_n is not None and (type(top_n) is not int or top_n < 1):
+        raise InvalidRequestError(f"top_n must be a whole number of at least 1, got {top_n!r:.40}", param="top_n")
+    scoring = score_pairs(host, [(query, each) for each in documents], instruction, truncate=truncate)
+    return scoring.then(lambda scores: ranked(scores, documents, top_n))
+
+
+def classify(host: Host, texts: Sequence[TextOrPair], *, truncate: bool = False) -> TextTask[list[list[float]]]:
+    """Return the task that computes the value of each label per text or pair of texts, in the order of the labels.
+
+    Raises InvalidRequestError if the model is not a classifier.
+    """
+    classifier = classifier_of(host)
+    host.check_has_states()
+    if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+        raise InvalidRequestError(f"texts must be a list of texts or pairs of texts, got {type(texts).__name__}")
+    pad_ids = (classifier.pad_id,) if classifier.pooling == "last" else ()
+
+    def read(text: Any) -> ReadText:
+        if not (isinstance(text, list | tuple) and any(isinstance(each, str) for each in text)):
+            if is_conversation(text):
+                problem = "a classifier reads a text, ids or a pair of texts, got messages: render them"
+                raise InvalidRequestError(problem)
+            return read_text(host, text, truncate=truncate)
+        if len(text) != 2 or not all(isinstance(each, str) for each in text):
+            other = next((type(each).__name__ for each in text if not isinstance(each, str)), len(text))
+            raise InvalidRequestError(f"a pair must be two texts, got {other}")
+        return read_pair(host, host.tokenizer.encode_pair, *text, truncate=truncate)
+
+    return TextTask(
+        host,
+        lambda check: read_texts(host, texts, read, check).without_padding(pad_ids),
+        partial(values_of, host, classifier.pooling, classifier.values),
+        list,
+        classify,
+    )
+
+
+def classifier_of(host: Host) -> Classifier:
+    """Return the classifier of a model. Raises InvalidRequestError if the model is not a classifier."""
+    if (classifier := host.facts.heads.classifier) is None:
+        raise InvalidRequestError(
+            "this model is not a classifier: its files have no weight of labels, such as the score.weight of a "
+            "Qwen3ForSequenceClassification or the classifier.weight of a BertForSequenceClassification. Load a "
+            "classifier"
+        )
+    return classifier
+
+
+def labels(host: Host, texts: Sequence[TextOrPair], *, truncate: bool = False) -> TextTask[list[Classification]]:
+    """Return the task of `LLM.classify`: the labels of each text, the most probable first.
+
+    If two are equal, the first label comes first. Raises InvalidRequestError, as `classify` does.
+    """
+    names = classifier_of(host).labels
+
+    def sorted_labels(values: Sequence[float]) -> Classification:
+        order = sorted(range(len(names)), key=lambda index: -values[index])
+        return Classification(tuple(names[index] for index in order), tuple(values[index] for index in order))
+
+    return classify(host, texts, truncate=truncate).then(lambda values: [sorted_labels(each) for each in values])
+
+
+def prompt_logprobs(host: Host, prompt: Prompt, *, num: int = 0) -> TextTask[list[TokenLogprob | None]]:
+    """Return the task of `LLM.prompt_logprobs`: the log-probability of each token but the first."""
+
+    def work(texts: TextIds) -> Work[list[list[TokenLogprob | None]]]:
+        return [(yield from score_prompt(host, texts.texts[0].ids, num))]
+
+    return TextTask(
+        host,
+        lambda check: TextIds([ReadText(ids_to_score(host, prompt, num))], host.requests.limits.max_seq_len),
+        work,
+        lambda values: values[0],
+    )

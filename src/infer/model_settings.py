@@ -6,7 +6,7 @@ They are checked before a file is opened. Before a model is loaded, they are che
 import difflib
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, final, get_args, no_type_check
 
 from infer.compute.kvcache.cache_settings import CacheSettings
@@ -41,7 +41,6 @@ _CHOSEN_PER_CALL = (
 )
 _CACHE = CacheSettings()
 _OF_AN_EVICTION = ("eviction_window", "protected_prefix", "memory_threshold_mb")
-_OF_THE_CACHE = ("kv_type", "eviction_policy", *_OF_AN_EVICTION, "reuse_prefixes", "state_memory_mb")
 
 
 class UnknownSettingError(InvalidRequestError, TypeError):
@@ -166,7 +165,7 @@ class ModelSettings:
     @property
     def cache(self) -> CacheSettings:
         """The settings of the cache. Prefixes on disk are also reused in memory."""
-        values = {name: getattr(self, name) for name in _OF_THE_CACHE}
+        values = {each.name: getattr(self, each.name) for each in fields(CacheSettings) if each.name in SETTINGS}
         return CacheSettings(**values | {"reuse_prefixes": self.reuse_prefixes or bool(self.prefix_disk)})
 
     @property

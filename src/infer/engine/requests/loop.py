@@ -39,8 +39,7 @@ from infer.engine.requests.loop_messages import (
     refuse_all,
 )
 from infer.engine.requests.mailbox import Mailbox, Relay
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError, closed
 from infer.models.load import OnProgress
 from infer.system.cores.thread_start import start_thread

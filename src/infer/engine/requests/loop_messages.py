@@ -11,8 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, final
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
 from infer.engine.requests.mailbox import Mailbox, Relay, Waiters
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import closed
 
 _Found = TypeVar("_Found")

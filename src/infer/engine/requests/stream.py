@@ -7,8 +7,7 @@ from typing import NoReturn, Self, SupportsIndex, final
 
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.mailbox import Mailbox
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, Piece
 

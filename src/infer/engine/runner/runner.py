@@ -143,6 +143,14 @@ class Runner:
         """Empty all slots, even after a step that an exception interrupted midway."""
         self._cache.reset()
 
+    def shortage(self, slot: int, num_tokens: int) -> str:
+        """Return which pages are missing to reserve a slot's next tokens, or an empty string if there are enough."""
+        return self._cache.shortage(slot, num_tokens)
+
+    def prompt_shortage(self, slot: int) -> str:
+        """Return which pages are missing for `after_prompt`, or an empty string if there are enough."""
+        return "" if self._compression is None else self._compression.shortage(slot)
+
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for a slot's next tokens, before they are run. Raises OutOfPagesError, with nothing changed."""
         self._cache.reserve(slot, num_tokens)

@@ -26,6 +26,7 @@ from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Drafter
 from infer.engine.step.drafting import Drafting
 from infer.engine.step.fairness import Queue
+from infer.engine.step.faults import Faults
 from infer.engine.step.grammar_masks import MaskFiller
 from infer.engine.step.scheduler import Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Lease, Sequence
@@ -44,7 +45,7 @@ class Engine:
     """The engine. Only the loop's thread uses it (`requests.loop`).
 
     A step that raises leaves the engine in an incomplete state. Then `recover` empties the cache, and all sequences are
-    computed again.
+    computed again. If a step raises again, they are computed one by one (`Faults`).
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Engine:
         self._steps = Steps(self.scheduler, self._shares, self._drafting)
         self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
         self._filler = MaskFiller(runner.model.backend)
+        self._faults = Faults()
         self._interrupt = Interrupt()  # set by threads that send a message to the loop
 
     @property
@@ -145,8 +147,8 @@ class Engine:
         self._want_slot(sequence)
 
     def _want_slot(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a slot, unless it has one, is paused, or still waits for pages from disk."""
-        is_held_up = sequence.is_paused or sequence in self._loading
+        """Let a sequence wait for a slot, unless it has one, is paused, loads pages, or another one runs alone."""
+        is_held_up = sequence.is_paused or sequence in self._loading or self._faults.alone not in (None, sequence)
         if sequence in self._sequences and not (sequence.has_slot or is_held_up):
             self._queue.wait(sequence)
 
@@ -217,8 +219,14 @@ class Engine:
             sequence.end()
         self._drafting.clear()
         self._queue.clear()
+        self._faults = Faults()
         for group in (self._sequences, self._loading, self._watched, self._leaving, self._taking_part):
             group.clear()
+
+    def recover_from(self, error: Exception) -> None:
+        """Continue after a step that raised. Raises the error if the engine has failed."""
+        self._faults.add(error, [each for each in self._sequences if not each.is_paused and each not in self._loading])
+        self.recover()
 
     def recover(self) -> None:
         """Empty the cache after a step that raised. All sequences are computed again from their ids."""
@@ -227,7 +235,7 @@ class Engine:
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
-            self._want_slot(sequence)
+        self._rejoin()
         self._filler = MaskFiller(self.runner.model.backend)
 
     # A step
@@ -239,7 +247,25 @@ class Engine:
         """
         launched, self._pending = self._pending or self.launch(), None
         self._pending = self._launch_behind(launched)
-        return self.collect(launched)
+        sequences = self.collect(launched)
+        self._try_suspects()
+        return sequences
+
+    def _try_suspects(self) -> None:
+        """After a step that succeeded, let another sequence run if they run alone, or all again after the last one."""
+        before = self._faults.alone
+        self._faults.passed()
+        if self._faults.alone is not before:
+            if before is not None and before.has_slot:
+                self._slots.preempt(before)
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Let the sequences that may run wait for slots, and drop those that faults ended."""
+        self._queue.clear()
+        self._leaving.update(self._sequences)
+        for sequence in self._sequences:
+            self._want_slot(sequence)
 
     def launch(self, behind: LaunchedStep | None = None) -> LaunchedStep | None:
         """Choose the sequences of a step, plan it, and run the forward. Return None if there is nothing to compute.

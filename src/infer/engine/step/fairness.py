@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from heapq import heapify, heappop
 from itertools import chain, count
 from math import ceil
-from typing import Generic, Protocol, TypeVar, final
+from typing import Generic, Protocol, TypeVar, final, runtime_checkable
 
 EXPECTED_ANSWER = 256  # tokens: the first estimate of an answer's length
 HEAD_START = 10.0  # seconds per level of priority
@@ -34,6 +34,7 @@ _NEARLY = 1 - 1e-9
 _WORTH = 3  # all sequences generate this many times the wasted tokens before the next slot is taken
 
 
+@runtime_checkable
 class Candidate(Protocol):
     """A sequence, as the rules see it. Only a `Queue` sets the attributes that are no properties."""
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from operator import add
-from typing import NamedTuple, Protocol, Self, final
+from typing import NamedTuple, Protocol, Self, final, runtime_checkable
 
 from infer.compute.operands.limits import RECENT_PAGES, STATE_TOKENS, StepLimits
 from infer.engine.speculation.policy import StepTimes
@@ -33,6 +33,7 @@ MARGIN = 0.3
 MOST_OWED = 1.0  # seconds: a tenant that waited long may not delay the others for as long
 
 
+@runtime_checkable
 class Demand(Protocol):
     """The work that a sequence requests for the next step: the attributes of a sequence that a plan depends on."""
 

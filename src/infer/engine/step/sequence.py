@@ -173,12 +173,16 @@ class Sequence:
         try:
             return call()
         except Exception as error:  # an unknown fault: the other answers are still right
-            self.has_fault = True
-            del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
-            if self.error is None:
-                place = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.fail("internal", f"a fault of infer, in this answer only: {place:.200}: send the request again")
+            self.blame(error)
             return otherwise
+
+    def blame(self, error: Exception) -> None:
+        """End with an unknown fault, which no other sequence has."""
+        self.has_fault = True
+        del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
+        if self.error is None:
+            place = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.fail("internal", f"a fault of infer, in this answer only: {place:.200}: send the request again")
 
     # Its place in the engine
 

@@ -18,7 +18,7 @@ from typing import TypeVar, final
 
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.step import Interrupt, Masks
-from infer.compute.ops import Generated, PendingStep
+from infer.compute.ops import PendingStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
@@ -381,9 +381,8 @@ class Engine:
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
             interrupt = self._interrupt
-            sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
-            if ends:
-                token_ids, logprobs = [each.token_ids for each in sampled], [each.logprobs for each in sampled]
-                return PendingStep.ended(Generated(token_ids, ends, logprobs)), True
+            generated = self.runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
+            if generated.ends:
+                return PendingStep.ended(generated), True
         before = None if behind is None else behind.pending
         return self.runner.launch(chunks, columns, history, masks, before), False

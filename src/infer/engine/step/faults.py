@@ -53,7 +53,7 @@ class Faults:
         """
         self._num_in_a_row = 0
         if self._suspects is None:
-            return
+            return None
         for sequence in [self.alone] if self.alone is not None else list(self._suspects):
             has_token = sequence.num_generated > self._suspects[sequence]
             self._has_progress |= has_token

@@ -161,9 +161,7 @@ class Scheduler:
         if prefilling:
             seconds = self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
             for index, count in self._shares(demands, prefilling, budget + kept, seconds):
-                num_tokens[index] += count
-            for index in prefilling:
-                num_tokens[index] = self._up_to_checkpoint(demands[index], num_tokens[index])
+                num_tokens[index] = count
             budget += kept - sum(num_tokens[index] for index in prefilling)
         for index in prefilling:
             if num_tokens[index] == demands[index].num_schedulable:
@@ -232,8 +230,8 @@ class Scheduler:
 
     def _shares(
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
-    ) -> list[tuple[int, int]]:
-        """Return pairs (demand, tokens) that fill this many tokens and seconds. A demand may appear twice."""
+    ) -> Iterable[tuple[int, int]]:
+        """Return pairs (demand, tokens) that fill this many tokens and seconds."""
         costs = self.costs.costs
         if seconds < inf and not (costs.per_token or costs.per_context):
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
@@ -241,21 +239,21 @@ class Scheduler:
         oldest = min(prefilling, key=lambda index: demands[index].entry)
         start, num_pending = demands[oldest].num_computed, demands[oldest].num_schedulable
         kept = self._fitting(start, num_pending, num_tokens // 4, seconds / 4)
-        shares = [(oldest, kept)]
+        shares, is_first = {oldest: kept}, True
         num_tokens, seconds = num_tokens - kept, seconds - self._seconds_of(start, kept)
         for index in shortest:
             start, num_pending = demands[index].num_computed, demands[index].num_schedulable
             if index == oldest:
                 start, num_pending = start + kept, num_pending - kept
             count = self._fitting(start, num_pending, num_tokens, seconds)
-            if len(shares) == 1:
+            if is_first:
                 least = self._fitting(start, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS / 2)
-                count = min(num_tokens, max(least, count))
-            shares.append((index, count))
+                count, is_first = min(num_tokens, max(least, count)), False
+            shares[index] = shares.get(index, 0) + count
             num_tokens, seconds = num_tokens - count, seconds - self._seconds_of(start, count)
-        if not any(count for _, count in shares):
-            shares.append((shortest[0], min(num_tokens, 1)))
-        return shares
+        if not any(shares.values()):
+            shares[shortest[0]] = min(num_tokens, 1)
+        return [(index, self._up_to_checkpoint(demands[index], count)) for index, count in shares.items()]
 
     def _up_to_checkpoint(self, demand: Demand, num_tokens: int) -> int:
         """Return how many of a prompt's next tokens to read, so that every checkpoint among them gets its state.

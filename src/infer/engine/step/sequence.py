@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat, takewhile
+from itertools import chain, repeat, takewhile, zip_longest
 from operator import eq
 from typing import TypeVar, final
 
 from infer.compute.operands.step import Chunk, Clock
 from infer.compute.sampling.sampler import message_of
-from infer.engine.runner.sample_loop import SampledTokens
 from infer.engine.step.request import Request
 from infer.engine.step.scheduler import MAX_STEPS
 from infer.engine.step.sequence_grammar import SequenceGrammar
@@ -349,11 +348,10 @@ class Sequence:
         """Note that the first of its steps has ended. Its sampled tokens are accepted next."""
         self.launched, self.awaited = self.launched[1:], ()
 
-    def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:
+    def accept_all(self, token_ids: Items[int], logprobs: Items[TokenLogprob], num_drafts: int) -> None:
         """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafted."""
-        logprobs = iter(sampled.logprobs)
-        for index, token_id in enumerate(sampled.token_ids):
-            self.accept(token_id, next(logprobs, None), "draft" if index < num_drafts else "sampled")
+        for index, (token_id, logprob) in enumerate(zip_longest(token_ids, logprobs)):
+            self.accept(token_id, logprob, "draft" if index < num_drafts else "sampled")
             if self.is_finished:
                 return
 
@@ -380,10 +378,8 @@ class Sequence:
         self.timer.arrived()
         return self.pieces[-1]
 
-    def stepped(
-        self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
-    ) -> None:
-        """Record a step or a multi-step."""
+    def stepped(self, chunk: Chunk, num_sampled: int, num_accepted: int, clock: Clock, *, is_multi_step: bool) -> None:
+        """Record a step or a multi-step, of whose sampled tokens the first `num_accepted` were accepted."""
         if not chunk.has_logits:
             self.timer.waited(clock.ended - clock.started)
             self.stats.prefill_steps += len(chunk.token_ids) > 0
@@ -395,7 +391,7 @@ class Sequence:
         else:
             self.stats.single_steps += 1
             self.stats.drafts_proposed += chunk.num_drafts
-            self.stats.drafts_accepted += min(len(sampled.token_ids) - 1, num_accepted)
+            self.stats.drafts_accepted += min(num_sampled - 1, num_accepted)
 
     def result(self) -> GenerationResult:
         """Return the answer so far; its finish_reason is "abort" if it is unfinished."""

@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from functools import lru_cache
 from itertools import count
 from operator import neg, sub
 from typing import final
@@ -83,7 +84,7 @@ class Slots:
     def __init__(self, runner: Runner, queue: Queue[Sequence], release: Callable[[int], None]) -> None:
         """Begin with free slots. `release` is called with each slot that a sequence loses."""
         self.runner, self._queue, self._release = runner, queue, release
-        self.params = SlotParams(runner)
+        self.params, self._pages_of = SlotParams(runner), lru_cache(4096)(runner.pages_of)
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
         self._uses = count(1)
@@ -197,7 +198,7 @@ class Slots:
 
     def size(self, sequence: Sequence, max_running: int) -> float:
         """Return the share of the slots that a sequence uses, or of the pages if that is more."""
-        needed = self.runner.pages_of(sequence.num_tokens + self._queue.expected_room(sequence))
+        needed = self._pages_of(sequence.num_tokens + self._queue.expected_room(sequence))
         shares = (pages / most for pages, most in zip(needed, self.runner.pool_pages, strict=True) if most)
         return max(1 / max_running, *shares)
 
@@ -210,7 +211,7 @@ class Slots:
             return False
         if len(self._sequence_by_slot) <= len(givers):
             return True
-        pages_of, growths = self.runner.pages_of, list[Items[int]]()
+        pages_of, growths = self._pages_of, list[Items[int]]()
         for slot, length in enumerate(self.runner.lengths):
             other = self._sequence_by_slot.get(slot)
             if other is not None and other not in givers:

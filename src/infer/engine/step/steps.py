@@ -13,7 +13,6 @@ from typing import NamedTuple, final
 from infer.compute.operands.step import Chunk, Clock, Masks, StepEnd, sampled_after
 from infer.compute.ops import Generated, PendingStep
 from infer.engine.runner.runner import Runner
-from infer.engine.runner.sample_loop import SampledTokens
 from infer.engine.speculation.policy import StepTimes
 from infer.engine.step.drafting import Drafting
 from infer.engine.step.grammar_masks import MaskFiller
@@ -22,6 +21,7 @@ from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import SlotParams, Slots
 from infer.engine.step.step_costs import StepKind
 from infer.errors import OutOfPagesError
+from infer.outputs import TokenLogprob
 
 
 class Work(NamedTuple):
@@ -160,16 +160,15 @@ class Steps:
     def settle(self, launched: LaunchedStep, slots: Slots, filler: MaskFiller) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
         works, parts, counted = launched.works, launched.parts, [work for work in launched.works if work.counts]
-        found, held_up = _wait(launched, slots.params, filler)
-        clock = self._clock_of(launched, found.ends)
+        generated, held_up = _wait(launched, slots.params, filler)
+        clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
         self._learn(launched.plan, works, num_steps, clock, held_up)
         each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
-        sampled = map(SampledTokens, found.token_ids, found.logprobs)
-        for index, (work, tokens) in enumerate(zip(works, sampled, strict=True)):
+        for index, work in enumerate(works):
             settled = time.perf_counter() if parts else 0.0
             if work.counts:
-                self._accept(slots.runner, work, tokens, clock, launched)
+                self._accept(slots.runner, work, generated.token_ids[index], generated.logprobs[index], clock, launched)
             if parts and work.sequence.grammar is not None:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
         if parts:
@@ -199,38 +198,47 @@ class Steps:
             times = None
         self._scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
 
-    def _accept(self, runner: Runner, work: Work, sampled: SampledTokens, clock: Clock, launched: LaunchedStep) -> None:
+    def _accept(
+        self,
+        runner: Runner,
+        work: Work,
+        token_ids: Items[int],
+        logprobs: Items[TokenLogprob],
+        clock: Clock,
+        launched: LaunchedStep,
+    ) -> None:
+        """Let a sequence accept its sampled tokens."""
         sequence, chunk = work
         sequence.collect()
         num_accepted = num_drafts = 0
         if chunk.has_logits:
             num_before = len(sequence.pieces)
-            num_drafts = 0 if launched.is_multi_step else len(sampled.token_ids) - 1  # right drafts
-            sequence.attempt(partial(sequence.accept_all, sampled, num_drafts), None)
+            num_drafts = 0 if launched.is_multi_step else len(token_ids) - 1  # right drafts
+            sequence.attempt(partial(sequence.accept_all, token_ids, logprobs, num_drafts), None)
             num_accepted = len(sequence.pieces) - num_before
         if not launched.is_kept:
             _keep(runner, work, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
-        sequence.stepped(chunk, sampled, num_accepted, clock, is_multi_step=launched.is_multi_step)
+        sequence.stepped(chunk, len(token_ids), num_accepted, clock, is_multi_step=launched.is_multi_step)
         if chunk.has_logits:
             self._drafting.observe(sequence)
 
 
 def _wait(launched: LaunchedStep, params: SlotParams, filler: MaskFiller) -> tuple[Generated, float]:
     """Wait for a step, and return its tokens and the seconds for which it waited for grammars."""
-    found, masks = launched.pending.wait(), launched.masks
+    generated, masks = launched.pending.wait(), launched.masks
     if masks is None:
-        return found, 0.0
+        return generated, 0.0
     masks.wait()
     if launched.is_multi_step:
-        _cut(launched, found, params, filler)
-    return found, filler.held_up(found.ends)
+        _cut(launched, generated, params, filler)
+    return generated, filler.held_up(generated.ends)
 
 
-def _cut(launched: LaunchedStep, found: Generated, params: SlotParams, filler: MaskFiller) -> None:
+def _cut(launched: LaunchedStep, generated: Generated, params: SlotParams, filler: MaskFiller) -> None:
     """Discard tokens that a multi-step sampled after a sequence's grammar ended, forced a token, or failed."""
     for row, count in filler.num_counted.items():
-        if count < len(found.token_ids[row]):
-            del found.token_ids[row][count:], found.logprobs[row][count:]
+        if count < len(generated.token_ids[row]):
+            del generated.token_ids[row][count:], generated.logprobs[row][count:]
             params.mark_stale(launched.works[row].sequence)
 
 

@@ -148,15 +148,15 @@ def generated(
         for slot in range(len(prompts)):
             runner.reserve(slot, ahead)
         chunks = [Chunk(slot, [token_id]) for slot, token_id in enumerate(last)]
-        sampled, _ = (
+        sampled = (
             runner.multi_step(chunks, ahead, columns, history, ())
             if steps > 1
             else runner.sample(chunks, columns, history)
         )
-        for slot, tokens in enumerate(sampled):
-            found[slot] += tokens.token_ids
-            runner.commit(slot, len(tokens.token_ids))
-            last[slot] = tokens.token_ids[-1]
+        for slot, token_ids in enumerate(sampled.token_ids):
+            found[slot] += token_ids
+            runner.commit(slot, len(token_ids))
+            last[slot] = token_ids[-1]
     return found
 
 
@@ -169,9 +169,9 @@ def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **p
         places = range(len(found), min(len(found) + 3, len(expected) - 1))
         drafts = [(expected[place] + (place % 5 == 4)) % vocab_size for place in places]
         runner.reserve(0, 1 + len(drafts))
-        sampled, _ = runner.sample([Chunk(0, [last, *drafts], len(drafts))], columns, history)
-        found += sampled[0].token_ids
-        runner.commit(0, len(sampled[0].token_ids))
+        (token_ids,), *_ = runner.sample([Chunk(0, [last, *drafts], len(drafts))], columns, history)
+        found += token_ids
+        runner.commit(0, len(token_ids))
         last = found[-1]
     return found
 
@@ -322,10 +322,10 @@ def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, 
         for slot in slots:
             runner.reserve(slot, ahead)
         columns.select(slots)  # the sampler is captured again only if other slots take part
-        found, _ = runner.multi_step([Chunk(slot, [last[slot]]) for slot in slots], ahead, columns, None, ())
-        for slot, tokens in zip(slots, found, strict=True):
+        found = runner.multi_step([Chunk(slot, [last[slot]]) for slot in slots], ahead, columns, None, ())
+        for slot, token_ids in zip(slots, found.token_ids, strict=True):
             runner.commit(slot, ahead)
-            left[slot], last[slot] = left[slot] - ahead, tokens.token_ids[-1]
+            left[slot], last[slot] = left[slot] - ahead, token_ids[-1]
         left = {slot: count for slot, count in left.items() if count}
     seconds = time.perf_counter() - started
     return {"model": "Qwen3-0.6B, nano-vllm's bench", "rows": rows, "requests": num_requests,

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demands import Demand, plan_of
 from infer.compute.operands.limits import HOST_STEP
-from infer.engine.step.fair_queueing import KEPT_SECONDS, AnswerLengths, Blocked, KeptSlots, Tenants, may_pass
-from infer.engine.step.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
+from infer.engine.step.fairness import KEPT_SECONDS, AnswerLengths, KeptSlots, Queue, Tenants
+from infer.engine.step.scheduler import FIRST_STEPS, MOST_OWED, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.step_costs import Costs, StepCosts, StepWork, context_of
-from infer.engine.step.step_shares import MOST_OWED, StepPart, StepShares
+from simulation import Request
 
 # Tenants
 
@@ -78,12 +80,26 @@ def test_at_most_one_of_eight_slots_is_kept() -> None:
 
 
 def test_a_sequence_passes_others_until_they_were_passed_by_their_own_work() -> None:
-    blocked = Blocked(num_tokens=400, work=1000, passed=900)
-    assert [may_pass(*each, [blocked]) for each in ((100, 100), (100, 101), (101, 100))] == [True, False, False]
-    for other in (blocked._replace(passed=901), blocked._replace(num_tokens=399)):
-        assert not may_pass(100, 100, [blocked, other])
-        assert not may_pass(100, 100, [other, blocked])
-    assert may_pass(401, 2000, [])
+    def request(num_tokens: int, work: int, passed: int = 0) -> Request:
+        """Return a request with this work, and as many tokens. Some of these may be generated."""
+        num_given = (num_tokens + work) % 2
+        room = (work - num_tokens + num_given) // 2
+        return Request(0.0, num_tokens - num_given, 0, room + num_given, num_given=num_given, passed=passed)
+
+    def may_pass(one: Request, *blocked: Request) -> bool:
+        queue = Queue[Request]()
+        queue.lengths = AnswerLengths(10_000)
+        queue.join(one, 0.0)
+        queue.wait(one)
+        return queue.next([one], blocked) is one
+
+    blocked = request(400, 1000, passed=900)
+    found = [may_pass(request(*each), blocked) for each in ((100, 100), (100, 102), (100, 101), (101, 101))]
+    assert found == [True, False, False, False]
+    for other in (replace(blocked, passed=901), request(399, 1000, passed=900)):
+        assert not may_pass(request(100, 100), blocked, other)
+        assert not may_pass(request(100, 100), other, blocked)
+    assert may_pass(request(401, 2000))
 
 
 # Steps
@@ -92,41 +108,41 @@ def test_a_sequence_passes_others_until_they_were_passed_by_their_own_work() -> 
 def test_a_prompt_gets_a_token_of_a_step_that_others_fill() -> None:
     scheduler = Scheduler(HOST_STEP)
     for step_tokens in (1, 4, 5):
-        plan = scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], step_tokens)
+        plan = plan_of(scheduler, [*[Demand(1, 3)] * 4, Demand(100, entry=9)], step_tokens)
         assert (plan.num_tokens, plan.num_drafts) == ([1, 1, 1, 1, 1], [0] * 5)
-    plan = scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], 7)
+    plan = plan_of(scheduler, [*[Demand(1, 3)] * 4, Demand(100, entry=9)], 7)
     assert (plan.num_tokens, plan.num_drafts) == ([1, 1, 1, 1, 1], [2, 0, 0, 0, 0])
 
 
 def test_a_prompt_that_ends_in_a_step_is_followed_by_as_many_drafts_as_the_step_holds() -> None:
     scheduler = Scheduler(HOST_STEP)
     for room, expected in ((0, 0), (1, 1), (3, 3), (9, 3)):
-        plan = scheduler.plan([Demand(5, 3, number=1)], 5 + room)
+        plan = plan_of(scheduler, [Demand(5, 3, entry=1)], 5 + room)
         assert (plan.num_tokens, plan.num_drafts) == ([5], [expected])
-    both = scheduler.plan([Demand(1, 2, number=1), Demand(5, 3, number=2)], 1 + 2 + 5 + 1)
+    both = plan_of(scheduler, [Demand(1, 2, entry=1), Demand(5, 3, entry=2)], 1 + 2 + 5 + 1)
     assert (both.num_tokens, both.num_drafts) == ([1, 5], [2, 1])
-    assert scheduler.plan([Demand(6, 3, number=1)], 5).num_drafts == [0]
+    assert plan_of(scheduler, [Demand(6, 3, entry=1)], 5).num_drafts == [0]
 
 
 def test_a_step_that_was_taken_counts_the_tokens_of_all_its_steps() -> None:
     scheduler = Scheduler(HOST_STEP)
-    decoding, prompt = Demand(1, max_steps=8), Demand(20, number=9)
+    decoding, prompt = Demand(1, max_steps=8), Demand(20, entry=9)
     for demands, num_steps in (([decoding] * 3, 4), ([decoding] * 2, 1), ([decoding, prompt], 1), ([prompt], 1)):
-        scheduler.update(scheduler.plan(demands, 512), num_steps, 0.5, None)
+        scheduler.update(plan_of(scheduler, demands, 512), num_steps, 0.5, None)
     found = [(taken.kind, taken.num_sequences, taken.num_tokens, taken.seconds) for taken in scheduler.taken]
     assert found == [("chain", 3, 12, 0.5), ("decode", 2, 2, 0.5), ("mixed", 2, 21, 0.5), ("prompt", 1, 20, 0.5)]
 
 
 def test_the_time_of_a_step_with_prompts_is_that_which_was_set_last() -> None:
     """A token of a prompt takes a millisecond, and so does a sequence, and a step."""
-    scheduler, prompt = Scheduler(HOST_STEP), Demand(8000, number=1)
+    scheduler, prompt = Scheduler(HOST_STEP), Demand(8000, entry=1)
     scheduler.costs.learn(StepWork(1, 1, 0), 2e-3)
     scheduler.costs._costs = Costs(1e-3, 1e-3, 1e-3, 0.0)
-    assert scheduler.plan([prompt], 512).num_tokens == [512]
+    assert plan_of(scheduler, [prompt], 512).num_tokens == [512]
     found = list[int]()
     for seconds in (0.05, 0.1, 0.2, inf):
         scheduler.limit_prompts(seconds)
-        found += scheduler.plan([prompt], 512).num_tokens
+        found += plan_of(scheduler, [prompt], 512).num_tokens
     assert found == pytest.approx([50, 100, 200, 512], abs=3)
 
 
@@ -214,7 +230,7 @@ def test_a_prompt_s_step_ends_at_a_checkpoint_whose_state_it_would_not_keep() ->
     cases = [(0, *each) for each in expected_by_checkpoints.items()]
     for num_computed, checkpoints, expected in [*cases, (256, (300, 400), 384), (384, (300, 400), end)]:
         demand = Demand(end - num_computed, 3, num_computed=num_computed, checkpoints=checkpoints)
-        plan = scheduler.plan([demand], end)
+        plan = plan_of(scheduler, [demand], end)
         assert plan.num_tokens == [expected - num_computed], checkpoints
         assert plan.work.num_tokens == plan.num_tokens[0] + plan.num_drafts[0]
     assert Scheduler(HOST_STEP, page_tokens=16).plan([Demand(end, checkpoints=(300,))], end).num_tokens == [288]
@@ -241,8 +257,8 @@ def plan(rows: Sequence[Row], step_tokens: int) -> Plan:
     scheduler = Scheduler(HOST_STEP, 64)
     most, demands = scheduler.max_drafts(len(rows)), list[Demand]()
     for pending, num_drafts, max_steps in rows:
-        demands.append(Demand(pending, min(num_drafts, most), max_steps, number=len(demands)))
-    return scheduler.plan(demands, step_tokens)
+        demands.append(Demand(pending, min(num_drafts, most), max_steps, entry=len(demands)))
+    return plan_of(scheduler, demands, step_tokens)
 
 
 @settings(max_examples=300, deadline=None)
@@ -280,14 +296,14 @@ def test_drafts_after_forced_tokens_leave_no_more_than_the_chunk_to_a_prompt() -
 
 def test_the_scheduler_learns_how_many_steps_take_a_tenth_of_a_second() -> None:
     scheduler, demands = Scheduler(HOST_STEP), [Demand(1, 0, 1000, 1000)] * 2
-    first = scheduler.plan(demands, 512)
+    first = plan_of(scheduler, demands, 512)
     assert first.num_steps == FIRST_STEPS
     scheduler.update(first, first.num_steps, first.num_steps * 0.004, None)
-    assert scheduler.plan(demands, 512).num_steps == 25
+    assert plan_of(scheduler, demands, 512).num_steps == 25
     scheduler.update(first, 1, 5.0, None)  # a delayed step is not believed at first
-    assert scheduler.plan(demands, 512).num_steps == 25
+    assert plan_of(scheduler, demands, 512).num_steps == 25
     scheduler.update(first, 1, 5.0, None)
-    assert scheduler.plan(demands, 512).num_steps < 25
+    assert plan_of(scheduler, demands, 512).num_steps < 25
 
 
 # Costs

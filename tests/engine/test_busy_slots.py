@@ -17,8 +17,7 @@ from infer.engine.engine import Engine
 from infer.engine.requests.loop import Backlog, once
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.runner import Runner
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import ConstraintError
 from infer.sampling_params import SamplingParams
 from looping import loop_of, open_stream
@@ -191,7 +190,7 @@ def make_small_engine(world: World, num_slots: int, pool_pages: int | None = Non
 
 def test_a_paused_answer_gives_its_pages_before_one_that_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two answers of 67 tokens fill the ten pages."""
-    monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 1)
+    monkeypatch.setattr("infer.engine.step.fairness.EXPECTED_ANSWER", 1)
     engine = make_small_engine(world, 3, pool_pages=CONTEXT // 16)
     cases = [Case("", tuple(text), PARAMS) for text in (b"abc", b"abc cab", b"cab abc")]
     paused, *running = asked = [engine.submit(make_sequence(world, case, Way())) for case in cases]

@@ -15,8 +15,7 @@ from extent import usual_or_all
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.sampling_params import SamplingParams
 from path_cases import CASES, CONTEXT, Case, Drafts, Way, World, all_by_definition, by_definition, make_sequence
 from steps_behind import RunsOnItsOwn
@@ -212,8 +211,8 @@ def test_every_answer_is_as_alone(world: World, launches_behind: bool, monkeypat
 
 @pytest.mark.slow
 def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 8)  # so all may enter
-    monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.step.fairness.EXPECTED_ANSWER", 8)  # so all may enter
+    monkeypatch.setattr("infer.engine.step.fairness.LEARNT", 0.0)
     runner = Runner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
     engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]

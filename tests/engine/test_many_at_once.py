@@ -86,8 +86,8 @@ def test_every_answer_under_load_is_as_alone(
     folder: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tasks of an event loop stream, wait or are cancelled early, while threads call the same model."""
-    monkeypatch.setattr("infer.engine.step.queue.EXPECTED_ANSWER", 1)  # so more sequences enter than have pages
-    monkeypatch.setattr("infer.engine.step.fair_queueing.LEARNT", 0.0)
+    monkeypatch.setattr("infer.engine.step.fairness.EXPECTED_ANSWER", 1)  # so more sequences enter than have pages
+    monkeypatch.setattr("infer.engine.step.fairness.LEARNT", 0.0)
     draw, alone, llm = random.Random(len(settings)), LLM(folder), LLM(folder, **settings)
     asked = [draw_request(draw) for _ in range(usual_or_all(40, 666))]
     expected = [key(alone.generate(prompt, params)) for prompt, params, _ in asked]

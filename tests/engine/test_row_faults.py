@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,9 +20,10 @@ from infer.engine.requests.loop_messages import Reply, once
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ConstraintError, EngineFailedError
-from looping import in_threads, open_stream
-from path_cases import Case, Outcome, Place, Way, World, all_by_definition, make_runner, make_sequence, run_all
+from looping import in_threads, loop_of, open_stream
+from path_cases import CONTEXT, Case, Outcome, Place, Way, World, all_by_definition, make_runner, make_sequence, run_all
 from refusals import check_refused
+from steps_behind import RunsOnItsOwn
 
 LONG = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 BOUND = SamplingParams(regex="abc abc[ab ]{20}", temperature=0.9, seed=1)
@@ -153,6 +155,78 @@ def test_a_fault_that_is_not_a_row_s_ends_the_engine_and_all_waits(
     assert [reply.get() for reply in called] == [3] * 4
     place.loop.close()
     assert reported == [error]
+
+
+# Faults of steps
+
+
+STEP_WAYS = [Way("none", 16, 16), Way("none", 16, 1), Way("none", 16, 1, capture=False), Way("right", 16)]
+IsFaulty = Callable[[dict[int, int]], bool]  # takes the number of tokens of each row of a step
+
+
+def plant_in_steps(runner: Any, is_faulty: Callable[[set[int]], bool]) -> None:
+    """Let each step with certain slots raise."""
+
+    def planted(run: Callable[..., Any], chunks: Any, *arguments: Any) -> Any:
+        if is_faulty({chunk.slot for chunk in chunks}):
+            raise PLANTED
+        return run(chunks, *arguments)
+
+    for name in ("launch", "multi_step"):
+        setattr(runner, name, partial(planted, getattr(runner, name)))
+
+
+def run_with_faults(
+    world: World, way: Way, is_faulty: IsFaulty, *, is_behind: bool = False
+) -> list[tuple[Answering, Outcome]]:
+    """Run five answers with three slots while certain steps raise. Return them, with the answers without faults."""
+    params = [replace(LONG, temperature=0.8, seed=3, frequency_penalty=0.7), BOUND, LONG, LONG, BOUND]
+    cases = [Case(str(i), PROMPT[: 5 + 6 * i], each) for i, each in enumerate(params)]
+    expected = all_by_definition(world, cases)
+    asked = [make_sequence(world, case, way, said.token_ids) for case, said in zip(cases, expected, strict=True)]
+    settings = CacheSettings(reuse_prefixes=True, page_tokens=16)
+    runner = Runner(world.model, CONTEXT, num_slots=3, capture=way.capture, settings=settings)
+    if is_behind:
+        RunsOnItsOwn.replace(runner)
+    rows = range(len(asked))
+    plant_in_steps(runner, lambda slots: is_faulty({i: len(asked[i].pieces) for i in rows if asked[i].slot in slots}))
+    loop = loop_of(Engine(runner, max_steps=way.chain))
+    streams = [open_stream(loop, sequence) for sequence in asked]
+    for stream in streams:
+        stream.answer.begin()
+    for stream in streams:
+        stream.run()
+    assert Outcome.of(open_stream(loop, make_sequence(world, cases[2], Way())).run()) == expected[2], "it still works"
+    loop.run(runner.cache.check_integrity)
+    loop.close()
+    return list(zip(asked, expected, strict=True))
+
+
+@pytest.mark.slow(cases=6)
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("guilty", [{1}, {0, 4}], ids=str)
+@pytest.mark.parametrize(("way", "is_behind"), [*((way, False) for way in STEP_WAYS), (STEP_WAYS[1], True)], ids=str)
+def test_a_row_whose_steps_fail_ends_and_the_others_continue(
+    world: World, way: Way, is_behind: bool, guilty: set[int], num_tokens: int
+) -> None:
+    def is_faulty(rows: dict[int, int]) -> bool:
+        return any(rows[index] >= num_tokens for index in rows.keys() & guilty)
+
+    for index, (sequence, said) in enumerate(run_with_faults(world, way, is_faulty, is_behind=is_behind)):
+        assert check_failed(sequence, said.token_ids) == (index in guilty)
+        assert index in guilty or Outcome.of(sequence.result()) == said
+
+
+@pytest.mark.parametrize("way", STEP_WAYS[::3], ids=str)
+def test_rows_whose_steps_fail_only_together_are_all_answered(world: World, way: Way) -> None:
+    for sequence, said in run_with_faults(world, way, lambda rows: len(rows) > 1 and max(rows.values()) > 2):
+        assert Outcome.of(sequence.result()) == said
+
+
+def test_the_engine_fails_if_the_steps_of_each_row_fail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda arguments: None)
+    with pytest.raises(EngineFailedError, match="the engine has failed: ZeroDivisionError: planted"):
+        run_with_faults(world, Way(), lambda rows: True)
 
 
 # Faults of the engine

@@ -3,17 +3,19 @@
 import random
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from demands import Demand, plan_of
 from extent import IS_WHOLE, usual_or_all
 from infer.compute.operands.limits import HOST_STEP
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
-from infer.engine.step import fair_queueing
+from infer.engine.step import fairness
 from infer.engine.step import scheduler as scheduling
-from infer.engine.step.fair_queueing import Running, Tenants, Waiting, victim, work_of
-from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS, Demand, Scheduler
+from infer.engine.step.fairness import Queue, Tenants, giver, victim, work_of
+from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS, Scheduler
 from infer.engine.step.step_costs import Costs, StepWork, context_of
 from infer.outputs import percentile
 from infer.sampling_params import SamplingParams
@@ -37,7 +39,7 @@ def random_life(seed: int) -> Simulation:
     longest = machine.num_pages * machine.page_tokens // 2
     tenants = [f"tenant {index}" for index in range(draw.choice((1, 1, 2, 4)))]
     has_priorities, may_leave = draw.random() < 0.3, draw.random() < 0.3
-    most_new = draw.choice((fair_queueing.EXPECTED_ANSWER, fair_queueing.EXPECTED_ANSWER, longest))
+    most_new = draw.choice((fairness.EXPECTED_ANSWER, fairness.EXPECTED_ANSWER, longest))
     now, requests = 0.0, list[Request]()
     for _ in range(draw.randint(3, 24)):
         now += draw.choice((0.0, 0.0, draw.expovariate(10), draw.expovariate(1)))
@@ -49,7 +51,7 @@ def random_life(seed: int) -> Simulation:
         request.is_streamed = draw.random() < 0.7
         requests.append(request)
     weights = {tenant: draw.choice((1.0, 1.0, 3.0)) for tenant in tenants}
-    return Simulation(machine, requests, weights, 1 if is_crowded else fair_queueing.EXPECTED_ANSWER)
+    return Simulation(machine, requests, weights, 1 if is_crowded else fairness.EXPECTED_ANSWER)
 
 
 def test_all_are_answered_within_the_wait_that_was_computed() -> None:
@@ -81,7 +83,7 @@ def test_a_request_that_is_passed_by_priorities_waits_no_longer_than_their_head_
     Simulation(machine, [*stream, last]).run()
     passed = [each for each in stream if each.arrives_at > 0.01 and (each.entered_at or 0) < last.entered_at]
     assert len(passed) > 100
-    assert max(each.arrives_at for each in passed) <= 0.01 + 2 * fair_queueing.HEAD_START + 0.1
+    assert max(each.arrives_at for each in passed) <= 0.01 + 2 * fairness.HEAD_START + 0.1
 
 
 @pytest.mark.slow
@@ -144,7 +146,7 @@ def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, no
 
 def test_prompts_share_a_step_by_remaining_tokens_and_the_oldest_gets_a_quarter() -> None:
     scheduler = Scheduler(HOST_STEP)
-    found = scheduler.plan([Demand(8000, number=1), Demand(600, number=2), Demand(300, number=3)], 512).num_tokens
+    found = plan_of(scheduler, [Demand(8000, entry=1), Demand(600, entry=2), Demand(300, entry=3)], 512).num_tokens
     assert found == [128, 84, 300]
 
 
@@ -157,19 +159,19 @@ def learn(scheduler: Scheduler, machine: Machine, base: float = 0.0) -> None:
 def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None:
     scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
     learn(scheduler, machine)
-    streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
-    plan = scheduler.plan([*streams, Demand(8000, number=9)], 512)
+    streams = [Demand(1, is_streamed=True, entry=number) for number in range(3)]
+    plan = plan_of(scheduler, [*streams, Demand(8000, entry=9)], 512)
     assert 0.5 * STREAM_SECONDS < machine.seconds(plan.work) < 1.2 * STREAM_SECONDS
-    silent = [Demand(1, number=number) for number in range(3)]
-    assert sum(scheduler.plan([*silent, Demand(8000, number=9)], 512).num_tokens) == 512
-    assert scheduler.plan([*streams, Demand(8000, num_computed=10**6, number=9)], 512).num_tokens[3] == 1
+    silent = [Demand(1, entry=number) for number in range(3)]
+    assert sum(plan_of(scheduler, [*silent, Demand(8000, entry=9)], 512).num_tokens) == 512
+    assert plan_of(scheduler, [*streams, Demand(8000, num_computed=10**6, entry=9)], 512).num_tokens[3] == 1
     scheduler.gap_seconds *= 2
-    longer = scheduler.plan([*streams, Demand(8000, number=9)], 512)
+    longer = plan_of(scheduler, [*streams, Demand(8000, entry=9)], 512)
     assert machine.seconds(longer.work) > 1.6 * machine.seconds(plan.work)
     scheduler.gap_seconds /= 2
     slow = Scheduler(HOST_STEP)
     learn(slow, machine, 0.05)
-    assert slow.plan([*streams, Demand(8000, number=9)], 512).num_tokens[3] == LEAST_PROMPT_TOKENS
+    assert plan_of(slow, [*streams, Demand(8000, entry=9)], 512).num_tokens[3] == LEAST_PROMPT_TOKENS
 
 
 @pytest.mark.parametrize(("base", "is_streamed"), [(0.0, True), (0.05, True), (0.0, False)])
@@ -178,8 +180,8 @@ def test_a_step_reads_the_predicted_number_of_prompt_tokens(base: float, is_stre
     scheduler, machine = Scheduler(HOST_STEP, prompt_seconds=0.1), MACHINES["2 cores"]
     assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == scheduling.FIRST_PROMPT_TOKENS
     learn(scheduler, machine, base)
-    answers = [Demand(1, num_computed=100, number=number, is_streamed=is_streamed) for number in range(num_decoding)]
-    plan = scheduler.plan([*answers, Demand(8000, number=99)], 512)
+    answers = [Demand(1, num_computed=100, entry=number, is_streamed=is_streamed) for number in range(num_decoding)]
+    plan = plan_of(scheduler, [*answers, Demand(8000, entry=99)], 512)
     told = scheduler.prompt_tokens_beside(num_decoding, 100 * num_decoding, is_streamed=is_streamed)
     assert told == pytest.approx(plan.num_tokens[-1], rel=0.05, abs=1)
 
@@ -187,8 +189,8 @@ def test_a_step_reads_the_predicted_number_of_prompt_tokens(base: float, is_stre
 def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> None:
     scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
     learn(scheduler, machine)
-    streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
-    plan = scheduler.plan([*streams, Demand(1000, num_computed=7000, number=8), Demand(32, number=9)], 512)
+    streams = [Demand(1, is_streamed=True, entry=number) for number in range(3)]
+    plan = plan_of(scheduler, [*streams, Demand(1000, num_computed=7000, entry=8), Demand(32, entry=9)], 512)
     assert plan.num_tokens[4] == 32
     assert 0 < plan.num_tokens[3] < LEAST_PROMPT_TOKENS
     assert machine.seconds(plan.work) < 1.3 * STREAM_SECONDS
@@ -199,42 +201,136 @@ def test_a_prompt_whose_tokens_cost_their_positions_alone_keeps_to_the_time_too(
     scheduler = Scheduler(HOST_STEP)
     scheduler.costs.learn(StepWork(1, 1, 0), 0.01)
     scheduler.costs._costs = Costs(0.01, 0.0, 0.0, 1e-3)
-    streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
-    assert scheduler.plan([*streams, Demand(500, num_computed=7500, number=9)], 512).num_tokens[3] <= 8
+    streams = [Demand(1, is_streamed=True, entry=number) for number in range(3)]
+    assert plan_of(scheduler, [*streams, Demand(500, num_computed=7500, entry=9)], 512).num_tokens[3] <= 8
 
 
 def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:
     scheduler = Scheduler(HOST_STEP, 64)
     few, many = Demand(1, 0, 1000, 3), Demand(1, 0, 1000, 60)
-    assert [scheduler.plan(each, 512).num_steps for each in ([few], [few, many])] == [3, 3]
-    assert scheduler.plan([few, *[many] * 15], 512).num_steps > 3
-    assert scheduler.plan([Demand(1, 0, 2, 2), *[many] * 15], 512).num_steps == 2  # one sequence needs a return
+    assert [plan_of(scheduler, each, 512).num_steps for each in ([few], [few, many])] == [3, 3]
+    assert plan_of(scheduler, [few, *[many] * 15], 512).num_steps > 3
+    assert plan_of(scheduler, [Demand(1, 0, 2, 2), *[many] * 15], 512).num_steps == 2  # one sequence needs a return
 
 
 def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
     scheduler = Scheduler(HOST_STEP, 64)
     drafting, plain = Demand(1, 7, 1000, 60, steps_to_draft=1), Demand(1, 0, 1000, 60)
-    assert scheduler.plan([drafting], 512).num_drafts == [7]
-    assert scheduler.plan([drafting, plain], 512).num_drafts == [7, 0]
+    assert plan_of(scheduler, [drafting], 512).num_drafts == [7]
+    assert plan_of(scheduler, [drafting, plain], 512).num_drafts == [7, 0]
     for num_drafts, num_steps in (
         (7, 1),
         (0, scheduling.PLAIN_STEPS),
         (7, 1),
     ):  # after the plain steps it is the drafts' turn
-        plan = scheduler.plan([drafting, plain, plain], 512)
+        plan = plan_of(scheduler, [drafting, plain, plain], 512)
         assert (plan.num_drafts, plan.num_steps) == ([num_drafts, 0, 0], num_steps)
         scheduler.update(plan, num_steps, 0.01, None)
 
 
+def running(
+    number: int, num_given: int = 99, tenant: str = "", priority: int = 0, pages: int = 1, *, came_back: bool = False
+) -> Request:
+    """Return a request that runs. Its size is a tenth per page."""
+    found = Request(0.0, 1, 999, 999, tenant, priority, number=number, num_given=num_given, pages=pages)
+    found.num_preemptions = int(came_back)
+    return found
+
+
+def size(request: Request) -> float:
+    return request.pages / 10
+
+
+def loses(*requests: Request) -> Request | None:
+    return victim(requests, size, lambda tenant: 1.0)
+
+
 def test_the_victim_of_preemption() -> None:
-    first, second, third = (Running(number, given, False) for number, given in ((1, 0), (2, 99), (3, 0)))
-    assert victim([]) is victim([first]) is None
-    assert victim([first, second, third]) == third
-    came_back = Running(3, fair_queueing.FEWEST_KEPT - 1, True)
-    assert victim([first, second, came_back]) == second
-    assert victim([first, came_back]) == came_back  # never the oldest one
-    came_back = came_back._replace(num_given=fair_queueing.FEWEST_KEPT)
-    assert victim([first, second, came_back]) == came_back
+    first, second, third = running(1, 0), running(2), running(3, 0)
+    assert loses() is loses(first) is None
+    assert loses(first, second, third) is third
+    came_back = running(3, fairness.FEWEST_KEPT - 1, came_back=True)
+    assert loses(first, second, came_back) is second
+    assert loses(first, came_back) is came_back  # never the oldest one
+    came_back.num_given += 1
+    assert loses(first, second, came_back) is came_back
+
+
+# The order of sequences that wait
+
+
+def first_by_definition(queue: Queue[Request], waiting: list[Request], busy: set[str]) -> Request | None:
+    accounts = queue.tenants.accounts
+    able = [each for each in waiting if each.tenant not in busy]
+    return min(able, default=None, key=lambda each: (
+        each.paid is None, accounts[each.tenant], each.tenant,
+        each.submitted_at - fairness.HEAD_START * each.priority, each.number,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(usual_or_all(10, 200)))
+def test_the_next_sequence_is_the_first_of_all_that_wait_whatever_happened_before(seed: int) -> None:
+    """Sequences arrive, stop waiting, enter, return after a preemption, and leave, in any order."""
+    draw, queue = random.Random(seed), Queue[Request]({"b": 2.0})
+    waiting, entered = list[Request](), list[Request]()
+    for now in range(300):
+        kind = draw.randrange(6)
+        if kind < 3:
+            waiting.append(Request(0.0, draw.randint(1, 99), 9, 9, draw.choice("abc"), draw.choice((-1, 0, 0, 1))))
+            queue.join(waiting[-1], float(now // 3))
+            queue.wait(waiting[-1])
+        elif kind == 3 and waiting:
+            gone = waiting.pop(draw.randrange(len(waiting)))
+            for _ in range(draw.choice((1, 2))):
+                queue.stop_waiting(gone)
+            queue.leave(gone, float(now))
+        elif kind == 4 and entered:
+            ended = entered.pop(draw.randrange(len(entered)))
+            if draw.random() < 0.5:
+                queue.leave(ended, float(now))
+            else:
+                waiting.append(ended)
+                queue.wait(ended)
+        elif (one := queue.next(entered)) is not None:
+            waiting.remove(one)
+            entered.append(one)
+            queue.enter(one)
+        busy = {each.tenant for each in entered}
+        queue.wait(waiting[0]) if waiting else None  # it waits already
+        assert queue.next(entered) is first_by_definition(queue, waiting, set())
+        assert queue.next(entered, is_full=True) is first_by_definition(queue, waiting, busy)
+        assert queue.has_waiting == bool(waiting)
+        assert sorted(each.number for each in queue._in_order()) == sorted(each.number for each in waiting)
+
+
+class Read(Request):
+    """A request that counts how often it is read."""
+
+    num_reads = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Read.num_reads += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("num_tenants", [1, 8])
+def test_the_work_of_admission_grows_with_the_number_of_sequences_and_not_with_its_square(num_tenants: int) -> None:
+    def num_reads(count: int) -> int:
+        queue, running = Queue[Request](), list[Request]()
+        Read.num_reads = 0
+        for index in range(count):
+            request = Read(0.0, 5, 1, 1, str(index % num_tenants))
+            queue.join(request, 0.0)
+            queue.wait(request)
+        while (one := queue.next(running, is_full=len(running) == 4)) is not None or running:
+            if one is not None:
+                queue.enter(one)
+                running.append(one)
+            elif running:
+                queue.leave(running.pop(0), 0.0)
+        return Read.num_reads
+
+    assert num_reads(1600) < 1.2 * 16 * num_reads(100)
 
 
 def test_a_tenant_whose_account_was_kept_does_not_come_back_below_the_others() -> None:
@@ -250,14 +346,16 @@ def test_a_tenant_whose_account_was_kept_does_not_come_back_below_the_others() -
 
 
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
-    tenants = Tenants()
+    queue = Queue[Request]()
+    tenants = queue.tenants
     tenants.come("busy")
     tenants.charge("busy", 1000)
     tenants.come("new")
     assert tenants.accounts["new"] == 1000
     tenants.charge("new", 10)
-    waiting = [Waiting(1, "new", 0.0, 5), Waiting(2, "busy", 9.0, 5), Waiting(3, "busy", 8.0, 5)]
-    assert tenants.first(waiting).number == 3
+    for number, (tenant, submitted_at) in enumerate((("new", 0.0), ("busy", 9.0), ("busy", 8.0))):
+        queue.wait(Request(0.0, 5, 5, 5, tenant, number=number, submitted_at=submitted_at))
+    assert [each.number for each in queue._in_order()] == [2, 1, 0]
     tenants.go("new")
     assert tenants.accounts["new"] == 1010  # it has had more than the others, which is not forgotten
     tenants.come("new")
@@ -343,36 +441,44 @@ def test_slots_that_change_hands_waste_little() -> None:
 
 
 def test_a_tenant_that_gives_a_slot_keeps_as_much_as_the_other_takes() -> None:
-    tenants = Tenants()
-    for tenant in ("a", "a", "b"):
-        tenants.come(tenant)
-    one, two = Running(1, 9, False, "a", 0, 0.5), Running(2, 9, False, "a", 0, 0.5)
-    waiting = Waiting(3, "b", 0.0, 10)
-    assert tenants.giver(waiting, 0.5, [one, two]) == two
-    assert tenants.giver(waiting, 0.6, [one, two]) is None
-    assert tenants.giver(waiting, 0.5, [one]) is None
-    assert tenants.giver(waiting, 0.5, [one, two, Running(4, 0, False, "b", 0, 0.1)]) is None
-    assert tenants.giver(waiting, 0.5, [one._replace(priority=-1), two]) == one._replace(priority=-1)
-    came_back = two._replace(was_preempted=True, num_given=15)
-    assert tenants.giver(waiting, 0.5, [one, came_back]) == one
-    assert tenants.giver(waiting, 0.5, [one, came_back._replace(num_given=16)]) == came_back._replace(num_given=16)
-    for start in (1000, 1_000_000):  # the time for which the engine has run before does not matter
-        tenants.gave(one._replace(num_tokens=100), start)
-        assert tenants.giver(waiting, 0.5, [one, two], start + 299) is None
-        assert tenants.giver(waiting, 0.5, [one, two], start + 300) == two
+    one, two = running(1, 9, "a", pages=5), running(2, 9, "a", pages=5)
+
+    def gives(*requests: Request, pages: int = 5) -> Request | None:
+        return giver(Request(0.0, 10, 1, 1, "b", number=3, pages=pages), requests, size, lambda tenant: 1.0)
+
+    assert gives(one, two) is two
+    assert gives(one, two, pages=6) is None
+    assert gives(one) is None
+    assert gives(one, two, running(4, 0, "b")) is None
+    lower = replace(one, priority=-1)
+    assert gives(lower, two) is lower
+    came_back = replace(two, num_preemptions=1, num_given=15)
+    assert gives(one, came_back) is one
+    came_back.num_given = 16
+    assert gives(one, came_back) is came_back
+
+
+@pytest.mark.parametrize("start", [1000, 1_000_000])
+def test_no_slot_is_taken_before_others_outweigh_the_last_loss_however_long_the_engine_ran(start: int) -> None:
+    queue, requests = Queue[Request](), [running(1, 9, "a", pages=5), running(2, 9, "a", pages=5)]
+    one, queue._num_ended_tokens = Request(0.0, 10, 1, 1, "b", number=3, pages=5), start
+    queue.gave(running(4, 99, "a"), one)  # 100 tokens, with the prompt
+    for num_more, expected in ((299, None), (300, requests[1])):
+        queue._num_ended_tokens = start + num_more
+        assert queue.giver_for(one, requests, size) is expected
 
 
 def test_the_victim_of_short_pages() -> None:
     """No tenant below its share loses a slot. Then the lowest priority counts, the most pages, the youngest."""
-    loud = [Running(number, 99, False, "loud", 5, 0.2) for number in range(4)]
-    quiet = Running(9, 99, False, "quiet", 0, 0.1)
-    assert victim([*loud, quiet]) == loud[3]
-    low = Running(1, 99, False, "loud", -1, 0.2)
-    assert victim([loud[0], low, loud[2], quiet]) == low
-    others = [Running(number, 99, False, "other", 0, 0.4) for number in (5, 6)]
-    assert victim([loud[0]._replace(priority=0), loud[1]._replace(priority=0), *others]) == others[1]
-    plain = Running(1, 99, False, "", 0, 0.5)
-    assert victim([plain, Running(2, 99, False, "", 9, 0.5)]) == plain
+    loud = [running(number, 99, "loud", 5, 2) for number in range(4)]
+    quiet = running(9, 99, "quiet", 0, 1)
+    assert loses(*loud, quiet) is loud[3]
+    low = running(1, 99, "loud", -1, 2)
+    assert loses(loud[0], low, loud[2], quiet) is low
+    others = [running(number, 99, "other", 0, 4) for number in (5, 6)]
+    assert loses(*(replace(each, priority=0) for each in loud[:2]), *others) is others[1]
+    plain = running(1, 99, pages=5)
+    assert loses(plain, running(2, 99, priority=9, pages=5)) is plain
 
 
 @pytest.mark.slow

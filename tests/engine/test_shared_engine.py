@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,12 +17,10 @@ from infer.engine.requests.answer import Answer
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.runner.runner import Runner
-from infer.engine.step.fair_queueing import FEWEST_KEPT, work_of
-from infer.engine.step.queue import Queue
-from infer.engine.step.scheduler import Demand, Plan
+from infer.engine.step.fairness import FEWEST_KEPT, Queue, work_of
+from infer.engine.step.scheduler import Plan, StepShares
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.step_costs import StepCosts
-from infer.engine.step.step_shares import StepShares
 from infer.sampling_params import SamplingParams
 from looping import in_threads, loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, check_ends, make_sequence
@@ -109,8 +106,8 @@ def test_steps_owed_to_a_tenant_are_for_it_alone(world: World, engine: Engine, m
     )
     plan = engine.scheduler.plan
 
-    def counted(demands: Items[Demand], *rest: int, **options: bool) -> Plan:
-        found = plan(demands, *rest, **options)
+    def counted(*arguments: Any, **options: Any) -> Plan:
+        found = plan(*arguments, **options)
         counts.append(found.work.num_sequences)
         return found._replace(num_steps=1)
 
@@ -150,7 +147,7 @@ def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: W
 def test_a_timeout_ends_answers_as_they_are(world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("infer.engine.engine.time.perf_counter", lambda: now)
-    monkeypatch.setattr("infer.engine.step.queue.time.perf_counter", lambda: now)
+    monkeypatch.setattr("infer.engine.step.slots.time.perf_counter", lambda: now)
     engine.max_running = 2
     running, patient = submit(world, engine, LONG, timeout=5.0), submit(world, engine, LONG)
     waiting = submit(world, engine, LONG, timeout=5.0)
@@ -317,10 +314,10 @@ def test_the_own_tokens_of_a_preempted_sequence_do_not_count_as_reused(world: Wo
 # The queue without its engine
 
 
-def ask(world: World, queue: Queue, num_prompt: int, max_new: int, **options: object) -> Sequence:
+def ask(world: World, queue: Queue[Sequence], num_prompt: int, max_new: int, **options: object) -> Sequence:
     params = SamplingParams(temperature=0, max_new_tokens=max_new, ignore_eos=True)
     sequence = make_sequence(world, Case("", tuple(b"a" * num_prompt), params), Way(), **options)
-    queue.join(sequence, None)
+    queue.join(sequence, 0.0)
     return sequence
 
 
@@ -338,43 +335,43 @@ def size(sequence: Sequence) -> float:
 
 
 def test_a_sequence_that_was_preempted_is_paid_for_once(world: World) -> None:
-    queue = Queue()
+    queue = Queue[Sequence]()
     one, other = (ask(world, queue, 10, 20, tenant=tenant) for tenant in ("one", "other"))
-    queue.entered(other)
+    queue.enter(other)
     for _ in range(3):
-        queue.entered(one)
+        queue.enter(one)
         assert queue.tenants.accounts["one"] == queue.tenants.accounts["other"] == work_of(10, 20)
         generate(one, 2)
         preempt(one)
-    queue.leave(one)
+    queue.leave(one, 0.0)
     assert queue.tenants.accounts["other"] == work_of(10, 20)
     queue.tenants.come("one")  # its tenant's next sequence does not begin below the others
-    queue.leave(other)
+    queue.leave(other, 0.0)
     assert queue.tenants.accounts["one"] == work_of(10, 20)
 
 
 def test_a_tenant_gets_back_what_an_answer_did_not_use_though_it_was_preempted(world: World) -> None:
-    queue = Queue()
+    queue = Queue[Sequence]()
     one, rest = (ask(world, queue, 10, 20, tenant="one") for _ in range(2))
     for _ in range(2):
-        queue.entered(one)
+        queue.enter(one)
         generate(one, 3)
         preempt(one)
-    queue.leave(one)
+    queue.leave(one, 0.0)
     assert queue.tenants.accounts["one"] == work_of(10, 6)
-    queue.entered(rest)
+    queue.enter(rest)
     assert queue.tenants.accounts["one"] == work_of(10, 6) + work_of(10, 20)
 
 
 def test_one_that_came_back_is_spared_by_the_tokens_that_it_gave_since(world: World) -> None:
-    queue = Queue()
+    queue = Queue[Sequence]()
     first, second, third = (ask(world, queue, 10, 100) for _ in range(3))
     for sequence in (first, second, third):
-        queue.entered(sequence)
+        queue.enter(sequence)
         generate(sequence, FEWEST_KEPT + 4)
     assert queue.victim_of([first, second, third], size) is third
     preempt(third)
-    queue.entered(third)
+    queue.enter(third)
     assert queue.victim_of([first, second, third], size) is second
     generate(third, FEWEST_KEPT - 1)
     assert queue.victim_of([first, second, third], size) is second
@@ -383,38 +380,42 @@ def test_one_that_came_back_is_spared_by_the_tokens_that_it_gave_since(world: Wo
 
 
 def test_preemptions_and_reused_tokens_of_all_that_ended_are_counted(world: World) -> None:
-    queue = Queue()
+    queue = Queue[Sequence]()
     for num_preemptions, num_reused in ((2, 16), (1, 0), (0, 32)):
         sequence = ask(world, queue, 40, 5)
-        queue.entered(sequence)
+        queue.enter(sequence)
         sequence.num_reused, sequence.stats.preemptions = num_reused, num_preemptions
-        queue.leave(sequence)
+        queue.leave(sequence, 0.0)
     assert (queue.num_preemptions, queue.reused_tokens) == (3, 48)
 
 
 def test_sequences_that_pass_a_long_prompt_count_together(world: World) -> None:
-    queue = Queue()
+    queue = Queue[Sequence]()
     running, long, *short = (ask(world, queue, num_prompt, 4) for num_prompt in (5, 92, *[17] * 6))
     assert (work_of(92, 4), work_of(17, 4)) == (100, 25)
-    waiting = [long, *short]
+    for each in (long, *short):
+        queue.wait(each)
     for number in range(4):
-        assert queue.passing(waiting, [running], [long]) == short[number:], "four times 25 are its own work of 100"
+        assert queue.next([running], [long]) is short[number], "four times 25 are its own work of 100"
         queue.pass_by(short[number], [long])
-        queue.entered(short[number])
-        waiting.remove(short[number])
-    assert queue.passing(waiting, [running], [long]) == []
-    queue.leave(long)
+        queue.enter(short[number])
+    assert queue.next([running], [long]) is None
+    queue.leave(long, 0.0)
     again = ask(world, queue, 92, 4)
-    assert queue.passing([again, *short[4:]], [running], [again]) == short[4:], "another is passed by as much again"
+    queue.wait(again)
+    assert queue.next([running], [again]) is short[4], "another is passed by as much again"
 
 
 def test_a_sequence_of_an_idle_tenant_passes_one_that_waits_for_pages(world: World) -> None:
-    queue = Queue()
+    queue = Queue[Sequence]()
     long, other = (ask(world, queue, 92, 4, tenant=tenant) for tenant in ("one", "other"))
-    assert queue.passing([long, other], [], [long]) == [other]
-    assert queue.passing([long, other], [other], [long]) == []
+    for each in (long, other):
+        queue.wait(each)
+    assert queue.next([], [long]) is other
+    assert queue.next([other], [long]) is None
+    assert queue.next([], [long], [other]) is None
     queue.tenants.charge("other", 1)
-    assert queue.passing([long, other], [], [long]) == []
+    assert queue.next([], [long]) is None
 
 
 @pytest.fixture
@@ -457,10 +458,10 @@ def test_an_engine_counts_the_preemptions_of_all_its_answers(world: World, crowd
 
 
 def test_tokens_of_answers_that_have_ended_count_until_a_slot_changes_hands_again(world: World) -> None:
-    queue = Queue()
+    queue = Queue[Sequence]()
     asked = [ask(world, queue, 10, 20, tenant="one") for _ in range(5)]
     for each in asked:
-        queue.entered(each)
+        queue.enter(each)
         generate(each, 2)
     other = ask(world, queue, 10, 20, tenant="other")
     giver = queue.giver_for(other, asked, size)
@@ -471,5 +472,5 @@ def test_tokens_of_answers_that_have_ended_count_until_a_slot_changes_hands_agai
         generate(each, 18)
     assert queue.giver_for(other, running, size) is not None, "3 times 12 tokens were given"
     for ended in running[:2]:
-        queue.leave(ended)
+        queue.leave(ended, 0.0)
     assert queue.giver_for(other, running[2:], size) is not None, "they still count"

@@ -16,8 +16,8 @@ from infer.compute.operands.step import Chunk, Interrupt, Step
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
-from infer.engine.runner.sample_loop import SampledTokens
 from infer.models.transformer import Transformer
+from infer.outputs import TokenLogprob
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
 from steps import load_network
 from test_families import expected_logits, load, make_reserved, random_ids, tolerance_of
@@ -131,50 +131,50 @@ def prefilled(
 
 def test_a_multi_step_ends_when_every_row_has_met_a_stop_id(runner: Runner) -> None:
     chunks, columns = prefilled(runner, SamplingParams(temperature=0), 6)
-    free, _ = runner.multi_step(chunks, 5, columns, None, ())
-    first, second = (tokens.token_ids for tokens in free)
+    first, second = runner.multi_step(chunks, 5, columns, None, ()).token_ids
     assert len(first) == len(second) == 5
     stop_ids = {first[0], second[2]}
     ends = [next(i for i, token_id in enumerate(ids) if token_id in stop_ids) for ids in (first, second)]
-    found, times = runner.multi_step(chunks, 6, columns, None, stop_ids)
-    assert [tokens.token_ids for tokens in found] == [ids[: max(ends) + 1] for ids in (first, second)]
+    found, times, _ = runner.multi_step(chunks, 6, columns, None, stop_ids)
+    assert found == [ids[: max(ends) + 1] for ids in (first, second)]
     assert len(times) == max(ends) + 1
 
 
 def test_a_multi_step_that_is_interrupted_ends_with_the_groups_that_are_under_way(runner: Runner) -> None:
     chunks, columns = prefilled(runner, SamplingParams(temperature=0), 6)
-    found, _ = runner.multi_step(chunks, 6, columns, None, (), interrupt=Interrupt(1))
-    assert [len(tokens.token_ids) for tokens in found] == [4, 4]
+    found = runner.multi_step(chunks, 6, columns, None, (), interrupt=Interrupt(1)).token_ids
+    assert list(map(len, found)) == [4, 4]
 
 
 def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: Runner) -> None:
     banned = SamplingParams(temperature=0, allowed_token_ids=[5], logit_bias={5: -float("inf")})
     chunks, columns = prefilled(runner, banned, 3)
-    found, _ = runner.multi_step(chunks, 3, columns, None, ())
-    assert [tokens.token_ids for tokens in found] == [[-2], [-2]]
+    assert runner.multi_step(chunks, 3, columns, None, ()).token_ids == [[-2], [-2]]
 
 
 def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: World, runner: Runner) -> None:
     """This is so for raw logits and for processed ones."""
     params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, repetition_penalty=1.2)
-    found = []
+    found = list[tuple[list[list[int]], list[list[TokenLogprob]]]]()
     for each in (runner, Runner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):
         chunks, columns = prefilled(each, params, 3, replace(params, logprobs_mode="processed"))
         history = History(2, 64, 256)
         for slot in range(2):
             history.begin(slot, [5 + slot, 6, 7, 8], 3)
         if each is runner:
-            found.append(each.multi_step(chunks, 3, columns, history, ())[0])
+            token_ids, _, logprobs = each.multi_step(chunks, 3, columns, history, ())
+            found.append((token_ids, logprobs))
             continue
-        found.append([SampledTokens([], []) for _ in chunks])
+        found.append(([[], []], [[], []]))
         for _ in range(3):
-            for slot, tokens in enumerate(each.sample(chunks, columns, history)[0]):
-                found[-1][slot].token_ids += tokens.token_ids
-                found[-1][slot].logprobs += tokens.logprobs
+            sampled = each.sample(chunks, columns, history)
+            for slot in range(2):
+                found[-1][0][slot] += sampled.token_ids[slot]
+                found[-1][1][slot] += sampled.logprobs[slot]
                 each.commit(slot, 1)
-            chunks = [Chunk(slot, tokens.token_ids[-1:]) for slot, tokens in enumerate(found[-1])]
+            chunks = [Chunk(slot, token_ids[-1:]) for slot, token_ids in enumerate(sampled.token_ids)]
     assert found[0] == found[1]
-    assert [len(tokens.logprobs) for tokens in found[0]] == [3, 3]
+    assert list(map(len, found[0][1])) == [3, 3]
 
 
 def test_a_step_of_many_tokens_and_more_than_64_rows_has_the_bits_of_smaller_steps(device_world: World) -> None:

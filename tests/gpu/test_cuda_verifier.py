@@ -49,12 +49,15 @@ def first_lines(counts: list[int]) -> list[int]:
     return [start + entry for start, count in zip(starts, counts, strict=False) for entry in range(count)]
 
 
+def filled(words: Tensor) -> Masks:
+    return Masks(words, np.ones(1, np.int64), lambda: None, lambda *_: False)
+
+
 def one_by_one(rows: Rows, drafts: list[list[int]], history: History) -> list[list[int]]:
     counts = [min(len(mine) + 1, most) for mine, most in zip(drafts, NUM_LINES, strict=True)]
     lines = first_lines(counts)
-    masks = None if rows.masks is None else rows.masks[lines]
-    found, _ = verify(rows.logits[lines], chunks_of(drafts), rows.positions, rows.columns, history, masks)
-    return [tokens.token_ids for tokens in found]
+    masks = None if rows.masks is None else filled(rows.masks[lines])
+    return verify(rows.logits[lines], chunks_of(drafts), rows.positions, rows.columns, history, masks).token_ids
 
 
 def chunks_of(drafts: list[list[int]]) -> list[Chunk]:
@@ -87,7 +90,7 @@ def test_all_lines_at_once_give_what_they_give_one_by_one_and_the_history_sees_i
         starts = [position - 2 for position in rows.positions]
         masks = None
         if rows.masks is not None:
-            masks = Masks(rows.masks, np.ones(1, np.int64), lambda: None, lambda *_: False)
+            masks = filled(rows.masks)
         padded = torch.full((MAX_LINES, VOCAB_SIZE + 3), torch.nan)
         padded[: len(rows.logits), :VOCAB_SIZE] = rows.logits
         forward = Recording(lambda: None, padded)
@@ -120,7 +123,6 @@ def test_log_probabilities_are_those_of_the_lines_that_count() -> None:
     chunks = [Chunk(0, [1, int(logits[0].argmax())], 1), Chunk(1, [1]), Chunk(2, [1])]
     forward = Recording(lambda: None, logits)
     found = Verifier(4, CPU, Repeats()).launch(forward, chunks, [3] * 3, columns, None, None).wait()
-    expected, _ = verify(logits, chunks, [4] * 3, columns, None, None)
-    assert found.token_ids == [tokens.token_ids for tokens in expected]
-    assert found.logprobs == [tokens.logprobs for tokens in expected]
+    expected = verify(logits, chunks, [4] * 3, columns, None)
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     assert [len(each) for each in found.logprobs] == [2, 0, 1]

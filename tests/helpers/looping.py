@@ -11,8 +11,7 @@ from infer.engine.requests import loop as loop_module
 from infer.engine.requests.answer import Answer
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.stream import Stream
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 
 
 def loop_of(engine: Engine) -> Loop:

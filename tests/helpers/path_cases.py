@@ -36,7 +36,7 @@ from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Guess
 from infer.engine.step.drafting import Drafting
-from infer.engine.step.place import Lease
+from infer.engine.step.sequence import Lease
 from infer.engine.step.sequence import Sequence as Answering
 from infer.engine.step.text_output import TextOutput
 from infer.models.transformer import Transformer

@@ -39,6 +39,9 @@ class CachelessRunner(Runner):
     def reset(self) -> None:
         self._token_ids = []
 
+    def shortage(self, slot: int, num_tokens: int) -> str:
+        return ""
+
     def reserve(self, slot: int, num_tokens: int) -> None:
         return
 

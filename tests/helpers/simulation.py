@@ -8,23 +8,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import product
-from math import ceil, inf
-from typing import final
+from math import inf
+from typing import Any, final
 
 from infer.compute.operands.limits import HOST_STEP
-from infer.engine.step.fair_queueing import (
+from infer.engine.step.fairness import (
     ANSWER_WORK,
     EXPECTED_ANSWER,
+    HEAD_START,
     AnswerLengths,
-    Blocked,
-    KeptSlots,
-    Running,
-    Tenants,
-    Waiting,
+    Queue,
     has_pages,
-    may_pass,
-    rank_of,
-    victim,
     work_of,
 )
 from infer.engine.step.scheduler import (
@@ -32,17 +26,20 @@ from infer.engine.step.scheduler import (
     MAX_SECONDS,
     MAX_STEPS,
     STREAM_SECONDS,
-    Demand,
     Plan,
     Scheduler,
+    StepPart,
+    StepShares,
 )
 from infer.engine.step.step_costs import StepCosts, StepWork
-from infer.engine.step.step_shares import StepPart, StepShares
 
 
 @dataclass(eq=False)
 class Request:
-    """A request. Its answer has `num_new` tokens, which is unknown before its end. It is cancelled after `patience`."""
+    """A request. Its answer has `num_new` tokens, which is unknown before its end. It is cancelled after `patience`.
+
+    It is a `fairness.Candidate`, and a `scheduler.Demand`.
+    """
 
     arrives_at: float
     num_prompt: int
@@ -54,22 +51,49 @@ class Request:
     is_streamed: bool = True
     # Its results
     number: int = 0
+    submitted_at: float = 0.0
+    entry: int = 0
+    paid: int | None = None
+    num_before: int = 0
+    passed: int = 0
     num_computed: int = 0
     num_given: int = 0
-    given_at_entry: int = 0
     num_preemptions: int = 0
     pages: int = 0
-    charged: int | None = None
-    passed: int = 0  # work of the requests that passed it while it waited for pages
     num_recomputed: int = 0  # tokens that were computed again
     entered_at: float | None = None
     ended_at: float | None = None
     bound: float = inf  # bound of its wait, as the scheduler computed it at the submission
     first_token_at: float | None = None
 
+    # Constants of this simulation
+    num_reused: int = 0
+    num_drafts: int = 0
+    checkpoints: tuple[int, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_prompt
+
     @property
     def num_tokens(self) -> int:
         return self.num_prompt + self.num_given
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_given
+
+    @property
+    def room(self) -> int:
+        return self.max_new - self.num_given
+
+    @property
+    def num_schedulable(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def useful_steps(self) -> int:
+        return min(MAX_STEPS, self.room)
 
 
 @final
@@ -92,7 +116,11 @@ class Machine:
         return -(-num_tokens // self.page_tokens)
 
 
-def most_work_before(tenants: Tenants, one: Waiting, waiting: Items[Waiting], running: int, most: int) -> float:
+def rank_of(request: Request) -> float:
+    return request.submitted_at - HEAD_START * request.priority
+
+
+def most_work_before(queue: Queue[Request], one: Request, waiting: Items[Request], running: int, most: int) -> float:
     """Return an upper bound of the work that is computed before a sequence enters, in the unit of `work_of`.
 
     `running` is the work that the running sequences may still take, `most` the most that any request may take. The
@@ -101,13 +129,14 @@ def most_work_before(tenants: Tenants, one: Waiting, waiting: Items[Waiting], ru
     before it, and the sequence itself, may wait for pages and be passed by as much work as its own. Preemptions are not
     counted.
     """
-    ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
-    accounts = tenants._accounts
+    tenants, own = queue.tenants, queue.work_of(one)
+    before = (each for each in waiting if each.tenant == one.tenant and rank_of(each) <= rank_of(one))
+    ahead, accounts = sum(map(queue.work_of, before)) - own, tenants._accounts
     least, reached = tenants._least_active(), accounts[one.tenant] + ahead / tenants.weight(one.tenant)
     others = {*accounts, *tenants._weights} - {one.tenant}
     gaps = [max(0.0, reached - max(accounts.get(tenant, least), least)) for tenant in others]
     theirs = (most + tenants.weight(tenant) * gap for tenant, gap in zip(others, gaps, strict=True))
-    return running + 2 * (ahead + sum(theirs)) + one.work
+    return running + 2 * (ahead + sum(theirs)) + own
 
 
 def most_seconds(costs: StepCosts, work: float, num_sequences: int, longest: int) -> float:
@@ -124,6 +153,20 @@ def most_seconds(costs: StepCosts, work: float, num_sequences: int, longest: int
 
 @final
 @dataclass
+class ConstantLength:
+    """Replaces `AnswerLengths`: every answer is always expected to have `mean` further tokens."""
+
+    mean: int
+
+    def learn(self, tenant: str, num_tokens: int) -> None:
+        return
+
+    def expected(self, tenant: str, num_given: int = 0) -> int:
+        return self.mean
+
+
+@final
+@dataclass
 class Simulation:
     machine: Machine
     requests: Items[Request]
@@ -134,14 +177,15 @@ class Simulation:
     now: float = 0.0
     num_steps: int = 0
     num_given: int = 0
-    num_come: int = 0
 
     def run(self) -> "Simulation":
         machine = self.machine
-        self.scheduler, self.tenants = Scheduler(HOST_STEP, prompt_seconds=0.1), Tenants(self.weights)
+        self.scheduler, self.queue = Scheduler(HOST_STEP, prompt_seconds=0.1), Queue[Request](self.weights)
+        lengths: Any = (AnswerLengths if self.learns else ConstantLength)(self.expected_answer)
+        self.tenants, self.queue.lengths = self.queue.tenants, lengths
         self.shares = StepShares(self.scheduler.costs, self.tenants.weight)
         self.free, self.served = machine.num_pages, dict.fromkeys((each.tenant for each in self.requests), 0)
-        self.lengths, self.is_full, self.kept = AnswerLengths(self.expected_answer), False, KeptSlots()
+        self.is_full = False
         self.learn_costs()
         self.waiting, self.running = list[Request](), list[Request]()
         coming = sorted(self.requests, key=lambda each: each.arrives_at)
@@ -151,7 +195,6 @@ class Simulation:
             while coming and coming[0].arrives_at <= self.now:
                 request = coming.pop(0)
                 if (told := self.door(request)) is None:
-                    request.number, self.num_come = self.num_come, self.num_come + 1
                     self.come(request)
                 elif told < inf:
                     request.arrives_at = self.now + told
@@ -168,23 +211,18 @@ class Simulation:
             self.scheduler.costs.learn(work, self.machine.seconds(work))
 
     def come(self, request: Request) -> None:
-        self.tenants.come(request.tenant)
-        self.waiting.append(request)
-        left = [(max(0, each.num_prompt - each.num_computed), each.max_new - each.num_given) for each in self.running]
+        self.queue.join(request, request.arrives_at)
+        self.wait(request)
+        left = [(max(0, each.num_prompt - each.num_computed), each.room) for each in self.running]
         running = sum(work_of(*each) for each in left)
         most = max(work_of(each.num_prompt, each.max_new) for each in self.requests)
-        waiting = [self.waiting_of(each) for each in self.waiting]
-        work = most_work_before(self.tenants, self.waiting_of(request), waiting, running, most)
+        work = most_work_before(self.queue, request, self.waiting, running, most)
         longest = max(each.num_prompt + each.max_new for each in self.requests)
         request.bound = MAX_SECONDS + most_seconds(self.scheduler.costs, work, self.machine.num_slots, longest)
 
-    def room_of(self, request: Request) -> int:
-        learnt = ceil(self.lengths.expected(request.tenant, request.num_given))
-        return min(request.max_new - request.num_given, learnt if self.learns else self.expected_answer)
-
-    def waiting_of(self, request: Request) -> Waiting:
-        rank, work = rank_of(request.arrives_at, request.priority), work_of(request.num_prompt, self.room_of(request))
-        return Waiting(request.number, request.tenant, rank, work, request.charged is not None)
+    def wait(self, request: Request) -> None:
+        self.queue.wait(request)
+        self.waiting.append(request)
 
     def drop_impatient(self) -> None:
         for request in [*self.waiting, *self.running]:
@@ -195,13 +233,9 @@ class Simulation:
         request.ended_at = self.now
         (self.running if request in self.running else self.waiting).remove(request)
         self.give_up_pages(request)
-        if request.charged is not None:
-            used = work_of(min(request.num_computed, request.num_prompt), request.num_given)
-            self.tenants.charge(request.tenant, used - request.charged)
-            self.lengths.learn(request.tenant, request.num_given)
-        self.kept.left(request.tenant, request.number, self.now)
+        request.num_reused = max(0, request.num_prompt - request.num_computed)  # it does not pay for what was not read
+        self.queue.leave(request, self.now)
         self.is_full = False
-        self.tenants.go(request.tenant)
 
     def give_up_pages(self, request: Request) -> None:
         self.free, request.pages = self.free + request.pages, 0
@@ -209,76 +243,53 @@ class Simulation:
     def admit(self) -> None:
         """Mirror `Slots.admit`."""
         blocked = list[Request]()
-        while self.waiting:
-            num_kept = self.kept.count((each.tenant for each in self.running), self.now, self.machine.num_slots)
+        while True:
+            num_kept = self.queue.num_kept(self.running, self.now, self.machine.num_slots)
             is_full = len(self.running) >= self.machine.num_slots - num_kept
-            able = self.idle() if is_full else self.passing(blocked)
-            if not able:
+            request = self.queue.next(self.running, blocked, is_full=is_full)
+            if request is None:
                 return
-            waiting = {each.number: each for each in able}
-            request = waiting[self.tenants.first(map(self.waiting_of, able)).number]
-            if (givers := self.givers(request)) is None:
-                if is_full:
-                    return
+            if (givers := self.givers(request)) is not None:
+                for giver in givers:
+                    self.queue.gave(giver, request)
+                    self.preempt(giver)
+                self.queue.pass_by(request, blocked)
+                self.enter(request)
+            elif is_full:
+                return
+            else:
                 blocked.append(request)
-                continue
-            for giver in givers:
-                self.tenants.gave(self.running_of(giver), self.num_given)
-                self.kept.got(request.number)
-                self.preempt(giver)
-            for each in blocked:
-                each.passed += self.waiting_of(request).work
-            self.enter(request)
 
     def enter(self, request: Request) -> None:
         self.waiting.remove(request)
         self.running.append(request)
-        request.given_at_entry, request.num_computed = request.num_given, 0
-        self.kept.entered(request.tenant, request.number)
-        if request.charged is None:
-            request.entered_at, request.charged = self.now, self.waiting_of(request).work
-            self.tenants.charge(request.tenant, request.charged)
-
-    def idle(self) -> list[Request]:
-        tenants = {each.tenant for each in self.running}
-        return [each for each in self.waiting if each.tenant not in tenants]
-
-    def passing(self, blocked: Items[Request]) -> list[Request]:
-        if not blocked:
-            return self.waiting
-        before = [Blocked(each.num_tokens, self.waiting_of(each).work, each.passed) for each in blocked]
-        shorter = [each for each in self.waiting if may_pass(each.num_tokens, self.waiting_of(each).work, before)]
-        tenants = {each.tenant for each in blocked}
-        idle = [each for each in self.idle() if each not in blocked and self.tenants.is_owed(each.tenant, tenants)]
-        return shorter or idle
+        request.num_computed = 0
+        if request.paid is None:
+            request.entered_at = self.now
+        self.queue.enter(request)
 
     def givers(self, request: Request) -> list[Request] | None:
-        found, running = list[Request](), list(self.running)
+        givers, running = list[Request](), list(self.running)
         while len(running) >= self.machine.num_slots or not self.has_pages(request, running):
-            one = self.waiting_of(request)
-            giver = self.tenants.giver(one, self.size(request), list(map(self.running_of, running)), self.num_given)
+            giver = self.queue.giver_for(request, running, self.size)
             if giver is None:
                 return None
-            found.append(next(each for each in running if each.number == giver.number))
-            running.remove(found[-1])
-        return found
+            givers.append(giver)
+            running.remove(giver)
+        return givers
 
     def has_pages(self, request: Request, running: Items[Request]) -> bool:
         if self.is_full and self.running and len(running) == len(self.running):
             return False
-        pages_of = self.machine.pages_of
-        growths = [[pages_of(each.num_tokens + self.room_of(each)) - each.pages] for each in running]
+        growths = [[self.pages_expected(each) - each.pages] for each in running]
         free = self.free + sum(each.pages for each in self.running if each not in running)
-        return not running or has_pages([free], growths, [pages_of(request.num_tokens + self.room_of(request))])
+        return not running or has_pages([free], growths, [self.pages_expected(request)])
+
+    def pages_expected(self, request: Request) -> int:
+        return self.machine.pages_of(request.num_tokens + self.queue.expected_room(request))
 
     def size(self, request: Request) -> float:
-        pages = self.machine.pages_of(request.num_tokens + self.room_of(request))
-        return max(1 / self.machine.num_slots, pages / self.machine.num_pages)
-
-    def running_of(self, request: Request) -> Running:
-        num_given, was_preempted = request.num_given - request.given_at_entry, request.num_preemptions > 0
-        return Running(request.number, num_given, was_preempted, request.tenant, request.priority, self.size(request),
-                       request.num_tokens)  # fmt: skip
+        return max(1 / self.machine.num_slots, self.pages_expected(request) / self.machine.num_pages)
 
     def step(self) -> None:
         chosen = self.shares.choose([StepPart(each.tenant, 1, each.num_computed) for each in self.running])
@@ -314,17 +325,11 @@ class Simulation:
                 self.trim(request)
 
     def plan(self, active: Items[Request], resting: Items[Request]) -> Plan:
-        """Mirror `StepPlanner._plan`."""
-        demands = [self.demand(each) for each in active]
-        if (most_steps := self.shares.most_steps) is not None:
-            demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
-        num_waiting, others_stream = len(self.waiting) + len(resting), any(each.is_streamed for each in resting)
-        return self.scheduler.plan(demands, self.machine.step_tokens, num_waiting, others_stream=others_stream)
-
-    def demand(self, request: Request) -> Demand:
-        useful = min(MAX_STEPS, request.max_new - request.num_given)
-        return Demand(request.num_tokens - request.num_computed, 0, MAX_STEPS, useful, MAX_STEPS, request.num_computed,
-                      request.number, request.is_streamed)  # fmt: skip
+        """Mirror `Steps._plan`."""
+        max_steps = MAX_STEPS if self.shares.most_steps is None else min(MAX_STEPS, self.shares.most_steps)
+        others_wait, others_stream = bool(self.waiting or resting), any(each.is_streamed for each in resting)
+        limits = self.machine.step_tokens, max_steps
+        return self.scheduler.plan(active, *limits, others_wait=others_wait, others_stream=others_stream)
 
     def reserve(self, request: Request, count: int) -> bool:
         """Return False if a sequence was preempted. Then the step is planned again."""
@@ -334,15 +339,15 @@ class Simulation:
                 self.free -= max(0, more)
                 request.pages += max(0, more)
                 return True
-            found = victim(list(map(self.running_of, self.running)), self.tenants.weight)
-            assert found is not None, "alone it fits"
-            self.preempt(next(each for each in self.running if each.number == found.number))
+            victim = self.queue.victim_of(self.running, self.size)
+            assert victim is not None, "alone it fits"
+            self.preempt(victim)
             self.is_full = True
         return False
 
     def preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self.waiting.append(request)
+        self.wait(request)
         self.give_up_pages(request)
         request.num_preemptions += 1
         request.num_recomputed += request.num_computed

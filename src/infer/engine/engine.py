@@ -1,6 +1,6 @@
 """The engine of a loaded model. Its steps compute all sequences of all callers.
 
-`launch` plans a step (`StepPlanner`) and runs it (`Runner`). Then `collect` lets each sequence accept its sampled
+`launch` plans a step (`Steps`) and runs it (`Runner`). Then `collect` lets each sequence accept its sampled
 tokens, and the cache keeps these. One step may serve chunks of prompts, single tokens and drafts, with a grammar or
 without.
 
@@ -18,26 +18,22 @@ from typing import TypeVar, final
 
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.step import Interrupt, Masks
-from infer.compute.ops import Generated, PendingStep
+from infer.compute.ops import PendingStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Drafter
 from infer.engine.step.drafting import Drafting
+from infer.engine.step.fairness import Queue
+from infer.engine.step.faults import Faults
 from infer.engine.step.grammar_masks import MaskFiller
-from infer.engine.step.launched_step import LaunchedStep, Work
-from infer.engine.step.place import Lease
-from infer.engine.step.queue import Queue
-from infer.engine.step.scheduler import Plan, Scheduler
-from infer.engine.step.sequence import Sequence
-from infer.engine.step.slot_params import SlotParams
+from infer.engine.step.scheduler import Plan, Scheduler, StepPart, StepShares
+from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
 from infer.engine.step.step_costs import context_of
-from infer.engine.step.step_ends import StepEnds
-from infer.engine.step.step_plans import StepPlanner
-from infer.engine.step.step_shares import StepPart, StepShares
+from infer.engine.step.steps import LaunchedStep, Steps, Work
 from infer.errors import InferError, OutOfPagesError, closed
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
@@ -49,7 +45,7 @@ class Engine:
     """The engine. Only the loop's thread uses it (`requests.loop`).
 
     A step that raises leaves the engine in an incomplete state. Then `recover` empties the cache, and all sequences are
-    computed again.
+    computed again. If a step raises again, they are computed one by one (`Faults`).
     """
 
     def __init__(
@@ -68,7 +64,7 @@ class Engine:
         disk.
         """
         self.prefixes, self._prefix_ends = prefixes, PrefixEnds()
-        self._queue, self._drafting = Queue(weights), Drafting(drafter)
+        self._queue, self._drafting = Queue[Sequence](weights), Drafting(drafter)
         self._open_slots: Slots | None = Slots(runner, self._queue, self._drafting.release)
         self._sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
         self._loading: dict[Sequence, None] = {}  # sequences that wait for pages from disk
@@ -84,11 +80,10 @@ class Engine:
             prefixes.is_busy = lambda: bool(self._sequences)
             prefixes.seconds_to_compute = self._seconds_to_compute
         self.resting_tenants: Collection[str] = ()  # they owe the next steps to the others
-        self._planner = StepPlanner(self.scheduler, self._shares, self._drafting)
-        self._ends = StepEnds(self._planner, self.scheduler, self._shares, self._drafting)
+        self._steps = Steps(self.scheduler, self._shares, self._drafting)
         self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
-        self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(runner.model.backend)
+        self._faults = Faults()
         self._interrupt = Interrupt()  # set by threads that send a message to the loop
 
     @property
@@ -117,7 +112,8 @@ class Engine:
 
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
         """Let a sequence take part in the steps until it is finished. With a lease it uses the slot of the lease."""
-        self._queue.join(sequence, lease)
+        sequence.lease = lease
+        self._queue.join(sequence, time.perf_counter())
         self._sequences[sequence] = None
         if self._loads_prefix(sequence):
             self._loading[sequence] = None
@@ -135,7 +131,7 @@ class Engine:
 
     def _loads_prefix(self, sequence: Sequence) -> bool:
         """Return True if a sequence first waits for pages from disk."""
-        lease = sequence.place.lease
+        lease = sequence.lease
         if self.prefixes is None or (lease is not None and lease.token_ids):
             return False
         return self.prefixes.begin(
@@ -151,10 +147,10 @@ class Engine:
         self._want_slot(sequence)
 
     def _want_slot(self, sequence: Sequence) -> None:
-        """Let a sequence wait for a slot, unless it has one, is paused, or still waits for pages from disk."""
-        is_held_up = sequence.is_paused or sequence in self._loading
+        """Let a sequence wait for a slot, unless it has one, is paused, loads pages, or another one runs alone."""
+        is_held_up = sequence.is_paused or sequence in self._loading or self._faults.alone not in (None, sequence)
         if sequence in self._sequences and not (sequence.has_slot or is_held_up):
-            self._slots.waiting[sequence] = None
+            self._queue.wait(sequence)
 
     def listen(self) -> None:
         """Clear earlier interrupts, because the loop now reads the messages that they announced."""
@@ -171,12 +167,12 @@ class Engine:
 
     def pause(self, sequence: Sequence) -> None:
         """Leave a sequence out of all steps until `proceed`. Other sequences may get its slot."""
-        sequence.set_paused(is_paused=True)
-        self._slots.waiting.pop(sequence, None)
+        sequence.is_paused = True
+        self._queue.stop_waiting(sequence)
 
     def proceed(self, sequence: Sequence) -> None:
         """Compute a paused sequence again."""
-        sequence.set_paused(is_paused=False)
+        sequence.is_paused = False
         self._want_slot(sequence)
 
     def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
@@ -214,7 +210,6 @@ class Engine:
             self._open_slots = None
             if self.prefixes is not None:
                 self.prefixes.close()
-            self._slot_params.clear()
             self._filler.close()
 
     def abandon(self) -> None:
@@ -223,9 +218,15 @@ class Engine:
         for sequence in self._sequences:
             sequence.end()
         self._drafting.clear()
-        waiting = self._slots.waiting, self._loading
-        for group in (self._sequences, *waiting, self._watched, self._leaving, self._taking_part):
+        self._queue.clear()
+        self._faults = Faults()
+        for group in (self._sequences, self._loading, self._watched, self._leaving, self._taking_part):
             group.clear()
+
+    def recover_from(self, error: Exception) -> None:
+        """Continue after a step that raised. Raises the error if the engine has failed."""
+        self._faults.add(error, [each for each in self._sequences if not each.is_paused and each not in self._loading])
+        self.recover()
 
     def recover(self) -> None:
         """Empty the cache after a step that raised. All sequences are computed again from their ids."""
@@ -234,8 +235,7 @@ class Engine:
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
-            self._want_slot(sequence)
-        self._slot_params = SlotParams(self.runner)
+        self._rejoin()
         self._filler = MaskFiller(self.runner.model.backend)
 
     # A step
@@ -247,7 +247,25 @@ class Engine:
         """
         launched, self._pending = self._pending or self.launch(), None
         self._pending = self._launch_behind(launched)
-        return self.collect(launched)
+        sequences = self.collect(launched)
+        self._try_suspects()
+        return sequences
+
+    def _try_suspects(self) -> None:
+        """After a step that succeeded, let another sequence run if they run alone, or all again after the last one."""
+        before = self._faults.alone
+        self._faults.passed()
+        if self._faults.alone is not before:
+            if before is not None and before.has_slot:
+                self._slots.preempt(before)
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Let the sequences that may run wait for slots, and drop those that faults ended."""
+        self._queue.clear()
+        self._leaving.update(self._sequences)
+        for sequence in self._sequences:
+            self._want_slot(sequence)
 
     def launch(self, behind: LaunchedStep | None = None) -> LaunchedStep | None:
         """Choose the sequences of a step, plan it, and run the forward. Return None if there is nothing to compute.
@@ -260,8 +278,8 @@ class Engine:
         wanting = [each for each in self._slots.sequences if not each.is_paused]
         if behind is not None:
             wanting = [each for each in wanting if not each.awaited or each.room > 0]
-            return self._run(self._planner.take_turns(wanting, self.resting_tenants), behind)
-        active = self._planner.take_turns(wanting, self.resting_tenants)
+            return self._run(self._steps.take_turns(wanting, self.resting_tenants), behind)
+        active = self._steps.take_turns(wanting, self.resting_tenants)
         self._taking_part.update(dict.fromkeys(active))
         self._leaving.update(dict.fromkeys(active))
         for sequence in active:
@@ -273,7 +291,7 @@ class Engine:
         """Launch the next step while this one runs, if the host does not need this one's tokens for it."""
         if launched is None or not launched.may_be_followed or not self._grows_evenly:
             return None
-        self._ends.keep_early(launched, self.runner)
+        self._steps.keep_early(launched, self.runner)
         return self.launch(launched)
 
     @property
@@ -284,7 +302,7 @@ class Engine:
     def collect(self, launched: LaunchedStep | None) -> list[Sequence]:
         """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""
         if launched is not None:
-            self._ends.settle(launched, self._slots, self._slot_params, self._filler)
+            self._steps.settle(launched, self._slots, self._filler)
             for sequence, _ in launched.works:
                 if not sequence.has_ended:
                     self._taking_part[sequence] = self._leaving[sequence] = None
@@ -308,7 +326,7 @@ class Engine:
                 self._slots.leave(sequence)
                 del self._sequences[sequence]
                 self._watched.pop(sequence, None)
-                self._queue.leave(sequence)
+                self._queue.leave(sequence, now)
                 self._drafting.forget(sequence)
                 sequence.end()
                 self._taking_part[sequence] = None
@@ -317,8 +335,7 @@ class Engine:
     def _admit(self) -> None:
         """Give slots to waiting sequences in the queue's order, while there are slots and pages."""
         for sequence in self._slots.admit(self.max_running):
-            sequence.compress_prompt(must=self.runner.compresses_prompts)
-            self._slot_params.write(sequence)
+            sequence.must_end_prompt = self.runner.compresses_prompts
             self._drafting.enter(sequence)
             if self.runner.shares_prefixes:
                 self._prefix_ends.look(sequence)
@@ -330,21 +347,21 @@ class Engine:
             if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:
                 break
             forced.append(token_id)
-        self._slot_params.extend(sequence, forced)
+        self._slots.params.extend(sequence, forced)
         self._drafting.observe(sequence)
 
     def _run(self, active: list[Sequence], behind: LaunchedStep | None) -> LaunchedStep | None:
         """Plan a step of these sequences and launch it."""
-        started, params = time.perf_counter(), self._slot_params
-        plan, works = (self._planner.plan if behind is None else self._planner.plan_behind)(self._slots, active)
+        started = time.perf_counter()
+        plan, works = (self._steps.plan if behind is None else self._steps.plan_behind)(self._slots, active)
         if not works:
             return None
-        columns = params.select([sequence for sequence, _ in works])
+        columns = self._slots.params.select([sequence for sequence, _ in works])
         if behind is not None and not self.runner.takes([chunk for _, chunk in works], columns):
             return None
         parts = list[StepPart]()
         if self._shares.is_shared:
-            parts = [StepPart(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
+            parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         masks = self._filler.start(works)
         pending, is_multi_step = self._sample(plan, works, columns, masks, behind)
         for sequence, chunk in works:
@@ -360,13 +377,12 @@ class Engine:
         behind: LaunchedStep | None,
     ) -> tuple[PendingStep, bool]:
         """Launch a step, or run a multi-step. Return it, and whether it is a multi-step."""
-        chunks, history = [work.chunk for work in works], self._slot_params.history
+        chunks, history = [work.chunk for work in works], self._slots.params.history
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
             interrupt = self._interrupt
-            sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
-            if ends:
-                token_ids, logprobs = [each.token_ids for each in sampled], [each.logprobs for each in sampled]
-                return PendingStep.ended(Generated(token_ids, ends, logprobs)), True
+            generated = self.runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
+            if generated.ends:
+                return PendingStep.ended(generated), True
         before = None if behind is None else behind.pending
         return self.runner.launch(chunks, columns, history, masks, before), False

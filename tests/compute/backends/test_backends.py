@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cases import cases
+from demands import Demand, plan_of
 from fake_backend import NUM_CALLS, FakeBackend
 from infer import LLM, SamplingParams
 from infer.cli import main
@@ -23,7 +24,7 @@ from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 from infer.compute.operands.mixers import Attention
 from infer.compute.ops import device
 from infer.compute.ops.device import backend_of
-from infer.engine.step.scheduler import Demand, Scheduler
+from infer.engine.step.scheduler import Scheduler
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import LoadSettings, cache_bytes, estimate
@@ -164,7 +165,7 @@ def test_a_step_reads_as_much_of_a_prompt_as_the_device_and_the_request_allow(
     limits: StepLimits, chunk: int | None, expected: int
 ) -> None:
     scheduler = Scheduler(limits)
-    plan = scheduler.plan([Demand(20_000)], scheduler.step_tokens([None, chunk]))
+    plan = plan_of(scheduler, [Demand(20_000)], scheduler.step_tokens([None, chunk]))
     assert (plan.num_tokens, scheduler.max_drafts(32)) == ([expected], limits.logits // 32 - 1)
 
 

@@ -138,8 +138,7 @@ def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(llm: LLM
     def steps(lengths: Sequence[int], count: int) -> list[list[int]]:
         columns = SamplingColumns.of([GREEDY] * len(lengths), VOCAB_SIZE)
         chunks = [Chunk(slot, [5]) for slot in range(len(lengths))]
-        sampled, _ = runner_of(llm, lengths, count).multi_step(chunks, count, columns, None, ())
-        return [each.token_ids for each in sampled]
+        return runner_of(llm, lengths, count).multi_step(chunks, count, columns, None, ()).token_ids
 
     assert steps([BEYOND - 10, 100], 10) == steps([BEYOND - 10], 10) + steps([100], 10)
     runner = runner_of(llm, [BEYOND - 10, 100])

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from cases import cases
 from infer import InvalidRequestError, SamplingParams
-from infer.compute.operands.step import Chunk
+from infer.compute.operands.step import Chunk, Masks
 from infer.compute.ops import device
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
@@ -258,8 +259,10 @@ def test_masks_on_the_host_serve_logits_on_a_device_and_follow_rows(name: str, m
     columns = SamplingColumns.of([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
     parts = [Chunk(0, [1, 5], num_drafts=1), Chunk(1, [2])]
     logits, masks = torch.zeros(3, VOCAB, device=name), torch.arange(6, dtype=torch.int32).reshape(3, 2)
-    drawn, ended = sample_loop.verify(logits, parts, [1, 1], columns, None, masks)
-    assert [each.token_ids for each in drawn] == [[5, 5], [9]]
+    drawn, ended, _ = sample_loop.verify(
+        logits, parts, [1, 1], columns, None, Masks(masks, np.ones(1, np.int64), lambda: None, lambda *_: False)
+    )
+    assert drawn == [[5, 5], [9]]
     assert [(given.device.type, allowed.device.type) for given, allowed in asked] == [(name, name)] * 2
     if name == "cpu":
         assert (asked[0][1].tolist(), asked[1][1][0].tolist()) == ([[0, 1], [4, 5]], [2, 3])

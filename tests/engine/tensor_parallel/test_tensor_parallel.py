@@ -131,10 +131,10 @@ def steps(runner: Runner, num_sampled: int = 8) -> tuple[list[Tensor], list[list
     for slot in range(NUM_SLOTS):
         runner.reserve(slot, num_sampled + 1)
     while len(sampled[0]) < num_sampled:
-        found, _ = runner.multi_step(chunks, num_sampled, columns, None, [])
-        for slot, each in enumerate(found or runner.sample(chunks, columns, None)[0]):
-            runner.commit(slot, len(each.token_ids))
-            sampled[slot] += each.token_ids
+        found = runner.multi_step(chunks, num_sampled, columns, None, []).token_ids
+        for slot, token_ids in enumerate(found or runner.sample(chunks, columns, None).token_ids):
+            runner.commit(slot, len(token_ids))
+            sampled[slot] += token_ids
         chunks = [Chunk(slot, [token_ids[-1]]) for slot, token_ids in enumerate(sampled)]
     with torch.inference_mode():
         for slot in range(NUM_SLOTS):

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from extent import usual_or_all
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.server.resumption import NOTE, SentPart, pack, read_note
 from served import Served

@@ -12,7 +12,7 @@ from transformers import Gemma4TextConfig
 from byte_tokenizer import VOCAB_SIZE
 from cases import cases
 from infer import LLM, Tokenizer
-from infer.engine.step.place import common_length
+from infer.engine.step.sequence import common_length
 from infer.outputs import GenerationResult, ReasoningDelta, assembled
 from infer.serving.protocols.tool_options import effort_variables
 from infer.text.grammar.grammar import Grammar

@@ -125,13 +125,29 @@ class PagedCache:
             needed[rows] += rows.pages_needed(row, rows.slot_of(row, start), rows.slot_of(row, end))
         return list(needed.values())
 
-    def _check_free(self, needed: Sequence[int]) -> None:
+    def shortage(self, row: int, num_tokens: int) -> str:
+        """Return which pages are missing to reserve a row's next tokens, or an empty string if there are enough."""
+        start = self._lengths[row]
+        if all(rows.is_ready(row, rows.slot_of(row, start), num_tokens) for rows in self.groups):
+            return ""
+        return self.shortage_at(row, self._next(row, num_tokens))
+
+    def shortage_at(self, row: int, positions: Sequence[Positions]) -> str:
+        """Return which pages are missing to make positions writable, or an empty string if there are enough."""
+        return self._shortage_of(self._pages_needed(row, positions))
+
+    def _shortage_of(self, needed: Sequence[int]) -> str:
         for free, total, count in zip(self.free_pages, self.pool_pages, needed, strict=True):
             if count > free:
-                raise OutOfPagesError(
+                return (
                     f"the cache needs {count} free pages, but has {free} of {total}: "
                     "wait until another answer has ended, or give the cache more pages"
                 )
+        return ""
+
+    def _check_free(self, needed: Sequence[int]) -> None:
+        if what := self._shortage_of(needed):
+            raise OutOfPagesError(what)
 
     def give_back_free(self) -> int:
         """Return the memory of free pages to the system and return the number of bytes of keys and values freed.

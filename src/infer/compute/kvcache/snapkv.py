@@ -11,7 +11,7 @@ from torch import Tensor
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import OBSERVED_TOKENS
 from infer.compute.kvcache.page_rows import GroupRows
-from infer.compute.kvcache.paged import PagedCache
+from infer.compute.kvcache.paged import PagedCache, Positions
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads
 from infer.compute.quantization.kv_layout import LayerCache
@@ -27,6 +27,13 @@ class PromptCompression:
         self._cache = cache
         self._chosen: dict[int, Int64[Tensor, "kv_heads kept"]] = {}  # by layer
 
+    def shortage(self, row: int) -> str:
+        """Return which pages are missing to compress a row's prompt, or an empty string if there are enough."""
+        length, uncompressed = self._cache.lengths[row], self._uncompressed(row)
+        if not uncompressed or length <= self._cache.settings.eviction_window:
+            return ""
+        return self._cache.shortage_at(row, self._written(length, uncompressed))
+
     def after_prompt(self, row: int, token_ids: Sequence[int], forward: Callable[[Step], object]) -> None:
         """Compress a committed prompt: keep the first tokens, the last tokens, and the tokens that the last attend to.
 
@@ -36,8 +43,7 @@ class PromptCompression:
         many are left.
         """
         cache, length, settings = self._cache, self._cache.lengths[row], self._cache.settings
-        uncompressed = [rows for rows in cache.groups if rows.can_compress(row)]
-        if not uncompressed or (settings.memory_threshold_mb is not None and not cache.is_short_of_memory()):
+        if not (uncompressed := self._uncompressed(row)):
             return
         num_kept = min(length, settings.eviction_window)
         if num_kept < length:
@@ -56,8 +62,7 @@ class PromptCompression:
     ) -> None:
         """Compute the last tokens again, and record the slots that they attend to."""
         cache, start = self._cache, len(token_ids) - OBSERVED_TOKENS
-        kept = [(rows, 0, cache.settings.eviction_window) for rows in uncompressed]
-        cache.make_own(row, kept + [(rows, start, len(token_ids)) for rows in cache.groups])
+        cache.make_own(row, self._written(len(token_ids), uncompressed))
         cache.truncate(row, start)
         # The windows of a loaded row have only what the next token sees, so then all tokens are computed again.
         for first in range(cache.lengths[row], start, cache.step_tokens):
@@ -67,6 +72,17 @@ class PromptCompression:
             self._run(row, token_ids[start:], forward)
         finally:
             cache.observer = None
+
+    def _uncompressed(self, row: int) -> list[GroupRows]:
+        """Return the groups whose part of the row is to be compressed."""
+        cache, is_limited = self._cache, self._cache.settings.memory_threshold_mb is not None
+        groups = [rows for rows in cache.groups if rows.can_compress(row)]
+        return [] if groups and is_limited and not cache.is_short_of_memory() else groups
+
+    def _written(self, length: int, uncompressed: Sequence[GroupRows]) -> list[Positions]:
+        """Return the positions of a prompt that are written while it is compressed."""
+        kept = [(rows, 0, self._cache.settings.eviction_window) for rows in uncompressed]
+        return kept + [(rows, length - OBSERVED_TOKENS, length) for rows in self._cache.groups]
 
     def _run(self, row: int, token_ids: Sequence[int], forward: Callable[[Step], object]) -> None:
         cache = self._cache

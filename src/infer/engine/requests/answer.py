@@ -17,8 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, final
 
-from infer.engine.step.place import Lease
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import EngineFailedError, InferError
 from infer.outputs import GenerationResult, Piece
 

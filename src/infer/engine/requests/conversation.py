@@ -7,7 +7,7 @@ from typing import Any, final
 
 from infer.engine.requests.prompt_encoding import Message, Prompt, system_messages
 from infer.engine.requests.request_options import RequestOptions
-from infer.engine.step.place import common_length
+from infer.engine.step.sequence import common_length
 from infer.errors import InvalidRequestError, about
 from infer.system.memory.sized_cache import SizedCache
 from infer.text.tokenizer import Tokenizer

@@ -73,7 +73,6 @@ class _EngineThread:
         self._begun_calls = deque[EngineCall]()  # the first one continues when no other call must begin
         self._debts: dict[str, float] = {}  # seconds of steps that others are owed for a tenant's calls
         self._draining = list[Reply[None]]()
-        self._num_faults = 0  # consecutive failed steps
         self._why_failed = ""
         self._is_closed = False
 
@@ -196,7 +195,6 @@ class _EngineThread:
             status.heartbeat = Heartbeat(ended := time.monotonic(), is_stepping=False)
         debts = {tenant: owed - (ended - began) for tenant, owed in self._debts.items()}
         self._debts = {tenant: owed for tenant, owed in debts.items() if owed > 0}
-        self._num_faults = 0
         self._deliver(sequences)
         return bool(sequences)
 
@@ -229,17 +227,11 @@ class _EngineThread:
                 self._open_engine.cancel(sequence)
 
     def _recover(self, engine: Engine, error: Exception) -> None:
-        """Compute all sequences again from their ids after a step that failed.
-
-        After a second such step in a row, end them.
-        """
-        self._num_faults += 1
+        """Let the engine continue after a step that failed, or end all sequences if it cannot."""
         try:
-            if self._num_faults == 1:
-                return engine.recover()
-        except Exception as second:
-            error = second
-        return self._fail(error)
+            engine.recover_from(error)
+        except Exception as last:
+            self._fail(last)
 
     def _next_call(self) -> EngineCall | None:
         """Take out the call that continues, or return None. A call whose tenant owes steps to others waits.

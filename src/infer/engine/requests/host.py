@@ -27,9 +27,8 @@ from infer.engine.runner.caches import plan_rows
 from infer.engine.runner.hidden_states import HiddenStates
 from infer.engine.runner.runner import Runner
 from infer.engine.runner.text_encoder import TextEncoder
-from infer.engine.step.place import Lease
 from infer.engine.step.request import limits_of
-from infer.engine.step.sequence import Sequence
+from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.tensor_parallel.leading import LeadingRunner
 from infer.engine.tensor_parallel.ranks import Ranks, start_ranks
 from infer.errors import InvalidRequestError, closed

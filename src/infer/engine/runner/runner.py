@@ -3,10 +3,8 @@
 What a step computes is provisional until `commit` keeps the first tokens of a chunk.
 """
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -16,11 +14,11 @@ from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.kvcache.snapkv import PromptCompression
-from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.engine.runner.caches import make_cache
-from infer.engine.runner.sample_loop import SampledTokens, verify
+from infer.engine.runner.sample_loop import verify
 from infer.errors import InvalidRequestError
 from infer.models.transformer import Transformer
 from infer.sampling_params import SamplingParams
@@ -143,6 +141,14 @@ class Runner:
         """Empty all slots, even after a step that an exception interrupted midway."""
         self._cache.reset()
 
+    def shortage(self, slot: int, num_tokens: int) -> str:
+        """Return which pages are missing to reserve a slot's next tokens, or an empty string if there are enough."""
+        return self._cache.shortage(slot, num_tokens)
+
+    def prompt_shortage(self, slot: int) -> str:
+        """Return which pages are missing for `after_prompt`, or an empty string if there are enough."""
+        return "" if self._compression is None else self._compression.shortage(slot)
+
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for a slot's next tokens, before they are run. Raises OutOfPagesError, with nothing changed."""
         self._cache.reserve(slot, num_tokens)
@@ -262,21 +268,13 @@ class Runner:
         with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
             logits = self.forward(chunks)[:, : columns.vocab_size]
             self._backend.synchronize()
-            forward_ended = time.perf_counter()
-            if masks is not None:
-                masks.wait()
-            words = None if masks is None else masks.words
-            sampled, ended = verify(logits, chunks, positions, columns, history, words)
-        ends = [StepEnd(*pair) for pair in pairwise([forward_ended, *ended])]
-        token_ids, logprobs = [each.token_ids for each in sampled], [each.logprobs for each in sampled]
-        return ops.PendingStep.ended(ops.Generated(token_ids, ends, logprobs))
+            return ops.PendingStep.ended(verify(logits, chunks, positions, columns, history, masks))
 
     def sample(
         self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
-    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+    ) -> ops.Generated:
         """Launch a step, and return the tokens sampled after each chunk, and the end of each round of sampling."""
-        found = self.launch(chunks, columns, history, masks).wait()
-        return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
+        return self.launch(chunks, columns, history, masks).wait()
 
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
         """Return True if a recording runs these chunks and samples after them."""
@@ -291,20 +289,18 @@ class Runner:
         stop_ids: Collection[int],
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
-    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+    ) -> ops.Generated:
         """Run up to `count` steps without a return to Python, from chunks of one token.
 
         Return the tokens that were sampled after each chunk, and the end of each step. The steps stop when every chunk
-        has met a stop id, or when any thread sets `interrupt`. The last token may be the code of a failed row. Both
+        has met a stop id, or when any thread sets `interrupt`. The last token may be the code of a failed row. All
         lists are empty if the steps are not captured.
         """
         captured = self._captured_for(chunks, columns)
         if captured is None:
-            return [], []
-        found = captured.run_multi_step(
-            chunks, self.starts(chunks), count, columns, history, tuple(stop_ids), masks, interrupt
-        )
-        return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
+            return ops.Generated([], [], [])
+        starts = self.starts(chunks)
+        return captured.run_multi_step(chunks, starts, count, columns, history, tuple(stop_ids), masks, interrupt)
 
     def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:
         """Return the recording that runs the chunks and samples after them, or None if there is none."""

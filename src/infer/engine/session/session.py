@@ -27,9 +27,9 @@ from infer.engine.session.session_cache import SessionCache, Tensors
 from infer.engine.session.session_file import read_session, write_session
 from infer.engine.session.token_spelling import keep_spelling
 from infer.engine.session.transcript import Transcript, copied
-from infer.engine.step.place import common_length
 from infer.engine.step.request import check_prompt
 from infer.engine.step.sequence import Sequence as Answering
+from infer.engine.step.sequence import common_length
 from infer.errors import InvalidRequestError, closed
 from infer.outputs import GenerationResult
 from infer.text.toolcalls.tools import ToolLike, read_tools

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop_messages import Work
-from infer.engine.step.place import Lease, common_length
+from infer.engine.step.sequence import Lease, common_length
 from infer.engine.texts.text_states import step_tokens
 from infer.errors import InferError, OutOfPagesError, closed
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, final
 
-from infer.engine.step.place import common_length
+from infer.engine.step.sequence import common_length
 from infer.errors import InvalidRequestError
 
 

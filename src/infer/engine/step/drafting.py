@@ -8,7 +8,6 @@ from typing import final
 from infer.engine.speculation.drafter import Drafter
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.speculation.policy import DraftPolicy, StepTimes
-from infer.engine.step.scheduler import MAX_STEPS
 from infer.engine.step.sequence import Sequence
 
 
@@ -33,11 +32,9 @@ class Drafting:
     def is_drafted(self, sequence: Sequence) -> bool:
         return sequence.slot in self._begun
 
-    def steps_to_draft(self, sequence: Sequence, times: StepTimes | None) -> int:
-        """Return the number of steps without drafts before the drafter is called again."""
-        if times is None or not self.is_drafted(sequence):
-            return MAX_STEPS
-        return self._policies[sequence].tokens_between(times)
+    def steps_to_draft(self, active: Iterable[Sequence], times: StepTimes) -> list[int]:
+        """Return the number of steps without drafts before the drafter is called again, per drafted sequence."""
+        return [self._policies[each].tokens_between(times) for each in active if self.is_drafted(each)]
 
     def propose(self, active: Iterable[Sequence], rooms: Iterable[int], most: int, times: StepTimes) -> None:
         """Give each sequence its drafts for the next step. Their number is the one that pays off at the measured times.

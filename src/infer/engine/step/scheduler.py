@@ -1,16 +1,19 @@
-"""The scheduler: plans the next step of each sequence from integers and costs. `update` learns from the step.
+"""The plan of a step, from integers and costs: which tenants take part, and the tokens and drafts of each sequence.
 
 Sequences that decode are planned first, with one token each. The rest of the step is for their drafts, then for
 prompts: three quarters for the prompt with the fewest remaining tokens, and a quarter for the oldest. So a short
 prompt passes a long one, and none waits forever. While an answer is streamed, 98 of 100 steps with prompts take at
 most `gap_seconds`.
+
+A step with many sequences takes longer than a step with few. One tenant with many sequences, or with long prompts,
+would slow down the answers of all others. So `StepShares` chooses the tenants of each step.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from operator import add
-from typing import NamedTuple, Self, final
+from typing import NamedTuple, Protocol, Self, final, runtime_checkable
 
 from infer.compute.operands.limits import RECENT_PAGES, STATE_TOKENS, StepLimits
 from infer.engine.speculation.policy import StepTimes
@@ -25,20 +28,26 @@ FIRST_PROMPT_TOKENS = 64  # in a step, while their time is unknown
 PLAIN_STEPS = 8  # steps between two steps with drafts, if most sequences have no drafts
 MAX_TAKEN = 2048
 _RETURN = 0.2  # time of a return to Python, in steps
+# Part of its share that the costliest tenant gives to the others, for time that the cost model does not know.
+MARGIN = 0.3
+MOST_OWED = 1.0  # seconds: a tenant that waited long may not delay the others for as long
 
 
-class Demand(NamedTuple):
-    """The work that one sequence requests for the next step."""
+@runtime_checkable
+class Demand(Protocol):
+    """The work that a sequence requests for the next step: the attributes of a sequence that a plan depends on."""
 
-    num_pending: int
-    num_drafts: int = 0  # drafts after its pending tokens
-    max_steps: int = 1  # after this many steps it needs a return to Python
-    useful_steps: int = MAX_STEPS  # tokens of later steps are dropped
-    steps_to_draft: int = MAX_STEPS  # after this many steps it looks for drafts
-    num_computed: int = 0
-    number: int = 0  # in the order of entry
-    is_streamed: bool = False
-    checkpoints: tuple[int, ...] = ()  # ascending positions; a chunk keeps a state at the page border before each
+    num_computed: int
+    is_streamed: bool
+    entry: int  # in the order of entry
+    checkpoints: tuple[int, ...]  # ascending positions; a chunk keeps a state at the page border before each
+
+    @property
+    def num_schedulable(self) -> int: ...  # pending tokens that may be computed
+    @property
+    def num_drafts(self) -> int: ...  # drafts after its pending tokens
+    @property
+    def useful_steps(self) -> int: ...  # tokens of later steps are dropped
 
 
 class Plan(NamedTuple):
@@ -119,15 +128,24 @@ class Scheduler:
         return max(1, least, costs.tokens_in(seconds, 0))
 
     def plan(
-        self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0, *, others_stream: bool = False
+        self,
+        demands: Sequence[Demand],
+        step_tokens: int,
+        max_steps: int = 1,
+        *,
+        steps_to_draft: Sequence[int] = (),
+        others_wait: bool = False,
+        others_stream: bool = False,
     ) -> Plan:
         """Plan a step of at most `step_tokens` tokens, or more if more sequences than that decode.
 
-        `others_stream` is True if an answer is streamed that this step does not compute.
+        After `max_steps`, a sequence needs a return to Python. `steps_to_draft` are the numbers of steps after which
+        sequences look for drafts. `others_wait` is True if a sequence waits that this step does not compute, and
+        `others_stream` if such an answer is streamed.
         """
         num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
-        decoding = [index for index, demand in enumerate(demands) if demand.num_pending == 1]
-        prefilling = [index for index, demand in enumerate(demands) if demand.num_pending != 1]
+        decoding = [index for index, demand in enumerate(demands) if demand.num_schedulable == 1]
+        prefilling = [index for index, demand in enumerate(demands) if demand.num_schedulable != 1]
         kept = min(1, len(prefilling))  # one token is kept for a prompt
         budget = max(step_tokens - len(decoding) - kept, 0)
         drafts_pay = bool(prefilling) or self._drafts_pay(demands)
@@ -138,16 +156,15 @@ class Scheduler:
                 budget -= num_drafts[index]
         if not prefilling and not any(num_drafts):
             work = _work(demands, num_tokens, num_drafts)
-            return Plan(num_tokens, num_drafts, self._num_steps(demands, work, num_waiting), work)
+            longest = min(max_steps, self._longest(demands, work, steps_to_draft, others_wait=others_wait))
+            return Plan(num_tokens, num_drafts, _num_steps(demands, longest), work)
         if prefilling:
             seconds = self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
             for index, count in self._shares(demands, prefilling, budget + kept, seconds):
-                num_tokens[index] += count
-            for index in prefilling:
-                num_tokens[index] = self._up_to_checkpoint(demands[index], num_tokens[index])
+                num_tokens[index] = count
             budget += kept - sum(num_tokens[index] for index in prefilling)
         for index in prefilling:
-            if num_tokens[index] == demands[index].num_pending:
+            if num_tokens[index] == demands[index].num_schedulable:
                 num_drafts[index] = min(demands[index].num_drafts, budget)
                 budget -= num_drafts[index]
         return Plan(num_tokens, num_drafts, 1, _work(demands, num_tokens, num_drafts))
@@ -173,24 +190,19 @@ class Scheduler:
         drafting = sum(demand.num_drafts > 0 for demand in demands)
         return drafting > 0 and (2 * drafting >= len(demands) or self._num_plain >= PLAIN_STEPS)
 
-    # Multi-steps
-
-    def _num_steps(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
-        """Return the number of steps with the most tokens per second, among those at which a sequence ends."""
-        longest = min(self._longest(demands, work, num_waiting), *(demand.max_steps for demand in demands))
-        useful = [min(demand.useful_steps, longest) for demand in demands]
-        return max(set(useful), key=lambda count: (sum(min(count, own) for own in useful) / (_RETURN + count), count))
-
-    def _longest(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
+    def _longest(
+        self, demands: Sequence[Demand], work: StepWork, steps_to_draft: Sequence[int], *, others_wait: bool
+    ) -> int:
+        """Return the largest number of steps without a return to Python."""
         if self._max_steps is not None:
             longest = self._max_steps
         elif not self._has_decoded:
             longest = FIRST_STEPS
         else:
-            others_wait = num_waiting > 0 or (len(demands) > 1 and any(demand.is_streamed for demand in demands))
+            others_wait = others_wait or (len(demands) > 1 and any(demand.is_streamed for demand in demands))
             seconds = min(STREAM_SECONDS, self.gap_seconds) if others_wait else MAX_SECONDS
             longest = max(1, min(MAX_STEPS, int(seconds / max(self.costs.predict(work), seconds / MAX_STEPS))))
-        to_draft = [demand.steps_to_draft for demand in demands if demand.steps_to_draft < MAX_STEPS]
+        to_draft = [count for count in steps_to_draft if count < MAX_STEPS]
         if 2 * len(to_draft) >= len(demands):
             return min(longest, *to_draft)
         return min(longest, PLAIN_STEPS) if to_draft else longest
@@ -218,30 +230,30 @@ class Scheduler:
 
     def _shares(
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
-    ) -> list[tuple[int, int]]:
-        """Return pairs (demand, tokens) that fill this many tokens and seconds. A demand may appear twice."""
+    ) -> Iterable[tuple[int, int]]:
+        """Return pairs (demand, tokens) that fill this many tokens and seconds."""
         costs = self.costs.costs
         if seconds < inf and not (costs.per_token or costs.per_context):
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
-        shortest = sorted(prefilling, key=lambda index: (demands[index].num_pending, demands[index].number))
-        oldest = min(prefilling, key=lambda index: demands[index].number)
-        kept = self._fitting(demands[oldest], demands[oldest].num_pending, num_tokens // 4, seconds / 4)
-        shares = [(oldest, kept)]
-        num_tokens, seconds = num_tokens - kept, seconds - self._seconds_of(demands[oldest], kept)
+        shortest = sorted(prefilling, key=lambda index: (demands[index].num_schedulable, demands[index].entry))
+        oldest = min(prefilling, key=lambda index: demands[index].entry)
+        start, num_pending = demands[oldest].num_computed, demands[oldest].num_schedulable
+        kept = self._fitting(start, num_pending, num_tokens // 4, seconds / 4)
+        shares, is_first = {oldest: kept}, True
+        num_tokens, seconds = num_tokens - kept, seconds - self._seconds_of(start, kept)
         for index in shortest:
-            demand, num_pending = demands[index], demands[index].num_pending
+            start, num_pending = demands[index].num_computed, demands[index].num_schedulable
             if index == oldest:
-                demand = demand._replace(num_computed=demand.num_computed + kept)
-                num_pending -= kept
-            count = self._fitting(demand, num_pending, num_tokens, seconds)
-            if len(shares) == 1:
-                least = self._fitting(demand, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS / 2)
-                count = min(num_tokens, max(least, count))
-            shares.append((index, count))
-            num_tokens, seconds = num_tokens - count, seconds - self._seconds_of(demand, count)
-        if not any(count for _, count in shares):
-            shares.append((shortest[0], min(num_tokens, 1)))
-        return shares
+                start, num_pending = start + kept, num_pending - kept
+            count = self._fitting(start, num_pending, num_tokens, seconds)
+            if is_first:
+                least = self._fitting(start, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS / 2)
+                count, is_first = min(num_tokens, max(least, count)), False
+            shares[index] = shares.get(index, 0) + count
+            num_tokens, seconds = num_tokens - count, seconds - self._seconds_of(start, count)
+        if not any(shares.values()):
+            shares[shortest[0]] = min(num_tokens, 1)
+        return [(index, self._up_to_checkpoint(demands[index], count)) for index, count in shares.items()]
 
     def _up_to_checkpoint(self, demand: Demand, num_tokens: int) -> int:
         """Return how many of a prompt's next tokens to read, so that every checkpoint among them gets its state.
@@ -256,16 +268,123 @@ class Scheduler:
                 end = border
         return end - start
 
-    def _fitting(self, demand: Demand, num_pending: int, num_tokens: int, seconds: float) -> int:
-        """Return how many tokens of a prompt fit into this many tokens and seconds."""
+    def _fitting(self, start: int, num_pending: int, num_tokens: int, seconds: float) -> int:
+        """Return how many tokens of a prompt, from position `start`, fit into this many tokens and seconds."""
         most = min(num_pending, num_tokens)
-        return most if seconds == inf else min(most, self.costs.tokens_in(seconds, demand.num_computed))
+        return most if seconds == inf else min(most, self.costs.tokens_in(seconds, start))
 
-    def _seconds_of(self, demand: Demand, num_tokens: int) -> float:
-        context = context_of(num_tokens, demand.num_computed)
-        return self.costs.predict_further(num_tokens, context)
+    def _seconds_of(self, start: int, num_tokens: int) -> float:
+        return self.costs.predict_further(num_tokens, context_of(num_tokens, start))
+
+
+def _num_steps(demands: Sequence[Demand], longest: int) -> int:
+    """Return the number of steps with the most tokens per second, among those at which a sequence ends."""
+    useful = [min(demand.useful_steps, longest) for demand in demands]
+    return max(set(useful), key=lambda count: (sum(min(count, own) for own in useful) / (_RETURN + count), count))
 
 
 def _work(demands: Sequence[Demand], num_tokens: Sequence[int], num_drafts: Sequence[int]) -> StepWork:
     counts = map(add, num_tokens, num_drafts)
     return StepWork.of([(count, demand.num_computed) for count, demand in zip(counts, demands, strict=True)])
+
+
+class StepPart(NamedTuple):
+    """The tokens of one sequence in a step."""
+
+    tenant: str
+    num_tokens: int
+    start: int  # positions before the tokens
+    delay: float = 0.0  # seconds that all waited for its grammar
+
+
+@final
+class StepShares:
+    """Chooses the tenants of the next step: all, or only those that have had less than their share of the time.
+
+    Each tenant earns its share of the time of all steps, and pays for each step the time that its own part would have
+    taken alone. If all tenants have about the same number of sequences, a step for all pays each one enough, so every
+    step is for all. When some tenants are owed a whole step, the others skip it.
+
+    The shares add up to the whole time. If they added up to more, and batching gained nothing, all tenants would fall
+    behind. Then every step would be for all again, and the small tenants would lose.
+
+    All tenants wait while a grammar's masks are filled. That delay is measured exactly, so a tenant may pay it in later
+    steps.
+    """
+
+    def __init__(self, costs: StepCosts, weight: Callable[[str], float]) -> None:
+        """Begin without debts. `weight` returns the weight of a tenant."""
+        self._costs, self._weight = costs, weight
+        self._owed: dict[str, float] = {}  # seconds, per tenant with work
+        self._last: dict[str, float] = {}  # seconds of the last step in which each took part
+        self._most_steps: int | None = None
+
+    @property
+    def most_steps(self) -> int | None:
+        """Number of steps that the chosen tenants may run before the others run again. None means no limit."""
+        return self._most_steps
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the last choice was among several tenants."""
+        return bool(self._owed)
+
+    def choose(self, parts: Iterable[StepPart]) -> Collection[str]:
+        """Return the tenants of the next step.
+
+        `parts` are the smallest possible parts of all sequences. A prompt is assumed to take as long as in its last
+        step.
+        """
+        costs = {tenant: max(cost, self._last.get(tenant, 0.0)) for tenant, cost in self._costs_alone(parts).items()}
+        self._last = {tenant: self._last.get(tenant, 0.0) for tenant in costs}
+        self._owed = {tenant: self._owed.get(tenant, 0.0) for tenant in costs} if len(costs) > 1 else {}
+        behind = {tenant: owed / costs[tenant] for tenant, owed in self._owed.items() if costs[tenant] > 0}
+        behind = {tenant: num_steps for tenant, num_steps in behind.items() if num_steps >= 1}
+        self._most_steps = None
+        if 0 < len(behind) < len(costs):  # a step earns only a part of its cost
+            rates = self._rates(costs)
+            self._most_steps = min(1 + int((behind[tenant] - 1) / (1 - rates[tenant])) for tenant in behind)
+        return behind.keys() or costs.keys()
+
+    def computed(self, parts: Collection[StepPart], num_steps: int, seconds: float) -> None:
+        """Count steps that took `seconds` in total, without the delays of their parts.
+
+        A thread that fills masks for a long time also takes a core and memory bandwidth from the steps. So the tenants
+        of those grammars pay the time above the prediction, up to the length of the delays. Other debt that a tenant
+        cannot pay is forgiven, because a step for many takes less time than its parts. A delay is never forgiven.
+        """
+        if not (predicted := self._costs.predict(_work_of(parts))):
+            return
+        delay = sum(part.delay for part in parts)
+        slowed = min(max(0.0, seconds - num_steps * predicted), delay)
+        costs, pace = self._costs_alone(parts), (seconds - slowed) / predicted
+        paid, waits = {tenant: cost * pace for tenant, cost in costs.items()}, dict.fromkeys(costs, 0.0)
+        for part in parts:
+            waits[part.tenant] += part.delay * (1 + slowed / delay) if delay else 0.0
+        self._last |= {tenant: (cost + waits[tenant]) / num_steps for tenant, cost in paid.items()}
+        seconds += delay
+        for tenant, rate in self._rates(self._last).items():
+            before = self._owed[tenant]
+            owed = max(before + rate * seconds - paid.get(tenant, 0.0), min(before, 0.0)) - waits.get(tenant, 0.0)
+            self._owed[tenant] = min(max(owed, -MOST_OWED), MOST_OWED)
+
+    def _rates(self, costs: Mapping[str, float]) -> dict[str, float]:
+        """Return the part of all time that each tenant earns. The tenant that is costliest for its share earns less."""
+        total = sum(map(self._weight, self._owed))
+        shares = {tenant: self._weight(tenant) / total for tenant in self._owed}
+        costliest = max(shares, key=lambda tenant: costs[tenant] / shares[tenant], default="")
+        return {
+            tenant: share * (1 + (-MARGIN * (1 - share) if tenant == costliest else MARGIN * shares[costliest]))
+            for tenant, share in shares.items()
+        }
+
+    def _costs_alone(self, parts: Iterable[StepPart]) -> dict[str, float]:
+        """Return for each tenant the seconds that a step with only its parts would take."""
+        own: dict[str, list[StepPart]] = {}
+        for part in parts:
+            own.setdefault(part.tenant, []).append(part)
+        return {tenant: self._costs.predict(_work_of(each)) for tenant, each in own.items()}
+
+
+def _work_of(parts: Iterable[StepPart]) -> StepWork:
+    return StepWork.of([(part.num_tokens, part.start) for part in parts])

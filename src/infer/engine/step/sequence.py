@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, repeat, takewhile, zip_longest
+from operator import eq
 from typing import TypeVar, final
 
 from infer.compute.operands.step import Chunk, Clock
 from infer.compute.sampling.sampler import message_of
-from infer.engine.runner.sample_loop import SampledTokens
-from infer.engine.step.place import Place
 from infer.engine.step.request import Request
-from infer.engine.step.scheduler import MAX_STEPS, Demand
+from infer.engine.step.scheduler import MAX_STEPS
 from infer.engine.step.sequence_grammar import SequenceGrammar
 from infer.engine.step.text_output import TextOutput
 from infer.engine.step.timing import AnswerTimer
@@ -29,6 +28,28 @@ from infer.text.toolcalls.parser import make_parser
 _STOP_STRING_STEPS = 8  # steps without a return to Python, if a stop string may end the answer
 NO_SLOT = -1
 Found = TypeVar("Found")
+
+
+@final
+class Lease:
+    """A slot that a session keeps. `token_ids` are the ids in the slot; there are none while an answer uses it.
+
+    If others need the slot, the engine takes it away. Then `slot` is None, and no tokens are stored.
+    """
+
+    def __init__(self) -> None:
+        self.slot: int | None = None
+        self.token_ids: list[int] = []
+        self.last_used = 0
+
+    def lose(self) -> None:
+        self.token_ids = []
+        self.slot = None
+
+
+def common_length(left: Items[int], right: Items[int]) -> int:
+    """Return the length of the common prefix."""
+    return sum(1 for _ in takewhile(bool, map(eq, left, right)))
 
 
 @final
@@ -50,8 +71,13 @@ class Sequence:
         self.awaited: Items[int] = ()  # ids that stand for the next token, while a step is planned behind its own
         self.is_paused = False  # True while its reader is too far behind
         self.is_streamed = True  # True if its tokens are read while they are generated
-        self.place = Place()
         self.must_end_prompt = False  # its prompt must be compressed before a token is forced or drafted
+        self.lease: Lease | None = None  # the slot that it passes on to the next sequence of its session
+        # Its place among the others, which only the queue sets (`fairness.Candidate`).
+        self.tenant, self.priority = request.tenant, request.priority
+        self.number = self.entry = self.num_before = self.passed = 0
+        self.paid: int | None = None
+        self.submitted_at = 0.0  # by time.perf_counter
         self.has_ended = False  # it has left the engine; only `keep` still changes it
         self.has_fault = False  # its grammar, its text or its drafts raised an unexpected error
         self.stats = GenerationStats()
@@ -72,6 +98,18 @@ class Sequence:
     @property
     def has_slot(self) -> bool:
         return self.slot != NO_SLOT
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.stats.preemptions
 
     @property
     def num_pending(self) -> int:
@@ -118,7 +156,7 @@ class Sequence:
         event, timeout = self.request.cancel, self.request.timeout
         if self._is_cancelled or (event is not None and event.is_set()):
             self.abort()
-        elif timeout is not None and now - self.place.submitted_at >= timeout:
+        elif timeout is not None and now - self.submitted_at >= timeout:
             self.abort("timeout")
 
     def abort(self, reason: str = "cancelled") -> None:
@@ -134,34 +172,22 @@ class Sequence:
         try:
             return call()
         except Exception as error:  # an unknown fault: the other answers are still right
-            self.has_fault = True
-            del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
-            if self.error is None:
-                place = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.fail("internal", f"a fault of infer, in this answer only: {place:.200}: send the request again")
+            self.blame(error)
             return otherwise
 
+    def blame(self, error: Exception) -> None:
+        """End with an unknown fault, which no other sequence has."""
+        self.has_fault = True
+        del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
+        if self.error is None:
+            place = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.fail("internal", f"a fault of infer, in this answer only: {place:.200}: send the request again")
+
     # Its place in the engine
-
-    @property
-    def submitted_at(self) -> float:
-        """Time of its submission, by time.perf_counter."""
-        return self.place.submitted_at
-
-    def join(self, place: Place) -> None:
-        """Begin to wait for a slot, or for the slot of the place's lease."""
-        self.place = place
 
     def watch(self, *, is_streamed: bool) -> None:
         """Set whether the tokens are read while they are generated."""
         self.is_streamed = is_streamed
-
-    def set_paused(self, *, is_paused: bool) -> None:
-        self.is_paused = is_paused
-
-    def compress_prompt(self, *, must: bool) -> None:
-        """Set whether the prompt must be compressed once it is complete."""
-        self.must_end_prompt = must
 
     def enter(self, slot: int, num_computed: int, num_dropped: int = 0, num_matched: int = 0) -> None:
         """Take a slot. It has the first `num_computed` tokens in the cache, and lost `num_dropped` tokens of its lease.
@@ -173,7 +199,7 @@ class Sequence:
         self.checkpoints = self.request.checkpoints
         if num_matched > num_computed:
             self.checkpoints = tuple(sorted((*self.checkpoints, num_matched)))
-        if self.place.lease is not None:
+        if self.lease is not None:
             self.num_dropped = num_dropped
         if len(self.pieces) == len(self.request.answer_prefix):
             self.num_reused = min(num_computed, self.num_prompt_tokens)
@@ -278,22 +304,21 @@ class Sequence:
         """Set the drafts for the next step, up to the first one that the grammar forbids."""
         self._drafts = drafts if self.grammar is None or not drafts else self.grammar.allowed(drafts)
 
-    def demand(self, rope_room: int, steps_to_draft: int) -> Demand:
-        """Return the work that this sequence requests for the next step, including its drafts."""
-        most_steps = 1
-        if self.is_decoding and not self.must_end_prompt:
-            most_steps = min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
-        return Demand(
-            self.num_schedulable,
-            len(self._drafts),
-            most_steps,
-            min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS),
-            steps_to_draft,
-            self.num_computed,
-            self.place.entry,
-            self.is_streamed,
-            self.checkpoints,
-        )
+    @property
+    def num_drafts(self) -> int:
+        """Number of drafts for the next step."""
+        return len(self._drafts)
+
+    @property
+    def useful_steps(self) -> int:
+        """Number of steps without a return to Python, after which further tokens would be dropped."""
+        return min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS)
+
+    def max_steps(self, rope_room: int) -> int:
+        """Return the number of steps after which it needs a return to Python."""
+        if not self.is_decoding or self.must_end_prompt:
+            return 1
+        return min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
 
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
         """Return its part of a step: `num_tokens` pending tokens and, if no others are pending, `num_drafts` drafts."""
@@ -323,11 +348,10 @@ class Sequence:
         """Note that the first of its steps has ended. Its sampled tokens are accepted next."""
         self.launched, self.awaited = self.launched[1:], ()
 
-    def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:
+    def accept_all(self, token_ids: Items[int], logprobs: Items[TokenLogprob], num_drafts: int) -> None:
         """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafted."""
-        logprobs = iter(sampled.logprobs)
-        for index, token_id in enumerate(sampled.token_ids):
-            self.accept(token_id, next(logprobs, None), "draft" if index < num_drafts else "sampled")
+        for index, (token_id, logprob) in enumerate(zip_longest(token_ids, logprobs)):
+            self.accept(token_id, logprob, "draft" if index < num_drafts else "sampled")
             if self.is_finished:
                 return
 
@@ -354,10 +378,8 @@ class Sequence:
         self.timer.arrived()
         return self.pieces[-1]
 
-    def stepped(
-        self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
-    ) -> None:
-        """Record a step or a multi-step."""
+    def stepped(self, chunk: Chunk, num_sampled: int, num_accepted: int, clock: Clock, *, is_multi_step: bool) -> None:
+        """Record a step or a multi-step, of whose sampled tokens the first `num_accepted` were accepted."""
         if not chunk.has_logits:
             self.timer.waited(clock.ended - clock.started)
             self.stats.prefill_steps += len(chunk.token_ids) > 0
@@ -369,7 +391,7 @@ class Sequence:
         else:
             self.stats.single_steps += 1
             self.stats.drafts_proposed += chunk.num_drafts
-            self.stats.drafts_accepted += min(len(sampled.token_ids) - 1, num_accepted)
+            self.stats.drafts_accepted += min(num_sampled - 1, num_accepted)
 
     def result(self) -> GenerationResult:
         """Return the answer so far; its finish_reason is "abort" if it is unfinished."""

@@ -1,35 +1,90 @@
-"""The slots of the runner, and the sequence or lease that owns each of them."""
+"""The slots of the runner: the sequence or lease that owns each of them, their pages and their sampling parameters."""
 
+import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from functools import lru_cache
 from itertools import count
 from operator import neg, sub
 from typing import final
 
+from infer.compute.sampling.columns import SamplingColumns, uses_history
+from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
-from infer.engine.step.fair_queueing import has_pages
-from infer.engine.step.place import Lease, common_length
-from infer.engine.step.queue import Queue
-from infer.engine.step.sequence import Sequence
-from infer.errors import InferError, OutOfPagesError
+from infer.engine.step.fairness import Queue, has_pages
+from infer.engine.step.sequence import Lease, Sequence, common_length
+from infer.errors import InferError
 
 _SHARED_TOKENS = 128  # shared tokens for which a prompt waits until another has computed them
 _OUR_FAULT = "a fault of infer: send the request again, which then begins with an empty cache"
 
 
 @final
+class SlotParams:
+    """Columns and history, for the engine only. Both are created when a sequence first needs them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._num_slots, self._device = runner.num_slots, runner.model.device
+        self._max_seq_len = runner.model.max_seq_len
+        self._columns: SamplingColumns | None = None
+        self.history: History | None = None
+        self._stale: list[Sequence] = []  # sequences whose history contains dropped tokens
+
+    def write(self, sequence: Sequence) -> None:
+        """Write the parameters of a sequence that has got its slot."""
+        request, device = sequence.request, self._device
+        if self._columns is None:
+            end_ids = request.tokenizer.eos_token_ids
+            self._columns = SamplingColumns(self._num_slots, request.vocab_size, end_ids=end_ids, device=device)
+        self._columns.write(sequence.slot, sequence.params, sequence.num_prompt_tokens)
+        if uses_history(sequence.params):
+            if self.history is None:
+                self.history = History(self._num_slots, self._max_seq_len, request.vocab_size, device)
+            self._begin_history(self.history, sequence)
+
+    def select(self, sequences: Items[Sequence]) -> SamplingColumns:
+        """Return the columns for a step of these sequences."""
+        assert self._columns is not None
+        self._columns.select([sequence.slot for sequence in sequences])
+        return self._columns
+
+    def extend(self, sequence: Sequence, token_ids: Items[int]) -> None:
+        """Append tokens that a sequence accepted without sampling."""
+        if token_ids and self.history is not None and uses_history(sequence.params):
+            self.history.extend(sequence.slot, token_ids)
+
+    def mark_stale(self, sequence: Sequence) -> None:
+        """Note that sampled tokens of a sequence were dropped. `renew` then rebuilds its history."""
+        self._stale.append(sequence)
+
+    def renew(self) -> None:
+        for sequence in self._stale:
+            if self.history is not None and uses_history(sequence.params):
+                self._begin_history(self.history, sequence)
+        self._stale.clear()
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._columns = self.history = None
+        self._stale.clear()
+
+    def _begin_history(self, history: History, sequence: Sequence) -> None:
+        history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
+
+
+@final
 class Slots:
-    """The owners of slots, for the engine only. `waiting` are the sequences that need a slot.
+    """The owners of slots, for the engine only.
 
     If slots or pages are short, idle leases lose theirs first, beginning with the least recently used one. Then
     paused sequences lose theirs, and then running sequences (`Queue.victim_of`).
     """
 
-    def __init__(self, runner: Runner, queue: Queue, release: Callable[[int], None]) -> None:
+    def __init__(self, runner: Runner, queue: Queue[Sequence], release: Callable[[int], None]) -> None:
         """Begin with free slots. `release` is called with each slot that a sequence loses."""
         self.runner, self._queue, self._release = runner, queue, release
-        self.waiting: dict[Sequence, None] = {}
+        self.params, self._pages_of = SlotParams(runner), lru_cache(4096)(runner.pages_of)
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
         self._uses = count(1)
@@ -39,6 +94,13 @@ class Slots:
     def sequences(self) -> Iterable[Sequence]:
         return self._sequence_by_slot.values()
 
+    @property
+    def has_waiting(self) -> bool:
+        """True if a sequence waits for a slot."""
+        return self._queue.has_waiting
+
+    # Admission
+
     def admit(self, max_running: int) -> Iterator[Sequence]:
         """Give slots to waiting sequences, and yield each sequence that got one.
 
@@ -46,41 +108,35 @@ class Slots:
         enter that may pass the others. If another sequence is reading the beginning of a prompt, the prompt waits, and
         then finds that beginning in the cache.
         """
-        if not self.waiting:
+        if not self._queue.has_waiting:
             return
         running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
-        waiting: Collection[Sequence] = self.waiting.keys()
-        num_held_back = 0
-        while waiting:
-            is_full = len(running) >= max_running - self._queue.num_kept(running, max_running)
-            able = self._queue.idle(waiting, running) if is_full else self._queue.passing(waiting, running, blocked)
-            if not able:
+        held_back, now = set[Sequence](), time.perf_counter()
+        while len(held_back) <= max_running:  # comparing more sequences takes too long
+            is_full = len(running) >= max_running - self._queue.num_kept(running, now, max_running)
+            sequence = self._queue.next(running, blocked, held_back, is_full=is_full)
+            if sequence is None:
                 return
-            sequence = self._queue.next_of(able)
             if self._is_being_read(sequence, running):
-                waiting, num_held_back = [each for each in waiting if each is not sequence], num_held_back + 1
-                if num_held_back > max_running:
-                    return  # comparing more sequences takes too long
-                continue
-            if (givers := self._givers(sequence, running, max_running)) is None:
-                if is_full:
+                held_back.add(sequence)
+            elif (givers := self._givers(sequence, running, max_running)) is not None:
+                for giver in givers:
+                    self._queue.gave(giver, sequence)
+                    self.preempt(giver)
+                sequence.timer.begin()
+                if not self.enter(sequence):
                     return
-                blocked.append(sequence)
-                continue
-            for giver in givers:
-                self._queue.gave(giver, sequence)
-                self.preempt(giver)
-            sequence.timer.begin()
-            if not self.enter(sequence):
+                self._queue.pass_by(sequence, blocked)
+                yield sequence
+                running = [each for each in running if each not in givers] + [sequence]
+            elif is_full:
                 return
-            self._queue.pass_by(sequence, blocked)
-            yield sequence
-            waiting = [each for each in waiting if each is not sequence] + givers
-            running = [each for each in running if each not in givers] + [sequence]
+            else:
+                blocked.append(sequence)
 
     def _is_being_read(self, sequence: Sequence, running: Items[Sequence]) -> bool:
         """Return True if a running sequence is about to compute the next tokens with which this prompt begins."""
-        if sequence.place.lease is not None or not self.runner.shares_prefixes:
+        if sequence.lease is not None or not self.runner.shares_prefixes:
             return False
         token_ids, salt = sequence.token_ids, sequence.request.salt
         for other in running:
@@ -100,7 +156,7 @@ class Slots:
 
         `_givers` has checked that there are enough pages.
         """
-        lease, runner = sequence.place.lease, self.runner
+        lease, runner = sequence.lease, self.runner
         slot = self._free_slot() if lease is None else self.hold(lease)
         if slot is None:
             return False
@@ -120,29 +176,29 @@ class Slots:
             num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
             num_matched = runner.num_matched
         self._sequence_by_slot[slot] = sequence
-        self.waiting.pop(sequence, None)
         sequence.enter(slot, num_computed, num_dropped, num_matched)
-        self._queue.entered(sequence)
+        self._queue.enter(sequence)
+        self.params.write(sequence)
         return True
 
     def _givers(self, sequence: Sequence, running: Items[Sequence], max_running: int) -> list[Sequence] | None:
         """Return the sequences to preempt so that a sequence may enter, usually none. Return None if it must wait."""
-        found = list[Sequence]()
+        givers = list[Sequence]()
 
         def size(each: Sequence) -> float:
             return self.size(each, max_running)
 
-        while len(running) >= max_running or not self._has_pages_for(sequence, found):
+        while len(running) >= max_running or not self._has_pages_for(sequence, givers):
             giver = self._queue.giver_for(sequence, running, size)
             if giver is None:
                 return None
-            found.append(giver)
+            givers.append(giver)
             running = [each for each in running if each is not giver]
-        return found
+        return givers
 
     def size(self, sequence: Sequence, max_running: int) -> float:
         """Return the share of the slots that a sequence uses, or of the pages if that is more."""
-        needed = self.runner.pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
+        needed = self._pages_of(sequence.num_tokens + self._queue.expected_room(sequence))
         shares = (pages / most for pages, most in zip(needed, self.runner.pool_pages, strict=True) if most)
         return max(1 / max_running, *shares)
 
@@ -155,21 +211,20 @@ class Slots:
             return False
         if len(self._sequence_by_slot) <= len(givers):
             return True
-        pages_of, growths = self.runner.pages_of, list[Items[int]]()
+        pages_of, growths = self._pages_of, list[Items[int]]()
         for slot, length in enumerate(self.runner.lengths):
             other = self._sequence_by_slot.get(slot)
             if other is not None and other not in givers:
-                expected = pages_of(len(other.token_ids) + self._queue.expected_room(other))
+                expected = pages_of(other.num_tokens + self._queue.expected_room(other))
                 growths.append(list(map(sub, expected, pages_of(length))))
             elif length:  # the row of an idle lease or a giver
                 growths.append(list(map(neg, pages_of(length))))
-        needed = pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
+        needed = pages_of(sequence.num_tokens + self._queue.expected_room(sequence))
         return has_pages(self.runner.free_pages, growths, needed)
 
     def leave(self, sequence: Sequence) -> None:
         """Free the slot of a finished sequence. Its lease keeps the computed tokens."""
-        slot, lease = sequence.slot, sequence.place.lease
-        self.waiting.pop(sequence, None)
+        slot, lease = sequence.slot, sequence.lease
         if not sequence.has_slot:
             return
         self._release(slot)
@@ -192,12 +247,12 @@ class Slots:
         self._release(sequence.slot)
         self.runner.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]
-        if (lease := sequence.place.lease) is not None:
+        if (lease := sequence.lease) is not None:
             self._lease_by_slot.pop(sequence.slot, None)
             lease.lose()
         sequence.restart()
         if not sequence.is_paused:
-            self.waiting[sequence] = None
+            self._queue.wait(sequence)
 
     def preempt_one(self) -> bool:
         """Preempt one of the running sequences. Return False if there is none."""
@@ -244,25 +299,20 @@ class Slots:
             self._preempt_for_pages(paused[-1])
         return bool(paused)
 
-    def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
-        """Run `change`. Whenever it runs out of pages, free some and run it again.
+    def make_room(self, sequence: Sequence, shortage: Callable[[], str]) -> bool:
+        """Free pages until `shortage()`, which says what a sequence lacks, returns an empty string.
 
         The pages come from slots that are not needed now, then from a running sequence. Return False if this sequence
         was preempted, or if it is the only one and still has too few pages.
         """
-        while sequence.has_slot:
-            try:
-                change()
-            except OutOfPagesError as error:
-                if self.reclaim():
-                    continue
-                if (victim := self._victim()) is None:
-                    sequence.fail("memory", str(error))
-                    return False
-                self._preempt_for_pages(victim)
-            else:
-                return True
-        return False
+        while sequence.has_slot and (what := shortage()):
+            if self.reclaim():
+                continue
+            if (victim := self._victim()) is None:
+                sequence.fail("memory", what)
+                return False
+            self._preempt_for_pages(victim)
+        return sequence.has_slot
 
     def reset(self) -> None:
         """Empty all slots, and take them from their owners."""
@@ -273,6 +323,7 @@ class Slots:
         for slot in self._sequence_by_slot:
             self._release(slot)
         self._sequence_by_slot.clear()
+        self.params = SlotParams(self.runner)
 
     def _free_slot(self) -> int | None:
         """Return an empty slot: the first one without an owner, or the slot of the least recently used lease.

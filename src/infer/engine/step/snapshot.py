@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self, final
 
 from infer.engine.runner.runner import Runner
-from infer.engine.step.queue import Queue
+from infer.engine.step.fairness import Queue
 from infer.engine.step.scheduler import Scheduler
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.step_costs import Costs
@@ -31,18 +31,17 @@ class SequenceState:
 
     @classmethod
     def of(cls, sequence: Sequence, now: float) -> Self:
-        request = sequence.request
         return cls(
-            number=sequence.place.number,
-            tenant=request.tenant,
-            priority=request.priority,
+            number=sequence.number,
+            tenant=sequence.tenant,
+            priority=sequence.priority,
             slot=sequence.slot if sequence.has_slot else None,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            num_tokens=len(sequence.token_ids),
+            num_tokens=sequence.num_tokens,
             num_computed=sequence.num_computed,
             num_reused=sequence.num_reused,
-            num_preemptions=sequence.stats.preemptions,
-            seconds=now - sequence.place.submitted_at,
+            num_preemptions=sequence.num_preemptions,
+            seconds=now - sequence.submitted_at,
         )
 
 
@@ -86,7 +85,7 @@ class EngineSnapshot:
 
 
 def take_snapshot(
-    runner: Runner, sequences: Iterable[Sequence], max_running: int, scheduler: Scheduler, queue: Queue
+    runner: Runner, sequences: Iterable[Sequence], max_running: int, scheduler: Scheduler, queue: Queue[Sequence]
 ) -> EngineSnapshot:
     """Return a snapshot. For the engine, between two steps."""
     now, ratios = time.perf_counter(), scheduler.costs.ratios

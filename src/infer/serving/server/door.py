@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from infer.engine.step.fair_queueing import AnswerLengths
+from infer.engine.step.fairness import AnswerLengths
 from infer.serving.protocols.refusals import refuse
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.wait_forecast import Forecast, RemainingWork, WaitRatio

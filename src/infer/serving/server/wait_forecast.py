@@ -1,6 +1,6 @@
 """Forecast how long a tenant's next request would wait, from the engine's sequences and from its cost model.
 
-Tenants share the computation (`step.fair_queueing.Tenants`). While a tenant gets the work that is ahead of a request,
+Tenants share the computation (`step.fairness.Tenants`). While a tenant gets the work that is ahead of a request,
 every other tenant gets the same amount, or all that it needs if that is less. So the requests of one tenant cannot
 lengthen the wait of another without bound. Weights of tenants are ignored, because a server has none.
 """

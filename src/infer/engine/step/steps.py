@@ -1,0 +1,281 @@
+"""Steps of one engine: the sequences of each, its plan and its pages, and its end.
+
+At the end of a step each sequence accepts its tokens, the cache keeps the right ones, and costs are learnt.
+"""
+
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, final
+
+from infer.compute.operands.step import Chunk, Clock, Masks, StepEnd, sampled_after
+from infer.compute.ops import Generated, PendingStep
+from infer.engine.runner.runner import Runner
+from infer.engine.speculation.policy import StepTimes
+from infer.engine.step.drafting import Drafting
+from infer.engine.step.grammar_masks import MaskFiller
+from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
+from infer.engine.step.sequence import Sequence
+from infer.engine.step.slots import SlotParams, Slots
+from infer.engine.step.step_costs import StepKind
+from infer.errors import OutOfPagesError
+from infer.outputs import TokenLogprob
+
+
+class Work(NamedTuple):
+    """One sequence's share of a step."""
+
+    sequence: Sequence
+    chunk: Chunk
+
+    @property
+    def counts(self) -> bool:
+        """False if the sequence ended or lost its slot after the launch. Then the step's results for it are dropped."""
+        return any(chunk is self.chunk for chunk in self.sequence.launched)
+
+
+@final
+@dataclass
+class LaunchedStep:
+    """A step that runs or has ended."""
+
+    plan: Plan
+    works: list[Work]
+    pending: PendingStep
+    masks: Masks | None
+    parts: list[StepPart]  # parts of several tenants
+    started: float  # time.perf_counter before the step was planned
+    is_multi_step: bool
+    is_behind: bool  # it was planned while another one ran
+    is_kept: bool = False  # the cache has already kept its chunks, because a step is planned while it runs
+
+    @property
+    def counts(self) -> bool:
+        """True if any sequence still takes part."""
+        return any(work.counts for work in self.works)
+
+    @property
+    def may_be_followed(self) -> bool:
+        """True if the number of tokens that the cache will keep is known before the step's tokens are."""
+        is_single = not self.is_multi_step and not any(self.plan.num_drafts)
+        return self.pending.is_running and is_single and self.masks is None
+
+
+@final
+class Steps:
+    """Plans and ends the steps of one engine."""
+
+    def __init__(self, scheduler: Scheduler, shares: StepShares, drafting: Drafting) -> None:
+        self._scheduler, self._shares, self._drafting = scheduler, shares, drafting
+        self._resting: list[Sequence] = []  # sequences that do not take part in the current step
+        self._last_ended = 0.0  # when the last step ended, by time.perf_counter
+
+    # Plans
+
+    def take_turns(self, wanting: list[Sequence], resting_tenants: Collection[str] = ()) -> list[Sequence]:
+        """Return the sequences that take part in the next step. Those of some tenants rest if there are others."""
+        wanting = [each for each in wanting if each.tenant not in resting_tenants] or wanting
+        is_shared = len({each.tenant for each in wanting}) > 1
+        chosen = self._shares.choose(StepPart(each.tenant, 1, each.num_computed) for each in wanting if is_shared)
+        if not is_shared:
+            self._resting = []
+            return wanting
+        self._resting = [each for each in wanting if each.tenant not in chosen]
+        return [each for each in wanting if each.tenant in chosen]
+
+    def plan(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
+        """Return a plan and its work, without sequences that failed meanwhile or got no pages."""
+        while True:
+            plan, works = self._plan(slots, active)
+            for sequence, chunk in works:
+                if not sequence.is_finished and sequence.has_slot:
+                    num_tokens = max(plan.num_steps, len(chunk.token_ids))
+                    if slots.make_room(sequence, partial(slots.runner.shortage, sequence.slot, num_tokens)):
+                        slots.runner.reserve(sequence.slot, num_tokens)
+            able = [sequence for sequence in active if sequence.has_slot and not sequence.is_finished]
+            if len(able) == len(active):
+                return plan, works
+            active = able
+
+    def plan_behind(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
+        """Return a plan and its work for a step behind a running one, or nothing if it needs that one's tokens.
+
+        The tokens are needed if a multi-step is due, if a sequence has a grammar or drafts, or if pages are short. For
+        pages, because a preempted sequence accepts its token before it loses its pages.
+        """
+        if any(each.grammar is not None or self._drafting.is_drafted(each) for each in active):
+            return NO_PLAN, []
+        plan, works = self._plan(slots, active)
+        if plan.num_steps > 1:
+            return NO_PLAN, []
+        for sequence, chunk in works:
+            if slots.runner.shortage(sequence.slot, len(chunk.token_ids)):
+                return NO_PLAN, []
+            slots.runner.reserve(sequence.slot, len(chunk.token_ids))
+        return plan, works
+
+    def step_times(self, active: Items[Sequence]) -> StepTimes | None:
+        """Return the step times with which drafts of these sequences must pay off, or None if no sequence drafts."""
+        if not any(map(self._drafting.is_drafted, active)):
+            return None
+        num_constrained = sum(sequence.grammar is not None for sequence in active)
+        num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
+        return self._scheduler.costs.by_kind[StepKind(len(active), num_constrained, num_greedy)]
+
+    def _plan(self, slots: Slots, active: Items[Sequence]) -> tuple[Plan, list[Work]]:
+        if not active:
+            return NO_PLAN, []
+        times, rooms = self.step_times(active), [_rope_room(slots.runner, sequence) for sequence in active]
+        if times is not None:
+            self._drafting.propose(active, rooms, self._scheduler.max_drafts(len(active)), times)
+        max_steps = min(map(Sequence.max_steps, active, rooms))
+        if (most_steps := self._shares.most_steps) is not None:
+            max_steps = min(max_steps, most_steps)
+        plan = self._scheduler.plan(
+            active,
+            self._scheduler.step_tokens(sequence.request.prefill_chunk for sequence in active),
+            max_steps,
+            steps_to_draft=[] if times is None else self._drafting.steps_to_draft(active, times),
+            others_wait=slots.has_waiting or bool(self._resting),
+            others_stream=any(each.is_streamed and each.is_decoding for each in self._resting),
+        )
+        return plan, [
+            Work(sequence, sequence.schedule(num_tokens, num_drafts))
+            for sequence, num_tokens, num_drafts in zip(active, plan.num_tokens, plan.num_drafts, strict=True)
+        ]
+
+    # Ends
+
+    def keep_early(self, launched: LaunchedStep, runner: Runner) -> None:
+        """Let the cache keep the chunks of a running step, so that a step can be planned behind it."""
+        launched.is_kept = True
+        for index, work in enumerate(launched.works):
+            if work.counts:
+                awaited = (sampled_after(index),) if work.chunk.has_logits else ()
+                _keep(runner, work, len(work.chunk.token_ids), awaited)
+                _remember(runner, work.sequence)
+
+    def settle(self, launched: LaunchedStep, slots: Slots, filler: MaskFiller) -> None:
+        """Wait for a step, and let its sequences accept their tokens."""
+        works, parts, counted = launched.works, launched.parts, [work for work in launched.works if work.counts]
+        generated, held_up = _wait(launched, slots.params, filler)
+        clock = self._clock_of(launched, generated.ends)
+        num_steps = len(clock.ends) if launched.is_multi_step else 1
+        self._learn(launched.plan, works, num_steps, clock, held_up)
+        each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
+        for index, work in enumerate(works):
+            settled = time.perf_counter() if parts else 0.0
+            if work.counts:
+                self._accept(slots.runner, work, generated.token_ids[index], generated.logprobs[index], clock, launched)
+            if parts and work.sequence.grammar is not None:
+                parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
+        if parts:
+            self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
+        slots.params.renew()
+        if not launched.is_kept:
+            for sequence, _ in counted:
+                _remember(slots.runner, sequence)
+                if sequence.must_end_prompt:
+                    _end_prompt(slots, sequence)
+
+    def _clock_of(self, launched: LaunchedStep, ends: Items[StepEnd]) -> Clock:
+        """Return the times of a step. A step behind another one begins when the other one ends.
+
+        If another step was planned while this one ran, the device reports the time at which this one ended.
+        """
+        started, ended = launched.started, time.perf_counter()
+        if launched.is_kept or launched.is_behind:
+            started, ended = max(started, self._last_ended if launched.is_behind else 0.0), ends[-1].sampling
+        self._last_ended = ended
+        return Clock(started, ends, ended)
+
+    def _learn(self, plan: Plan, works: Items[Work], num_steps: int, clock: Clock, held_up: float) -> None:
+        """Learn the costs of a step from its time, before its tokens are accepted."""
+        times = self.step_times([work.sequence for work in works])
+        if not all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works):
+            times = None
+        self._scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
+
+    def _accept(
+        self,
+        runner: Runner,
+        work: Work,
+        token_ids: Items[int],
+        logprobs: Items[TokenLogprob],
+        clock: Clock,
+        launched: LaunchedStep,
+    ) -> None:
+        """Let a sequence accept its sampled tokens."""
+        sequence, chunk = work
+        sequence.collect()
+        num_accepted = num_drafts = 0
+        if chunk.has_logits:
+            num_before = len(sequence.pieces)
+            num_drafts = 0 if launched.is_multi_step else len(token_ids) - 1  # right drafts
+            sequence.attempt(partial(sequence.accept_all, token_ids, logprobs, num_drafts), None)
+            num_accepted = len(sequence.pieces) - num_before
+        if not launched.is_kept:
+            _keep(runner, work, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
+        sequence.stepped(chunk, len(token_ids), num_accepted, clock, is_multi_step=launched.is_multi_step)
+        if chunk.has_logits:
+            self._drafting.observe(sequence)
+
+
+def _wait(launched: LaunchedStep, params: SlotParams, filler: MaskFiller) -> tuple[Generated, float]:
+    """Wait for a step, and return its tokens and the seconds for which it waited for grammars."""
+    generated, masks = launched.pending.wait(), launched.masks
+    if masks is None:
+        return generated, 0.0
+    masks.wait()
+    if launched.is_multi_step:
+        _cut(launched, generated, params, filler)
+    return generated, filler.held_up(generated.ends)
+
+
+def _cut(launched: LaunchedStep, generated: Generated, params: SlotParams, filler: MaskFiller) -> None:
+    """Discard tokens that a multi-step sampled after a sequence's grammar ended, forced a token, or failed."""
+    for row, count in filler.num_counted.items():
+        if count < len(generated.token_ids[row]):
+            del generated.token_ids[row][count:], generated.logprobs[row][count:]
+            params.mark_stale(launched.works[row].sequence)
+
+
+def _keep(runner: Runner, work: Work, count: int, awaited: Items[int] = ()) -> None:
+    """Let the cache keep the first tokens of a chunk."""
+    runner.commit(work.chunk.slot, count)
+    work.sequence.computed(count, awaited)
+
+
+def _remember(runner: Runner, sequence: Sequence) -> None:
+    """Make the computed tokens available to other sequences."""
+    if runner.shares_prefixes and not sequence.has_fault:
+        runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
+
+
+def _end_prompt(slots: Slots, sequence: Sequence) -> None:
+    """Compress the prompt once it is computed and a token was sampled. The time counts with the next token."""
+    if sequence.num_computed != sequence.num_prompt_tokens or not sequence.pieces:
+        return
+    started, runner, slot = time.perf_counter(), slots.runner, sequence.slot
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    if slots.make_room(sequence, partial(runner.prompt_shortage, slot)):
+        try:
+            runner.after_prompt(slot, prompt)
+            sequence.must_end_prompt = False
+        except OutOfPagesError:  # a loaded row lost tokens, and has no pages to compute them again
+            runner.truncate(slot, 0)
+            sequence.forget_computed()
+    sequence.timer.waited(time.perf_counter() - started)
+
+
+def _rope_room(runner: Runner, sequence: Sequence) -> int:
+    """Return the number of tokens that may follow with the same rope factors.
+
+    If the sequence now needs other factors, empty its slot.
+    """
+    length = len(sequence.token_ids)
+    if runner.choose_rope(sequence.slot, length):
+        sequence.forget_computed()
+    return runner.rope_room(length)

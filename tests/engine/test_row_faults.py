@@ -190,10 +190,12 @@ def run_with_faults(
         RunsOnItsOwn.replace(runner)
     rows = range(len(asked))
     plant_in_steps(runner, lambda slots: is_faulty({i: len(asked[i].pieces) for i in rows if asked[i].slot in slots}))
-    loop = loop_of(Engine(runner, max_steps=way.chain))
+    loop, have_come = loop_of(Engine(runner, max_steps=way.chain)), threading.Event()
+    loop.call(once(have_come.wait, 60))
     streams = [open_stream(loop, sequence) for sequence in asked]
     for stream in streams:
         stream.answer.begin()
+    have_come.set()
     for stream in streams:
         stream.run()
     assert Outcome.of(open_stream(loop, make_sequence(world, cases[2], Way())).run()) == expected[2], "it still works"

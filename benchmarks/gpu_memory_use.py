@@ -15,7 +15,8 @@ from infer.compute.operands.step import Chunk
 from infer.compute.operands.weights import StoredWeight
 from infer.engine.runner.runner import Runner
 from infer.models.families import make_architecture
-from infer.models.memory.memory_estimate import LoadSettings, estimate
+from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import expected_shapes
 
 
@@ -60,7 +61,7 @@ def _estimate(shape: str, type_: str, context: int, rows: int) -> Any:
         for name, size in expected_shapes(architecture).items()
     }
     load = LoadSettings(device="cuda")
-    return estimate(architecture, tensors, load, CacheSettings(), num_tokens=context, num_rows=rows)
+    return MemoryBudget.of(architecture, tensors, load, CacheSettings(), num_tokens=context, num_rows=rows)
 
 
 def _first_steps(runner: Runner, type_: str, row_counts: tuple[int, ...], prompt: int) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,8 @@ from infer.engine.requests.request_options import RequestOptions
 from infer.engine.step.sequence import common_length
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
-from infer.models.memory.memory_estimate import PROCESS_BYTES, VOCABULARY_BYTES, LoadSettings, estimate
+from infer.models.memory.budget import PROCESS_BYTES, VOCABULARY_BYTES, MemoryBudget
+from infer.models.memory.memory_estimate import LoadSettings
 from refusals import check_refused, refusal
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, TEMPLATE, check_turn, make_model
 from tiny import Tiny, make_tiny
@@ -54,7 +55,7 @@ def smallest(folder: Path, num_tokens: int = CONTEXT) -> int:
     """Return the bytes that `infer estimate` names, without those of the process."""
     checkpoint, num_threads = open_checkpoint(folder), backend_of(torch.device("cpu")).num_threads()
     model = make_architecture(checkpoint.config), checkpoint.tensors, LoadSettings(num_threads=num_threads)
-    return estimate(*model, CacheSettings(), num_tokens=num_tokens).model
+    return MemoryBudget.of(*model, CacheSettings(), num_tokens=num_tokens).model
 
 
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:

@@ -133,10 +133,10 @@ def test_a_longer_context_and_more_logits_take_more() -> None:
     architecture = make_architecture(config)
 
     def taken(context: int, logits: int) -> int:
-        return gpu_memory.step_bytes(architecture, {}, StepSizes(context, 8192, 512, "exact", 1), logits)
+        return sum(gpu_memory.workspace_bytes(architecture, {}, StepSizes(context, 8192, logits, "exact", 1), 1))
 
     assert taken(4096, 1) > taken(1024, 1)
-    assert taken(1024, 512) - taken(1024, 1) == 2 * 4 * (512 - gpu_memory.FEW_LINES) * 100
+    assert taken(1024, 512) - taken(1024, 64) == 2 * 4 * (512 - 64) * 100, "few lines are used at first"
 
 
 NUM_ROWS, LAST = 2, 6  # the sixth step is the last one

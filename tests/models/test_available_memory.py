@@ -13,12 +13,12 @@ import pytest
 from infer import LLM, InvalidRequestError, ModelError, SamplingParams
 from infer.compute.backends import base
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.operands.limits import GPU_STEP, HOST_STEP
+from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 from infer.engine.runner.caches import make_cache
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
-from infer.models.memory.context_length import context_length, fitting_length, fitting_step
-from infer.models.memory.memory_estimate import LoadSettings, cache_bytes, estimate
+from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_estimate import LoadSettings, cache_bytes
 from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
 from refusals import check_refused
 from test_session import make_model
@@ -79,7 +79,7 @@ def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them
     prompts: list[Any] = [[40 + index] * 5 for index in range(20)]
     expected = [llm.generate(each, params).token_ids for each in prompts]
     # The check counts the workspace.
-    monkeypatch.setattr("infer.models.from_checkpoint.check_fits", lambda *arguments, **sizes: None)
+    monkeypatch.setattr("infer.models.from_checkpoint.MemoryBudget.check", lambda *arguments: None)
     for count, found in ((2.5, 2), (1.2, 1), (100, 8)):
         set_available(monkeypatch, int(count * row_bytes(llm, 400)))
         small = LLM(make_model(tmp_path), max_seq_len=400)
@@ -125,18 +125,19 @@ def test_the_default_is_the_models_own_up_to_a_limit() -> None:
 
 def test_if_memory_is_short_the_default_context_is_the_part_that_fits() -> None:
     def fits(available: int | None) -> int:
-        return fitting_length(*smollm2(), LOAD, SETTINGS, most=8192, available=available)
+        budget = MemoryBudget.of(*smollm2(), LOAD, SETTINGS, num_tokens=8192)
+        return budget.with_length_that_fits(available).num_tokens
 
-    whole = estimate(*smollm2(), LOAD, SETTINGS, num_tokens=8192).model
+    whole = MemoryBudget.of(*smollm2(), LOAD, SETTINGS, num_tokens=8192).model
     assert fits(None) == fits(whole) == 8192
     part = fits(whole - 50_000_000)
     assert part in range(512, 8192, 64)
-    assert estimate(*smollm2(), LOAD, SETTINGS, num_tokens=part).model <= whole - 50_000_000
+    assert MemoryBudget.of(*smollm2(), LOAD, SETTINGS, num_tokens=part).model <= whole - 50_000_000
     assert fits(1_000_000) == 8192  # no useful part fits, so the refusal names the whole context
 
 
 def test_a_cut_default_is_a_warning_and_a_requested_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = estimate(*smollm2(), LoadSettings(num_threads=1), SETTINGS, num_tokens=2048).model + 100_000
+    room = MemoryBudget.of(*smollm2(), LoadSettings(num_threads=1), SETTINGS, num_tokens=2048).model + 100_000
     monkeypatch.setattr(base, "available_memory_bytes", lambda: room)
     with pytest.warns(UserWarning, match=r"the context is [\d,]+ tokens, not 8,192: \d+ MB of memory are available"):
         llm = LLM("smollm2", threads=1)
@@ -145,17 +146,22 @@ def test_a_cut_default_is_a_warning_and_a_requested_context_is_refused(monkeypat
 
 
 def test_a_gpu_with_little_memory_has_smaller_steps() -> None:
-    def workspace(step_tokens: int) -> int:
-        load = replace(LOAD, device="cuda", step_tokens=step_tokens)
-        return estimate(*smollm2(), load, SETTINGS, num_tokens=2048).workspace
+    def budget(device: str = "cuda", **limits: int) -> MemoryBudget:
+        load = replace(LOAD, device=device, limits=GPU_STEP._replace(**limits) if limits else None)
+        return MemoryBudget.of(*smollm2(), load, SETTINGS, num_tokens=2048)
 
-    def fits(available: int | None, device: str = "cuda", most: int = GPU_STEP.tokens) -> int:
-        sizes = {"num_tokens": 2048, "most": most, "available": available}
-        return fitting_step(*smollm2(), replace(LOAD, device=device), SETTINGS, **sizes)
+    def buffers(tokens: int) -> int:
+        return budget(tokens=tokens).steps - budget(tokens=0).steps
 
-    assert fits(None) == fits(8 * workspace(8192)) == 8192
-    assert fits(8 * workspace(8192) - 8) == fits(8 * workspace(4096)) == 4096
-    assert (fits(8 * workspace(1024)), fits(1), fits(1, "cpu", HOST_STEP.tokens)) == (1024, 512, HOST_STEP.tokens)
+    def fits(available: int | None, device: str = "cuda") -> StepLimits:
+        return budget(device).with_step_that_fits(available).load.step
+
+    assert (fits(None), fits(8 * buffers(8192)).tokens) == (GPU_STEP, 8192)
+    assert (fits(8 * buffers(8192) - 8).tokens, fits(8 * buffers(4096)).tokens) == (4096, 4096)
+    history = budget().history
+    assert (fits(32 * history).logits, fits(32 * history - 32).logits, fits(16 * history).logits) == (512, 256, 256)
+    whole = budget(tokens=1024, logits=128)
+    assert (fits(whole.model).tokens, fits(1), fits(1, "cpu")) == (512, (512, 64), HOST_STEP)
 
 
 def test_a_model_is_loaded_for_the_steps_that_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

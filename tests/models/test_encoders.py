@@ -36,7 +36,8 @@ from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.load import load_transformer
-from infer.models.memory.memory_estimate import LoadSettings, estimate, loaded_types
+from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_estimate import LoadSettings, loaded_types
 from refusals import check_refused
 
 TOLERANCE = 1e-4
@@ -281,9 +282,9 @@ def test_the_estimate_is_the_allocated_memory(name: str, tmp_path: Path) -> None
     architecture, encoder = make_architecture(checkpoint.config), load(tmp_path)
     tensors = [tensor for layer in encoder._cache.layers for tensor in (layer.keys, layer.values)]
     memory = {tensor.data_ptr(): tensor.numel() for tensor in tensors}
-    found = estimate(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=CONTEXT).cache
-    assert found == sum(memory.values())
-    assert found == text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, CONTEXT, "f32")
+    budget = MemoryBudget.of(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=CONTEXT)
+    assert budget.cache == sum(memory.values())
+    assert budget.cache == text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, CONTEXT, "f32")
     buffers = encoder._stages._recording._workspace  # type: ignore[attr-defined]
     fixed = {key: tensor for key, tensor in buffers.items() if "scratch" not in key[0] and "unpacked" not in key[0]}
     sizes = StepSizes(CONTEXT, HOST_STEP.tokens, 1, "exact", CPU.num_threads())

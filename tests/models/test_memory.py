@@ -35,12 +35,10 @@ from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_model
 from infer.models.layers import LoadedAttention, LoadedExperts, LoadedRecurrent
 from infer.models.load import load_transformer
+from infer.models.memory.budget import MemoryBudget
 from infer.models.memory.memory_estimate import (
-    Estimate,
     LoadSettings,
     cache_bytes,
-    estimate,
-    largest_context,
     loaded_types,
     rope_bytes,
     weight_bytes,
@@ -79,9 +77,9 @@ def all_heads(model: Transformer) -> list[Heads]:
     return [layer.mixer.heads for layer in model.layers if isinstance(layer.mixer, LoadedAttention)]
 
 
-def estimated(num_tokens: int, load: LoadSettings = DEFAULT, kv: CacheSettings = CACHE, **rows: int) -> Estimate:
+def estimated(num_tokens: int, load: LoadSettings = DEFAULT, kv: CacheSettings = CACHE, **rows: int) -> MemoryBudget:
     """Return the estimate of SmolLM2."""
-    return estimate(*smollm2(), load, kv, num_tokens=num_tokens, **rows)
+    return MemoryBudget.of(*smollm2(), load, kv, num_tokens=num_tokens, **rows)
 
 
 def held_bytes(model: Transformer) -> int:
@@ -188,8 +186,7 @@ def test_a_cache_takes_the_estimated_memory(name: str, settings: CacheSettings, 
 
 
 def test_a_context_is_no_longer_than_the_pool() -> None:
-    sizes = {"available": 10**12, "most": 8192, "num_rows": 64, "pool_pages": 30}
-    assert largest_context(*smollm2(), DEFAULT, CACHE, **sizes) == 30 * 64
+    assert estimated(1, num_rows=64, pool_pages=30).largest_context(10**12, 8192) == 30 * 64
     assert estimated(1920, num_rows=1).cache == estimated(1920, num_rows=64, pool_pages=30).cache
     with pytest.raises(InvalidRequestError, match=r"at least 30, the pages of one sequence of 1,920 tokens, got 29"):
         cache_bytes(smollm2()[0].attention, CACHE, "f16", 1920, 64, 29)
@@ -252,7 +249,7 @@ def test_the_type_of_a_cache_is_the_loaders(dtype: str) -> None:
 
 def test_the_largest_context_is_the_last_that_fits() -> None:
     def largest(available: int) -> int:
-        return largest_context(*smollm2(), DEFAULT, CACHE, available=available, most=8192)
+        return estimated(1).largest_context(available, 8192)
 
     for wanted in (2, 1000, 8191):
         available = estimated(wanted).model
@@ -306,15 +303,16 @@ def test_the_command_uses_its_options_and_loads_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "free", "tokens"), [("cpu", None, "512"), ("cuda", None, "8,192"), ("cuda", 1e9, "2,048")]
+    ("device", "free", "remark"),
+    [("cpu", None, "512 tokens\n"), ("cuda", None, "8,192 tokens, twice, "), ("cuda", 1e9, "1,024 tokens, twice, ")],
 )
 def test_the_command_names_the_tokens_of_a_step(
-    device: str, free: float | None, tokens: str, monkeypatch: pytest.MonkeyPatch
+    device: str, free: float | None, remark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_bytes = None if free is None else int(free)
     monkeypatch.setattr("infer.cli.model_commands.estimate_command._free_on_gpu", lambda: free_bytes)
     shown = run("estimate", "--max-seq-len", "2048", "--device", device).out
-    assert f"MB   of a step of {tokens} tokens\n" in shown
+    assert f"MB   of a step of {remark}" in shown
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def make_outline(
 ) -> ModelOutline:
     """Return the outline of a model that is loaded with these settings."""
     load = LoadSettings.of(settings)
-    kv_type = kv_type_of(architecture, load, settings.cache)
+    kv_type = kv_type_of(architecture, tensors, load, settings.cache)
     return ModelOutline(architecture, loaded_types(architecture, tensors, load), kv_type, load.precision)
 
 

@@ -12,7 +12,6 @@ from infer.compute import ops
 from infer.compute.kvcache.groups import check_layers
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.group import Group
-from infer.compute.operands.limits import StepLimits
 from infer.errors import InvalidRequestError, ModelError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
@@ -20,8 +19,7 @@ from infer.model_settings import ModelSettings
 from infer.models.compile_ahead import make_outline
 from infer.models.families import make_architecture
 from infer.models.load import OnProgress, load_transformer
-from infer.models.memory.cache_plan import check_fits
-from infer.models.memory.context_length import context_length, fitting_length, fitting_step
+from infer.models.memory.budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
 from infer.models.transformer import Transformer
@@ -129,8 +127,13 @@ def load_checked(
     with backend.compiling([make_outline(architecture, checkpoint.tensors, settings)]):
         if tokenizer is not None:
             load = LoadSettings.of(settings, backend.num_threads(), backend.device.type)
-            available = _available_bytes(backend, group)
-            context, step = _fitting(checkpoint, architecture, settings, load, context, step, available)
+            budget = MemoryBudget.of(
+                architecture, checkpoint.tensors, replace(load, limits=step), cache,
+                num_tokens=context, pool_pages=settings.pool_pages,
+            )  # fmt: skip
+            available, is_length_given = _available_bytes(backend, group), settings.max_seq_len is not None
+            found = _fitting(checkpoint.path.name, budget, available, is_length_given=is_length_given)
+            context, step = found.num_tokens, found.load.step
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -168,34 +171,23 @@ def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
         )
 
 
-def _fitting(
-    checkpoint: Checkpoint,
-    architecture: Architecture,
-    settings: ModelSettings,
-    load: LoadSettings,
-    context: int,
-    step: StepLimits,
-    available: int | None,
-) -> tuple[int, StepLimits]:
-    """Return the context length and the limits of a step that fit in memory, before anything is allocated.
+def _fitting(name: str, budget: MemoryBudget, available: int | None, *, is_length_given: bool) -> MemoryBudget:
+    """Return the budget with the steps and the context that fit in memory, before anything is allocated.
 
-    If the settings name no length, return the part of the context that fits, and warn if it is reduced. Raise
-    ModelError if the model does not fit.
+    If no length is given, the context is the part that fits, and a smaller one is a warning. Raise ModelError if the
+    model does not fit.
     """
-    name, tensors, cache = checkpoint.path.name, checkpoint.tensors, settings.cache
-    tokens = fitting_step(architecture, tensors, load, cache, num_tokens=context, most=step.tokens, available=available)
-    load, found = replace(load, step_tokens=tokens), context
-    if settings.max_seq_len is None:
-        found = fitting_length(architecture, tensors, load, cache, most=context, available=available)
-    if found < context:
+    found = budget.with_step_that_fits(available)
+    if not is_length_given:
+        found = found.with_length_that_fits(available)
+    if found.num_tokens < budget.num_tokens:
         warnings.warn(
-            f"the context is {found:,} tokens, not {context:,}: {(available or 0) // 1_000_000:,} MB of memory are "
-            "available (kv_type q8 or q4 needs less)",
+            f"the context is {found.num_tokens:,} tokens, not {budget.num_tokens:,}: "
+            f"{(available or 0) // 1_000_000:,} MB of memory are available (kv_type q8 or q4 needs less)",
             stacklevel=5,
         )
-    pages = settings.pool_pages
-    check_fits(name, architecture, tensors, load, cache, num_tokens=found, pool_pages=pages, available=available)
-    return found, step._replace(tokens=tokens)
+    found.check(name, available)
+    return found
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from infer.compute import ops
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.group import Group
 from infer.compute.operands.limits import StepLimits
-from infer.compute.operands.mixers import Attention, QueryScale, Rope
+from infer.compute.operands.mixers import QueryScale, Rope
 from infer.compute.operands.weights import Projection, RopeTable
 from infer.models.layers import LoadedLayer, load_layer
 from infer.models.layers.per_layer_input import load_per_layer_weights
 from infer.models.layers.text_inputs import load_text_inputs
+from infer.models.memory.memory_estimate import type_of_keys
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.transformer import Transformer
 from infer.models.weight_loader import FloatsAs, OnInput, WeightLoader, Weights
@@ -78,7 +79,7 @@ def load_transformer(
         step_limits=step_limits or backend.step_limits,
         backend=backend,
         dtype=backend.activation_dtype(dtype),
-        kv_type=backend.kv_type(dtype, _type_of_keys(architecture, weights)),
+        kv_type=backend.kv_type(dtype, type_of_keys(architecture, weights)),
         rope_border=beyond if beyond < positions else None,
     )
 
@@ -99,14 +100,6 @@ def _each_layer(
         yield load_layer(layer, index, loader.of_layer(index), cache_index)
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
-
-
-def _type_of_keys(architecture: Architecture, weights: Weights) -> str:
-    """Return the type in which the file stores the first layer's matrix of keys, or F32 if no layer has one."""
-    for index, layer in enumerate(architecture.layers):
-        if isinstance(layer.mixer, Attention):
-            return weights[f"model.layers.{index}.self_attn.k_proj.weight"].type
-    return "F32"
 
 
 def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> RopeTable:

@@ -27,7 +27,8 @@ from infer.compute.ops.device import backend_of
 from infer.engine.step.scheduler import Scheduler
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
-from infer.models.memory.memory_estimate import LoadSettings, cache_bytes, estimate
+from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_estimate import LoadSettings, cache_bytes
 from test_session import make_model
 
 CPU = torch.device("cpu")
@@ -174,7 +175,7 @@ def test_estimates_for_a_gpu_have_its_steps(tmp_path: Any) -> None:
     architecture = make_architecture(checkpoint.config)
     on_cpu = LoadSettings(num_threads=1)
     cpu, cuda = (
-        estimate(architecture, checkpoint.tensors, load, CacheSettings(), num_tokens=256, num_rows=512).workspace
+        MemoryBudget.of(architecture, checkpoint.tensors, load, CacheSettings(), num_tokens=256, num_rows=512).workspace
         for load in (on_cpu, replace(on_cpu, device="cuda"))
     )
     assert cuda > 8 * cpu > 0

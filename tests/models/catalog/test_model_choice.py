@@ -27,8 +27,8 @@ from infer.models.catalog import hub_models
 from infer.models.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
 from infer.models.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.models.families import make_architecture
-from infer.models.memory.context_length import context_length
-from infer.models.memory.memory_estimate import LoadSettings, decode_bytes, estimate, loaded_types, weight_bytes
+from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_estimate import LoadSettings, decode_bytes, loaded_types, weight_bytes
 from infer.system.cores.cores import default_num_threads
 from terminals import CTRL_C, CTRL_D, SECONDS, Terminal, plain, terminal
 
@@ -258,7 +258,8 @@ def test_a_forecast_is_that_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> 
     load = LoadSettings(num_threads=default_num_threads())
     num_tokens = context_length(None, architecture, cache)
     found = forecast(architecture, checkpoint.tensors)
-    assert found.memory_bytes == estimate(architecture, checkpoint.tensors, load, cache, num_tokens=num_tokens).total
+    budget = MemoryBudget.of(architecture, checkpoint.tensors, load, cache, num_tokens=num_tokens)
+    assert found.memory_bytes == budget.total
     types = loaded_types(architecture, checkpoint.tensors, load)
     kv = FORECAST_CONTEXT * sum(slot_bytes(layer, "f16") for layer in architecture.attention)
     assert found.tokens_per_second == pytest.approx(0.75 * 10e9 / (weight_bytes(architecture, types) + kv))

@@ -13,16 +13,8 @@ from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.models.catalog.model_forecast import tokens_per_second
 from infer.models.families import make_architecture
-from infer.models.memory.cache_plan import option_that_fits
-from infer.models.memory.context_length import context_length, fitting_step
-from infer.models.memory.memory_estimate import (
-    LoadSettings,
-    estimate,
-    kv_type_of,
-    largest_context,
-    largest_types,
-    loaded_types,
-)
+from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_estimate import LoadSettings, largest_types
 from infer.models.tensors import check_tensors
 from infer.system.cores.cores import check_num_threads, default_num_threads
 from infer.system.memory.available_memory import available_memory_bytes
@@ -40,27 +32,16 @@ def run_estimate(options: EstimateOptions) -> None:
     num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions
     threads = default_num_threads() if settings.threads is None else check_num_threads(settings.threads)
     load = LoadSettings.of(settings, threads, options.device)
-    rows: dict[str, Any] = {"num_rows": None if options.batch == 1 else options.batch, "pool_pages": options.pool_pages}
+    num_rows = None if options.batch == 1 else options.batch
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
-    step_tokens = fitting_step(
-        architecture, tensors, load, cache, num_tokens=num_tokens, most=load.step.tokens, available=available
-    )
-    load = replace(load, step_tokens=step_tokens)
-    found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, **rows)
+    budget = MemoryBudget.of(architecture, tensors, load, cache, num_tokens=num_tokens, pool_pages=options.pool_pages)
+    found = replace(budget.with_step_that_fits(available), num_rows=num_rows)
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
-    kv_type, generates = kv_type_of(architecture, load, cache), not architecture.reads_whole_texts
+    kv_type, generates = found.kv_type, not architecture.reads_whole_texts
     fits, option = None if available is None else found.total <= available, None
     if fits is False and options.batch == 1:
-        option = option_that_fits(
-            architecture,
-            tensors,
-            load,
-            cache,
-            num_tokens=num_tokens,
-            pool_pages=options.pool_pages,
-            available=max(0, rest),
-        )
+        option = found.option_that_fits(max(0, rest))
     on_host = load.device == "cpu"  # only the host's memory can be measured
     report = {
         "model": options.model,
@@ -71,10 +52,10 @@ def run_estimate(options: EstimateOptions) -> None:
         "pool_pages": options.pool_pages,
         "kv_type": kv_type,
         "weight_bytes": found.weights,
-        "weight_types": largest_types(architecture, loaded_types(architecture, tensors, load), options.device),
+        "weight_types": largest_types(architecture, found.types or {}, options.device),
         "cache_bytes": found.cache,
         "workspace_bytes": found.workspace,
-        "step_tokens": step_tokens,
+        "step_tokens": found.load.step.tokens,
         "process_bytes": found.process,
         "total_bytes": found.total,
         "available_bytes": available,
@@ -82,9 +63,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "read_bandwidth": read_bandwidth(threads) if on_host else None,
         "fits": fits,
         "option_that_fits": option,
-        "largest_context": None
-        if available is None
-        else largest_context(architecture, tensors, load, cache, available=rest, most=most, **rows),
+        "largest_context": None if available is None else found.largest_context(rest, most),
     }
     click.echo(json.dumps(report, ensure_ascii=False) if options.as_json else "\n".join(lines(report)))
 
@@ -114,6 +93,7 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
     if report["device"] == "cuda":
         del remarks["process"]  # it is in the host's memory, not in the GPU's
+        remarks["workspace"] += ", twice, with kernels and the history of all rows"
     for name, remark in remarks.items():
         key = "weight_bytes" if name == "weights" else f"{name}_bytes"
         yield f"{name:<10}{report[key] / 1e6:>12,.1f} MB   {remark}"

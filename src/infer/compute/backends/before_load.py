@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast, final, runtime_checkable
+from typing import NamedTuple, Protocol, cast, final, runtime_checkable
 
 from infer.compute.operands.architecture import Architecture, ModelOutline
 from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
@@ -30,20 +30,29 @@ class StepSizes:
     num_threads: int
 
 
+class Workspace(NamedTuple):
+    """Bytes of the buffers of all recorded steps, and of what does not grow with the tokens of a step."""
+
+    buffers: int
+    others: int
+
+
 @runtime_checkable
 class MemoryRules(Protocol):
+    IS_TAKEN_AT_ONCE: bool  # True if memory is taken when it is allocated, not when it is first written
+
     def matrix_bytes(self, type: str, rows: int, columns: int) -> int:
         """Return the bytes of a matrix of a GGML type in the kernels' form."""
 
     def table_bytes(self, type: str, rows: int, columns: int) -> int:
         """Return the bytes of a table of which a step reads some rows; 0 if it stays in its file."""
 
-    def step_bytes(
+    def workspace_bytes(
         self, architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
-    ) -> int:
-        """Return the bytes of a recorded step's buffers if `num_logits` lines of logits are used.
+    ) -> Workspace:
+        """Return the memory of steps if `num_logits` lines of logits are used.
 
-        `types` are the loaded matrices' types, by name.
+        `types` are the loaded matrices' types, by name. They are not read where memory is taken at once.
         """
 
 

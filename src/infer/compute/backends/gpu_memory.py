@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from infer.compute.backends.before_load import StepSizes
+from infer.compute.backends.before_load import StepSizes, Workspace
 from infer.compute.operands.architecture import Architecture, Layer
 from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.limits import STATE_TOKENS
@@ -12,6 +12,9 @@ from infer.compute.quantization.ggml_types import BLOCK_TYPES
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
 MOST_PAIRS = 16_384  # of a token and one of its experts, that are computed at a time
 FEW_LINES = 64  # of logits, for which a device has memory from the beginning
+IS_TAKEN_AT_ONCE = True
+_NUM_WORKSPACES = 2  # of recorded steps, which leave gaps between their buffers, and of those that run by themselves
+_KERNEL_BYTES = 256 << 20  # of compiled kernels, graphs, page tables and samplers
 # Of a block whose planes take more than the file. Small scales are bytes there, a scale of MXFP4 is two bytes, patterns
 # are codes of 4 bits, and a scale of more than 32 values is repeated.
 _BLOCK_BYTES = {"Q2_K": 100, "Q3_K": 114, "Q4_K": 148, "Q5_K": 180, "IQ4_XS": 138, "MXFP4": 18, "NVFP4": 40}
@@ -37,15 +40,18 @@ def table_bytes(type: str, rows: int, columns: int) -> int:
     return matrix_bytes(type, rows, columns)
 
 
-def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> int:
-    """Return the bytes of a step's buffers. All layers and all recordings share one layer's buffers.
+def workspace_bytes(
+    architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
+) -> Workspace:
+    """Return the memory of steps. All layers and all recordings share one layer's buffers.
 
-    Logits take twice their lines: they are computed, then copied to the memory in which the sampler reads them. It has
-    room for `FEW_LINES` from the beginning.
+    Logits take twice their lines: they are computed, then copied to the memory in which the sampler reads them. All
+    lines are counted, however few are used at first: a request may need the others.
     """
     layer = max(_layer_bytes(layer, architecture.hidden_size, sizes) for layer in architecture.layers)
-    lines = min(max(num_logits, FEW_LINES), sizes.logits)
-    return layer + 4 * (sizes.tokens * _shared_floats(architecture) + 2 * lines * architecture.vocab_size)
+    buffers = layer + 4 * sizes.tokens * _shared_floats(architecture)
+    lines = 2 * 4 * sizes.logits * architecture.vocab_size
+    return Workspace(_NUM_WORKSPACES * buffers, lines + _KERNEL_BYTES)
 
 
 def _shared_floats(architecture: Architecture) -> int:

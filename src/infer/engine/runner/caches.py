@@ -1,9 +1,14 @@
 """Make the cache of a model, or refuse it if it does not fit the available memory."""
 
+from collections.abc import Sequence
+
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.paged import PagedCache
-from infer.models.memory.cache_plan import CachePlan, check_rows_fit, plan_cache, rows_bytes
+from infer.compute.operands.limits import StepLimits
+from infer.compute.operands.mixers import Mixer
+from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.transformer import Transformer
 
 
@@ -21,26 +26,16 @@ def make_cache(
     It has `pool_pages` pages, or enough pages for all rows when full. Raises InvalidRequestError, with nothing
     allocated, if the available memory would not hold all pages.
     """
-    settings = settings or CacheSettings()
-    kv_type, layers = _kv_type(model, settings), model.own_mixers
-    step_tokens = step_tokens or model.step_limits.tokens
-    check_rows_fit(
-        layers,
-        model.architecture.vocab_size,
-        settings,
-        kv_type,
-        num_tokens=capacity,
-        num_rows=num_rows,
-        pool_pages=pool_pages,
-        step_tokens=step_tokens,
-        available=model.backend.available_bytes(),
-    )
+    settings, step_tokens = settings or CacheSettings(), step_tokens or model.step_limits.tokens
+    limits = StepLimits(step_tokens, num_rows)
+    budget = _budget_of(model, model.own_mixers, settings, limits, num_tokens=capacity, pool_pages=pool_pages)
+    budget.check_rows(model.backend.available_bytes())
     with ops.using(model.backend):
         return PagedCache(
-            layers,
+            budget.layers,
             num_rows,
             capacity,
-            kv_type,
+            budget.kv_type,
             model.device,
             step_tokens=step_tokens,
             settings=settings,
@@ -49,18 +44,24 @@ def make_cache(
         )
 
 
-def plan_rows(model: Transformer, settings: CacheSettings, pool_pages: int | None) -> CachePlan:
-    """Return the cache of a step's rows in the available memory, with `pool_pages` pages if these are given."""
-    layers, num_tokens, limits = model.architecture.cached_mixers, model.max_seq_len, model.step_limits
-    sizes = {"num_tokens": num_tokens, "num_rows": limits.logits}
-
-    def needed(settings: CacheSettings, pages: int) -> int:
-        kv_type, vocab_size = _kv_type(model, settings), model.architecture.vocab_size
-        return rows_bytes(layers, vocab_size, settings, kv_type, **sizes, pool_pages=pages, step_tokens=limits.tokens)
-
-    available = model.backend.available_bytes()
-    return plan_cache(layers, settings, **sizes, pool_pages=pool_pages, available=available, needed=needed)
+def plan_rows(model: Transformer, settings: CacheSettings, pool_pages: int | None) -> MemoryBudget:
+    """Return the budget of a step's rows in the available memory, with `pool_pages` pages if these are given."""
+    # The ranks of a model share a host's memory, but each GPU belongs to one of them.
+    layers = model.architecture.cached_mixers if model.backend.computes_on_host else model.own_mixers
+    budget = _budget_of(model, layers, settings, model.step_limits, num_tokens=model.max_seq_len, pool_pages=pool_pages)
+    return budget.planned(model.backend.available_bytes())
 
 
-def _kv_type(model: Transformer, settings: CacheSettings) -> str:
-    return model.kv_type if settings.kv_type == "auto" else settings.kv_type
+def _budget_of(
+    model: Transformer,
+    layers: Sequence[Mixer],
+    settings: CacheSettings,
+    limits: StepLimits,
+    *,
+    num_tokens: int,
+    pool_pages: int | None,
+) -> MemoryBudget:
+    """Return the budget of `limits.logits` rows of a loaded model."""
+    kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
+    load = LoadSettings(device=model.device.type, limits=limits)
+    return MemoryBudget(model.architecture, layers, kv_type, load, settings, num_tokens, limits.logits, pool_pages)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.architecture import Architecture
-from infer.models.memory.context_length import context_length
-from infer.models.memory.memory_estimate import LoadSettings, StoredMatrix, decode_bytes, estimate, loaded_types
+from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_estimate import LoadSettings, StoredMatrix, decode_bytes, loaded_types
 from infer.system.cores.cores import default_num_threads
 from infer.system.memory.memory_speed import read_bandwidth
 
@@ -26,7 +26,8 @@ class ModelForecast:
 def forecast(architecture: Architecture, tensors: Mapping[str, StoredMatrix]) -> ModelForecast:
     """Return the forecast of a model that is loaded with the default settings."""
     load, cache = LoadSettings(num_threads=default_num_threads()), CacheSettings()
-    needed = estimate(architecture, tensors, load, cache, num_tokens=context_length(None, architecture, cache))
+    context = context_length(None, architecture, cache)
+    needed = MemoryBudget.of(architecture, tensors, load, cache, num_tokens=context)
     return ModelForecast(needed.total, tokens_per_second(architecture, tensors, load, load.kv_type))
 
 

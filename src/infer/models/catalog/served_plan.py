@@ -9,9 +9,8 @@ from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
 from infer.models.catalog.model_tasks import tasks_of
 from infer.models.families import make_architecture
-from infer.models.memory.cache_plan import CachePlan, check_fits, plan_cache
-from infer.models.memory.context_length import context_length
-from infer.models.memory.memory_estimate import Estimate, LoadSettings, estimate
+from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
 from infer.system.cores.cores import default_num_threads
 
@@ -21,7 +20,7 @@ class ServedPlan(NamedTuple):
 
     num_bytes: int
     context: int
-    cache: CachePlan | None
+    cache: MemoryBudget | None
     takes: tuple[str, ...]
 
 
@@ -38,29 +37,18 @@ def plan_served(model: str, settings: ModelSettings, *, most_bytes: int, share_b
     pool_pages = settings.pool_pages
     check_layers(cache, architecture.mixers)
     context = context_length(settings.max_seq_len, architecture, cache)
-
-    def needed(settings: CacheSettings, pages: int | None) -> Estimate:
-        model = architecture, checkpoint.tensors, load, settings
-        return estimate(*model, num_tokens=context, num_rows=num_rows, pool_pages=pages)
-
-    plan, num_rows = None, 1
-    if not architecture.reads_whole_texts:
-        num_rows = load.step.logits
-        plan = plan_cache(
-            architecture.cached_mixers, cache, num_tokens=context, num_rows=num_rows, pool_pages=pool_pages,
-            available=share_bytes, needed=lambda settings, pages: needed(settings, pages).total,
-        )  # fmt: skip
-    found = needed(cache, None) if plan is None else needed(*plan)
+    headers = architecture, checkpoint.tensors, load, cache
+    least = MemoryBudget.of(*headers, num_tokens=context, pool_pages=pool_pages)
+    found = least if architecture.reads_whole_texts else least.planned(share_bytes)
     if found.total > most_bytes:
-        headers = architecture, checkpoint.tensors, load, cache
-        beside = found.total - estimate(*headers, num_tokens=context, pool_pages=pool_pages).model
-        most = max(0, most_bytes - beside)
+        beside = found.total - least.model
         try:
-            check_fits(checkpoint.path.name, *headers, num_tokens=context, pool_pages=pool_pages, available=most)
+            least.check(checkpoint.path.name, max(0, most_bytes - beside))
         except ModelError as error:
             allowed, taken = most_bytes // 1_000_000, beside // 1_000_000
             raise ModelError(
                 f"{error}; {allowed:,} MB are allowed, and the process takes {taken:,} MB of them"
             ) from error
     tasks = tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)
+    plan = None if architecture.reads_whole_texts else found
     return ServedPlan(found.total, context, plan, tasks or ("generate",))

@@ -1,7 +1,6 @@
-"""The memory that a model needs on this machine, by arithmetic on its headers: no torch, and no allocation.
+"""The parts of a model's memory on this machine, by arithmetic on its headers: no torch, and no allocation.
 
-The backend's own rules (`backends.before_load`) count weights and the buffers of a step. A cache counts with its
-reserved size.
+The backend's own rules (`backends.before_load`) count weights. A cache counts with its reserved size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,22 +8,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol, Self, runtime_checkable
 
-from infer.compute.backends.before_load import MemoryRules, StepSizes, memory_rules, step_limits
+from infer.compute.backends.before_load import MemoryRules, memory_rules, step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import make_groups, most_pages, pool_sizes, with_state_memory
-from infer.compute.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes, text_cache_bytes
-from infer.compute.kvcache.pages import num_pages
+from infer.compute.kvcache.groups import make_groups, pool_sizes
+from infer.compute.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import PER_LAYER_TABLE, Experts
-from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS, StepLimits
+from infer.compute.operands.limits import HOST_STEP, StepLimits
 from infer.compute.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
 from infer.compute.quantization.ggml_types import TYPES_OF_FLOATS
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.model_settings import ModelSettings
 from infer.models.tensors import expected_shapes
 
-# Measured resident memory: of a process that has loaded torch and our compiled kernels, and per token of a vocabulary.
-PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -49,7 +45,7 @@ class LoadSettings:
     precision: str = "exact"
     num_threads: int = 1
     device: str = "cpu"  # only the kind, without an index
-    step_tokens: int | None = None  # largest number of tokens in a step; None: the device's
+    limits: StepLimits | None = None  # of a step, if they are not the device's
 
     @classmethod
     def of(cls, settings: ModelSettings, num_threads: int = 1, device: str = "cpu") -> Self:
@@ -58,8 +54,7 @@ class LoadSettings:
     @property
     def step(self) -> StepLimits:
         """Limits of a step of the model."""
-        limits = step_limits(self.device)
-        return limits if self.step_tokens is None else limits._replace(tokens=self.step_tokens)
+        return self.limits or step_limits(self.device)
 
     @property
     def kv_type(self) -> str:
@@ -69,116 +64,23 @@ class LoadSettings:
         return "f32" if self.device == "cpu" else _TYPE_BY_DTYPE[self.dtype].lower()
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Memory in bytes.
-
-    `process` is Python with torch and the vocabulary. The asking program already uses a part of it. With CUDA it is 0.
-    """
-
-    weights: int
-    cache: int
-    workspace: int
-    process: int
-
-    @property
-    def model(self) -> int:
-        """Bytes that a process needs additionally for loading."""
-        return self.weights + self.cache + self.workspace
-
-    @property
-    def total(self) -> int:
-        return self.model + self.process
-
-
-def estimate(
-    architecture: Architecture,
-    tensors: Mapping[str, StoredMatrix],
-    load: LoadSettings,
-    cache: CacheSettings,
-    *,
-    num_tokens: int,
-    num_rows: int | None = None,
-    pool_pages: int | None = None,
-) -> Estimate:
-    """Return the memory of a model with a cache of `num_rows` rows of `num_tokens` tokens, in `pool_pages` pages.
-
-    If `num_rows` is None, the rows of a step share the smallest cache with which `LLM` opens the model: pages of one
-    full row, unless `pool_pages` is given, and its states. Otherwise all rows fit when full if `pool_pages` is None.
-    Raises InvalidRequestError if one row does not fit the pages.
-    """
-    types = loaded_types(architecture, tensors, load)
-    if architecture.reads_whole_texts:
-        return _estimate_of_encoder(architecture, types, load, cache, num_tokens)
-    kv_type = kv_type_of(architecture, load, cache)
-    sizes, layers = StepSizes(num_tokens, *load.step, load.precision, load.num_threads), architecture.cached_mixers
-    full, rows = num_rows or 1, num_rows or load.step.logits
-    if num_rows is None:
-        cache = with_state_memory(cache, layers, num_tokens, rows, 0)
-        pool_pages = pool_pages or num_pages(num_tokens, cache.page_tokens)
-    return Estimate(
-        weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=cache_bytes(layers, cache, kv_type, num_tokens, rows, pool_pages, load.step.tokens),
-        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, full)
-        + full * (8 * architecture.vocab_size + 8 * num_tokens),
-        process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
-    )
-
-
-def kv_type_of(architecture: Architecture, load: LoadSettings, cache: CacheSettings) -> str:
+def kv_type_of(
+    architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings, cache: CacheSettings
+) -> str:
     """Return the storage type of keys and values. Without a requested type, an encoder's are exact."""
-    default = "f32" if architecture.reads_whole_texts else load.kv_type
-    return default if cache.kv_type == "auto" else cache.kv_type
+    if cache.kv_type != "auto":
+        return cache.kv_type
+    if load.device == "cuda" and load.dtype == "auto" and type_of_keys(architecture, tensors) == "BF16":
+        return "bf16"
+    return "f32" if architecture.reads_whole_texts else load.kv_type
 
 
-def _estimate_of_encoder(
-    architecture: Architecture, types: Mapping[str, str], load: LoadSettings, cache: CacheSettings, num_tokens: int
-) -> Estimate:
-    """Return the memory of an encoder. Its cache has two layers of one text, or of the texts of a tile."""
-    sizes = StepSizes(num_tokens, load.step.tokens, 1, load.precision, load.num_threads)
-    kv_type = kv_type_of(architecture, load, cache)
-    stream = 4 * num_tokens * architecture.hidden_size  # for a text with several tiles
-    return Estimate(
-        weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
-        cache=text_cache_bytes(architecture.attention[0], MAX_STEP_TEXTS, max(num_tokens, load.step.tokens), kv_type),
-        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, 1) + 2 * stream,
-        process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
-    )
-
-
-def largest_context(
-    architecture: Architecture,
-    tensors: Mapping[str, StoredMatrix],
-    load: LoadSettings,
-    cache: CacheSettings,
-    *,
-    available: int,
-    most: int,
-    num_rows: int | None = None,
-    pool_pages: int | None = None,
-) -> int:
-    """Return the largest number of tokens, at most `most`, for which the model and one row fit, or 0 if none does.
-
-    The model must need at most `available` bytes, and one row at most the pages of the pool.
-    """
-
-    def fits(count: int) -> bool:
-        if architecture.reads_whole_texts:
-            return estimate(architecture, tensors, load, cache, num_tokens=count).model <= available
-        groups = make_groups(architecture.cached_mixers, cache, count, load.step.tokens)
-        if pool_pages is not None and most_pages(groups) > pool_pages:
-            return False
-        sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
-        return sizes.model <= available
-
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def type_of_keys(architecture: Architecture, tensors: Mapping[str, StoredMatrix]) -> str:
+    """Return the type in which the file stores the first layer's matrix of keys, or F32 if no layer has one."""
+    for index, layer in enumerate(architecture.layers):
+        if isinstance(layer.mixer, Attention):
+            return tensors[f"model.layers.{index}.self_attn.k_proj.weight"].type
+    return "F32"
 
 
 def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings) -> dict[str, str]:
@@ -267,10 +169,24 @@ def cache_bytes(
     step_tokens: int = HOST_STEP.tokens,
 ) -> int:
     """Return the bytes of the cache after every page of the pools has been written."""
-    groups, total = make_groups(layers, settings, num_tokens, step_tokens), 0
+    return sum(pool_bytes(layers, settings, kv_type, num_tokens, num_rows, pool_pages, step_tokens))
+
+
+def pool_bytes(
+    layers: Sequence[Mixer],
+    settings: CacheSettings,
+    kv_type: str,
+    num_tokens: int,
+    num_rows: int,
+    pool_pages: int | None,
+    step_tokens: int,
+) -> tuple[int, int]:
+    """Return the bytes of pages for keys and values, and of those for states."""
+    groups, sizes = make_groups(layers, settings, num_tokens, step_tokens), [0, 0]
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
-        total += count * sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)
-    return total
+        each = sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)
+        sizes[group.is_recurrent] += count * each
+    return sizes[0], sizes[1]
 
 
 def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from infer.cli import main
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.ops import backend_of
 from infer.engine.requests.ask import Ask
+from infer.compute.sampling.history import History
 from infer.engine.requests.conversation import Conversation
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.step.sequence import common_length
@@ -134,6 +135,24 @@ def test_the_estimate_is_what_the_smallest_cache_allocates(folder: Path, capsys:
         assert main(["estimate", str(folder), "--json", *each]) == 0
         report = json.loads(capsys.readouterr().out)
         assert LLM(folder, **options)._opened.runner.cache.num_bytes == report["cache_bytes"]
+
+
+def test_the_first_penalty_on_a_gpu_uses_the_history_that_the_load_has_allocated(
+    folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = LLM(folder, capture=False)
+    runner, params = small._opened.runner, replace(SAMPLED, repetition_penalty=1.4)
+    wanted = [large.generate(prompt, params).token_ids for prompt in PROMPTS[:2]]
+    with monkeypatch.context() as within:
+        within.setattr("infer.models.transformer.Transformer.device", torch.device("meta"))
+        runner.warm_up(NUM_TOKENS)
+    allocated = runner._history
+    assert allocated is not None
+    assert (allocated.last.device.type, allocated.num_slots, allocated.vocab_size) == ("meta", 64, NUM_TOKENS)
+    runner._history = History(64, CONTEXT, NUM_TOKENS)
+    runner._history.begin(0, [5, 6, 7])  # of a request before a fault
+    monkeypatch.setattr("infer.engine.runner.runner.History", Mock(side_effect=AssertionError("there is one")))
+    assert [small.generate(prompt, params).token_ids for prompt in PROMPTS[:2]] == wanted
 
 
 def test_vectors_of_texts_need_few_states_at_a_time(folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,28 @@ SECOND = torch.device("cuda:1")
 class Graph:
     """A capture that an error has invalidated. It raises the error of CUDA."""
 
-    def capture_begin(self, *arguments: object) -> None:
-        return
+    def capture_begin(self, pool: object, *arguments: object) -> None:
+        assert pool == POOL.id
+        assert not POOL.is_used, "a capture takes the pool by itself"
 
     def capture_end(self) -> None:
         raise RuntimeError("operation failed due to a previous error during capture")
+
+
+class Pool:
+    """A pool of memory, which a capture is given by its id."""
+
+    id, is_used = (1, 2), False
+
+    @contextmanager
+    def used(self, pool: object, device: torch.device) -> Iterator[None]:
+        assert (pool, device) == (self, SECOND)
+        self.is_used = True
+        yield
+        self.is_used = False
+
+
+POOL = Pool()
 
 
 class Stream:
@@ -60,8 +77,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         yield
         current.pop()
 
-    fakes: dict[str, Any] = {"device": device, "graph_pool_handle": lambda: 0, "Stream": Stream, "CUDAGraph": Graph}
-    for name, fake in (fakes | {"current_stream": Stream, "stream": lambda stream: nullcontext()}).items():
+    fakes: dict[str, Any] = {"device": device, "MemPool": lambda: POOL, "Stream": Stream, "CUDAGraph": Graph}
+    fakes |= {"current_stream": Stream, "stream": lambda stream: nullcontext(), "use_mem_pool": POOL.used}
+    for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return current
 
@@ -70,6 +88,18 @@ def test_an_error_inside_a_capture_is_the_one_that_is_raised(current: list[torch
     work = Mock(side_effect=[torch.zeros(1), ValueError("the cause")])
     with pytest.raises(ValueError, match="the cause"):
         CudaGraphs(SECOND).record(work)
+
+
+def test_a_step_runs_before_its_capture_in_the_memory_of_the_capture(current: list[torch.device]) -> None:
+    was_used = list[bool]()
+
+    def work() -> Tensor:
+        was_used.append(POOL.is_used)
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="failed due to a previous error"):
+        CudaGraphs(SECOND).record(work)
+    assert (was_used, POOL.is_used) == ([True, False], False)
 
 
 def test_memory_of_the_second_gpu_is_pinned_there(current: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ class Runner:
     `tensor_parallel.leading` has the runner of a model whose other ranks repeat each call.
     """
 
+    _history: History | None = None
+
     def __init__(
         self,
         model: Transformer,
@@ -66,8 +68,11 @@ class Runner:
     def warm_up(self, vocab_size: int) -> int:
         """Record steps before the first request, if the device compiles kernels for them, and return their number.
 
-        Samplers are recorded for greedy answers, for filters, and for filters of logits that parameters change.
+        Samplers are recorded for greedy answers, for filters, and for filters of logits that parameters change. A
+        GPU's history is allocated, because the pool may have left no memory to the first request that needs it.
         """
+        if self.model.device.type != "cpu":
+            self._history = self.make_history(vocab_size)
         if not isinstance(self._captured, ops.Captured):
             return 0
         filtered = SamplingParams(temperature=1, top_k=20, top_p=0.9, seed=0)
@@ -75,6 +80,13 @@ class Runner:
         return self._captured.record_ahead(
             [SamplingColumns.of([each], vocab_size, device=self.model.device) for each in params]
         )
+
+    def make_history(self, vocab_size: int) -> History:
+        """Return an empty history of all slots. On a GPU there is one, which `warm_up` allocated."""
+        if self._history is None:
+            return History(self.num_slots, self.model.max_seq_len, vocab_size, self.model.device)
+        self._history.clear()
+        return self._history
 
     # State of the slots
 

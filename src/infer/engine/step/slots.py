@@ -25,22 +25,22 @@ class SlotParams:
     """Columns and history, for the engine only. Both are created when a sequence first needs them."""
 
     def __init__(self, runner: Runner) -> None:
-        self._num_slots, self._device = runner.num_slots, runner.model.device
-        self._max_seq_len = runner.model.max_seq_len
+        self._runner: Runner | None = runner
         self._columns: SamplingColumns | None = None
         self.history: History | None = None
         self._stale: list[Sequence] = []  # sequences whose history contains dropped tokens
 
     def write(self, sequence: Sequence) -> None:
         """Write the parameters of a sequence that has got its slot."""
-        request, device = sequence.request, self._device
+        request, runner = sequence.request, self._runner
+        assert runner is not None
         if self._columns is None:
-            end_ids = request.tokenizer.eos_token_ids
-            self._columns = SamplingColumns(self._num_slots, request.vocab_size, end_ids=end_ids, device=device)
+            sizes, end_ids = (runner.num_slots, request.vocab_size), request.tokenizer.eos_token_ids
+            self._columns = SamplingColumns(*sizes, end_ids=end_ids, device=runner.model.device)
         self._columns.write(sequence.slot, sequence.params, sequence.num_prompt_tokens)
         if uses_history(sequence.params):
             if self.history is None:
-                self.history = History(self._num_slots, self._max_seq_len, request.vocab_size, device)
+                self.history = runner.make_history(request.vocab_size)
             self._begin_history(self.history, sequence)
 
     def select(self, sequences: Items[Sequence]) -> SamplingColumns:
@@ -66,7 +66,7 @@ class SlotParams:
 
     def clear(self) -> None:
         """Free the memory."""
-        self._columns = self.history = None
+        self._columns = self.history = self._runner = None
         self._stale.clear()
 
     def _begin_history(self, history: History, sequence: Sequence) -> None:

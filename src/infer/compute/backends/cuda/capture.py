@@ -55,7 +55,7 @@ class CapturedForward(Captured):
         num_before = len(self._recordings)
         with self._graphs.on_device():
             self._verifier.record_taking(self._inputs.tokens)
-            for size in sizes_ahead(self._limits):
+            for size in reversed(list(sizes_ahead(self._limits))):  # the others find room in the memory of the largest
                 forward = self._recording(*size)
                 if size.tokens == size.logits:
                     step = self._inputs.step(*size)

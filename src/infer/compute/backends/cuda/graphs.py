@@ -4,7 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import NamedTuple, Protocol, Self, final
+from typing import Any, NamedTuple, Protocol, Self, final
 
 import torch
 from torch import Tensor
@@ -64,15 +64,19 @@ class CudaGraphs(Graphs):
     """CUDA graphs that share one memory pool: they run one after the other, and results are kept."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._device = device
+        with self.on_device():
+            self._pool = torch.cuda.MemPool()
+        self._pool_id: Any = self._pool.id
         self._side = torch.cuda.Stream(device)  # a capture wants another stream than the default one
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
         here, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._side.wait_stream(here)
         with torch.cuda.stream(self._side):
-            work()  # compiles kernels, which a capture forbids
-            graph.capture_begin(self._pool, "thread_local")
+            with torch.cuda.use_mem_pool(self._pool, self._device):  # so that the capture reuses the memory
+                work()  # compiles kernels, which a capture forbids
+            graph.capture_begin(self._pool_id, "thread_local")
             try:
                 result = work()
             except BaseException:

@@ -18,7 +18,7 @@ from infer.engine.runner.caches import make_cache
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.budget import MemoryBudget, context_length
-from infer.models.memory.memory_estimate import LoadSettings, cache_bytes
+from infer.models.memory.memory_estimate import LoadSettings, pool_bytes
 from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
 from refusals import check_refused
 from test_session import make_model
@@ -68,7 +68,7 @@ def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> Non
 
 
 def row_bytes(llm: LLM, num_tokens: int) -> int:
-    kv = cache_bytes(llm.architecture.attention, CacheSettings(), "f16", num_tokens, 1)
+    kv = sum(pool_bytes(llm.architecture.attention, CacheSettings(), "f16", num_tokens, 1))
     return kv + 12 * llm.architecture.vocab_size + 8 * num_tokens
 
 

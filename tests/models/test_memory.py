@@ -38,8 +38,8 @@ from infer.models.load import load_transformer
 from infer.models.memory.budget import MemoryBudget
 from infer.models.memory.memory_estimate import (
     LoadSettings,
-    cache_bytes,
     loaded_types,
+    pool_bytes,
     rope_bytes,
     weight_bytes,
 )
@@ -181,7 +181,7 @@ def test_a_cache_takes_the_estimated_memory(name: str, settings: CacheSettings, 
     kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
     for (num_tokens, num_rows), pool_pages in product([(1, 1), (1000, 1), (4097, 3)], [None, 300]):
         cache = make_cache(model, num_tokens, num_rows, settings=settings, pool_pages=pool_pages)
-        said = cache_bytes(model.architecture.cached_mixers, settings, kv_type, num_tokens, num_rows, pool_pages)
+        said = sum(pool_bytes(model.architecture.cached_mixers, settings, kv_type, num_tokens, num_rows, pool_pages))
         assert said == cache.num_bytes, (num_tokens, num_rows, pool_pages)
 
 
@@ -189,7 +189,7 @@ def test_a_context_is_no_longer_than_the_pool() -> None:
     assert estimated(1, num_rows=64, pool_pages=30).largest_context(10**12, 8192) == 30 * 64
     assert estimated(1920, num_rows=1).cache == estimated(1920, num_rows=64, pool_pages=30).cache
     with pytest.raises(InvalidRequestError, match=r"at least 30, the pages of one sequence of 1,920 tokens, got 29"):
-        cache_bytes(smollm2()[0].attention, CACHE, "f16", 1920, 64, 29)
+        sum(pool_bytes(smollm2()[0].attention, CACHE, "f16", 1920, 64, 29))
 
 
 LOAD = """
@@ -261,10 +261,10 @@ def test_the_largest_context_is_the_last_that_fits() -> None:
 
 def test_windows_bound_the_memory_of_their_layers() -> None:
     windowed, settings = [replace(ATTENTION, window=100)] * 5, CacheSettings()
-    short, long = (cache_bytes(windowed, settings, "f16", count, 1) for count in (2048, 100_352))
+    short, long = (sum(pool_bytes(windowed, settings, "f16", count, 1)) for count in (2048, 100_352))
     assert short == long
-    whole = [cache_bytes([*windowed, ATTENTION], settings, "f16", count, 1) for count in (2048, 100_352)]
-    assert whole[1] - whole[0] == cache_bytes([ATTENTION], settings, "f16", 98_304, 1)
+    whole = [sum(pool_bytes([*windowed, ATTENTION], settings, "f16", count, 1)) for count in (2048, 100_352)]
+    assert whole[1] - whole[0] == sum(pool_bytes([ATTENTION], settings, "f16", 98_304, 1))
 
 
 def test_a_context_that_does_not_fit_is_refused_with_one_that_would(monkeypatch: pytest.MonkeyPatch) -> None:

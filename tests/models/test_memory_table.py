@@ -161,6 +161,17 @@ def test_a_pool_that_is_given_is_refused_with_one_that_fits() -> None:
     assert replace(budget, pool_pages=pages + 1).model > free
 
 
+def test_two_cards_divide_weights_and_pages_but_not_their_workspaces() -> None:
+    one, free = whole_budget("8B", "BF16", 8192), available(12)
+    two = replace(one, num_devices=2)
+    assert one.with_step_that_fits(free).model > free
+    found = two.with_step_that_fits(2 * free)
+    assert found.model <= 2 * free
+    assert found.workspace == 2 * (found.steps + found.history)
+    assert found._workspace.buffers <= free / 8
+    assert found.history <= free / 32
+
+
 def test_a_host_has_pages_for_at_most_eight_contexts() -> None:
     budget = whole_budget("8B", "Q4_K", 8192, device="cpu")
     assert loaded(budget).planned(10**12).pool_pages == 8 * 128

@@ -131,7 +131,10 @@ def load_checked(
                 architecture, checkpoint.tensors, replace(load, limits=step), cache,
                 num_tokens=context, pool_pages=settings.pool_pages,
             )  # fmt: skip
-            available, is_length_given = _available_bytes(backend, group), settings.max_seq_len is not None
+            available = backend.available_bytes()
+            if group is not None and available is not None and not backend.computes_on_host:
+                budget, available = replace(budget, num_devices=group.size), group.size * available
+            is_length_given = settings.max_seq_len is not None
             found = _fitting(checkpoint.path.name, budget, available, is_length_given=is_length_given)
             context, step = found.num_tokens, found.load.step
         give_back_freed()
@@ -152,14 +155,6 @@ def load_checked(
     checkpoint.check_unchanged()
     give_back_freed()
     return model
-
-
-def _available_bytes(backend: ops.Backend, group: Group | None) -> int | None:
-    """Return the available memory of all devices of a model, or None if it is unknown."""
-    available = backend.available_bytes()
-    if group is None or available is None or backend.computes_on_host:
-        return available
-    return available * group.size  # each rank has a device of its own
 
 
 def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:

@@ -28,7 +28,7 @@ from infer.engine.step.scheduler import Scheduler
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.budget import MemoryBudget
-from infer.models.memory.memory_estimate import LoadSettings, cache_bytes
+from infer.models.memory.memory_estimate import LoadSettings, pool_bytes
 from test_session import make_model
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_estimates_for_a_gpu_have_its_steps(tmp_path: Any) -> None:
 def test_a_window_stores_one_step_of_the_device() -> None:
     windowed = Attention(num_heads=1, num_kv_heads=1, head_dim=64, scale=1.0, rope=None, window=1024)
     counts = [
-        cache_bytes([windowed], CacheSettings(), "f16", 100_000, 1, None, limits.tokens) // (64 * 64 * 2 * 2)
+        sum(pool_bytes([windowed], CacheSettings(), "f16", 100_000, 1, None, limits.tokens)) // (64 * 64 * 2 * 2)
         for limits in (HOST_STEP, GPU_STEP)
     ]
     assert counts == [(1024 + 512) // 64 + 1, (1024 + 8192) // 64 + 1]

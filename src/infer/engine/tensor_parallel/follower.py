@@ -13,7 +13,6 @@ from typing import Any, cast, final
 import torch
 
 from infer.compute.operands.group import Group
-from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.step import Chunk
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.ranks import Call, ModelSource, Transport, digest_of, make_group
@@ -78,9 +77,8 @@ class Follower:
             keep_rank_on_node(group.rank, group.size, source.num_threads)
             set_num_threads(source.num_threads, group.rank, group.size)
         settings = replace(source.settings, device=device, max_seq_len=arguments["capacity"])
-        limits = StepLimits(arguments["step_tokens"], arguments["num_slots"])  # that fit in the memory of rank 0
-        model = replace(load_checked(checkpoint, None, settings, group=group), step_limits=limits)
-        self._runner = Runner(model, **arguments)
+        model, own = load_checked(checkpoint, None, settings, group=group), dict(arguments)
+        self._runner = Runner(replace(model, step_limits=own.pop("limits", model.step_limits)), **own)
         self._logits = torch.empty(0, 0)
 
     def do(self, calls: Sequence[Call]) -> None:

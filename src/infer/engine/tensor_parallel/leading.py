@@ -94,7 +94,7 @@ class LeadingRunner(Runner):
 
     def __init__(self, ranks: Ranks, model: Transformer, **arguments: Any) -> None:
         """Load the other ranks, then make this runner. Raises InferError if a rank cannot load."""
-        ranks.load(arguments)
+        ranks.load(arguments | {"limits": model.step_limits})
         super().__init__(model, **arguments)
         self.ranks, self.is_leading = ranks, False
 

@@ -153,8 +153,8 @@ class Ranks:
     def load(self, arguments: Mapping[str, Any]) -> None:
         """Load the ranks' shares, in place of their previous ones, and wait until all have loaded.
 
-        `arguments` are those of each rank's `Runner`, by name. Raises InferError with the message of a rank that cannot
-        load.
+        `arguments` are those of each rank's `Runner`, by name. `limits` among them are those of a step that fit in the
+        memory of rank 0. Raises InferError with the message of a rank that cannot load.
         """
         self._pending.clear()  # these calls are for the previous runners
         self._send((self.source, arguments))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.page_sizes import page_bytes
 from infer.compute.operands.architecture import Architecture, Layer
 from infer.compute.operands.feed_forwards import Router
@@ -18,13 +19,8 @@ from infer.files import Checkpoint, open_checkpoint
 from infer.files.generation_config import defaults_of
 from infer.models.catalog.model_tasks import tasks_of
 from infer.models.families import make_architecture
-from infer.models.memory.memory_estimate import (
-    LoadSettings,
-    cache_bytes_per_token,
-    loaded_types,
-    weight_bytes,
-    weights_by_type,
-)
+from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_estimate import LoadSettings, cache_bytes_per_token, weights_by_type
 from infer.models.tensors import check_tensors
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder
@@ -105,6 +101,7 @@ def explain(model: str | Path) -> Explanation:
     kept = tuple(mixer for mixer in architecture.attention if mixer.has_keys)
     weights = tuple(StoredWeights(*row) for row in weights_by_type(checkpoint.tensors))
     common, groups = group_layers(architecture.layers)
+    budget = MemoryBudget.of(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=1)
     return Explanation(
         name=str(model),
         path=str(checkpoint.path),
@@ -119,7 +116,7 @@ def explain(model: str | Path) -> Explanation:
         tokenizer=_summarize(checkpoint),
         sampling_defaults=dict(defaults_of(checkpoint)),
         weights=weights,
-        weight_bytes=weight_bytes(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings())),
+        weight_bytes=budget.matrix_bytes,
         cache=tuple(_cache_size(kept, kv_type) for kv_type in _kv_types(kept)),
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)

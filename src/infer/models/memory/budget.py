@@ -74,8 +74,9 @@ class MemoryBudget:
     num_rows: int | None = None
     pool_pages: int | None = None
     tensors: Mapping[str, StoredMatrix] | None = None  # None: the weights are loaded, and count no more
-    types: Mapping[str, str] | None = None
+    types: Mapping[str, str] | None = None  # of matrices in memory, by name
     matrix_bytes: int = 0
+    num_devices: int = 1  # with a memory of their own, which divide weights and cache
 
     @classmethod
     def of(
@@ -150,7 +151,7 @@ class MemoryBudget:
 
     @property
     def workspace(self) -> int:
-        return self.steps + self.history
+        return self.num_devices * (self.steps + self.history)
 
     @property
     def model(self) -> int:
@@ -202,18 +203,18 @@ class MemoryBudget:
         Tokens are halved until buffers take an eighth of the memory, but not below 512. Rows are halved until their
         history takes a 32nd, but not below 64. Both are halved further if the model does not fit otherwise.
         """
-        budget, (tokens, rows) = self, self.load.step
-        while available is not None:
-            is_too_large = budget.model > available
-            buffers, history = budget._workspace.buffers * _WORKSPACE_SHARE, budget.history * _HISTORY_SHARE
-            if tokens // 2 >= HOST_STEP.tokens and (is_too_large or buffers > available):
+        budget, (tokens, rows), least = replace(self, pool_pages=None), self.load.step, HOST_STEP
+        while available is not None and (tokens // 2 >= least.tokens or rows // 2 >= least.logits):
+            each, is_too_large = available // self.num_devices, budget.model > available
+            is_long = is_too_large or budget._workspace.buffers > each // _WORKSPACE_SHARE
+            if tokens // 2 >= least.tokens and is_long:
                 tokens //= 2
-            elif rows // 2 >= HOST_STEP.logits and (is_too_large or history > available):
+            elif rows // 2 >= least.logits and (is_too_large or budget.history > each // _HISTORY_SHARE):
                 rows //= 2
             else:
                 break
-            budget = replace(self, load=replace(self.load, limits=StepLimits(tokens, rows)))
-        return budget
+            budget = replace(budget, load=replace(self.load, limits=StepLimits(tokens, rows)))
+        return replace(self, load=budget.load)
 
     def with_length_that_fits(self, available: int | None) -> Self:
         """Return the budget with the part of its context that fits, or the whole if no useful part fits."""
@@ -334,6 +335,7 @@ class MemoryBudget:
         for kind in ("q8", "q4"):
             load, sizes = replace(self.load, weights=kind), {"num_tokens": self.num_tokens}
             other = MemoryBudget.of(self.architecture, self.tensors, load, self.settings, **sizes)
+            other = replace(other, num_devices=self.num_devices)
             if other.types != self.types:
                 if other.model <= available:
                     return f"weights={kind} fits"

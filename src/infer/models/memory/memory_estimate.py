@@ -159,7 +159,7 @@ def rope_bytes(architecture: Architecture, num_positions: int) -> int:
     )
 
 
-def cache_bytes(
+def pool_bytes(
     layers: Sequence[Mixer],
     settings: CacheSettings,
     kv_type: str,
@@ -167,21 +167,8 @@ def cache_bytes(
     num_rows: int,
     pool_pages: int | None = None,
     step_tokens: int = HOST_STEP.tokens,
-) -> int:
-    """Return the bytes of the cache after every page of the pools has been written."""
-    return sum(pool_bytes(layers, settings, kv_type, num_tokens, num_rows, pool_pages, step_tokens))
-
-
-def pool_bytes(
-    layers: Sequence[Mixer],
-    settings: CacheSettings,
-    kv_type: str,
-    num_tokens: int,
-    num_rows: int,
-    pool_pages: int | None,
-    step_tokens: int,
 ) -> tuple[int, int]:
-    """Return the bytes of pages for keys and values, and of those for states."""
+    """Return the bytes of keys and values, and of states, after every page of the pools has been written."""
     groups, sizes = make_groups(layers, settings, num_tokens, step_tokens), [0, 0]
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
         each = sum(page_bytes(layers[index], kv_type, settings.page_tokens) for index in group.layers)

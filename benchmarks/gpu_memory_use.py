@@ -15,7 +15,7 @@ from infer.compute.operands.step import Chunk
 from infer.compute.operands.weights import StoredWeight
 from infer.engine.runner.runner import Runner
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import expected_shapes
 

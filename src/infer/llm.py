@@ -133,7 +133,7 @@ class LLM:
         prefix_disk: Limit of the files in the user's cache folder that store the beginnings of prompts for later
             processes: bytes, or a size such as "8GB". Includes `reuse_prefixes`. None: nothing is stored.
         pool_pages: Number of pages of 64 tokens that all answers and sessions share. None: enough for 8 full contexts,
-            or as many as fit in memory.
+            or as many as fit in memory; with CUDA, all that fit.
         grammar_backend: Library that constrains answers to a schema, a pattern or a grammar.
         threads: Number of threads of the process, or of each process if `tensor_parallel` processes share the model.
         capture: False runs each op separately: slower, with the same tokens.

@@ -23,7 +23,7 @@ from infer.engine.requests.request_options import RequestOptions
 from infer.engine.step.sequence import common_length
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
-from infer.models.memory.budget import PROCESS_BYTES, VOCABULARY_BYTES, MemoryBudget
+from infer.models.memory.memory_budget import PROCESS_BYTES, VOCABULARY_BYTES, MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
 from refusals import check_refused, refusal
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, TEMPLATE, check_turn, make_model

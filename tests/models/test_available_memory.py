@@ -17,7 +17,7 @@ from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 from infer.engine.runner.caches import make_cache
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, pool_bytes
 from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
 from refusals import check_refused
@@ -151,7 +151,7 @@ def test_a_gpu_with_little_memory_has_smaller_steps() -> None:
         return MemoryBudget.of(*smollm2(), load, SETTINGS, num_tokens=2048)
 
     def buffers(tokens: int) -> int:
-        return budget(tokens=tokens).steps - budget(tokens=0).steps
+        return budget(tokens=tokens).buffers[0]
 
     def fits(available: int | None, device: str = "cuda") -> StepLimits:
         return budget(device).with_step_that_fits(available).load.step

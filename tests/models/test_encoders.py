@@ -36,7 +36,7 @@ from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.load import load_transformer
-from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings, loaded_types
 from refusals import check_refused
 

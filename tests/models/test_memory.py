@@ -35,7 +35,7 @@ from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_model
 from infer.models.layers import LoadedAttention, LoadedExperts, LoadedRecurrent
 from infer.models.load import load_transformer
-from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import (
     LoadSettings,
     loaded_types,

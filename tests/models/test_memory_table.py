@@ -18,7 +18,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import GPU_STEP
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import expected_shapes
 from refusals import refusal
@@ -82,7 +82,7 @@ def opened(budget: MemoryBudget, free: int) -> MemoryBudget:
     plan = loaded(found).planned(free - found.weights)
     plan.check_rows(free - found.weights)
     assert found.weights + plan.model <= free, "parts are never over the card"
-    assert plan.model == plan.steps + plan.history + plan.cache
+    assert plan.model == sum(plan.buffers) + plan.history + sum(plan.pools)
     return plan
 
 
@@ -101,8 +101,8 @@ def test_what_loads_fills_the_card_and_is_never_over_it(name: str, type_: str) -
         is_whole = plan.pool_pages >= most
         assert -(-num_tokens // 64) <= plan.pool_pages <= most
         assert is_whole or used > 0.8 * free, "nothing stays idle that the pool could use"
-        if plan.states:
-            assert plan.states <= 0.3 * free or plan.settings.state_memory_mb == smallest_states(budget)
+        if plan.pools[1]:
+            assert plan.pools[1] <= 0.3 * free or plan.settings.state_memory_mb == smallest_states(budget)
 
 
 def smallest_states(budget: MemoryBudget) -> int | None:
@@ -167,21 +167,21 @@ def test_two_cards_divide_weights_and_pages_but_not_their_workspaces() -> None:
     assert one.with_step_that_fits(free).model > free
     found = two.with_step_that_fits(2 * free)
     assert found.model <= 2 * free
-    assert found.workspace == 2 * (found.steps + found.history)
-    assert found._workspace.buffers <= free / 8
+    assert found.workspace == 2 * (sum(found.buffers) + found.history)
+    assert found.buffers[0] <= free / 8
     assert found.history <= free / 32
 
 
 def test_a_host_has_pages_for_at_most_eight_contexts() -> None:
     budget = whole_budget("8B", "Q4_K", 8192, device="cpu")
     assert loaded(budget).planned(10**12).pool_pages == 8 * 128
-    assert (budget.history, loaded(budget).steps) == (8 * (128_256 + 8192), 64 * 4 * 128_256)
+    assert (budget.history, sum(loaded(budget).buffers)) == (8 * (128_256 + 8192), 64 * 4 * 128_256)
 
 
 def test_a_device_has_the_history_of_all_rows_and_the_workspace_twice() -> None:
     budget = whole_budget("8B", "Q4_K", 8192)
     assert budget.history == 512 * (8 * 128_256 + 4 * 8192)
-    buffers = budget._workspace.buffers
+    buffers = budget.buffers[0]
     small = replace(budget, load=replace(budget.load, limits=GPU_STEP._replace(tokens=1024)))
     assert 2 * 0.3e6 * 8192 < buffers < 2 * 0.4e6 * 8192
-    assert buffers > 7 * small._workspace.buffers
+    assert buffers > 7 * small.buffers[0]

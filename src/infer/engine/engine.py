@@ -105,8 +105,7 @@ class Engine:
 
     def limit(self, max_running: int, gap_seconds: float) -> None:
         """Set how many sequences run at the same time, and how long a step may keep a stream waiting."""
-        self.max_running = min(max_running, self.runner.num_slots)
-        self.scheduler.gap_seconds = gap_seconds
+        self.max_running, self.scheduler.gap_seconds = min(max_running, self.runner.num_slots), gap_seconds
 
     def snapshot(self) -> EngineSnapshot:
         return take_snapshot(self.runner, self._sequences, self.max_running, self.scheduler, self._queue)

@@ -19,7 +19,7 @@ from infer.model_settings import ModelSettings
 from infer.models.compile_ahead import make_outline
 from infer.models.families import make_architecture
 from infer.models.load import OnProgress, load_transformer
-from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
 from infer.models.transformer import Transformer

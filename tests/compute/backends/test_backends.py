@@ -27,7 +27,7 @@ from infer.compute.ops.device import backend_of
 from infer.engine.step.scheduler import Scheduler
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings, pool_bytes
 from test_session import make_model
 

@@ -27,7 +27,7 @@ from infer.models.catalog import hub_models
 from infer.models.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
 from infer.models.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, decode_bytes, loaded_types, weight_bytes
 from infer.system.cores.cores import default_num_threads
 from terminals import CTRL_C, CTRL_D, SECONDS, Terminal, plain, terminal

@@ -13,7 +13,7 @@ from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.models.catalog.model_forecast import tokens_per_second
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, largest_types
 from infer.models.tensors import check_tensors
 from infer.system.cores.cores import check_num_threads, default_num_threads

@@ -115,7 +115,7 @@ def _check_headers(model: str, settings: ModelSettings, named: Collection[tuple[
     from infer.compute.kvcache.groups import check_layers
     from infer.files import open_checkpoint
     from infer.models.families import make_architecture
-    from infer.models.memory.budget import context_length
+    from infer.models.memory.memory_budget import context_length
 
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NamedTuple, Protocol, cast, final, runtime_checkable
+from typing import Protocol, cast, final, runtime_checkable
 
 from infer.compute.operands.architecture import Architecture, ModelOutline
 from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
@@ -30,13 +30,6 @@ class StepSizes:
     num_threads: int
 
 
-class Workspace(NamedTuple):
-    """Bytes of the buffers of all recorded steps, and of what does not grow with the tokens of a step."""
-
-    buffers: int
-    others: int
-
-
 @runtime_checkable
 class MemoryRules(Protocol):
     IS_TAKEN_AT_ONCE: bool  # True if memory is taken when it is allocated, not when it is first written
@@ -49,10 +42,11 @@ class MemoryRules(Protocol):
 
     def workspace_bytes(
         self, architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
-    ) -> Workspace:
-        """Return the memory of steps if `num_logits` lines of logits are used.
+    ) -> tuple[int, int]:
+        """Return the bytes of buffers that grow with the tokens of a step, and of what steps need beside them.
 
-        `types` are the loaded matrices' types, by name. They are not read where memory is taken at once.
+        `num_logits` lines of logits are used. `types` are the loaded matrices' types, by name. They are not read where
+        memory is taken at once.
         """
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from infer.compute.backends.before_load import StepSizes, Workspace
+from infer.compute.backends.before_load import StepSizes
 from infer.compute.operands.architecture import Architecture, Layer
 from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.limits import STATE_TOKENS
@@ -42,7 +42,7 @@ def table_bytes(type: str, rows: int, columns: int) -> int:
 
 def workspace_bytes(
     architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
-) -> Workspace:
+) -> tuple[int, int]:
     """Return the memory of steps. All layers and all recordings share one layer's buffers.
 
     Logits take twice their lines: they are computed, then copied to the memory in which the sampler reads them. All
@@ -51,7 +51,7 @@ def workspace_bytes(
     layer = max(_layer_bytes(layer, architecture.hidden_size, sizes) for layer in architecture.layers)
     buffers = layer + 4 * sizes.tokens * _shared_floats(architecture)
     lines = 2 * 4 * sizes.logits * architecture.vocab_size
-    return Workspace(_NUM_WORKSPACES * buffers, lines + _KERNEL_BYTES)
+    return _NUM_WORKSPACES * buffers, lines + _KERNEL_BYTES
 
 
 def _shared_floats(architecture: Architecture) -> int:

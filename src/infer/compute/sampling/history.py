@@ -43,11 +43,6 @@ class History:
     def num_slots(self) -> int:
         return len(self.lengths)
 
-    def clear(self) -> None:
-        """Empty all slots, in place."""
-        for tensor in (self.tokens, self.last, self.counts, self.lengths, self.num_prompt_tokens):
-            tensor.zero_()
-
     def begin(self, slot: int, token_ids: Sequence[int], num_prompt_tokens: int | None = None) -> None:
         """Restart the slot with a prompt, or with a prompt and the tokens generated after it."""
         ids = self._checked(token_ids)

@@ -7,7 +7,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.mixers import Mixer
-from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.transformer import Transformer
 

@@ -13,7 +13,7 @@ from infer.compute.kvcache.groups import with_state_memory
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.operands.step import Chunk, Step
 from infer.engine.runner.caches import make_cache
-from infer.models.memory.budget import STATES_SHARE
+from infer.models.memory.memory_budget import STATES_SHARE
 from infer.models.transformer import Transformer
 
 MAX_TEXTS = 32  # texts in one step, or less if their states would take too much memory

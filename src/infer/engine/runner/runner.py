@@ -82,11 +82,8 @@ class Runner:
         )
 
     def make_history(self, vocab_size: int) -> History:
-        """Return an empty history of all slots. On a GPU there is one, which `warm_up` allocated."""
-        if self._history is None:
-            return History(self.num_slots, self.model.max_seq_len, vocab_size, self.model.device)
-        self._history.clear()
-        return self._history
+        """Return a history of all slots, in which each slot has to begin. On a GPU it is the one of `warm_up`."""
+        return self._history or History(self.num_slots, self.model.max_seq_len, vocab_size, self.model.device)
 
     # State of the slots
 

@@ -19,7 +19,7 @@ from infer.files import Checkpoint, open_checkpoint
 from infer.files.generation_config import defaults_of
 from infer.models.catalog.model_tasks import tasks_of
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget
+from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings, cache_bytes_per_token, weights_by_type
 from infer.models.tensors import check_tensors
 from infer.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.architecture import Architecture
-from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, StoredMatrix, decode_bytes, loaded_types
 from infer.system.cores.cores import default_num_threads
 from infer.system.memory.memory_speed import read_bandwidth

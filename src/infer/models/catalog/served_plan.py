@@ -9,7 +9,7 @@ from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
 from infer.models.catalog.model_tasks import tasks_of
 from infer.models.families import make_architecture
-from infer.models.memory.budget import MemoryBudget, context_length
+from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
 from infer.system.cores.cores import default_num_threads

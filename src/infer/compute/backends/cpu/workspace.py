@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import final
 
-from infer.compute.backends.before_load import StepSizes, Workspace
+from infer.compute.backends.before_load import StepSizes
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.compute.backends.cpu.records import (
@@ -69,8 +69,8 @@ def table_bytes(type: str, rows: int, columns: int) -> int:
 
 def workspace_bytes(
     architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
-) -> Workspace:
-    return Workspace(sum(step_buffers(architecture, types, sizes, num_logits).values()), 0)
+) -> tuple[int, int]:
+    return sum(step_buffers(architecture, types, sizes, num_logits).values()), 0
 
 
 def step_buffers(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> Buffers:

@@ -7,10 +7,10 @@ allocation.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self, final
 
-from infer.compute.backends.before_load import MemoryRules, StepSizes, Workspace, memory_rules
+from infer.compute.backends.before_load import MemoryRules, StepSizes, memory_rules
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import make_groups, most_pages, with_state_memory
 from infer.compute.kvcache.page_sizes import text_cache_bytes
@@ -104,54 +104,48 @@ class MemoryBudget:
         return 0 if self.types is None else self.matrix_bytes + rope_bytes(self.architecture, self.num_tokens)
 
     @cached_property
-    def steps(self) -> int:
-        """Buffers of steps. On a GPU: of recorded steps and of others, with kernels and graphs."""
-        network = self.architecture
+    def buffers(self) -> tuple[int, int]:
+        """Buffers that grow with the tokens of a step, and what steps need beside them."""
+        network, load = self.architecture, self.load
         if self.types is None and not self._rules.IS_TAKEN_AT_ONCE:  # buffers take memory when they are first written
-            return 4 * network.vocab_size * self._num_full
-        if network.reads_whole_texts:
-            return sum(self._workspace) + 2 * 4 * self.num_tokens * network.hidden_size  # for a text with several tiles
-        return sum(self._workspace)
-
-    @cached_property
-    def _workspace(self) -> Workspace:
-        is_encoder, limits = self.architecture.reads_whole_texts, self.load.step
-        num_lines, limits = (1, limits._replace(logits=1)) if is_encoder else (self._num_full, limits)
-        sizes = StepSizes(self.num_tokens, *limits, self.load.precision, self.load.num_threads)
-        return self._rules.workspace_bytes(self.architecture, self.types or {}, sizes, num_lines)
-
-    @cached_property
-    def history(self) -> int:
-        """The history of full rows with their ids, or of all rows on a device, on which there are no other ids."""
-        if self.architecture.reads_whole_texts:
-            return 0
-        is_at_once = self._rules.IS_TAKEN_AT_ONCE
-        row_bytes = 8 * self.architecture.vocab_size + (4 if is_at_once else 8) * self.num_tokens
-        return (self._most_rows if is_at_once else self._num_full) * row_bytes
-
-    @cached_property
-    def cache(self) -> int:
-        """Keys, values and states."""
-        if self.architecture.reads_whole_texts:  # two layers of one text, or of the texts of a tile
-            num_tokens = max(self.num_tokens, self.load.step.tokens)
-            return text_cache_bytes(self.architecture.attention[0], MAX_STEP_TEXTS, num_tokens, self.kv_type)
-        return sum(self._pools)
+            return 0, 4 * network.vocab_size * self._num_full
+        sizes = StepSizes(self.num_tokens, *load.step, load.precision, load.num_threads)
+        growing, others = self._rules.workspace_bytes(network, self.types or {}, sizes, self._num_full)
+        text = self.num_tokens if network.reads_whole_texts else 0  # which may have several tiles
+        return growing, others + 2 * 4 * text * network.hidden_size
 
     @property
-    def states(self) -> int:
-        """States of recurrent layers, which are a part of the cache."""
-        return 0 if self.architecture.reads_whole_texts else self._pools[1]
+    def history(self) -> int:
+        """The history of full rows with their ids, or of all rows on a device, on which there are no other ids."""
+        rows, id_bytes = (self._most_rows, 4) if self._rules.IS_TAKEN_AT_ONCE else (self._num_full, 8)
+        return rows * (8 * self.architecture.vocab_size + id_bytes * self.num_tokens)
+
+    @cached_property
+    def pools(self) -> tuple[int, int]:
+        """Keys and values, and states. Raises InvalidRequestError if a row does not fit the pages."""
+        settings, pool_pages, step_tokens = self.settings, self.pool_pages, self.load.step.tokens
+        if self.architecture.reads_whole_texts:  # two layers of one text, or of the texts of a tile
+            sizes = MAX_STEP_TEXTS, max(self.num_tokens, step_tokens)
+            return text_cache_bytes(self.architecture.attention[0], *sizes, self.kv_type), 0
+        if self.num_rows is None:
+            settings, pool_pages = self._with_states(0).settings, pool_pages or self._full_pages
+        counts = self.num_tokens, self._most_rows, pool_pages, step_tokens
+        return pool_bytes(self.layers, settings, self.kv_type, *counts)
+
+    @property
+    def cache(self) -> int:
+        return sum(self.pools)
+
+    @property
+    def workspace(self) -> int:
+        """Buffers of steps and history. Each of several devices has both."""
+        return self.num_devices * (sum(self.buffers) + self.history)
 
     @property
     def process(self) -> int:
         """Python with torch and the vocabulary. The asking program already uses a part of it. With CUDA it is 0."""
-        if self.types is None or self.load.device == "cuda":
-            return 0
-        return PROCESS_BYTES + VOCABULARY_BYTES * self.architecture.vocab_size
-
-    @property
-    def workspace(self) -> int:
-        return self.num_devices * (self.steps + self.history)
+        is_counted = self.types is not None and self.load.device != "cuda"
+        return is_counted * (PROCESS_BYTES + VOCABULARY_BYTES * self.architecture.vocab_size)
 
     @property
     def model(self) -> int:
@@ -175,25 +169,17 @@ class MemoryBudget:
         return num_pages(self.num_tokens, self.settings.page_tokens)
 
     @property
-    def _row_pages(self) -> int:
-        """The pages of a full row, in the group that needs the most."""
+    def _row_pages(self) -> int:  # in the group that needs the most
         return most_pages(make_groups(self.layers, self.settings, self.num_tokens, self.load.step.tokens))
 
     @property
     def _num_full(self) -> int:
         """The number of rows whose history and logits are counted. After loading, as many as fill the pages."""
-        if self.num_rows is not None and self.types is None and self.pool_pages is not None:
-            return min(self.num_rows, num_pages(self.pool_pages, self._full_pages))
+        if self.architecture.reads_whole_texts:
+            return 0
+        if self.types is None and self.pool_pages is not None:
+            return min(self._most_rows, num_pages(self.pool_pages, self._full_pages))
         return self.num_rows or 1
-
-    @cached_property
-    def _pools(self) -> tuple[int, int]:
-        """Bytes of the pages for keys and values, and for states. Raises InvalidRequestError if a row does not fit."""
-        settings, pool_pages = self.settings, self.pool_pages
-        if self.num_rows is None:
-            settings, pool_pages = self._with_states(0).settings, pool_pages or self._full_pages
-        sizes = self.num_tokens, self._most_rows, pool_pages, self.load.step.tokens
-        return pool_bytes(self.layers, settings, self.kv_type, *sizes)
 
     # What fits
 
@@ -206,7 +192,7 @@ class MemoryBudget:
         budget, (tokens, rows), least = replace(self, pool_pages=None), self.load.step, HOST_STEP
         while available is not None and (tokens // 2 >= least.tokens or rows // 2 >= least.logits):
             each, is_too_large = available // self.num_devices, budget.model > available
-            is_long = is_too_large or budget._workspace.buffers > each // _WORKSPACE_SHARE
+            is_long = is_too_large or budget.buffers[0] > each // _WORKSPACE_SHARE
             if tokens // 2 >= least.tokens and is_long:
                 tokens //= 2
             elif rows // 2 >= least.logits and (is_too_large or budget.history > each // _HISTORY_SHARE):
@@ -271,10 +257,7 @@ class MemoryBudget:
     # Refusals
 
     def check(self, name: str, available: int | None) -> None:
-        """Raise ModelError, with the option that helps, if the model needs more than is available.
-
-        If `available` is None, the available memory is unknown and nothing is refused.
-        """
+        """Raise ModelError, with the option that helps, if the model needs more than is available. None: unknown."""
         if available is None or self.model <= available:
             return
         instead = self.option_that_fits(available) or "use a smaller quantisation of it, or a smaller model"
@@ -306,18 +289,15 @@ class MemoryBudget:
     def _cache_that_fits(self, available: int) -> str | None:
         plain = replace(self, settings=replace(self.settings, state_memory_mb=None))
         least = plain._with_states(0)
-        if (megabytes := least.settings.state_memory_mb) is not None and least.model <= available:
-
-            def with_memory(count: int) -> Self:
-                return replace(least, settings=replace(least.settings, state_memory_mb=count))
-
-            megabytes += _num_fitting(range(megabytes + 1, _FULL_MOST), available, with_memory)
-            return f"state_memory_mb={megabytes} fits"
+        if (first := least.settings.state_memory_mb) is not None and least.model <= available:
+            larger = partial(replace, least.settings)
+            sizes = range(first + 1, _FULL_MOST)
+            more = _num_fitting(sizes, available, lambda size: replace(least, settings=larger(state_memory_mb=size)))
+            return f"state_memory_mb={first + more} fits"
         if self.pool_pages is not None:
-            first = self._row_pages
-            counts = range(first, self.pool_pages)
+            counts = range(self._row_pages, self.pool_pages)
             if fitting := _num_fitting(counts, available, lambda count: replace(self, pool_pages=count)):
-                return f"pool_pages={first + fitting - 1} fits"
+                return f"pool_pages={counts[fitting - 1]} fits"
         tokens = _num_fitting(range(1, self.num_tokens), available, plain._smallest)
         given = {"pool_pages": self.pool_pages, "state_memory_mb": self.settings.state_memory_mb}
         without = " and ".join(name for name, value in given.items() if value is not None)

@@ -162,6 +162,17 @@ def test_vectors_of_texts_need_few_states_at_a_time(folder: Path, large: LLM, mo
     assert [list(each) for each in small.embed(PROMPTS)] == [list(each) for each in wanted]
 
 
+def test_vectors_beside_the_pool_of_a_device_are_refused_with_the_option_that_helps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folder)
+    set_available(monkeypatch, 1_000_000)
+    check_refused(lambda: llm.embed(PROMPTS), "tokens of cache in .* available: (free|max|state)")
+    for name, value in (("computes_on_host", False), ("available_bytes", lambda self: 1_000_000)):
+        monkeypatch.setattr(type(llm.model.backend), name, value)
+    check_refused(lambda: llm.embed(PROMPTS), "vectors of texts need memory beside the pool.*with fewer pool_pages$")
+
+
 def test_the_estimated_minimum_of_a_model_with_windows_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows of all slots share one pool, which is larger than the windows of one row."""
     windowed = Gemma3TextConfig(

@@ -161,6 +161,11 @@ def test_a_pool_that_is_given_is_refused_with_one_that_fits() -> None:
     assert replace(budget, pool_pages=pages + 1).model > free
 
 
+def test_keys_of_a_model_in_bf16_are_bf16_on_a_device() -> None:
+    kinds = [whole_budget("8B", type_, 8192, device).kv_type for type_, device in product(TYPES, ("cuda", "cpu"))]
+    assert kinds == ["f16", "f16", "bf16", "f16"]
+
+
 def test_two_cards_divide_weights_and_pages_but_not_their_workspaces() -> None:
     one, free = whole_budget("8B", "BF16", 8192), available(12)
     two = replace(one, num_devices=2)

@@ -13,6 +13,7 @@ from infer.compute.kvcache.groups import with_state_memory
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.operands.step import Chunk, Step
 from infer.engine.runner.caches import make_cache
+from infer.errors import InvalidRequestError
 from infer.models.memory.memory_budget import STATES_SHARE
 from infer.models.transformer import Transformer
 
@@ -33,10 +34,16 @@ class HiddenStates:
         shared = num_pages(min(capacity, MAX_SHARED_TOKENS), page_tokens)
         # A row copies the last page that it shares before it writes.
         pages = max(num_pages(capacity, page_tokens) + 1, 2 * self.max_texts + STEP_TOKENS // page_tokens + shared)
-        self._model = model
-        self._cache = make_cache(
-            model, capacity, self.max_texts + 1, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
-        )
+        self._model, rows = model, self.max_texts + 1
+        try:
+            self._cache = make_cache(
+                model, capacity, rows, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
+            )
+        except InvalidRequestError as error:
+            if model.backend.computes_on_host:
+                raise
+            why = f"vectors of texts need memory beside the pool, which has taken it: {error}"
+            raise InvalidRequestError(f"{why}; load the model with fewer pool_pages") from error
         self._shared_row, self._shared = self.max_texts, list[int]()  # and its tokens
         self._captured = self._capture() if capture else None
 

@@ -16,8 +16,8 @@ from infer import LLM, GenerationResult, ModelError, SamplingParams
 from infer.cli import main
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.ops import backend_of
-from infer.engine.requests.ask import Ask
 from infer.compute.sampling.history import History
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.conversation import Conversation
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.step.sequence import common_length

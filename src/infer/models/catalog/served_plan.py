@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import check_layers
 from infer.errors import ModelError
 from infer.files import open_checkpoint

@@ -28,7 +28,7 @@ LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tok
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
 BOUND = Case("bound", tuple(b"abc ab"), SamplingParams(regex="[ab ]{30}", temperature=0.9, seed=1))
 NUM_SLOTS = 3
-CALLS = ("adopt", "truncate", "reserve", "launch", "multi_step", "commit", "remember")  # of the runner, in a step
+CALLS = ("adopt", "truncate", "try_reserve", "launch", "multi_step", "commit", "remember")  # of the runner, in a step
 
 
 def make_engine(world: World, max_steps: int = 4) -> Engine:

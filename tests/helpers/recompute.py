@@ -39,7 +39,7 @@ class CachelessRunner(Runner):
     def reset(self) -> None:
         self._token_ids = []
 
-    def shortage(self, slot: int, num_tokens: int) -> str:
+    def try_reserve(self, slot: int, num_tokens: int) -> str:
         return ""
 
     def reserve(self, slot: int, num_tokens: int) -> None:

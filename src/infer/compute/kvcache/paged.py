@@ -125,14 +125,7 @@ class PagedCache:
             needed[rows] += rows.pages_needed(row, rows.slot_of(row, start), rows.slot_of(row, end))
         return list(needed.values())
 
-    def shortage(self, row: int, num_tokens: int) -> str:
-        """Return which pages are missing to reserve a row's next tokens, or an empty string if there are enough."""
-        start = self._lengths[row]
-        if all(rows.is_ready(row, rows.slot_of(row, start), num_tokens) for rows in self.groups):
-            return ""
-        return self.shortage_at(row, self._next(row, num_tokens))
-
-    def shortage_at(self, row: int, positions: Sequence[Positions]) -> str:
+    def shortage(self, row: int, positions: Sequence[Positions]) -> str:
         """Return which pages are missing to make positions writable, or an empty string if there are enough."""
         return self._shortage_of(self._pages_needed(row, positions))
 
@@ -184,14 +177,23 @@ class PagedCache:
         Raises InvalidRequestError if the row would have more than `capacity` tokens, and OutOfPagesError if the pools
         have too few free pages. In both cases nothing is changed.
         """
+        if what := self.try_reserve(row, num_tokens):
+            raise OutOfPagesError(what)
+
+    def try_reserve(self, row: int, num_tokens: int) -> str:
+        """Like `reserve`, but return which pages are missing, or an empty string if the tokens were reserved."""
         start = self._lengths[row]
         end = start + num_tokens
         if end > self.capacity:
             raise InvalidRequestError(f"a row has room for {self.capacity} tokens, got {end}")
         if not all(rows.is_ready(row, rows.slot_of(row, start), num_tokens) for rows in self.groups):
-            self.make_own(row, self._next(row, num_tokens))
+            positions = self._next(row, num_tokens)
+            if what := self.shortage(row, positions):
+                return what
+            self.make_own(row, positions)
         self._reserved[row] = max(self._reserved[row], end)
         self.memory.publish()
+        return ""
 
     def make_own(self, row: int, positions: Sequence[Positions]) -> None:
         """Make positions of a row writable. Pages that other rows share are replaced by copies.

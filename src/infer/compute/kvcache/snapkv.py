@@ -32,7 +32,7 @@ class PromptCompression:
         length, uncompressed = self._cache.lengths[row], self._uncompressed(row)
         if not uncompressed or length <= self._cache.settings.eviction_window:
             return ""
-        return self._cache.shortage_at(row, self._written(length, uncompressed))
+        return self._cache.shortage(row, self._written(length, uncompressed))
 
     def after_prompt(self, row: int, token_ids: Sequence[int], forward: Callable[[Step], object]) -> None:
         """Compress a committed prompt: keep the first tokens, the last tokens, and the tokens that the last attend to.

@@ -150,9 +150,9 @@ class Runner:
         """Empty all slots, even after a step that an exception interrupted midway."""
         self._cache.reset()
 
-    def shortage(self, slot: int, num_tokens: int) -> str:
-        """Return which pages are missing to reserve a slot's next tokens, or an empty string if there are enough."""
-        return self._cache.shortage(slot, num_tokens)
+    def try_reserve(self, slot: int, num_tokens: int) -> str:
+        """Like `reserve`, but return which pages are missing, or an empty string if the tokens were reserved."""
+        return self._cache.try_reserve(slot, num_tokens)
 
     def prompt_shortage(self, slot: int) -> str:
         """Return which pages are missing for `after_prompt`, or an empty string if there are enough."""

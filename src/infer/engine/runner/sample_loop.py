@@ -48,11 +48,7 @@ def verify(
             if (num_logprobs := columns.num_logprobs[index]) is not None and token_ids[index] >= 0:
                 generated.logprobs[index].append(sampled.logprob_of(index, num_logprobs))
         remember(history, columns, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
-        alive = [
-            index
-            for index in alive
-            if entry < chunks[index].num_drafts and token_ids[index] == chunks[index].drafts[entry]
-        ]
+        alive = [i for i in alive if entry < chunks[i].num_drafts and token_ids[i] == chunks[i].drafts[entry]]
         ops.backend_of(logits.device).synchronize()
         times.append(time.perf_counter())
         entry += 1

@@ -139,30 +139,29 @@ class Scheduler:
     ) -> Plan:
         """Plan a step of at most `step_tokens` tokens, or more if more sequences than that decode.
 
-        After `max_steps`, a sequence needs a return to Python. `steps_to_draft` are the numbers of steps after which
-        sequences look for drafts. `others_wait` is True if a sequence waits that this step does not compute, and
-        `others_stream` if such an answer is streamed.
+        After `max_steps`, a sequence needs a return to Python; after `steps_to_draft`, some look for drafts.
+        `others_wait` is True if this step does not compute all sequences, `others_stream` if one of these is streamed.
         """
         num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
-        decoding = [index for index, demand in enumerate(demands) if demand.num_schedulable == 1]
-        prefilling = [index for index, demand in enumerate(demands) if demand.num_schedulable != 1]
+        decoding, prefilling = list[int](), list[int]()
+        for index, demand in enumerate(demands):
+            (decoding if demand.num_schedulable == 1 else prefilling).append(index)
         kept = min(1, len(prefilling))  # one token is kept for a prompt
         budget = max(step_tokens - len(decoding) - kept, 0)
         drafts_pay = bool(prefilling) or self._drafts_pay(demands)
         for index in decoding:
             num_tokens[index] = 1
-            if drafts_pay:
-                num_drafts[index] = min(demands[index].num_drafts, budget)
-                budget -= num_drafts[index]
+            num_drafts[index] = min(demands[index].num_drafts, budget) if drafts_pay else 0
+            budget -= num_drafts[index]
         if not prefilling and not any(num_drafts):
             work = _work(demands, num_tokens, num_drafts)
             longest = min(max_steps, self._longest(demands, work, steps_to_draft, others_wait=others_wait))
             return Plan(num_tokens, num_drafts, _num_steps(demands, longest), work)
         if prefilling:
-            seconds = self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
-            for index, count in self._shares(demands, prefilling, budget + kept, seconds):
-                num_tokens[index] = count
-            budget += kept - sum(num_tokens[index] for index in prefilling)
+            budget, seconds = budget + kept, self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
+            for index, share in self._shares(demands, prefilling, budget, seconds):
+                num_tokens[index] = share
+                budget -= share
         for index in prefilling:
             if num_tokens[index] == demands[index].num_schedulable:
                 num_drafts[index] = min(demands[index].num_drafts, budget)
@@ -284,8 +283,7 @@ def _num_steps(demands: Sequence[Demand], longest: int) -> int:
 
 
 def _work(demands: Sequence[Demand], num_tokens: Sequence[int], num_drafts: Sequence[int]) -> StepWork:
-    counts = map(add, num_tokens, num_drafts)
-    return StepWork.of([(count, demand.num_computed) for count, demand in zip(counts, demands, strict=True)])
+    return StepWork.of(zip(map(add, num_tokens, num_drafts), (each.num_computed for each in demands), strict=True))
 
 
 class StepPart(NamedTuple):
@@ -387,4 +385,4 @@ class StepShares:
 
 
 def _work_of(parts: Iterable[StepPart]) -> StepWork:
-    return StepWork.of([(part.num_tokens, part.start) for part in parts])
+    return StepWork.of((part.num_tokens, part.start) for part in parts)

@@ -12,7 +12,7 @@ So `StepCosts.by_kind` has a table of exact sizes for each kind of step, `StepTi
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from math import exp, isfinite, log, sqrt
 from typing import NamedTuple, Self, final
 
@@ -38,10 +38,14 @@ class StepWork(NamedTuple):
     context: int  # sum over its tokens of the positions before each
 
     @classmethod
-    def of(cls, chunks: Collection[tuple[int, int]]) -> Self:
+    def of(cls, chunks: Iterable[tuple[int, int]]) -> Self:
         """Return the work of a step with these chunks: pairs of a number of tokens and the positions before them."""
-        num_sequences = sum(count > 0 for count, _ in chunks)
-        return cls(num_sequences, sum(count for count, _ in chunks), sum(context_of(*chunk) for chunk in chunks))
+        num_sequences = num_tokens = context = 0
+        for count, start in chunks:
+            num_sequences += count > 0
+            num_tokens += count
+            context += context_of(count, start)
+        return cls(num_sequences, num_tokens, context)
 
     @property
     def features(self) -> tuple[float, ...]:
@@ -170,7 +174,8 @@ class StepCosts:
 
 
 def _sum(costs: Sequence[float], features: Sequence[float]) -> float:
-    return sum(cost * feature for cost, feature in zip(costs, features, strict=True))
+    (base, per_sequence, per_token, per_context), (one, sequences, tokens, context) = costs, features
+    return base * one + per_sequence * sequences + per_token * tokens + per_context * context
 
 
 def _solved(matrix: list[list[float]], target: list[float]) -> list[float]:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import NamedTuple, final
 
 from infer.compute.operands.step import Chunk, Clock, Masks, StepEnd, sampled_after
@@ -92,8 +93,7 @@ class Steps:
             for sequence, chunk in works:
                 if not sequence.is_finished and sequence.has_slot:
                     num_tokens = max(plan.num_steps, len(chunk.token_ids))
-                    if slots.make_room(sequence, partial(slots.runner.shortage, sequence.slot, num_tokens)):
-                        slots.runner.reserve(sequence.slot, num_tokens)
+                    slots.make_room(sequence, partial(slots.runner.try_reserve, sequence.slot, num_tokens))
             able = [sequence for sequence in active if sequence.has_slot and not sequence.is_finished]
             if len(able) == len(active):
                 return plan, works
@@ -111,9 +111,8 @@ class Steps:
         if plan.num_steps > 1:
             return NO_PLAN, []
         for sequence, chunk in works:
-            if slots.runner.shortage(sequence.slot, len(chunk.token_ids)):
+            if slots.runner.try_reserve(sequence.slot, len(chunk.token_ids)):
                 return NO_PLAN, []
-            slots.runner.reserve(sequence.slot, len(chunk.token_ids))
         return plan, works
 
     def step_times(self, active: Items[Sequence]) -> StepTimes | None:
@@ -159,7 +158,7 @@ class Steps:
 
     def settle(self, launched: LaunchedStep, slots: Slots, filler: MaskFiller) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
-        works, parts, counted = launched.works, launched.parts, [work for work in launched.works if work.counts]
+        works, parts, counted = launched.works, launched.parts, [work.counts for work in launched.works]
         generated, held_up = _wait(launched, slots.params, filler)
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
@@ -167,7 +166,7 @@ class Steps:
         each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
         for index, work in enumerate(works):
             settled = time.perf_counter() if parts else 0.0
-            if work.counts:
+            if counted[index]:
                 self._accept(slots.runner, work, generated.token_ids[index], generated.logprobs[index], clock, launched)
             if parts and work.sequence.grammar is not None:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
@@ -175,7 +174,7 @@ class Steps:
             self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
         slots.params.renew()
         if not launched.is_kept:
-            for sequence, _ in counted:
+            for sequence, _ in compress(works, counted):
                 _remember(slots.runner, sequence)
                 if sequence.must_end_prompt:
                     _end_prompt(slots, sequence)

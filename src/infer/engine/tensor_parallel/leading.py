@@ -112,6 +112,7 @@ class LeadingRunner(Runner):
     after_prompt = led(Runner.after_prompt, is_step=True, only_if=lambda runner, *_: runner.compresses_prompts)
 
     reserve = led(Runner.reserve)
+    try_reserve = led(Runner.try_reserve)
     commit = led(Runner.commit)
     truncate = led(Runner.truncate)
     forget = led(Runner.forget)

@@ -35,7 +35,7 @@ PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
 STATES_SHARE = 8  # states of more than one row take an eighth of the memory that one full row leaves
 _WORKSPACE_SHARE, _HISTORY_SHARE = 8, 32  # of the memory: for buffers of steps, and for the history of all rows
 _VECTORS_SHARE, _SPARE_SHARE = 8, 64  # that the pool of a GPU leaves: for vectors of texts, and for other programs
-_VECTORS_STEP, _VECTORS_PAGES = HOST_STEP._replace(tokens=256), 84  # of `hidden_states`, beside a full row
+_VECTORS_STEP, _VECTORS_PAGES = StepLimits(256, 33), 84  # of `hidden_states`, pages beside those of a full row
 _LEAST, _MULTIPLE = 512, 64  # smallest context that is cut to the memory, and its unit
 _FULL_MOST = 10**6  # megabytes
 
@@ -117,7 +117,7 @@ class MemoryBudget:
     @property
     def history(self) -> int:
         """The history of full rows with their ids, or of all rows on a device, on which there are no other ids."""
-        rows, id_bytes = (self._most_rows, 4) if self._rules.IS_TAKEN_AT_ONCE else (self._num_full, 8)
+        rows, id_bytes = (self.load.step.logits, 4) if self._rules.IS_TAKEN_AT_ONCE else (self._num_full, 8)
         return rows * (8 * self.architecture.vocab_size + id_bytes * self.num_tokens)
 
     @cached_property

@@ -27,13 +27,7 @@ from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.request import Request
 from infer.engine.step.scheduler import MAX_SECONDS
 from infer.engine.texts.text_ids import Computed, VectorOptions
-from infer.engine.texts.token_trace import check_traceable, trace_answer
-from infer.errors import InvalidRequestError
-from infer.llm import LLM
-from infer.outputs import Classification, GenerationResult, RankedDocument, SampleTrace, TokenLogprob
-from infer.sampling_params import SamplingParams
-from infer.text.grammar.grammar import grammar_of
-from infer.text_tasks import (
+from infer.engine.texts.text_tasks import (
     Result,
     TextOrPair,
     TextPair,
@@ -47,6 +41,12 @@ from infer.text_tasks import (
     score_pairs,
     warn_if_cut,
 )
+from infer.engine.texts.token_trace import check_traceable, trace_answer
+from infer.errors import InvalidRequestError
+from infer.llm import LLM
+from infer.outputs import Classification, GenerationResult, RankedDocument, SampleTrace, TokenLogprob
+from infer.sampling_params import SamplingParams
+from infer.text.grammar.grammar import grammar_of
 
 _Arguments = ParamSpec("_Arguments")
 

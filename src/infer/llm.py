@@ -49,6 +49,7 @@ from infer.engine.requests.request_options import (
 from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.session.session import Session, begin_session
 from infer.engine.texts.text_ids import VectorOptions
+from infer.engine.texts.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank, run
 from infer.engine.texts.token_trace import ids_to_score, logits_of, trace_token
 from infer.errors import InvalidRequestError, closed
 from infer.files import open_checkpoint
@@ -72,7 +73,6 @@ from infer.sampling_params import SamplingParams
 from infer.system.memory.available_memory import give_back_freed
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.tools import ToolLike
-from infer.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank, run
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 

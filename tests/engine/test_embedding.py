@@ -22,8 +22,8 @@ from infer.engine.runner.hidden_states import STEP_TOKENS, HiddenStates
 from infer.engine.texts import text_states
 from infer.engine.texts.text_ids import VectorOptions
 from infer.engine.texts.text_states import PooledStates
+from infer.engine.texts.text_tasks import embed
 from infer.outputs import Pooling
-from infer.text_tasks import embed
 from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]

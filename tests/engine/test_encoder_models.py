@@ -19,9 +19,9 @@ from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_
 from infer import LLM, ModelError
 from infer.cli.model_commands.explain_command import lines
 from infer.engine.requests.loop_messages import Work
+from infer.engine.texts.text_tasks import score_pairs
 from infer.errors import ContextLengthError, ModelFormatError, TruncationWarning, UnsupportedModelError
 from infer.models.catalog.explanation import explain
-from infer.text_tasks import score_pairs
 from refusals import check_refused
 from served import serving
 from test_reranking import values_of

@@ -24,10 +24,10 @@ from infer import LLM, AsyncLLM, Classification, InvalidRequestError, ModelError
 from infer.engine.requests.text_heads import make_reranker
 from infer.engine.runner.hidden_states import MAX_TEXTS
 from infer.engine.texts import text_states
+from infer.engine.texts.text_tasks import reranker_of, score_pairs
 from infer.errors import TruncationWarning
 from infer.files import open_checkpoint
 from infer.models.pooled_head import load_head
-from infer.text_tasks import reranker_of, score_pairs
 from refusals import check_refused
 from reranker_model import CONTEXT, NO, YES, make_logit_score, make_reranker_model, qwen3_prompt
 

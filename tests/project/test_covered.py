@@ -51,7 +51,7 @@ NO_MODULES = (
 # Constants that the launching Python code uses, and no kernel.
 NOT_KERNELS = ("infer.compute.operands.feed_forwards", "infer.system.status_line", "infer.system.cores.torch_threads")
 # Texts about code that never was or that is gone.
-WITHOUT_IMPORTS = ("CHANGELOG.md", "docs/dev/log.md", "scripts/move_rooms.py", "tests/project/test_promises.py")
+WITHOUT_IMPORTS = ("CHANGELOG.md", "docs/dev/log.md", "tests/project/test_promises.py")
 KERNELS = "infer.compute.backends.cpu"
 
 

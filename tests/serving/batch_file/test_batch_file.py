@@ -20,6 +20,7 @@ from dying_workers import answer_or_die
 from infer import LLM
 from infer.engine.requests.request_options import RequestOptions
 from infer.engine.runner.hidden_states import HiddenStates
+from infer.engine.texts.text_tasks import together
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
 from infer.serving.batch_file import texts, workers
@@ -31,7 +32,6 @@ from infer.serving.batch_file.settings import BatchSettings, Line
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.params import seed_of
 from infer.serving.protocols.token_logprobs import Spelling
-from infer.text_tasks import together
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})

@@ -15,8 +15,8 @@ from infer.cli.options.command_options import EmbedOptions
 from infer.cli.terminal.signals import exit_on_signal
 from infer.cli.terminal.terminal import Spinner, TextWriter, note
 from infer.engine.texts.text_ids import VectorOptions
+from infer.engine.texts.text_tasks import embed, together
 from infer.errors import InvalidRequestError
-from infer.text_tasks import embed, together
 
 _TEXTS_PER_CALL = 64  # per update of the progress bar
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from infer.engine.texts.text_ids import TextIds
+from infer.engine.texts.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
 from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
 from infer.serving.batch_file.result_line import refusal_line, texts_line
@@ -21,7 +22,6 @@ from infer.serving.protocols.retrieval_bodies import (
     texts_of,
     texts_or_pairs_of,
 )
-from infer.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
 

@@ -28,7 +28,7 @@ _MODULE_BY_NAME = {
     "ReasoningDelta": "infer.outputs",
     "ToolCall": "infer.outputs",
     "ToolCallDelta": "infer.outputs",
-    "RequestOptions": "infer.engine.requests.request_options",
+    "RequestOptions": "infer.engine.step.request_options",
     "Tokenizer": "infer.text.tokenizer",
     "sample_token": "infer.compute.sampling.definition",
     "sample_trace": "infer.compute.sampling.trace",

@@ -9,10 +9,10 @@ from infer.compute.sampling.row_stages import apply_temperature as apply_tempera
 from infer.compute.sampling.row_stages import apply_top_k as apply_top_k
 from infer.compute.sampling.row_stages import apply_top_p as apply_top_p
 from infer.compute.sampling.trace import sample_trace as sample_trace
-from infer.engine.requests.request_options import RequestOptions as RequestOptions
 from infer.engine.requests.stream import AsyncStream as AsyncStream
 from infer.engine.requests.stream import Stream as Stream
 from infer.engine.session.session import Session as Session
+from infer.engine.step.request_options import RequestOptions as RequestOptions
 from infer.errors import InferError as InferError
 from infer.errors import InvalidRequestError as InvalidRequestError
 from infer.errors import ModelError as ModelError

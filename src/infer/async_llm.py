@@ -16,15 +16,15 @@ from infer.engine.requests.host import Host
 from infer.engine.requests.loop_messages import once
 from infer.engine.requests.prompt_batch import answer_all_as_task, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
-from infer.engine.requests.request_options import (
+from infer.engine.requests.stream import AsyncStream
+from infer.engine.step.request import Request
+from infer.engine.step.request_options import (
     RequestKeywords,
     RequestOptions,
     check_callback,
     check_count,
     split_options,
 )
-from infer.engine.requests.stream import AsyncStream
-from infer.engine.step.request import Request
 from infer.engine.step.scheduler import MAX_SECONDS
 from infer.engine.texts.text_ids import Computed, VectorOptions
 from infer.engine.texts.text_tasks import (

@@ -40,14 +40,14 @@ from infer.engine.requests.prompt_batch import (
 )
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.requests.request_maker import OnError
-from infer.engine.requests.request_options import (
+from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
+from infer.engine.session.session import Session, begin_session
+from infer.engine.step.request_options import (
     RequestKeywords,
     RequestOptions,
     check_callback,
     split_options,
 )
-from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
-from infer.engine.session.session import Session, begin_session
 from infer.engine.texts.text_ids import VectorOptions
 from infer.engine.texts.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank, run
 from infer.engine.texts.token_trace import ids_to_score, logits_of, trace_token

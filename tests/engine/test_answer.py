@@ -48,7 +48,7 @@ def loop(engine: Engine) -> Iterator[Loop]:
 def make_answer(waiters: Waiters | None = None) -> Answer:
     """Return an answer of no loop, whose sequence only has pieces."""
     sequence = Mock(pieces=[], num_computed=0, has_ended=False)
-    sequence.request.cancel = None
+    sequence.request.options.cancel = None
     return Answer(Mock(), sequence, waiters)
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, Stream
 from infer.engine.requests.conversation import Conversation, TemplateProbes
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError
 from infer.serving.server.asking import while_connected
 from infer.serving.server.endpoint import ClientGoneError

@@ -15,6 +15,7 @@ from infer.engine.engine import Engine
 from infer.engine.requests.stream import Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.step.request import Request
+from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import Sequence as Answering
 from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult
@@ -67,7 +68,8 @@ def make_stream(tokenizer: Tokenizer, runner: Any, prompt: Sequence[int] = (1, 2
     """Return a stream of a scripted answer, or of a runner's."""
     limit, made = values.pop("limit", 1000), runner if isinstance(runner, Runner) else Scripted(runner)
     params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 50, "seed": 0} | values)
-    request = Request(tokenizer, tuple(prompt), params, limit, tokenizer.vocab_size, prefill_chunk=4)
+    options = RequestOptions(prefill_chunk=4)
+    request = Request(tokenizer, tuple(prompt), params, limit, tokenizer.vocab_size, options)
     return open_stream(loop_of(Engine(made)), Answering(request))
 
 

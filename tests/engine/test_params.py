@@ -25,8 +25,8 @@ from gguf_files import write_model
 from infer import LLM
 from infer.compute.sampling.defaults import PRESETS, SamplingDefaults, default_params
 from infer.compute.sampling.keywords import SamplingKeywords
-from infer.engine.requests.request_options import OPTIONS, RequestKeywords
 from infer.engine.step.request import Limits, checked_params
+from infer.engine.step.request_options import OPTIONS, RequestKeywords
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint, resolve
 from infer.files.generation_config import defaults_of, sampling_defaults
@@ -492,7 +492,7 @@ def test_the_page_gets_a_slider_inside_the_limits_of_each_number() -> None:
 
 def test_declarations_load_neither_torch_nor_msgspec_and_help_neither_protocols() -> None:
     program = (
-        "import sys, infer.parameters, infer.sampling_params, infer.outputs, infer.engine.requests.request_options\n"
+        "import sys, infer.parameters, infer.sampling_params, infer.outputs, infer.engine.step.request_options\n"
         "import infer.engine.speculation.policy\n"
         "print(*({'torch', 'msgspec', 'numpy', 'numba'} & set(sys.modules)))\n"
         "from infer.cli import main\n"

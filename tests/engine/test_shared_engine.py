@@ -15,9 +15,9 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.request_options import RequestOptions
 from infer.engine.runner.runner import Runner
 from infer.engine.step.fairness import FEWEST_KEPT, Queue, work_of
+from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.scheduler import Plan, StepShares
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.step_costs import StepCosts
@@ -114,7 +114,7 @@ def test_steps_owed_to_a_tenant_are_for_it_alone(world: World, engine: Engine, m
     monkeypatch.setattr(engine.scheduler, "plan", counted)
     *_, quiet = [submit(world, engine, LONG, tenant=tenant) for tenant in ("loud", "loud", "loud", "quiet")]
     while not quiet.has_ended:
-        tenants = sorted(each.request.tenant for each in engine.step())
+        tenants = sorted(each.tenant for each in engine.step())
         alone += tenants == ["quiet"]
         assert tenants in (["quiet"], ["loud", "loud", "loud", "quiet"])
     assert 10 <= alone <= 40

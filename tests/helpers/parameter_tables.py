@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from click.core import UNSET
 
-import infer.engine.requests.request_options as request_options
+import infer.engine.step.request_options as request_options
 import infer.model_settings as model_settings
 import infer.sampling_params as sampling_params
 from infer.cli.options.command_options import DiskOption, ServedOptions
@@ -25,7 +25,7 @@ from infer.cli.options.server_options import (
     SchedulingOptions,
 )
 from infer.cli.subcommands import infer as command_line
-from infer.engine.requests.request_options import OPTIONS, RequestOptions
+from infer.engine.step.request_options import OPTIONS, RequestOptions
 from infer.model_settings import SETTINGS
 from infer.sampling_params import ALIASES, PARAMETERS, SamplingParams
 from infer.serving.protocols.foreign import FOREIGN
@@ -61,7 +61,7 @@ def written() -> dict[Path, str]:
     for path, name, lines in (
         (SOURCE / "llm.py", "_ModelKeywords", settings),
         (SOURCE / "compute/sampling/keywords.py", "SamplingKeywords", sampling),
-        (SOURCE / "engine/requests/request_options.py", "RequestKeywords", requests),
+        (SOURCE / "engine/step/request_options.py", "RequestKeywords", requests),
     ):
         found[path] = _with_fields(path.read_text(encoding="utf-8"), name, lines)
     return found

@@ -329,7 +329,8 @@ class Way:
 
 def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = (), **options: Any) -> Answering:
     """Return a sequence. `options` are the options of its request."""
-    made: dict[str, Any] = {"num_draft_tokens": 0 if way.drafts == "none" else 8, "prefill_chunk": way.chunk}
+    made: dict[str, Any] = {"num_draft_tokens": 8, "prefill_chunk": way.chunk}
+    made["speculation"] = None if way.drafts == "none" else "ngram"
     if (grammar := grammar_of(case.params)) is not None:
         made["make_constraint"] = partial(world.compiler.compile, grammar)
     sequence = Answering(make_request(world.model, world.tokenizer, case.prompt, case.params, **made | options))

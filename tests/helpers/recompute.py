@@ -14,6 +14,7 @@ from infer.engine.engine import Engine
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner
 from infer.engine.step.request import Request, check_prompt, checked_params, limits_of
+from infer.engine.step.request_options import split_options
 from infer.engine.step.sequence import Sequence as Answering
 from infer.models.transformer import Transformer
 from infer.text.tokenizer import Tokenizer
@@ -91,11 +92,12 @@ class RecomputeRunner(CachelessRunner):
 def make_request(
     model: Transformer, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, **values: Any
 ) -> Request:
-    """Return a checked request. `values` are its further fields."""
+    """Return a checked request. `values` are its options or further fields."""
     limits = limits_of(model, tokenizer)
     token_ids = tuple(check_prompt(limits, prompt_token_ids, room=1))
     seeded = checked_params(limits, params)
-    return Request(tokenizer, token_ids, seeded, limits.max_seq_len, limits.vocab_size, **values)
+    options, fields = split_options(None, values)
+    return Request(tokenizer, token_ids, seeded, limits.max_seq_len, limits.vocab_size, options, **fields)
 
 
 def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> GenerationResult:

@@ -119,7 +119,8 @@ class Engine:
             self._loading[sequence] = None
         self._want_slot(sequence)
         self._leaving[sequence] = None  # it may have been cancelled before
-        if sequence.request.timeout is not None or sequence.request.cancel is not None:
+        options = sequence.request.options
+        if options.timeout is not None or options.cancel is not None:
             self._watched[sequence] = None
         return sequence
 

@@ -18,8 +18,8 @@ from cases import cases
 from commands import refused, run
 from dying_workers import answer_or_die
 from infer import LLM
-from infer.engine.requests.request_options import RequestOptions
 from infer.engine.runner.hidden_states import HiddenStates
+from infer.engine.step.request_options import RequestOptions
 from infer.engine.texts.text_tasks import together
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall

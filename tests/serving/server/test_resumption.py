@@ -52,7 +52,7 @@ def test_an_answer_that_goes_on_enters_before_those_that_begin(served: Served, m
     submit = engine.submit
 
     def noting(sequence: Sequence, lease: Lease | None = None) -> Sequence:
-        priorities.append(sequence.request.priority)
+        priorities.append(sequence.priority)
         return submit(sequence, lease)
 
     monkeypatch.setattr(engine, "submit", noting)

@@ -281,7 +281,7 @@ def test_keys_are_tenants_that_share_no_prefixes(guarded: Served, llm: LLM, monk
     for key in KEYS:
         answer = guarded.client.post(PATH, json={"prompt": "hello"}, headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200
-    assert [request.tenant for request in requests] == ["ann", "bob"]
+    assert [request.options.tenant for request in requests] == ["ann", "bob"]
     assert len({request.salt for request in requests}) == 2
 
 

@@ -15,7 +15,7 @@ from typing import Any, final
 from infer.cli.options.command_options import BatchOptions
 from infer.cli.terminal.signals import cancel_on_signal
 from infer.cli.terminal.terminal import has_cursor, note
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.row import Row, read_rows

@@ -286,7 +286,7 @@ class Answer:
 
     def poll_cancel(self) -> None:
         """Cancel if the event of its request is set."""
-        event = self.sequence.request.cancel
+        event = self.sequence.request.options.cancel
         if event is not None and event.is_set():
             self.cancel()
 

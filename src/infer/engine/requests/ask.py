@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 from infer.compute.sampling.keywords import Params
-from infer.engine.requests.request_options import RequestOptions, split_options
+from infer.engine.step.request_options import RequestOptions, split_options
 from infer.sampling_params import SamplingParams
 
 

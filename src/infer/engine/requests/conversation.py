@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, final
 
 from infer.engine.requests.prompt_encoding import Message, Prompt, system_messages
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import common_length
 from infer.errors import InvalidRequestError, about
 from infer.system.memory.sized_cache import SizedCache

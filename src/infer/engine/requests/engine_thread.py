@@ -249,7 +249,7 @@ class _EngineThread:
 
     def _advance(self, call: EngineCall) -> None:
         """Run the next part of a call. Each other tenant with answers is owed steps for as long."""
-        others, began = {each.request.tenant for each in self._answers} - {call.tenant}, time.monotonic()
+        others, began = {each.tenant for each in self._answers} - {call.tenant}, time.monotonic()
         try:
             if call.reply.is_cancelled:
                 call.work.close()

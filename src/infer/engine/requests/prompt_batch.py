@@ -8,8 +8,8 @@ from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_messages import Backlog
-from infer.engine.requests.request_options import check_count
 from infer.engine.step.request import Request
+from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Sequence
 from infer.outputs import GenerationResult
 

@@ -18,8 +18,8 @@ from infer.engine.requests.ask import Ask
 from infer.engine.requests.async_answers import Check
 from infer.engine.requests.conversation import Conversation, TemplateProbes
 from infer.engine.requests.prompt_encoding import Message, Prompt, fitted, is_conversation, prompt_ids
-from infer.engine.requests.request_options import RequestOptions, check_count, split_options
 from infer.engine.step.request import Limits, Request, check_ids, check_prompt, checked_params
+from infer.engine.step.request_options import RequestOptions, check_count, split_options
 from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about
 from infer.sampling_params import SamplingParams
@@ -189,16 +189,9 @@ class RequestMaker:
                 checked_params(limits, each),
                 limits.max_seq_len,
                 limits.vocab_size,
+                options,
                 make_constraint=make_constraint,
-                num_draft_tokens=options.num_draft_tokens if options.speculation else 0,
-                prefill_chunk=options.prefill_chunk,
-                cancel=options.cancel,
                 num_truncated=num_truncated,
-                tenant=options.tenant,
-                priority=options.priority,
-                timeout=options.timeout,
-                cache_salt=options.cache_salt,
-                answer_prefix=tuple(options.answer_prefix),
                 answer_format=answer_format,
                 messages=messages,
                 checkpoints=checkpoints,

@@ -21,13 +21,13 @@ from infer.engine.requests.answer import Answer
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_encoding import Message, prompt_ids
-from infer.engine.requests.request_options import RequestKeywords, RequestOptions, check_callback
 from infer.engine.requests.stream import OnPrefill, OnToken, Stream
 from infer.engine.session.session_cache import SessionCache, Tensors
 from infer.engine.session.session_file import read_session, write_session
 from infer.engine.session.token_spelling import keep_spelling
 from infer.engine.session.transcript import Transcript, copied
 from infer.engine.step.request import check_prompt
+from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback
 from infer.engine.step.sequence import Sequence as Answering
 from infer.engine.step.sequence import common_length
 from infer.errors import InvalidRequestError, closed

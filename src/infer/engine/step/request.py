@@ -1,14 +1,14 @@
 """A user's request, checked and immutable."""
 
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple, SupportsIndex, final
 
 from infer.compute.operands.limits import StepLimits
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.models.transformer import Transformer
 from infer.sampling_params import SEED_BITS, SamplingParams
@@ -21,28 +21,26 @@ from infer.text.toolcalls.answer_format import AnswerFormat
 @final
 @dataclass(frozen=True)
 class Request:
-    """A checked request. Ids from `vocab_size` on are never sampled. `num_draft_tokens` is 0 without drafts."""
+    """A checked request. Ids from `vocab_size` on are never sampled."""
 
     tokenizer: Tokenizer
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     max_total_tokens: int
     vocab_size: int
+    options: RequestOptions = field(default_factory=RequestOptions)
     make_constraint: Callable[[], Constraint] | None = None  # makes the grammar's matcher, at the grammar's start
-    num_draft_tokens: int = 0
-    prefill_chunk: int | None = None  # tokens of a prompt in one step; None: as many as a step may have
-    cancel: threading.Event | None = None
     num_truncated: int = 0  # tokens that were truncated on the left of the prompt
-    tenant: str = ""  # its owner: tenants share the engine
-    priority: int = 0  # higher is earlier
-    timeout: float | None = None  # seconds from submission to the end
-    cache_salt: str = ""  # only requests with the same salt share prefixes
-    answer_prefix: tuple[int, ...] = ()  # ids with which the answer begins
     answer_format: AnswerFormat | None = None  # the answer's parts besides text
     messages: Sequence[Mapping[str, Any]] = ()  # of the conversation, as far as the prompt has them
     # Ascending positions, before which chunks of the prompt end if the model has states.
     checkpoints: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()  # parts of tools and messages that were left out or changed
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Largest number of drafts in a step, 0 without drafts."""
+        return self.options.num_draft_tokens if self.options.speculation else 0
 
     @property
     def is_held(self) -> bool:
@@ -51,7 +49,8 @@ class Request:
 
     @cached_property
     def salt(self) -> bytes:
-        return blake2b(self.cache_salt.encode(), digest_size=16).digest() if self.cache_salt else b""
+        salt = self.options.cache_salt
+        return blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
     @cached_property
     def call_salt(self) -> bytes:

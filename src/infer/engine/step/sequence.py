@@ -74,7 +74,7 @@ class Sequence:
         self.must_end_prompt = False  # its prompt must be compressed before a token is forced or drafted
         self.lease: Lease | None = None  # the slot that it passes on to the next sequence of its session
         # Its place among the others, which only the queue sets (`fairness.Candidate`).
-        self.tenant, self.priority = request.tenant, request.priority
+        self.tenant, self.priority = request.options.tenant, request.options.priority
         self.number = self.entry = self.num_before = self.passed = 0
         self.paid: int | None = None
         self.submitted_at = 0.0  # by time.perf_counter
@@ -91,7 +91,7 @@ class Sequence:
         self._drafts: Items[int] = ()  # drafts for the next step
         self._text = self._begin_text()
         self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
-        self._begin_with(request.answer_prefix)
+        self._begin_with(request.options.answer_prefix)
 
     # Its state
 
@@ -153,7 +153,7 @@ class Sequence:
         self._is_cancelled = True
 
     def poll_cancel(self, now: float) -> None:
-        event, timeout = self.request.cancel, self.request.timeout
+        event, timeout = self.request.options.cancel, self.request.options.timeout
         if self._is_cancelled or (event is not None and event.is_set()):
             self.abort()
         elif timeout is not None and now - self.submitted_at >= timeout:
@@ -201,7 +201,7 @@ class Sequence:
             self.checkpoints = tuple(sorted((*self.checkpoints, num_matched)))
         if self.lease is not None:
             self.num_dropped = num_dropped
-        if len(self.pieces) == len(self.request.answer_prefix):
+        if len(self.pieces) == len(self.request.options.answer_prefix):
             self.num_reused = min(num_computed, self.num_prompt_tokens)
 
     def leave(self) -> None:

@@ -134,7 +134,7 @@ class Steps:
             max_steps = min(max_steps, most_steps)
         plan = self._scheduler.plan(
             active,
-            self._scheduler.step_tokens(sequence.request.prefill_chunk for sequence in active),
+            self._scheduler.step_tokens(sequence.request.options.prefill_chunk for sequence in active),
             max_steps,
             steps_to_draft=[] if times is None else self._drafting.steps_to_draft(active, times),
             others_wait=slots.has_waiting or bool(self._resting),

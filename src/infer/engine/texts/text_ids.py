@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final, get_args
 
-from infer.engine.requests.request_options import check_choice, check_count
+from infer.engine.step.request_options import check_choice, check_count
 from infer.outputs import Pooling
 
 

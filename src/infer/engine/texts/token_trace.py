@@ -15,8 +15,8 @@ from infer.compute.sampling.trace import sample_trace
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_encoding import Prompt
-from infer.engine.requests.request_options import check_count
 from infer.engine.step.request import Request, check_prompt
+from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Lease
 from infer.engine.texts.text_states import step_tokens
 from infer.errors import InferError, InvalidRequestError

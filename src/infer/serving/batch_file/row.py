@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from infer.engine.requests.request_options import OPTIONS
+from infer.engine.step.request_options import OPTIONS
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.asked import chat_values, completion_values, refuse_unless_neutral
 from infer.serving.protocols.bodies import ChatBody, CompletionBody

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, final
 
 from infer.engine.requests.prompt_batch import BATCH_SIZE
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.serving.batch_file.answering import answer_rows

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from infer.engine.requests.request_options import OPTIONS
+from infer.engine.step.request_options import OPTIONS
 from infer.parameters import Bias, Bodies, Count, Flag, Kind, Number, OneOf, Parameter, Text, Texts, TokenIds
 from infer.request_limits import MAX_STOPS, MAX_TOKENS
 from infer.sampling_params import PARAMETERS

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from infer.engine.requests.request_options import OPTIONS
+from infer.engine.step.request_options import OPTIONS
 from infer.sampling_params import PARAMETERS
 from infer.system.files.json_limits import check_limits
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from infer.compute.sampling.defaults import default_params
-from infer.engine.requests.request_options import OPTIONS, RequestOptions
+from infer.engine.step.request_options import OPTIONS, RequestOptions
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.request_limits import MAX_BIAS, MAX_KEYS
 from infer.sampling_params import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from infer.engine.requests.request_options import OPTIONS, RequestOptions
+from infer.engine.step.request_options import OPTIONS, RequestOptions
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.bodies import ConversationBody, ResponseBody
 from infer.serving.protocols.declared_fields import values_of

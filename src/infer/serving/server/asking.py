@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.outputs import GenerationResult
 from infer.serving.server.call import call_of
 from infer.serving.server.door import Arrival

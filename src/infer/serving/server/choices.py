@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 import infer
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
 from infer.request_limits import MAX_PRIORITY

@@ -102,7 +102,7 @@ class ServerState:
         reading = partial(engine.scheduler.prompt_tokens_beside, is_streamed=is_streamed)
         forecast = Forecast(engine.scheduler.costs, engine.max_running, fitting, reading)
         for each in sequences:
-            tenant = each.request.tenant
+            tenant = each.tenant
             answer = min(float(each.room), lengths.expected(tenant, len(each.pieces)))
             forecast.add(RemainingWork(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))
         return forecast

@@ -26,8 +26,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        if isinstance(stops, str):
-            stops = [stops]
+        stops = [stops] if isinstance(stops, str) else stops
         if not all(stops):
             raise InvalidRequestError("stop must have strings that are not empty, got '': remove it")
         self._automaton = _Automaton(stops) if stops else _WITHOUT_STOPS

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.agent_prompts import TokenBudgets, is_billing
 from infer.serving.protocols.anthropic.message_blocks import (

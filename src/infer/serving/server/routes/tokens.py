@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import infer
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.request_options import RequestOptions
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.bodies import Body, Message, Tools
 from infer.serving.protocols.chat_messages import complete_chat, messages_of

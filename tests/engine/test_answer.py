@@ -133,7 +133,7 @@ async def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
     assert Outcome.of(stream.run()) == by_definition(world, LONG)
     stream = AsyncAnswers(loop).stream(make_sequence(world, LONG, Way()))
     await anext(stream)
-    while not (await stream._begun()).is_paused:
+    while not stream.answer.is_paused:
         await asyncio.sleep(0)
     assert Outcome.of(await stream.result()) == by_definition(world, LONG)
 

@@ -276,7 +276,7 @@ async def test_closing_a_stream_from_another_task_ends_its_reader(llm: LLM, step
     stream = AsyncLLM(llm).stream("hello", LONG)
     await anext(stream)
     reader = asyncio.create_task(read(stream))
-    while not (await stream._begun())._waiters._tasks:
+    while not stream.answer._waiters._tasks:
         await asyncio.sleep(0)
     closing = [asyncio.create_task(stream.close()) for _ in range(2)]
     await asyncio.sleep(0)

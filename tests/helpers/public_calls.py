@@ -183,7 +183,8 @@ def use_stream(stream: Stream, answer: Answer) -> None:
 
 
 async def use_async_stream(stream: AsyncStream, answer: Answer) -> None:
-    assert_type(AsyncStream(answer), AsyncStream)
+    assert_type(AsyncStream.of(answer), AsyncStream)
+    assert_type(stream.answer, Answer)
     async with stream as entered:
         assert_type(entered, AsyncStream)
     async for piece in stream:

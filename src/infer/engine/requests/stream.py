@@ -177,14 +177,23 @@ class AsyncStream(AsyncIterator[Piece]):
         '.'
     """
 
-    def __init__(self, answer: Answer | Prepare) -> None:
+    def __init__(self, prepare: Answer | Prepare) -> None:
         """Begin with an answer, or with a function that prepares it, which is called on the reader's event loop."""
         self._answer: Answer | None = None
         self._is_read = self._is_dropped = False
-        if isinstance(answer, Answer):
-            self._take_up(answer)
+        if isinstance(prepare, Answer):
+            self._take_up(prepare)
         else:
-            self._prepare = answer
+            self._prepare = prepare
+
+    @classmethod
+    def of(cls, answer: Answer) -> Self:
+        """Return a stream of an answer that is already prepared.
+
+        Args:
+            answer: The answer.
+        """
+        return cls(answer)
 
     async def begin(self) -> Self:
         """Prepare and submit the request, and return the stream. Reading the stream also does this.
@@ -233,11 +242,16 @@ class AsyncStream(AsyncIterator[Piece]):
         return f"AsyncStream({'not begun' if answer is None else f'{answer.num_taken} tokens'})"
 
     @property
-    def sequence(self) -> Sequence:
-        """The sequence that is answered. Raises InvalidRequestError before `begin`, unless it was prepared already."""
+    def answer(self) -> Answer:
+        """The running answer. Raises InvalidRequestError before `begin`, unless it was prepared already."""
         if self._answer is None:
             raise InvalidRequestError("the stream has not begun: await its begin()")
-        return self._answer.sequence
+        return self._answer
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence that is answered. Raises as `answer`."""
+        return self.answer.sequence
 
     def cancel(self) -> None:
         """End the answer without waiting, as `Stream.cancel` does. Any thread may call it.

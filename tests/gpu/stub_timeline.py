@@ -106,7 +106,7 @@ def measured(world: World, num_answers: int) -> dict[str, Any]:
     timeline.after_sampler = sampler_of(runner._captured)
     engine = Engine(runner, max_steps=1)
     for sequence in sequences_of(world, num_answers):
-        sequence.watch(is_streamed=False)  # so a step's prompts are limited by their tokens, not by a measured time
+        sequence.is_streamed = False  # so a step's prompts are limited by their tokens, not by a measured time
         engine.submit(sequence)
     while len(timeline.gaps) < NUM_STEPS:
         engine.step()

@@ -114,7 +114,7 @@ def test_rows_that_join_and_leave_verify_drafts_without_a_new_recording() -> Non
         wrong = (right[slots[1]][0] + 1) % VOCAB_SIZE
         drafts = {slots[0]: right[slots[0]], slots[1]: [wrong, 0]}
         chunks = [Chunk(slot, [slot, *drafts.get(slot, [])], len(drafts.get(slot, []))) for slot in slots]
-        found = captured.run_verified(chunks, [0] * len(slots), columns, history).token_ids
+        found = captured.launch(chunks, [0] * len(slots), columns, history).wait().token_ids
         assert (found[0][:2], [len(token_ids) for token_ids in found]) == (right[slots[0]], [3, 1, 1, 1])
         assert [token_ids[0] for token_ids in found] == [right[slot][0] for slot in slots]
         counts.append(record.call_count)
@@ -174,7 +174,7 @@ def test_a_step_of_drafts_has_more_than_64_lines() -> None:
     chunks, columns = of_many(1)
     first = drawn(TABLE[[chunk.token_ids[0] for chunk in chunks]], columns, 6)
     second = drawn(TABLE[[chunk.token_ids[1] for chunk in chunks]], columns, 7)
-    found = captured.run_verified(chunks, [5] * 70, columns).token_ids
+    found = captured.launch(chunks, [5] * 70, columns).wait().token_ids
     for mine, chunk, one, two in zip(found, chunks, first, second, strict=True):
         assert mine == ([one, two] if one == chunk.token_ids[1] else [one])
 

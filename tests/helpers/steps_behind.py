@@ -47,7 +47,7 @@ class RunsOnItsOwn(Captured):
             assert behind is self._last[0]
             chunks = [self._resolved(chunk, self._last[1]) for chunk in chunks]
         assert all(token_id >= 0 for chunk in chunks for token_id in chunk.token_ids)
-        found, number = self._recording.run_verified(chunks, starts, columns, history, masks), self.num_launched
+        found, number = self._recording.launch(chunks, starts, columns, history, masks).wait(), self.num_launched
         self.num_launched += 1
         self.calls.append(("launch", number))
 
@@ -75,9 +75,6 @@ class RunsOnItsOwn(Captured):
 
     def run_multi_step(self, *arguments: Any, **options: Any) -> Generated:
         return self._recording.run_multi_step(*arguments, **options)
-
-    def run_verified(self, *arguments: Any, **options: Any) -> Generated:
-        return self._recording.run_verified(*arguments, **options)
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
         return self._recording.profile(step)

@@ -481,7 +481,7 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
         found = captured.run_multi_step(parts, [0] * len(slots), 5, columns, history)
         assert found.token_ids == [token_ids[:5] for token_ids in expected]
         last = [Chunk(slot, token_ids[4:5]) for slot, token_ids in zip(slots, expected, strict=True)]
-        found = captured.run_verified(last, [5] * len(slots), columns, history)
+        found = captured.launch(last, [5] * len(slots), columns, history).wait()
         assert found.token_ids == [token_ids[5:] for token_ids in expected]
         assert captured._multi_step is not None
         assert captured._verifier is not None
@@ -492,7 +492,7 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
 def test_rows_with_a_penalty_and_no_history_are_refused(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     columns = SamplingColumns.of([SamplingParams(temperature=0, presence_penalty=1.0)], 300)
-    check_refused(lambda: captured.run_verified([Chunk(0, [7])], [0], columns), "need a history of 300 words")
+    check_refused(lambda: captured.launch([Chunk(0, [7])], [0], columns).wait(), "need a history of 300 words")
 
 
 def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:

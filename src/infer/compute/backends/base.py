@@ -140,19 +140,6 @@ class Captured(Recorded):
         """
 
     @abstractmethod
-    def run_verified(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: History | None = None,
-        masks: Masks | None = None,
-    ) -> Generated:
-        """Run chunks from their positions on, and return the tokens sampled after each chunk with logits.
-
-        These are the drafts that were right, and the token after them.
-        """
-
     def launch(
         self,
         chunks: Sequence[Chunk],
@@ -162,14 +149,12 @@ class Captured(Recorded):
         masks: Masks | None = None,
         behind: PendingStep | None = None,
     ) -> PendingStep:
-        """Begin `run_verified`. If the device can run steps on its own, the step may still run when this returns.
+        """Run chunks from their positions on, and sample after each chunk with logits: the drafts that were right, and
+        the token after them. If the device can run steps on its own, the step may still run when this returns.
 
         With `behind`, a step that is running and was launched last, a chunk may be one id of
         `operands.step.sampled_after`. A recording whose steps have ended when `launch` returns is never asked for it.
         """
-        if behind is not None:
-            raise InvalidRequestError("a step can only be launched behind one that is running")
-        return PendingStep.ended(self.run_verified(chunks, starts, columns, history, masks))
 
     def _has_room(self, chunks: Sequence[Chunk]) -> bool:
         num_tokens = sum([len(chunk.token_ids) for chunk in chunks])

@@ -36,8 +36,7 @@ def matrix_bytes(type: str, rows: int, columns: int) -> int:
     return rows * (columns // block.block_size * _BLOCK_BYTES[type] + supers)
 
 
-def table_bytes(type: str, rows: int, columns: int) -> int:
-    return matrix_bytes(type, rows, columns)
+table_bytes = matrix_bytes
 
 
 def workspace_bytes(

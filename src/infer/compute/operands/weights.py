@@ -20,13 +20,15 @@ from infer.compute.quantization.ggml_types import BLOCK_TYPES
 class Weight(ABC):
     """A matrix `[out_features, in_features]` in some kernel module's form."""
 
-    @property
-    @abstractmethod
-    def out_features(self) -> int: ...
+    shape: tuple[int, ...]
 
     @property
-    @abstractmethod
-    def in_features(self) -> int: ...
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
 
     @property
     @abstractmethod
@@ -45,14 +47,6 @@ class StoredWeight(Weight):
     type: str
     shape: tuple[int, ...]
     data: Tensor
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -87,14 +81,6 @@ class UnreadWeight(Weight):
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]  # rows [first, last) → their `StoredWeight.data`
     place: FilePlace | None = None  # None: the file has the rows in another order, or with other bytes between them
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[1]
 
     @property
     def num_bytes(self) -> int:

@@ -124,7 +124,7 @@ class _EngineThread:
                 else:
                     answer.end()
             case Continue(answer) if answer.sequence in self._answers:
-                answer.sequence.watch(is_streamed=not answer.only_end)
+                answer.sequence.is_streamed = not answer.only_end
                 self._open_engine.proceed(answer.sequence)
             case EngineCall():
                 self._calls.append(message)
@@ -152,7 +152,7 @@ class _EngineThread:
         if self._status.failure is not None or self._is_closed or sequence.has_ended:
             answer.end()
             return
-        sequence.watch(is_streamed=not answer.only_end)
+        sequence.is_streamed = not answer.only_end
         self._answers[sequence] = answer
         self._open_engine.submit(sequence, answer.lease)
         self._count()

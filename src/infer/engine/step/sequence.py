@@ -185,10 +185,6 @@ class Sequence:
 
     # Its place in the engine
 
-    def watch(self, *, is_streamed: bool) -> None:
-        """Set whether the tokens are read while they are generated."""
-        self.is_streamed = is_streamed
-
     def enter(self, slot: int, num_computed: int, num_dropped: int = 0, num_matched: int = 0) -> None:
         """Take a slot. It has the first `num_computed` tokens in the cache, and lost `num_dropped` tokens of its lease.
 

@@ -87,16 +87,6 @@ class CapturedForward(Captured):
             step = self._inputs.step(*size)
             return self._multi_step.run(forward, step, count, columns, history, stop_ids, masks, interrupt)
 
-    def run_verified(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: History | None = None,
-        masks: Masks | None = None,
-    ) -> Generated:
-        return self.launch(chunks, starts, columns, history, masks).wait()
-
     @torch.inference_mode()
     def launch(
         self,

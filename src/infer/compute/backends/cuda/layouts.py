@@ -100,14 +100,6 @@ class PackedWeight(Weight):
     supers: Tensor | None = None
 
     @property
-    def out_features(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[1]
-
-    @property
     def num_bytes(self) -> int:
         tensors = (self.codes, self.high, self.scales, self.minima, self.supers)
         return sum(each.numel() * each.element_size() for each in tensors if each is not None)

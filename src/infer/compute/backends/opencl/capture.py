@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.backends.base import Captured, Forward, Generated, check_multi_step, check_verified
+from infer.compute.backends.base import Captured, Forward, Generated, PendingStep, check_multi_step, check_verified
 from infer.compute.backends.opencl.launches import record
 from infer.compute.backends.opencl.runtime import Runtime
 from infer.compute.backends.opencl.sampled import Sampler, is_plain
@@ -66,14 +66,15 @@ class CapturedForward(Captured):
         self._fill(Step.of_chunks(chunks, starts))
         return self._made_sampler(columns).run_multi_step(count, columns, stop_ids, masks, interrupt)
 
-    def run_verified(
+    def launch(
         self,
         chunks: Sequence[Chunk],
         starts: Sequence[int],
         columns: SamplingColumns,
         history: History | None = None,
         masks: Masks | None = None,
-    ) -> Generated:
+        behind: PendingStep | None = None,
+    ) -> PendingStep:
         check_verified(chunks, columns)
         step = Step.of_chunks(chunks, starts)
         self._fill(step)
@@ -82,7 +83,7 @@ class CapturedForward(Captured):
         token_ids = dict(zip(rows, sampled, strict=True))
         ended = time.perf_counter()
         found = [[token_ids[row]] if row in token_ids else [] for row in range(len(chunks))]
-        return Generated(found, [StepEnd(ended, ended)] if rows else [], [[] for _ in chunks])
+        return PendingStep.ended(Generated(found, [StepEnd(ended, ended)] if rows else [], [[] for _ in chunks]))
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
         raise InvalidRequestError("a profile counts the cycles of a CPU's commands: use --device cpu")

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.backends.base import Captured, Generated, check_multi_step, check_verified
+from infer.compute.backends.base import Captured, Generated, PendingStep, check_multi_step, check_verified
 from infer.compute.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.compute.backends.cpu.recording import arrays_of, record
 from infer.compute.backends.cpu.state import fields_of
@@ -83,25 +83,24 @@ class CapturedForward(Captured):
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
-        num_threads: int | None = None,
     ) -> Generated:
         check_multi_step(chunks, columns)
         self._load(chunks, starts)
         state = self._recording.state
-        return self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt, num_threads)
+        return self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt)
 
-    def run_verified(
+    def launch(
         self,
         chunks: Sequence[Chunk],
         starts: Sequence[int],
         columns: SamplingColumns,
         history: History | None = None,
         masks: Masks | None = None,
-        num_threads: int | None = None,
-    ) -> Generated:
+        behind: PendingStep | None = None,
+    ) -> PendingStep:
         check_verified(chunks, columns)
         self._load(chunks, starts)
-        return self._verifier.run(self._recording.state, chunks, starts, columns, history, masks, num_threads)
+        return PendingStep.ended(self._verifier.run(self._recording.state, chunks, starts, columns, history, masks))
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int, num_threads: int | None = None) -> int:
         self._load(chunks, starts)

@@ -62,7 +62,6 @@ class MultiStep:
         stop_ids: Sequence[int],
         masks: Masks | None,
         interrupt: Interrupt | None,
-        num_threads: int | None,
     ) -> Generated:
         arguments, num_rows, room = self._arguments, len(columns), max(count, _STEPS)
         arguments.bind(columns, history)
@@ -80,7 +79,7 @@ class MultiStep:
         if masks is not None:
             callback = StepCallback(partial(masks.advance, generated, count), arguments.fields)
             arguments.set(after_step=callback.address)
-        thread_pool().run(self._table, state, num_threads)
+        thread_pool().run(self._table, state)
         if callback is not None:
             callback.close()
         num_steps = arguments.fields.num_generated
@@ -146,7 +145,7 @@ class Verifier:
         columns: SamplingColumns,
         history: History | None,
         masks: Masks | None,
-        num_threads: int | None,
+        num_threads: int | None = None,
     ) -> Generated:
         arguments, most_entries, lines, most = self._arguments, self._max_entries, 0, 0
         arguments.bind(columns, history)

@@ -28,14 +28,6 @@ class PackedWeight(Weight):
     planes: int  # int8 planes of the activations that it is multiplied with: 2 is exact, 1 is fast
 
     @property
-    def out_features(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[1]
-
-    @property
     def num_bytes(self) -> int:
         return self.data.numel()
 

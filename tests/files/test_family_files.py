@@ -23,7 +23,6 @@ from converted import convert
 from gguf_files import write_file
 from infer.compute import ops
 from infer.compute.operands.architecture import Architecture
-from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.weights import UnreadWeight
 from infer.compute.quantization.ggml_blocks import dequantize
 from infer.errors import ModelError, ModelFormatError
@@ -37,7 +36,7 @@ from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.weight_loader import dense
 from refusals import check_refused, refusal
 from steps import load_network, logits_of
-from tiny import BY_NAME, DELTA_NETS, LAGUNA, LONGROPE, MUSE_GLIMMER, TINY, Tiny, change_tensors, make_tiny
+from tiny import BY_NAME, DELTA_NETS, LAGUNA, LONGROPE, TINY, Tiny, change_tensors, make_tiny
 
 AT, Q_PROJ = "model.layers.0.linear_attn", "model.layers.3.self_attn.q_proj"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -243,16 +242,6 @@ def test_a_number_as_the_pattern_of_laguna_begins_with_full_attention(tmp_path: 
     assert [layer.window for layer in listed.attention] == [9, None, 9, 9]
 
 
-def test_the_gates_and_heads_of_laguna_are_those_of_the_file(tmp_path: Path) -> None:
-    layers = with_settings(file_of(LAGUNA[0], tmp_path), {}).layers
-    assert [layer.mixer.num_heads for layer in layers] == [4, 6, 6, 6]
-    assert all(layer.mixer.are_gates_of_heads and layer.mixer.gate_curve == "softplus" for layer in layers)
-    assert [isinstance(layer.feed_forward, Dense) for layer in layers] == [True, False, False, False]
-    (tmp_path / "elements").mkdir()
-    by_element = with_settings(file_of(LAGUNA[1], tmp_path / "elements"), {}).attention
-    assert not any(layer.are_gates_of_heads for layer in by_element)
-
-
 LACKED = [
     ({"laguna.expert_gating_func": 1}, "expert_gating_func 1 is not supported for laguna: 2"),
     ({"laguna.expert_weights_norm": False}, "expert_weights_norm False is not supported for laguna: True"),
@@ -266,14 +255,6 @@ LACKED = [
 @pytest.mark.parametrize(("settings", "message"), LACKED)
 def test_settings_that_laguna_lacks_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     assert message in refusal(lambda: with_settings(file_of(LAGUNA[0], tmp_path), settings), ModelError)
-
-
-def test_norms_of_muse_glimmer_have_the_scale_of_queries_as_weights(tmp_path: Path) -> None:
-    found = with_settings(file_of(MUSE_GLIMMER[0], tmp_path), {})
-    assert [layer.qk_norm for layer in found.attention] == ["head"] * 5
-    assert [layer.scale for layer in found.attention] == [32**-0.5] * 5
-    assert [layer.rope is None for layer in found.attention] == [True, False, False, False, True]
-    assert found.logit_scale == pytest.approx(0.7)
 
 
 CPU = torch.device("cpu")

@@ -18,11 +18,9 @@ from gguf_files import (
     HEADS,
     KV_HEADS,
     ONE,
-    Q4_0,
     TWO,
     U32,
     key_value,
-    permuted,
     random_tensors,
     raw_file,
     read_bytes,
@@ -199,45 +197,6 @@ def test_any_rows_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
             rows = weight.rows(first, last)
             assert rows.shape == (last - first, weight.in_features)
             assert torch.equal(rows.data, weight.data[first:last])
-
-
-@pytest.mark.parametrize("quantise", [frozenset[str](), frozenset({"blk.0.attn_q.weight", "blk.0.attn_k.weight"})])
-def test_a_llamas_q_and_k_come_out_in_the_order_of_hugging_face(tmp_path: Path, quantise: frozenset[str]) -> None:
-    original = random_tensors("llama")
-    for name in "qk":
-        original[f"blk.0.attn_{name}.bias"] = original[f"blk.0.attn_{name}.weight"][:, 0].copy()
-    stored = dict(original)
-    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
-        for part in ("weight", "bias"):
-            stored[f"blk.0.attn_{name}.{part}"] = permuted(original[f"blk.0.attn_{name}.{part}"], heads)
-    weights = LazyWeights(open_checkpoint(write_model(tmp_path / "m.gguf", "llama", stored, quantise)).tensors)
-    for name in "qk":
-        weight = weights[f"model.layers.0.self_attn.{name}_proj.weight"]
-        expected = original[f"blk.0.attn_{name}.weight"]
-        if quantise:
-            assert weight.type == "Q4_0"
-            expected = gguf.quants.dequantize(gguf.quants.quantize(expected, Q4_0), Q4_0)
-            assert np.array_equal(dequantize(weight.data, "Q4_0").numpy(), expected)
-        else:
-            assert np.array_equal(weight.data.numpy(), expected)
-        bias = weights[f"model.layers.0.self_attn.{name}_proj.bias"]
-        assert np.array_equal(bias.data.numpy(), original[f"blk.0.attn_{name}.bias"])
-
-
-def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path: Path) -> None:
-    tensors = random_tensors("llama")
-    tensors["rope_freqs.weight"] = np.arange(1, HEAD_DIM // 2 + 1, dtype=np.float32)
-
-    def extend(writer: gguf.GGUFWriter) -> None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(4.0)
-        writer.add_rope_scaling_orig_ctx_len(32)
-
-    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", tensors=tensors, extend=extend))
-    assert checkpoint.config["rope_frequency_factors"] == [1, 2, 3, 4, 5, 6, 7, 8]
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    assert checkpoint.config["rope_scaling"] == scaling
-    assert "rope_freqs.weight" not in LazyWeights(checkpoint.tensors)
 
 
 def test_gemma_gets_the_settings_that_its_file_lacks(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from hostile_child import NUM_FLIPS, SLOWEST, STEP
 from hostile_files import (
     CONFIG,
     HIDDEN,
-    LLAMA3,
     NUM_TOKENS,
     VOCAB_SIZE,
     gguf_number,
@@ -85,7 +84,6 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "rope type that is an object": (rope(rope_type={}), "rope_type {} is not supported"),
     "rope type that nobody knows": (rope(rope_type="x" * 999), "rope_type 'xxxx"),
     "rope factor of minus one": (rope(rope_type="linear", factor=-1), "factor must be a number above 0, got -1"),
-    "llama3's factors the wrong way round": (rope(**LLAMA3, high_freq_factor=1), "must be above low_freq_factor=1"),
     "rope of each layer type that is no object": (
         config(rope_parameters={"full_attention": 1}), "full_attention must be a mapping, got 1",
     ),

@@ -17,7 +17,7 @@ from infer.engine.step.sequence import Lease, Sequence
 def loop_of(engine: Engine) -> Loop:
     """Return a loop that owns the engine. It ends when it is dropped."""
     loop = Loop()
-    loop.own(engine)
+    loop.own(engine, engine.runner.model.backend)
     return loop
 
 

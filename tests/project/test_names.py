@@ -5,35 +5,16 @@ import pytest
 from cases import cases
 from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 
-PROJECTIONS = {"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-PROJECTIONS |= {f"attn_{which}": f"self_attn.{which}_proj" for which in "qkv"}
-PROJECTIONS |= {f"ffn_{which}": f"mlp.{which}_proj" for which in ("gate", "up", "down")}
-TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-TOP |= {"output.weight": "lm_head.weight"}
+PROJECTIONS = [f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+PROJECTIONS += [f"mlp.{which}_proj" for which in ("gate", "up", "down")]
 LAYER = "model.layers.7."
-LLAMA_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 GEMMA_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "post_attention_norm"}
 GEMMA_NORMS |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "post_mlp_norm"}
-GGUF_NORMS = {"attn_norm": "attention_norm", "post_attention_norm": "post_attention_norm"}
-GGUF_NORMS |= {"ffn_norm": "mlp_norm", "post_ffw_norm": "post_mlp_norm"}
-
-
-def test_ggufs_names_become_ours() -> None:
-    names = (PROJECTIONS | GGUF_NORMS).items()
-    expected = TOP | {f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in names}
-    expected["blk.7.attn_q.bias"] = f"{LAYER}self_attn.q_proj.bias"
-    assert names_from_gguf(expected) == expected
-
-
-@pytest.mark.parametrize("norms", [LLAMA_NORMS, GEMMA_NORMS], ids=["llama", "gemma"])
-def test_the_norm_after_attention_differs_from_the_norm_before_the_mlp(norms: dict[str, str]) -> None:
-    expected = {f"{LAYER}{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in norms.items()}
-    assert names_from_hugging_face(expected) == expected
 
 
 @pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
 def test_the_text_part_of_a_multimodal_model_has_the_same_names(prefix: str) -> None:
-    ours = [*PROJECTIONS.values(), *GEMMA_NORMS]
+    ours = [*PROJECTIONS, *GEMMA_NORMS]
     expected = {f"{prefix}{name}.weight": f"model.{name}.weight" for name in ("embed_tokens", "norm")}
     expected |= {f"{prefix}layers.7.{name}.weight": f"{LAYER}{GEMMA_NORMS.get(name, name)}.weight" for name in ours}
     assert names_from_hugging_face(expected) == expected
@@ -68,7 +49,7 @@ def test_a_name_that_we_do_not_know_is_kept_to_be_reported(name: str) -> None:
 
 
 def test_norms_are_known_by_name() -> None:
-    norms = [f"{LAYER}{name}.weight" for name in (*GGUF_NORMS.values(), "self_attn.q_norm", "self_attn.k_norm")]
+    norms = [f"{LAYER}{name}.weight" for name in (*GEMMA_NORMS.values(), "self_attn.q_norm", "self_attn.k_norm")]
     assert all(is_norm(name) for name in (*norms, "model.norm.weight"))
-    others = [f"{LAYER}{name}.weight" for name in PROJECTIONS.values() if not name.endswith("norm")]
+    others = [f"{LAYER}{name}.weight" for name in PROJECTIONS if not name.endswith("norm")]
     assert not any(is_norm(name) for name in (*others, "model.embed_tokens.weight", f"{LAYER}self_attn.q_proj.bias"))

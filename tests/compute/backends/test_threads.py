@@ -26,7 +26,7 @@ from infer.system.cores import cores
 from infer.system.cores.thread_start import start_thread
 from looping import beside, in_threads
 from programs import Programs
-from watched import python_command, run_python
+from watched import python_command
 
 PARTS = np.dtype([("sums", np.int64), ("num_rows", np.int64), ("lag", np.int64)])
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
@@ -260,18 +260,6 @@ def test_a_refused_number_leaves_the_threads_unchanged() -> None:
     with pytest.raises(InvalidRequestError):
         load_settings.set_num_threads(100_000)
     assert thread_pool() is before
-
-
-def test_the_command_line_refuses_too_many_threads_before_torch_is_loaded() -> None:
-    code = f"""
-import sys
-from infer.cli import main
-status = main(["generate", "--threads", "{10**20}", "hello"])
-assert (status, "torch" in sys.modules) == (2, False), status
-"""
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("infer: threads must be a whole number from 1 to ")
 
 
 def test_a_pool_has_room_for_all_threads_that_may_be_asked_for() -> None:

@@ -156,7 +156,7 @@ def test_short_of_memory_from_the_start_it_is_sliding(llama: Path, monkeypatch: 
     llm = make_late(llama)
     assert llm._host is not None
     engine = llm._host.engine_if_any = Engine(Runner(llm.model, llm.max_seq_len, settings=LATE))
-    llm._host.loop.own(engine)
+    llm._host.loop.own(engine, engine.runner.model.backend)
     assert llm.generate(varied_ids(100), PLAIN, prefill_chunk=PAGE).token_ids == expected.token_ids
 
 

@@ -5,29 +5,9 @@ import pytest
 from infer.compute.kvcache.page_rows import RowState, page_keys
 from infer.compute.kvcache.pages import PagePool, PageTable
 from infer.errors import InferError
-from test_page_pool import CAPACITY, PAGE, WHOLE, adopted, grow, make, remembered
+from test_page_pool import PAGE, WHOLE, adopted, grow, make, remembered
 
 FIRST, OTHER = [1] * PAGE, [2] * PAGE
-
-
-def test_a_page_that_is_written_again_after_a_rewind_is_not_found_by_its_old_key() -> None:
-    cache = remembered(FIRST + OTHER)
-    cache.truncate(0, PAGE + 4)
-    grow(cache, 0, 2)  # the page is not full again: no other key takes the place of the old one
-    assert cache.adopt(1, [*FIRST, *OTHER, 9]) == PAGE
-    cache.truncate(0, 0)
-    assert adopted(cache, 1, [*FIRST, *OTHER, 9]) == PAGE
-    cache.check_integrity()
-
-
-def test_a_page_that_is_handed_out_again_is_not_found_by_its_old_key() -> None:
-    cache = remembered(FIRST + OTHER, pool_pages=CAPACITY // PAGE + 1)
-    cache.truncate(0, 0)
-    grow(cache, 1, CAPACITY)
-    grow(cache, 2, 0)
-    cache.truncate(1, 0)
-    assert cache.adopt(2, [*FIRST, *OTHER, 9]) == 0
-    cache.check_integrity()
 
 
 def test_after_a_cut_within_a_page_new_pages_have_the_keys_of_the_new_text() -> None:

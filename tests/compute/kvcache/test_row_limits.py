@@ -26,7 +26,7 @@ from path_cases import Case as Request
 from path_cases import World, by_definition
 from refusals import check_refused
 from test_loop_edges import LONG, prompt_of
-from test_page_pool import CAPACITY, PAGE, SNAPKV, STEP, WHOLE, WINDOWED, adopted, grow, make, remembered
+from test_page_pool import CAPACITY, PAGE, SNAPKV, WHOLE, adopted, grow, make, remembered
 from watched import run_python
 
 FIRST, OTHER = [1] * PAGE, [2] * PAGE
@@ -89,16 +89,6 @@ def test_the_first_slot_of_a_saved_row_is_in_the_row(first: int, is_refused: boo
         cache.import_row(1, saved, 50)
     assert cache.lengths[1] == (0 if is_refused else 50)
     cache.check_integrity()
-
-
-def test_a_window_that_begins_within_a_page_has_the_pages_that_it_and_a_step_lie_in() -> None:
-    """A row of a windowed layer grows past its window by whole steps, from every place in a page."""
-    for start in range(PAGE):
-        cache = make(layers=(WINDOWED,))
-        grow(cache, 0, start)
-        for _ in range((CAPACITY - start) // STEP):
-            grow(cache, 0, STEP)
-            cache.check_integrity()
 
 
 def test_a_page_of_two_contents_is_found_by_the_first_until_it_is_forgotten() -> None:

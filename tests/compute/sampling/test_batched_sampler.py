@@ -142,12 +142,6 @@ def test_with_no_knob_in_use_no_step_is_run() -> None:
     assert [name for name, _ in sampler.stages(*plain.arguments())] == ["raw"]
 
 
-@pytest.mark.parametrize("knob", ON)
-def test_every_knob_has_an_effect(knob: str) -> None:
-    logits = plain_logits()
-    assert not torch.equal(processed([row(logits, **ON[knob])])[0], logits)
-
-
 def test_the_logits_stay_as_they_are() -> None:
     batch = make_batch([row(plain_logits(seed=i), **values) for i, values in enumerate(ON.values())])
     before = batch.logits.clone()
@@ -224,12 +218,6 @@ def test_log_probabilities_do_not_depend_on_threads_or_neighbours() -> None:
             assert all(same_bits(a[0], b[index]) for a, b in zip(found, expected, strict=True))
     finally:
         torch.set_num_threads(before)
-
-
-@implementations
-def test_greedy_needs_no_seed_and_takes_the_smallest_id_of_the_largest(choose: Choose) -> None:
-    logits = torch.tensor([1.0, 3.0, -INF, 3.0])
-    assert choose_from(choose, [Row(logits, {"temperature": 0})]) == [1]
 
 
 # Rows that fail

@@ -16,7 +16,7 @@ from infer.compute.ops import device
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
 from infer.compute.sampling.integer_probs import target
-from infer.compute.sampling.masks import num_mask_words, pack_bits, pack_masks, unpack_bits
+from infer.compute.sampling.masks import num_mask_words, pack_masks, unpack_bits
 from infer.compute.sampling.sampler import Sampled
 from infer.engine.runner import sample_loop
 from refusals import check_refused
@@ -229,11 +229,6 @@ def test_masks_come_back_as_they_were_packed(vocab_size: int, data: st.DataObjec
     bits = unpack_bits(pack_masks(sets, vocab_size), vocab_size)
     assert bits.shape == (len(sets), vocab_size)
     assert [set(row.nonzero()[:, 0].tolist()) for row in bits] == [set(each) for each in sets]
-
-
-def test_all_bits_are_minus_one() -> None:
-    assert pack_bits(torch.ones(1, 64, dtype=torch.bool)).tolist() == [[-1, -1]]
-    assert pack_masks([range(32)], 33).tolist() == [[-1, 0]]
 
 
 @pytest.mark.parametrize(("vocab_size", "words"), [(1, 1), (32, 1), (33, 2), (49_152, 1536), (262_144, 8192)])

@@ -21,9 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from cases import cases
 from infer.compute.sampling import sampler
-from infer.serving.protocols.params import make_params
 from sampling_cases import INF, Row, kept_ids, make_batch, make_logits
 
 VOCAB = 300
@@ -120,46 +118,6 @@ def test_the_whole_pipeline_is_hugging_faces_in_its_order(seed: int, context: li
         assert float((found.double().softmax(0) - expected.double().softmax(0)).abs().max()) < 1e-6
 
 
-TENTHS = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
-FIFTHS = torch.tensor([0.2] * 5).log()
-
-
-FILTERS: list[tuple[str, float, list[float]]] = [
-    ("top_k", 1, [1.0]),
-    ("top_k", 3, [0.44444, 0.33333, 0.22222]),
-    ("top_k", 4, [0.4, 0.3, 0.2, 0.1]),
-    ("top_p", 0.7, [0.571429, 0.428571]),
-    ("top_p", 0.8, [0.44444, 0.33333, 0.22222]),
-    ("top_p", 1.0, [0.4, 0.3, 0.2, 0.1]),
-    ("min_p", 0.0, [0.4, 0.3, 0.2, 0.1]),
-    ("min_p", 0.24, [0.4, 0.3, 0.2, 0.1]),
-    ("min_p", 0.26, [0.4 / 0.9, 0.3 / 0.9, 0.2 / 0.9]),
-    ("min_p", 0.49, [0.4 / 0.9, 0.3 / 0.9, 0.2 / 0.9]),
-    ("min_p", 0.51, [0.4 / 0.7, 0.3 / 0.7]),
-    ("min_p", 0.74, [0.4 / 0.7, 0.3 / 0.7]),
-    ("min_p", 0.76, [1.0]),
-    ("temperature", 1.0, [0.4, 0.3, 0.2, 0.1]),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "expected"), FILTERS)
-def test_filters_leave_the_tokens_of_llama_cpp(name: str, value: float, expected: list[float]) -> None:
-    found = ours(TENTHS, [0], **{name: value}).softmax(0)
-    assert sorted(found[found > 0].tolist(), reverse=True) == pytest.approx(expected, abs=1e-5)
-
-
-def test_top_p_of_zero_keeps_the_largest_as_in_llama_cpp() -> None:
-    (params,) = make_params({"top_p": 0}, {}, [0], "prompt")  # as a body gives it
-    assert kept_ids(ours(TENTHS, [0], top_p=params.top_p)) == [3]
-
-
-def test_values_of_llama_cpp_outside_our_ranges_are_refused() -> None:
-    """In llama.cpp, top_k 0 and min_p from 1 on have meanings. Here they are errors that name the rule."""
-    for name, value in (("top_k", 0), ("min_p", 1.0), ("min_p", 1.05)):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            ours(TENTHS, [0], **{name: value})
-
-
 # llama.cpp's frequency and presence penalties are 5 here. Ours are at most 2, so all values are divided by five.
 @pytest.mark.parametrize("context", [[0], [0, 1, 2], [0, 1, 2, 0, 0]])
 def test_frequency_and_presence_are_llama_cpps_formula(context: list[int]) -> None:
@@ -167,31 +125,6 @@ def test_frequency_and_presence_are_llama_cpps_formula(context: list[int]) -> No
     counts = [context.count(token_id) for token_id in range(5)]
     weights = [math.exp(-count - (count > 0)) for count in counts]
     assert found.softmax(0).tolist() == pytest.approx([weight / sum(weights) for weight in weights], abs=1e-6)
-
-
-@cases(
-    "context expected",
-    ([0], [0.0, 0.25, 0.25, 0.25, 0.25]),
-    ([0, 1, 2], [0.0, 0.0, 0.0, 0.5, 0.5]),
-    ([0, 1, 2, 0, 0], [0.0, 0.0, 0.0, 0.5, 0.5]),
-)
-def test_a_repetition_penalty_of_50_has_llama_cpp_s_result(context: list[int], expected: list[float]) -> None:
-    found = ours(FIFTHS, context, repetition_penalty=50.0)
-    assert found.softmax(0).tolist() == pytest.approx(expected, abs=1e-5)
-
-
-@cases(
-    "context expected",
-    ([0], [0.000011, 0.249997, 0.249997, 0.249997, 0.249997]),
-    ([0, 1, 2], [0.000023, 0.000023, 0.000023, 0.499966, 0.499966]),
-    ([0, 1, 2, 0, 0], [0.0, 0.000023, 0.000023, 0.499977, 0.499977]),
-)
-def test_the_penalty_functions_have_llama_cpp_s_result_at_5_and_5(context: list[int], expected: list[float]) -> None:
-    """The formula has no bounds: the reference's two functions take values that `SamplingParams` refuses."""
-    from infer.compute.sampling.definition import apply_frequency_penalty, apply_presence_penalty
-
-    found = apply_presence_penalty(apply_frequency_penalty(FIFTHS, context, 5.0), context, 5.0)
-    assert found.softmax(0).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 # llama.cpp's queues on 10,000 tokens with logits ln(id), those in our order: k before p before m

@@ -175,18 +175,6 @@ def test_options_of_messages_are_refused_beside_a_text(served: Served) -> None:
 STRICT_LIST = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array"}}}
 
 
-def test_a_tool_that_is_not_strict_refuses_no_request(served: Served) -> None:
-    bad = {"properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}, "required": ["a"]}
-    tool = {"type": "function", "function": {"name": "f", "parameters": bad}}
-    named = {"type": "function", "function": {"name": "f"}}
-    body = {"messages": ASKED, "tools": [tool], "tool_choice": named, "tool_format": "hermes", **SAMPLED}
-    body["thinking_token_budget"] = 0
-    (call,) = served.ask(CHAT, **body)["choices"][0]["message"]["tool_calls"]
-    assert call["function"]["name"] == "f"
-    tool["function"]["strict"] = True
-    served.refusal(CHAT, **body)
-
-
 @cases(
     "body param",
     ({"tools": [STRICT_LIST]}, "tools"),

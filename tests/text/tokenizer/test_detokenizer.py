@@ -91,12 +91,6 @@ def test_byte_level_tokens_are_bytes_and_special_tokens_their_text() -> None:
     assert tokenizer.token_bytes[256:] == (b" hello", "<|é|>".encode())
 
 
-def test_special_tokens_are_skipped_unless_wanted() -> None:
-    tokenizer = make_byte_level_tokenizer()
-    assert tokenizer.decode([256, 257]) == " hello"
-    assert tokenizer.decode([256, 257], skip_special_tokens=False) == " hello<|é|>"
-
-
 @pytest.mark.parametrize("strip", [False, True])
 def test_sentencepiece_marks_are_spaces_and_byte_tokens_bytes(strip: bool) -> None:
     tokenizer = make_sentencepiece_tokenizer(strip)
@@ -117,17 +111,6 @@ def test_streaming_equals_decoding_for_random_ids(strip: bool | None) -> None:
             text = b"".join(tokenizer.token_bytes[i] for i in kept).decode("utf-8", "replace")
             expected = text[1:] if strip and text[:1] == " " else text
             assert streamed(tokenizer.make_detokenizer(skip), ids) == tokenizer.decode(ids, skip) == expected
-
-
-@pytest.mark.parametrize("cleans_up", [True, False])
-def test_wordpiece_puts_spaces_between_words_as_its_decoder_says(cleans_up: bool) -> None:
-    texts = ["a", "%%b", *".?!,'", "n't", "'m", "'s", "'ve", "'re", "x . y", " ' ", "do", "%%", " do not"]
-    backend = Backend(models.WordPiece({text: token_id for token_id, text in enumerate(texts)}, unk_token="a"))
-    backend.decoder = decoders.WordPiece("%%", cleans_up)
-    tokenizer = Tokenizer(backend, named_tokens={})
-    generator = random.Random(0)
-    for ids in ([0, *range(len(texts))], *(generator.choices(range(len(texts)), k=4) for _ in range(300))):
-        assert streamed(tokenizer.make_detokenizer(), ids) == tokenizer.decode(ids) == backend.decode(ids)
 
 
 PIECES = [*(f"<0x{value:02X}>" for value in range(128)), "▁", "▁▁", "\n", "'", "s", "Hello", "▁Hello", "##a", "##"]

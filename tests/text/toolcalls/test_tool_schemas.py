@@ -168,11 +168,6 @@ def test_equal_tools_of_one_name_count_once_and_others_are_refused(llm: LLM) -> 
         llm.chat(ASKED, tools=[first, second], **asked)
 
 
-def test_a_schema_of_the_answer_stays_strict(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="uniqueItems"):
-        llm.chat(ASKED, json_schema={"type": "array", "items": TEXT, "uniqueItems": True})
-
-
 @pytest.mark.parametrize(
     ("text", "values"),
     [

@@ -118,12 +118,3 @@ def test_reasoning_is_known_by_its_tags() -> None:
     assert reasoning_of("{{ '<think>' }}{% if x %}</think>{% endif %}").opening == "<think>"  # type: ignore[union-attr]
     assert reasoning_of("[THINK][/THINK]").closing == "[/THINK]"  # type: ignore[union-attr]
     assert reasoning_of("<think>") is None
-
-
-@pytest.mark.slow
-def test_a_call_that_was_cut_is_shown_as_an_object_with_its_text() -> None:
-    cut = {**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Pa'}}]}
-    (shown,) = shown_messages([cut], TOOLS, probed(TEMPLATES["hermes"]))
-    assert shown["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": '{"city": "Pa'}
-    (shown,) = shown_messages([cut], (), probed(TEMPLATES["json"]))
-    assert r'{"INVALID_JSON": "{\"city\": \"Pa"}' in shown["content"]

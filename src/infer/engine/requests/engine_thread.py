@@ -189,7 +189,10 @@ class _EngineThread:
         try:
             sequences = engine.step()
         except Exception as error:
-            self._recover(engine, error)
+            try:
+                engine.recover_from(error)
+            except Exception as last:
+                self._fail(last)
             return True
         finally:
             status.heartbeat = Heartbeat(ended := time.monotonic(), is_stepping=False)
@@ -225,13 +228,6 @@ class _EngineThread:
         for sequence, answer in self._answers.items():
             if answer.relay is not None and answer.relay.event_loop.is_closed():
                 self._open_engine.cancel(sequence)
-
-    def _recover(self, engine: Engine, error: Exception) -> None:
-        """Let the engine continue after a step that failed, or end all sequences if it cannot."""
-        try:
-            engine.recover_from(error)
-        except Exception as last:
-            self._fail(last)
 
     def _next_call(self) -> EngineCall | None:
         """Take out the call that continues, or return None. A call whose tenant owes steps to others waits.

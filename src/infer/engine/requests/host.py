@@ -77,12 +77,12 @@ class Host:
         self._hidden_states: HiddenStates | None = None
         self._text_encoder: TextEncoder | None = None
         if self.reads_whole_texts:
-            loop.own_none(model.backend)
+            loop.own(None, model.backend)
         else:
             self._open_runner = loop.run(_make_runner, model, settings, ranks)
             loop.run(_warm_up, self._open_runner, limits_of(model, tokenizer).vocab_size)
             self.engine_if_any = Engine(self._open_runner, prefixes=self._open_prefixes(self._open_runner))
-            loop.own(self.engine_if_any)
+            loop.own(self.engine_if_any, model.backend)
         self.answers = AsyncAnswers(loop)
         limits = limits_of(model, tokenizer)
         self.requests = RequestMaker(

@@ -64,14 +64,10 @@ class Loop:
         _living.add(self)
         _threads.add(self._thread)
 
-    def own(self, engine: Engine) -> None:
-        """Give the thread its engine. From then on only the thread changes it."""
+    def own(self, engine: Engine | None, backend: Backend) -> None:
+        """Give the thread its engine, or none for an encoder. From then on only the thread changes it."""
         self._engine = engine
-        self._inbox.put(Own(engine, engine.runner.model.backend))
-
-    def own_none(self, backend: Backend) -> None:
-        """Let the thread run calls for an encoder, which has no engine."""
-        self._inbox.put(Own(None, backend))
+        self._inbox.put(Own(engine, backend))
 
     # State
 

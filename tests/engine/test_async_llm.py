@@ -151,15 +151,15 @@ def test_a_refusal_is_raised_by_await(llm: LLM) -> None:
     same = AsyncLLM(llm)
 
     async def ask() -> None:
-        with pytest.raises(InvalidRequestError, match="temperature"):
-            await same.generate("hello", temperature=-1)
-        with pytest.raises(InvalidRequestError, match="prompt 1: "):
-            await same.generate_all(["a", [10**6]])
-        with pytest.raises(InvalidRequestError, match="unclosed character class"):
-            await same.stream("hello", regex="a[c").begin()
+        for asked, message in (
+            (same.generate("hello", temperature=-1), "temperature"),
+            (same.generate_all(["a", [10**6]]), "prompt 1: "),
+            (same.stream("hello", regex="a[c").begin(), "unclosed character class"),
+            (same.generate_all(["a"], batch_size=65), "batch_size must be"),
+        ):
+            with pytest.raises(InvalidRequestError, match=message):
+                await asked
         check_refused(lambda: same.stream("hello", num_draft_tokens=0), "num_draft_tokens must be")
-        with pytest.raises(InvalidRequestError, match="batch_size must be"):
-            await same.generate_all(["a"], batch_size=65)
 
     run(ask)
     assert not llm._opened.engine.sequences
@@ -190,18 +190,26 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert len(llm._opened.answers._preparing._executor._threads) <= 4
 
 
-def test_a_closed_event_loop_affects_no_other(llm: LLM, steps: Steps) -> None:
+@pytest.mark.parametrize("was_called", [False, True])
+def test_a_closed_event_loop_affects_no_other(llm: LLM, steps: Steps, was_called: bool) -> None:
+    """The event loop may have been called, and closed before it woke its tasks. Its own answers end."""
     same, streams = AsyncLLM(llm), list[AsyncStream]()
 
     async def leave() -> None:
         steps.may_run.clear()
         for _ in range(3):
             streams.append(await same.stream("hello", LONG).begin())
+        if was_called:
+            steps.holds_after = lambda: len(steps.num_of_step) == 1
+            steps.may_run.set()
+            while not steps.num_of_step or steps.may_run.is_set():
+                pass
 
     run(leave)
     steps.may_run.set()
     assert run(lambda: same.generate("hello", LONG)).token_ids == llm.generate("hello", LONG).token_ids
-    assert all(stream._answer is not None for stream in streams)
+    until_idle(llm)
+    assert [stream.sequence.finish_reason for stream in streams] == ["abort"] * 3
 
 
 # Ends

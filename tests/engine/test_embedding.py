@@ -74,12 +74,6 @@ def test_steps_are_as_short_as_the_engine_s_while_it_answers(llm: LLM) -> None:
         assert 16 <= text_states.step_tokens(host) <= STEP_TOKENS
 
 
-def test_memory_is_given_back(llm: LLM) -> None:
-    llm.embed(TEXTS)
-    cache = llm._opened.hidden_states()._cache
-    assert (cache.free_pages, set(cache.lengths)) == (cache.pool_pages, {0})
-
-
 CALLS: dict[str, Callable[[Any], Any]] = {
     "embedder": lambda llm: llm.embed(TEXTS, prompt_name="query", dimensions=8),
     "labeller": lambda llm: llm.classify(TEXTS),

@@ -113,10 +113,11 @@ def test_a_broken_limit_of_texts_names_its_key(found: Any, tmp_path: Path) -> No
     check_refused(lambda: LLM(tmp_path), "key 'max_seq_length': expected a number from 1, got", ModelFormatError)
 
 
-def test_an_eviction_policy_is_refused(tmp_path: Path) -> None:
+def test_settings_of_models_that_generate_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path, "bert")
     message = "eviction_policy sliding needs a model that generates"
     check_refused(lambda: LLM(tmp_path, eviction_policy="sliding"), message)
+    check_refused(lambda: LLM(tmp_path, tensor_parallel=2), "tensor_parallel=2 is for models that generate")
 
 
 def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None:
@@ -136,13 +137,6 @@ def test_a_server_embeds_and_refuses_to_chat(bert: tuple[LLM, Any, Any]) -> None
             assert "is an encoder and generates no text" in refused.text, path
         for path in ("/health", "/metrics", "/props", "/v1/models"):
             assert served.client.get(path).status_code == 200, path
-
-
-def test_explain_says_what_an_encoder_is_for(tmp_path: Path) -> None:
-    make_folder(tmp_path, "bert")
-    shown = "\n".join(lines(explain(tmp_path)))
-    told = "an encoder: it embeds texts, and generates no text", "no mask", "1000 tokens"
-    assert [each in shown for each in told] == [True, True, False]
 
 
 def test_explain_names_the_norm_that_one_layer_lacks(tmp_path: Path) -> None:
@@ -335,7 +329,6 @@ def test_a_gguf_file_of_bert_lacks_a_layer_of_the_head(tmp_path: Path) -> None:
     ("modernbert", "", {"classifier_activation": ["x"]}, r"classifier_activation \['x'\] is not supported"),
     ("modernbert", "", {"norm_eps": "x"}, "norm_eps"),
     ("bert", "", {"architectures": ["BertForTokenClassification"]}, "TokenClassification does not label texts"),
-    ("bert", "", {"id2label": {"0": "a"}}, "expected 3 names, one per row of the weight"),
 )
 def test_a_head_that_does_not_fit_is_refused_in_one_line(
     name: str, lost: str, changes: dict[str, Any], problem: str, tmp_path: Path
@@ -365,15 +358,12 @@ def test_numbers_that_are_not_finite_give_no_scores(tensor: str, problem: str, t
         llm.rerank(QUERY, DOCUMENTS)
 
 
-@pytest.mark.parametrize(("labels", "use"), [(("score",), "ranks documents"), (LABELS, "labels texts")])
-def test_explain_says_what_a_head_is_for(labels: tuple[str, ...], use: str, tmp_path: Path) -> None:
-    make_head_folder(tmp_path, "bert", labels)
-    assert f"an encoder: it {use}, and generates no text" in "\n".join(lines(explain(tmp_path)))
-
-
-def test_an_encoder_is_not_shared_out(tmp_path: Path) -> None:
-    make_head_folder(tmp_path, "bert")
-    check_refused(lambda: LLM(tmp_path, tensor_parallel=2), "tensor_parallel=2 is for models that generate")
+@cases("labels use", ((), "embeds texts"), (("score",), "ranks documents"), (LABELS, "labels texts"))
+def test_explain_says_what_an_encoder_is_for(labels: tuple[str, ...], use: str, tmp_path: Path) -> None:
+    make_head_folder(tmp_path, "bert", labels) if labels else make_folder(tmp_path, "bert")
+    shown = "\n".join(lines(explain(tmp_path)))
+    told = f"an encoder: it {use}, and generates no text", "no mask", "1000 tokens"
+    assert [each in shown for each in told] == [True, True, False]
 
 
 def test_other_calls_continue_between_the_heads_of_two_texts(ranker: LLM) -> None:

@@ -19,6 +19,7 @@ from infer.engine.step.sequence import Lease, Sequence
 from infer.sampling_params import SamplingParams
 from path_cases import CASES, CONTEXT, Case, Drafts, Way, World, all_by_definition, by_definition, make_sequence
 from steps_behind import RunsOnItsOwn
+from test_busy_slots import CALLS, PlantedError
 
 NUM_TRACES, NUM_EVENTS, NUM_SLOTS = usual_or_all(16, 125), 30, 4
 PAGES_EACH = CONTEXT // 16
@@ -29,7 +30,6 @@ WORLDS = {
     "windows": ("windows", {}),
     "the oldest is evicted": ("llama", SLIDING),
 }
-CALLS = ("adopt", "truncate", "reserve", "launch", "multi_step", "commit", "remember")  # of the runner, in a step
 pytestmark = pytest.mark.slow(cases=1)
 
 SOME = [*CASES[::5], CASES[1], CASES[14], CASES[27]]
@@ -49,10 +49,6 @@ def turn_after(world: World, case: Case) -> Case:
     params = SamplingParams(temperature=0.8, seed=9, repetition_penalty=1.3, max_new_tokens=12)
     prompt = (*case.prompt, *by_definition(world, case).token_ids, *b" ab")
     return Case(f"{case.name}, then", prompt if len(prompt) < CONTEXT - 20 else case.prompt, params)
-
-
-class PlantedError(Exception):
-    """An error of a step."""
 
 
 class Trace:

@@ -177,23 +177,6 @@ stream.close(), talk.close()
 
 
 @pytest.mark.slow
-def test_forked_processes_that_load_a_model_each_answer_alike(folder: Path) -> None:
-    code = """
-def begin():
-    global llm
-    llm = LLM(folder, threads=1)
-
-def answer(prompt):
-    return llm.generate(prompt, PENALISED).token_ids
-
-with multiprocessing.get_context("fork").Pool(2, begin) as pool:
-    assert pool.map_async(answer, PROMPTS).get(600) == EXPECTED[PENALISED]
-check()
-"""
-    run_by_itself(code, folder)
-
-
-@pytest.mark.slow
 def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(run: Callable[[str], None]) -> None:
     """So does a grandchild, which was forked while its parent answered."""
     code = """
@@ -277,9 +260,14 @@ def render(name):
     for index in range(20):
         assert template_process.render("{{ x }}", {"x": f"{name} {index}"}) == f"{name} {index}"
 
+def render_in_child(name):
+    assert not os.path.exists(f"/proc/self/fd/{pipe}")
+    render(name)
+
 render("before")
-before = template_process._lane()._children[-1]._process.pid
-children = [in_child(lambda name=name: render(name)) for name in ("first", "second")]
+process = template_process._lane()._children[-1]._process
+before, pipe = process.pid, process.stdin.fileno()
+children = [in_child(lambda name=name: render_in_child(name)) for name in ("first", "second")]
 render("parent")
 for child in children:
     join(child)

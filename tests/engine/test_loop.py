@@ -20,7 +20,7 @@ from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.engine_thread import Heartbeat
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_messages import Work
+from infer.engine.requests.loop_messages import Reply, Work, once
 from infer.engine.requests.stream import AsyncStream, Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
@@ -31,7 +31,10 @@ from looping import in_threads, loop_of, open_stream
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 from refusals import check_refused
 
-FAILED = "the engine has failed: MemoryError"
+ERRORS: list[tuple[BaseException, str]] = [
+    (RuntimeError("planted\nin two lines"), "RuntimeError: planted in two lines")
+]
+ERRORS += [(kind(), kind.__name__) for kind in (MemoryError, KeyboardInterrupt, SystemExit)]
 LONG = Case("long", tuple(b"abc ab"), SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True))
 SHORT = replace(LONG, params=replace(LONG.params, max_new_tokens=4))
 
@@ -39,12 +42,12 @@ SHORT = replace(LONG, params=replace(LONG.params, max_new_tokens=4))
 class Place:
     """A loop over an engine that checks its cache after each step, and counts the sequences of each."""
 
-    def __init__(self, world: World, num_slots: int = 8, *, max_steps: int | None = 4, **options: Any) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.runner = Runner(world.model, CONTEXT, num_slots=num_slots, settings=world.settings, **options)
-        self.engine = Engine(self.runner, max_steps=max_steps)
+        self.runner = Runner(world.model, CONTEXT, num_slots=8, settings=world.settings)
+        self.engine = Engine(self.runner, max_steps=4)
         self.num_of_step = list[int]()
-        self.may_step, self.is_in_step = threading.Event(), threading.Event()
+        self.may_step = threading.Event()
         self.may_step.set()
         self.on_step: Callable[[], object] = bool  # called at the beginning of each step, by the loop's thread
         self._step, self._launch = self.engine.step, self.engine.launch
@@ -54,7 +57,6 @@ class Place:
 
     def _watched_step(self) -> list[Sequence]:
         self.on_step()
-        self.is_in_step.set()
         self.may_step.wait()
         found = self._step()
         self.runner.cache.check_integrity()
@@ -66,16 +68,8 @@ class Place:
             self.num_of_step.append(len(launched.works))
         return launched
 
-    def hold(self) -> None:
-        """Let no further step begin until `may_step` is set. The loop must have work."""
-        self.is_in_step.clear()
-        self.may_step.clear()
-        self.is_in_step.wait()
-
-    def submit(self, case: Case, way: Way | None = None) -> "Asked":
-        way = way or Way()
-        expected = by_definition(self.world, case).token_ids if way.drafts not in ("none", "ngram") else ()
-        return Asked(self.loop, make_sequence(self.world, case, way, expected))
+    def submit(self, case: Case) -> "Asked":
+        return Asked(self.loop, make_sequence(self.world, case, Way()))
 
     def stream(self, case: Case) -> Stream:
         return open_stream(self.loop, make_sequence(self.world, case, Way()))
@@ -180,53 +174,6 @@ def test_a_thread_that_drops_or_closes_a_stream_on_the_loop_does_not_wait(world:
 # Ends
 
 
-def test_a_cancelled_sequence_ends_with_the_step_under_way(place: Place) -> None:
-    """The sequence is running, or has no slot yet."""
-    asked = [place.submit(LONG) for _ in range(12)]
-    for each in asked[:8]:
-        each.wait_for_first()
-    place.hold()
-    left, is_one_there = (asked[1], asked[11]), list[bool]()
-    place.on_step = lambda: is_one_there.append(not all(each.sequence.has_ended for each in left))
-    for each in left:
-        each.cancel()
-    place.may_step.set()
-    assert [each.outcome().finish_reason for each in left] == ["abort"] * 2
-    assert sum(is_one_there) <= 3
-    assert asked[11].pieces == []
-    for each in asked:
-        each.cancel()
-        each.outcome()
-    assert place.runner.cache.free_pages == place.runner.cache.pool_pages
-
-
-@pytest.mark.slow(cases=1)
-@pytest.mark.parametrize("was_called", [False, True])
-def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
-    world: World, place: Place, was_called: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The event loop may have been called, and closed before it woke its tasks."""
-    monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", 60)  # answers without a reader would pause here
-
-    async def begin() -> list[AsyncStream]:
-        answers = AsyncAnswers(place.loop)
-        streams = [await answers.stream(make_sequence(world, LONG, Way())).begin() for _ in range(2)]
-        if was_called:
-            place.may_step.set()
-            while not place.num_of_step:
-                pass
-            place.hold()
-        return streams
-
-    place.may_step.clear()
-    asked = place.submit(LONG)
-    left = asyncio.run(begin())
-    place.may_step.set()
-    assert asked.outcome() == by_definition(world, LONG), "an abort would be the closed loop's fault"
-    assert place.loop.drain()
-    assert [stream.sequence.finish_reason for stream in left] == ["abort"] * 2
-
-
 def test_a_paused_answer_ends_with_its_event_loop(world: World, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is delivered to it, so no call of the event loop shows that it is closed."""
     monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", 8)
@@ -285,15 +232,17 @@ def test_sequences_that_arrive_while_the_loop_is_closed_are_ended_or_refused(wor
 # Faults
 
 
-@pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), MemoryError()], ids=repr)
+@pytest.mark.parametrize(("error", "told"), ERRORS, ids=repr)
 def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
-    error: Exception, world: World, place: Place, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, told: str, world: World, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, sample = list[BaseException | None](), place.engine._sample
+    """Calls that came before the exception are answered."""
+    said, called, sample = list[BaseException | None](), list[Reply[int]](), place.engine._sample
     monkeypatch.setattr(threading, "excepthook", lambda arguments: said.append(arguments.exc_value))
 
     def fail_after_three(*arguments: Any) -> Any:
         if len(place.num_of_step) >= 3:
+            in_threads([lambda: called.append(place.loop.call(once(len, "abc")))] * 2)
             raise error
         return sample(*arguments)
 
@@ -308,7 +257,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
             each.outcome()
         found = Outcome.of(each.sequence.result())
         assert (found.finish_reason, found.stop_reason) == ("error", "internal")
-        assert found.error in ("the engine has failed: RuntimeError: planted in two lines", FAILED)
+        assert found.error == f"the engine has failed: {told}"
         assert found.token_ids == by_definition(world, LONG).token_ids[: len(found.token_ids)]
     assert asked[0].pieces
     with pytest.raises(EngineFailedError, match="the engine has failed") as caught:
@@ -316,6 +265,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     assert place.loop.drain()
     assert caught.value.__cause__ is place.loop.failure is error
     assert said == [error]
+    assert {reply.get() for reply in called} == {3}
     for call in (lambda: place.submit(SHORT), place.stream(SHORT).run):
         check_refused(call, r"the engine has failed: .*: load the model again", EngineFailedError)
     assert not place.engine.sequences

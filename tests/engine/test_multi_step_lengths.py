@@ -10,7 +10,6 @@ from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Guess, Priors
 from infer.engine.speculation.ngram import NgramDrafter
-from infer.engine.step.scheduler import FIRST_STEPS, MAX_STEPS
 from infer.engine.step.step_costs import StepKind
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
@@ -22,19 +21,6 @@ CASE = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tok
 def run(world: World, case: Case, way: Way, chain: int | None = None) -> GenerationResult:
     way = replace(way, chain=chain)
     return Place(world, way).stream(make_sequence(world, case, way)).run()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "longest"), [(1e9, MAX_STEPS), (0.0, 1)], ids=["fast", "slow"])
-def test_a_chain_lasts_a_tenth_of_a_second(
-    world: World, seconds: float, longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("infer.engine.step.scheduler.MAX_SECONDS", seconds)
-    result = run(world, CASE, Way())
-    assert Outcome.of(result) == by_definition(world, CASE)
-    rest = 140 - 1 - FIRST_STEPS
-    expected = (1, 1 + rest) if longest == 1 else (1 + -(-rest // longest), 1)
-    assert (result.stats.multi_steps, result.stats.single_steps) == expected
 
 
 @pytest.mark.slow

@@ -259,8 +259,6 @@ REFUSED = {
     "llm.generate(['a', 5])": r"got a list with 'a': generate_all\(\) answers several",
     "llm.generate(['a', 'b'], on_token=print)": "on_token and on_prefill are for one prompt, got a list",
     "llm.generate('a', options={'prefill_chunk': 3})": "options must be RequestOptions or None, got",
-    "llm.generate_iter(b'abc')": "prompts must be a list or an iterable of prompts, got bytes",
-    "llm.generate_iter(5)": "prompts must be a list or an iterable of prompts, got int",
     "llm.generate(message)": "got one message: put it into a list",
     "llm.generate(5)": "got int",
     "llm.generate(None)": "got NoneType",

@@ -9,8 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
+from transformers import Gemma3TextConfig, PretrainedConfig, Qwen3_5TextConfig
 
+import path_cases
 from byte_tokenizer import write_byte_tokenizer
 from infer import LLM, GenerationResult, ModelError, SamplingParams
 from infer.cli import main
@@ -191,16 +192,11 @@ def test_the_estimated_minimum_of_a_model_with_windows_opens(tmp_path: Path, mon
 # Checkpoints
 
 
-_SIZES: dict[str, Any] = {"vocab_size": NUM_TOKENS + 4, "hidden_size": 64, "intermediate_size": 96}
-_SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None}
-_SIZES |= {"max_position_embeddings": 1600, "eos_token_id": NUM_TOKENS - 2}
+_SIZES = {"vocab_size": NUM_TOKENS + 4, "max_position_embeddings": 1600, "eos_token_id": NUM_TOKENS - 2}
 CONFIGS: dict[str, PretrainedConfig] = {
-    "convolutions": Lfm2Config(full_attn_idxs=[1, 3], **_SIZES),
-    "states": Qwen3_5TextConfig(
-        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=16, **_SIZES,
-    ),
-}  # fmt: skip
+    name: type(path_cases.CONFIGS[name]).from_dict(path_cases.CONFIGS[name].to_dict() | _SIZES)
+    for name in ("convolutions", "states")
+}
 PAGE = 64
 PARAMS = SamplingParams(**GREEDY_VALUES | {"logprobs": 2})
 SYSTEM = {"role": "system", "content": "Rules of the house, which every question is asked under. " * 5}

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -270,22 +269,6 @@ def test_a_process_that_stops_reading_delays_no_other(child: Child) -> None:
     with pytest.raises(TimeoutError):
         child.ask("b" * 10**6, 0.2)
     assert child.ask("c", 60.0) == "c"
-
-
-def test_a_fork_asks_its_own_process_although_the_lock_was_held(child: Child) -> None:
-    child.ask("a", 60.0)
-    first = pid_of(child)
-    with ThreadPoolExecutor(1) as holder:
-        holder.submit(child._lock.acquire).result()
-        pipe = child._process.stdin.fileno()
-        forked = os.fork()
-        if forked == 0:
-            signal.alarm(60)
-            shares_pipe = os.path.exists(f"/proc/self/fd/{pipe}")
-            os._exit(shares_pipe or child.ask("b", 60.0) != "b" or pid_of(child) == first)
-        status = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
-        holder.submit(child._lock.release).result()
-    assert (status, child.ask("c", 60.0), pid_of(child)) == (0, "c", first)
 
 
 # Long texts

@@ -499,13 +499,6 @@ def test_a_replica_in_the_place_of_dead_ones_gets_no_more_than_its_share() -> No
     assert abs(shares["a"] - shares["c"]) <= 20
 
 
-def test_only_the_last_pages_of_a_replica_are_known() -> None:
-    router, idle = ReplicaRouter(4), {"a": 0.0, "b": 0.0}
-    router.sent(prompt_of(b"x" * 1024), "b")
-    router.sent(prompt_of(b"y" * 1024), "b")
-    assert router.choose(prompt_of(b"x" * 1024), idle) == "a"
-
-
 def test_the_router_knows_the_first_pages_of_a_prompt_longer_than_a_cache() -> None:
     """A later page is of no use without those before it."""
     router, idle = ReplicaRouter(2), {"a": 0.0, "b": 0.0}

@@ -16,6 +16,7 @@ from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.runner.runner import Runner
+from infer.errors import InvalidRequestError
 from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
 from looping import beside, in_threads, loop_of, open_stream
@@ -132,6 +133,16 @@ def test_an_answer_is_full_at_its_limit_and_has_room_at_half(num_unread: int, mo
     assert (answer.take(), answer.num_put, answer.num_taken) == (None, num_unread, num_unread)
 
 
+def test_an_answer_that_is_dropped_gives_nothing_and_wakes_its_readers() -> None:
+    answer = make_answer()
+    with beside([answer.wait] * 3):
+        answer.cancel()
+    put(answer, 4, has_ended=True)
+    assert (answer.take(), answer.num_taken, answer.num_put) == ([], 0, 4)
+    answer.wait()
+    answer.close()
+
+
 # Wakes
 
 
@@ -168,14 +179,33 @@ def test_waiters_see_what_arrives_from_several_threads() -> None:
     assert not waiters.wait(lambda: len(num_arrived) > 2 * most, 0.01)
 
 
-# Ends from other threads
+# Readers
 
 
-def test_answers_that_threads_close_at_random_leave_nothing(world: World, engine: Engine, loop: Loop) -> None:
-    """Answers are closed or cancelled at any moment of their reading, while another one is read to its end."""
+def test_a_second_thread_that_reads_a_stream_is_refused(world: World, loop: Loop) -> None:
+    stream = open_stream(loop, make_sequence(world, LONG, Way()))
+    pieces, refused = list[Piece](), list[InvalidRequestError]()
+
+    def read() -> None:
+        while True:
+            try:
+                pieces.append(next(stream))
+            except StopIteration:
+                return
+            except InvalidRequestError as error:
+                refused.append(error)
+
+    in_threads([read] * 4)
+    assert all("only one thread may read it at a time" in str(error) for error in refused)
+    assert sorted(piece.token_id for piece in pieces) == sorted(by_definition(world, LONG).token_ids)
+    assert Outcome.of(stream.result) == by_definition(world, LONG)
+
+
+def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: World, engine: Engine, loop: Loop) -> None:
+    """Answers are closed, cancelled or dropped at any moment, while another one is read to its end."""
     expected = by_definition(world, LONG).token_ids
 
-    def close_some(seed: int) -> None:
+    def in_thread(seed: int) -> None:
         draw = random.Random(seed)
         for _ in range(NUM_CLOSED // 6):
             stream = open_stream(loop, make_sequence(world, LONG, Way()))
@@ -186,8 +216,32 @@ def test_answers_that_threads_close_at_random_leave_nothing(world: World, engine
             assert [piece.token_id for piece in pieces] == expected[: len(pieces)]
             assert stream.result.token_ids == expected[: len(pieces)]
 
+    async def in_tasks(seed: int) -> None:
+        draw, answers = random.Random(seed), AsyncAnswers(loop)
+
+        async def ask() -> None:
+            stream = answers.stream(make_sequence(world, LONG, Way()))
+            task = asyncio.ensure_future(stream.result())
+            for _ in range(draw.randrange(9)):
+                await asyncio.sleep(0)
+            how = draw.choice(["close", "cancel", "cancel the task", "drop"])
+            if how == "close":
+                await stream.close()
+            elif how == "cancel":
+                stream.cancel()
+            else:
+                task.cancel()
+            done = await asyncio.gather(task, return_exceptions=True)
+            if how in ("close", "cancel"):
+                token_ids = done[0].token_ids  # type: ignore[union-attr]
+                assert token_ids == expected[: len(token_ids)]
+
+        for _ in range(NUM_CLOSED // 12):
+            await asyncio.gather(*(ask() for _ in range(6)))
+
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
-    with beside(partial(close_some, seed) for seed in range(3)):
+    with beside(partial(in_thread, seed) for seed in range(3)):
+        asyncio.run(in_tasks(3))
         assert Outcome.of(stream.run()) == by_definition(world, LONG)
     assert loop.drain()
     assert not engine.sequences

@@ -109,6 +109,20 @@ for number in (1, 2, 5):
     run(code)
 
 
+@pytest.mark.slow
+def test_ctrl_c_in_generate_all_ends_all_its_answers(run: Callable[..., None]) -> None:
+    code = """
+for number in (1, 2, 7):
+    interrupt_in_step(number)
+    assert interrupts(lambda: llm.generate_all(["abc"] * 20, LONG, batch_size=3))
+    assert not host.engine.sequences
+    check()
+found = llm.generate_all(["abc"] * 5, LONG, batch_size=3)
+assert [each.token_ids for each in found] == [expected[LONG]] * 5
+"""
+    run(code)
+
+
 def test_a_session_keeps_its_answer_after_ctrl_c_and_continues(run: Callable[..., None]) -> None:
     code = """
 for number in (1, 2, 5):

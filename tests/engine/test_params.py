@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pydantic
@@ -24,7 +24,9 @@ from cases import cases
 from gguf_files import write_model
 from infer import LLM
 from infer.compute.sampling.defaults import PRESETS, SamplingDefaults, default_params
+from infer.compute.sampling.keywords import SamplingKeywords
 from infer.engine.step.request import Limits, checked_params
+from infer.engine.step.request_options import OPTIONS, RequestKeywords
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint, resolve
 from infer.files.generation_config import defaults_of, sampling_defaults
@@ -32,7 +34,7 @@ from infer.files.hub.find import INSTALLED_MODELS
 from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, TokenLogprob, percentile
 from infer.parameters import Count, Number, OneOf, Parameter
 from infer.request_limits import MAX_STOPS
-from infer.sampling_params import PARAMETER_NAMES, PARAMETERS, SamplingParams, UnknownParameterError
+from infer.sampling_params import ALIASES, PARAMETER_NAMES, PARAMETERS, SamplingParams, UnknownParameterError
 from infer.serving.protocols.bodies import ChatBody, CompletionBody, ResponseBody
 from infer.serving.protocols.chat_messages import complete_chat
 from infer.serving.protocols.declared_fields import DECLARED
@@ -375,6 +377,11 @@ def test_texts_written_from_the_declarations_are_up_to_date(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == written()[path], "run tests/helpers/parameter_tables.py"
 
 
+def test_keywords_are_the_declared_parameters_and_options() -> None:
+    assert set(SamplingKeywords.__annotations__) == {*PARAMETERS, *ALIASES}
+    assert set(RequestKeywords.__annotations__) == {*PARAMETERS, *ALIASES, *OPTIONS}
+
+
 @pytest.mark.parametrize("name", list(IN_CHATS))
 def test_a_body_has_each_declared_field_and_null_is_absent(name: str) -> None:
     field = DECLARED[name].body_name or name
@@ -466,6 +473,11 @@ def test_numbers_that_stand_for_none_are_none() -> None:
     for name, declared in PARAMETERS.items():
         for number in declared.none:
             assert getattr(SamplingParams.from_mapping({name: number}), name) is None
+
+
+def test_a_type_checker_sees_the_literals_of_the_declarations() -> None:
+    assert SamplingKeywords.__annotations__["logprobs_mode"] == Literal["raw", "processed"]
+    assert PARAMETERS["logprobs_mode"].kind.values == ("raw", "processed")
 
 
 def test_the_page_gets_a_slider_inside_the_limits_of_each_number() -> None:

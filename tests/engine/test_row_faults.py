@@ -16,12 +16,12 @@ import pytest
 from infer import LLM, AsyncLLM, SamplingParams, Session
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.requests.loop_messages import once
+from infer.engine.requests.loop_messages import Reply, once
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ConstraintError, EngineFailedError
-from looping import loop_of, open_stream
-from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence, run_all
+from looping import in_threads, loop_of, open_stream
+from path_cases import CONTEXT, Case, Outcome, Place, Way, World, all_by_definition, make_runner, make_sequence, run_all
 from refusals import check_refused
 from steps_behind import RunsOnItsOwn
 
@@ -124,6 +124,37 @@ def test_pages_of_a_failed_row_are_no_prefix(world: World) -> None:
         assert (running.has_fault, runner.adopt(0, PROMPT)) == (has_fault, 0 if has_fault else 32)
         runner.truncate(0, 0)
     runner.cache.check_integrity()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_fault_that_is_not_a_row_s_ends_the_engine_and_all_waits(
+    world: World, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are raised in a step by code that asks the program to end. Signals only reach the main thread."""
+    reported = list[type[BaseException] | None]()
+    monkeypatch.setattr("threading.excepthook", lambda arguments: reported.append(arguments.exc_type))
+    place = Place(world, Way(), make_runner(world, Way(), num_slots=2))
+    running, beside = (make_sequence(world, Case("", PROMPT, LONG), Way()) for _ in "ab")
+    called, have_begun, accept = list[Reply[int]](), threading.Event(), running.accept
+
+    def stop(*arguments: Any) -> Any:
+        in_threads([lambda: called.append(place.loop.call(once(len, "abc")))] * 2)
+        if len(called) == 4:
+            raise error
+        return accept(*arguments)
+
+    running.accept = stop  # type: ignore[method-assign,assignment]
+    streams = [open_stream(place.loop, sequence) for sequence in (beside, running)]
+    place.loop.call(once(have_begun.wait))
+    for stream in streams:
+        stream.answer.begin()
+    have_begun.set()
+    for stream in streams:
+        with pytest.raises(EngineFailedError, match=f"the engine has failed: {error.__name__}"):
+            stream.run()
+    assert [reply.get() for reply in called] == [3] * 4
+    place.loop.close()
+    assert reported == [error]
 
 
 # Faults of steps

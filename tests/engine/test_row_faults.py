@@ -225,6 +225,44 @@ def test_rows_whose_steps_fail_only_together_are_all_answered(world: World, way:
         assert Outcome.of(sequence.result()) == said
 
 
+def test_rows_that_are_cancelled_while_others_run_alone_end(world: World) -> None:
+    """The first is found guilty, and the second leaves before its turn: nobody shows that the engine still works."""
+    runner = make_runner(world, Way(), num_slots=2)
+    engine = Engine(runner)
+    guilty, other = (make_sequence(world, Case(name, PROMPT, LONG), Way()) for name in "ab")
+
+    def cancel_both_when_alone(slots: set[int]) -> bool:
+        if guilty.slot in slots and engine._faults.alone is guilty and engine._faults._num_in_a_row:
+            engine.cancel(guilty)
+            engine.cancel(other)
+        return guilty.slot in slots
+
+    plant_in_steps(runner, cancel_both_when_alone)
+    loop, have_come = loop_of(engine), threading.Event()
+    loop.call(once(have_come.wait, 60))
+    streams = [open_stream(loop, sequence) for sequence in (guilty, other)]
+    for stream in streams:
+        stream.answer.begin()
+    have_come.set()
+    assert loop.drain(60)
+    for stream in streams:
+        stream.close()
+    assert other.finish_reason == "abort"
+    loop.close()
+
+
+def test_a_row_with_a_fault_has_ended_also_if_its_step_fails(world: World) -> None:
+    engine = Engine(make_runner(world, Way(), num_slots=1))
+    sequence = engine.submit(make_sequence(world, Case("", PROMPT, LONG), Way()))
+    engine.step()
+    engine.step()
+    sequence._text._detokenizer = Mock(push=Mock(side_effect=ZeroDivisionError))
+    num_pieces = len(sequence.pieces)
+    engine.step()
+    sequence.restart()
+    assert (sequence.finish_reason, len(sequence.pieces)) == ("error", num_pieces)
+
+
 def test_the_engine_fails_if_the_steps_of_each_row_fail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("threading.excepthook", lambda arguments: None)
     with pytest.raises(EngineFailedError, match="the engine has failed: ZeroDivisionError: planted"):

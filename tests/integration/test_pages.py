@@ -103,8 +103,8 @@ def test_a_page_shows_what_its_examples_print(
 
 def needs_own_model(options: LoadOptions) -> bool:
     """Return True if a command has unusual settings, or closes its model."""
-    settings = options.kv_type, options.eviction_policy, options.max_seq_len
-    return isinstance(options, BatchOptions) or settings != ("auto", "none", None)
+    own = options.settings.kv_type, options.settings.eviction_policy, options.settings.max_seq_len
+    return isinstance(options, BatchOptions) or own != ("auto", "none", None)
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,8 @@ class Engine:
 
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
         """Let a sequence take part in the steps until it is finished. With a lease it uses the slot of the lease."""
+        if not self._sequences:
+            self._faults = Faults()  # whom it suspected has ended
         sequence.lease = lease
         self._queue.join(sequence, time.perf_counter())
         self._sequences[sequence] = None
@@ -249,7 +251,8 @@ class Engine:
         launched, self._pending = self._pending or self.launch(), None
         self._pending = self._launch_behind(launched)
         sequences = self.collect(launched)
-        self._try_suspects()
+        self._try_suspects()  # if it raises, the next step returns them
+        self._taking_part.clear()
         return sequences
 
     def _try_suspects(self) -> None:
@@ -312,9 +315,7 @@ class Engine:
             self._pending = None
         if self.prefixes is not None:
             self.prefixes.notify()
-        found = list(self._taking_part)
-        self._taking_part.clear()
-        return found
+        return list(self._taking_part)
 
     def _drop_finished(self) -> None:
         """Remove sequences that are finished or cancelled. The next `collect` returns them."""

@@ -100,7 +100,7 @@ def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Ask:
             asked = ask_chat(body, defaults, llm.tokenizer.chat_template)
         else:
             asked = ask_completion(body, defaults)
-    count = len(asked.prompts) * asked.num_choices if asked.is_answered else 0
+    count = len(asked.prompts) * len(asked.params) if asked.is_answered else 0
     if count != 1:
         raise InvalidRequestError(f"the permalink's body must ask for one answer, got {count}")
     return asked

@@ -15,7 +15,7 @@ from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import EngineFailedError, InferError
@@ -59,11 +59,11 @@ class Waiters:
 
     def notify(self) -> None:
         """Wake the threads now, and the tasks with the relay's next call. For any thread."""
-        while self._gates:
-            try:
-                self._gates.popleft().release()
-            except IndexError:  # another thread has notified it
-                return
+        for gate in tuple(self._gates):  # whoever comes later sees what has arrived
+            with suppress(RuntimeError):  # another thread has notified it
+                gate.release()  # before it is removed: a signal may raise between the two
+            with suppress(ValueError):
+                self._gates.remove(gate)
         if self.relay is not None:
             self.relay.note(self)
 
@@ -110,6 +110,7 @@ class Relay:
             self._arrived.popleft().wake_tasks()
 
 
+@runtime_checkable
 class _Loop(Protocol):
     """The `Loop` of an answer, as far as the answer uses it."""
 
@@ -153,13 +154,9 @@ class Answer:
         self._on_end, self._shows_prefill = on_end, shows_prefill
         self._unread = deque[Piece]()
         self._waiters = waiters or Waiters()
+        self.relay = self._waiters.relay  # wakes the reader, if that is a task
         self._changing = threading.RLock()  # held briefly; a signal's handler may acquire it again
         self._has_begun = False
-
-    @property
-    def relay(self) -> Relay | None:
-        """The relay that wakes the reader, if that is a task."""
-        return self._waiters.relay
 
     # For the loop's thread
 
@@ -311,6 +308,7 @@ class Answer:
                     self._on_end()
                 finally:
                     self.is_settled = True
+                    self._on_end = lambda: None  # a session would wait for the collector otherwise
 
     async def _wait_for_end_as_task(self) -> None:
         await self._waiters.wait_as_task(lambda: self.has_ended)

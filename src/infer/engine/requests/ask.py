@@ -45,8 +45,3 @@ class Ask:
         """Return the ask of a call whose keywords may also be options. Raises InvalidRequestError for an option."""
         options, sampling = split_options(options, keywords)
         return cls([prompt], (), options, params, sampling, has_variables=has_variables)
-
-    @property
-    def num_choices(self) -> int:
-        """Number of answers to each prompt."""
-        return len(self.params) or 1

@@ -206,12 +206,12 @@ class _EngineThread:
         relays = set[Relay]()
         for sequence in sequences:
             answer = self._answers[sequence]
+            answer.put()
             if sequence.has_ended:
                 del self._answers[sequence]
                 if (backlog := self._backlogs.pop(sequence, None)) is not None:
                     backlog.num_running -= 1
                     self._refill(backlog)
-            answer.put()
             if answer.relay is not None:
                 relays.add(answer.relay)
             if not sequence.has_ended and answer.pause_if_full():

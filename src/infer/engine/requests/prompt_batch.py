@@ -63,7 +63,7 @@ def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size
             batch.waiters.wait(batch.has_ended)
             yield from batch.take()
     finally:
-        batch.drop()
+        loop.drop(batch.backlog)
         if loop.can_be_awaited:
             batch.waiters.wait(batch.have_all_ended)
 
@@ -79,7 +79,7 @@ async def answer_all_as_task(
             for ended in batch.take():
                 yield ended
     finally:
-        batch.drop()
+        answers.loop.drop(batch.backlog)
         await batch.waiters.wait_as_task(batch.have_all_ended)
 
 
@@ -91,19 +91,19 @@ class _Batch:
         self, loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int, waiters: Waiters
     ) -> None:
         self.waiters = waiters
-        self._loop, self._sequences, self._backlog = loop, sequences, Backlog(batch_size)
+        self._loop, self._sequences, self.backlog = loop, sequences, Backlog(batch_size)
         self._open = list[tuple[int, Answer]]()  # each with its prompt's number
 
     def fill(self) -> bool:
         """Take sequences until there is no room. Return False if none is left."""
-        while len(self._open) < 2 * self._backlog.most_running:
+        while len(self._open) < 2 * self.backlog.most_running:
             if (following := next(self._sequences, None)) is None:
                 break
             number, sequence = following
             answer = Answer(self._loop, sequence, self.waiters, only_end=True)
             self._open.append((number, answer))
-            self._backlog.waiting.append(answer)
-            self._loop.refill(self._backlog)
+            self.backlog.waiting.append(answer)
+            self._loop.refill(self.backlog)
         return bool(self._open)
 
     def has_ended(self) -> bool:
@@ -117,7 +117,3 @@ class _Batch:
         for each in [(number, answer) for number, answer in self._open if answer.has_ended]:
             self._open.remove(each)
             yield Ended(each[0], each[1].whole())
-
-    def drop(self) -> None:
-        """End all active and waiting answers."""
-        self._loop.drop(self._backlog)

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Self, SupportsIndex, final
 
 from infer.engine.requests.answer import Answer
@@ -285,7 +286,7 @@ class AsyncStream(AsyncIterator[Piece]):
             >>> (await stream.result()).text
             ' Paris.'
         """
-        async with _Reading(self):
+        with self._reading():
             answer = await self._begun(only_end=True)
             await answer.wait_for_whole()
             return answer.whole()
@@ -304,27 +305,23 @@ class AsyncStream(AsyncIterator[Piece]):
             self._answer.begin(only_end=only_end)
         return self._answer
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Let one task read at a time. If the task is cancelled or fails, the answer ends."""
+        if self._is_read:
+            raise InvalidRequestError("another task is reading the stream: only one may read it at a time")
+        self._is_read = True
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            self._is_read = False
+
     async def _take(self, most: int | None) -> list[Piece]:
-        async with _Reading(self):
+        with self._reading():
             answer = await self._begun()
             while (pieces := answer.take(most)) is None:
                 await answer.wait_as_task()
             return pieces
-
-
-@final
-class _Reading:
-    """Lets one task read a stream at a time. If the task is cancelled or fails, the answer ends."""
-
-    def __init__(self, stream: AsyncStream) -> None:
-        self._stream = stream
-
-    async def __aenter__(self) -> None:
-        if self._stream._is_read:
-            raise InvalidRequestError("another task is reading the stream: only one may read it at a time")
-        self._stream._is_read = True
-
-    async def __aexit__(self, kind: object, *rest: object) -> None:
-        self._stream._is_read = False
-        if kind is not None:
-            self._stream.cancel()

@@ -53,17 +53,17 @@ class Faults:
         """
         self._num_in_a_row = 0
         if self._suspects is None:
-            return None
+            return
         for sequence in [self.alone] if self.alone is not None else list(self._suspects):
             has_token = sequence.num_generated > self._suspects[sequence]
             self._has_progress |= has_token
             if has_token or sequence.has_ended or sequence.is_paused:
                 if sequence is self.alone:
-                    return self._try_next()
+                    self._try_next()
+                    return
                 del self._suspects[sequence]
         if not self._suspects:
             self._suspects, self._num_faults = None, 0
-        return None
 
     def _try_next(self) -> None:
         """Let the next suspect run alone. After the last one, end the culprits."""

@@ -108,6 +108,7 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, OPTIONS)
+        object.__setattr__(self, "answer_prefix", tuple(self.answer_prefix))
 
 
 OPTIONS = parameters_of(RequestOptions)

@@ -220,7 +220,7 @@ class Sequence:
         """Make the state again from the ids. No token counts as computed: a step may have been interrupted."""
         self.leave()
         self.num_computed = 0
-        if not self.is_finished or self._text.num_tokens != len(self.pieces):
+        if not self.has_fault and (not self.is_finished or self._text.num_tokens != len(self.pieces)):
             self.attempt(partial(self._replay, len(self.pieces)), None)
 
     def forget_computed(self) -> None:

@@ -312,15 +312,15 @@ class MemoryBudget:
         """Return the option that quantises float weights at load, if the model fits then."""
         if self.tensors is None or self.load.dtype != "auto" or self.load.weights != "auto":
             return None
+        without = "" if self.pool_pages is None else " without pool_pages"
         for kind in ("q8", "q4"):
-            load, sizes = replace(self.load, weights=kind), {"num_tokens": self.num_tokens}
-            other = MemoryBudget.of(self.architecture, self.tensors, load, self.settings, **sizes)
-            other = replace(other, num_devices=self.num_devices)
+            headers = self.architecture, self.tensors, replace(self.load, weights=kind), self.settings
+            other = replace(MemoryBudget.of(*headers, num_tokens=self.num_tokens), num_devices=self.num_devices)
             if other.types != self.types:
                 if other.model <= available:
-                    return f"weights={kind} fits"
+                    return f"weights={kind} fits{without}"
                 if (tokens := other.largest_context(available, self.num_tokens)) >= _LEAST:
-                    return f"weights={kind} with max_seq_len={tokens} fits"
+                    return f"weights={kind} with max_seq_len={tokens} fits{without}"
         return None
 
 

@@ -238,7 +238,7 @@ def _arrival(asked: Ask, context: int) -> Arrival:
     num_tokens = sum(min(context, of_tools + text_tokens(prompt)) for prompt in asked.prompts)
     if not asked.is_answered:  # prompts are only read, which needs no slot
         return Arrival("", num_prompt_tokens=num_tokens, num_answer_tokens=0)
-    return Arrival("", len(asked.prompts), asked.num_choices, num_tokens, asked.params[0].max_new_tokens)
+    return Arrival("", len(asked.prompts), len(asked.params), num_tokens, asked.params[0].max_new_tokens)
 
 
 async def _prepared(

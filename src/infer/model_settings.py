@@ -138,8 +138,8 @@ class ModelSettings:
         "auto", _one_of(RerankerName),
         "Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.", group="reranker")
     pool_pages: int | None = parameter(
-        None, Whole(1, is_optional=True), "Pages of 64 tokens that all answers share.  [default: 8 full contexts]",
-        group="pool")
+        None, Whole(1, is_optional=True),
+        "Pages of 64 tokens that all answers share.  [default: 8 full contexts; with CUDA all that fit]", group="pool")
     prefix_disk: int | None = parameter(
         None, Size(),
         "Size of the files that keep beginnings of prompts for use after a restart; 0 keeps none.  "

@@ -226,6 +226,36 @@ def test_a_preempted_sequence_returns_when_one_of_two_others_ends(world: World, 
     check_ends(world, engine, [running, preempted], [LONG, LONG])
 
 
+def test_all_that_wait_enter_although_paused_sequences_have_all_slots(world: World, engine: Engine) -> None:
+    paused = [submit(world, engine, LONG) for _ in range(engine.runner.num_slots)]
+    engine.step()
+    for each in paused:
+        engine.pause(each)
+    waiting = [submit(world, engine, SHORT) for _ in paused]
+    engine.step()
+    assert all(each.has_slot for each in waiting)
+
+
+def test_an_engine_that_recovers_does_not_remember_that_pages_were_short(world: World, engine: Engine) -> None:
+    asked = [submit(world, engine, LONG) for _ in range(3)]
+    engine.step()
+    assert engine._slots.preempt_one()
+    engine.recover()
+    engine.step()
+    assert all(each.has_slot for each in asked)
+
+
+def test_a_first_end_stays(world: World, crowded: Engine) -> None:
+    """A lack of pages does not fail what has ended, and an answer that is cut keeps the reason of its end."""
+    sequence = submit(world, crowded, LONG)
+    while len(sequence.pieces) < 2:
+        crowded.step()
+    sequence.abort("timeout")
+    assert not crowded._slots.make_room(sequence, lambda: "pages")
+    sequence.keep(1)
+    assert (len(sequence.pieces), sequence.result().stop_reason, sequence.error) == (1, "timeout", None)
+
+
 def test_one_prompt_is_remembered_for_at_most_half_of_the_pool(world: World) -> None:
     runner = Runner(world.model, CONTEXT, num_slots=2, settings=SETTINGS, pool_pages=CONTEXT // 16)
     engine = Engine(runner)

@@ -228,9 +228,15 @@ class Sequence:
         self.num_computed = 0
 
     def keep(self, num_tokens: int) -> None:
-        """End as if the answer had been cut after `num_tokens` tokens, if it has more or is unfinished."""
+        """End as if the answer had been cut after `num_tokens` tokens, if it has more or is unfinished.
+
+        An end that no token caused, such as a timeout or an error, stays the end.
+        """
         if num_tokens < len(self.pieces):
+            reason, detail = self.finish_reason, self._text.stop_reason
             self._replay(num_tokens)
+            if reason in ("abort", "error"):
+                self._text.finish(reason, detail)
         self.abort()
 
     def resume(self, token_ids: Items[int], logprobs: Items[TokenLogprob]) -> None:

@@ -281,6 +281,17 @@ class Slots:
 
         Return False if there is no such slot.
         """
+        if self._empty_idle(but):
+            return True
+        if (paused := self._last_paused()) is not None:
+            self.preempt(paused)
+        return paused is not None
+
+    def _last_paused(self) -> Sequence | None:
+        return next((each for each in reversed(list(self.sequences)) if each.is_paused), None)
+
+    def _empty_idle(self, but: Lease | None = None) -> bool:
+        """Empty a slot without a sequence. Return False if all such slots are empty."""
         used = {*self._sequence_by_slot, *self._lease_by_slot}
         for slot, length in enumerate(self.runner.lengths):
             if length and slot not in used:  # the lease was dropped
@@ -293,11 +304,7 @@ class Slots:
             oldest.lose()
             self._lease_by_slot.pop(slot, None)
             self.runner.truncate(slot, 0)
-            return True
-        paused = [each for each in self.sequences if each.is_paused]
-        if paused:
-            self._preempt_for_pages(paused[-1])
-        return bool(paused)
+        return bool(idle)
 
     def make_room(self, sequence: Sequence, shortage: Callable[[], str]) -> bool:
         """Free pages until `shortage()`, which says what a sequence lacks, returns an empty string.
@@ -306,10 +313,11 @@ class Slots:
         was preempted, or if it is the only one and still has too few pages.
         """
         while sequence.has_slot and (what := shortage()):
-            if self.reclaim():
+            if self._empty_idle():
                 continue
-            if (victim := self._victim()) is None:
-                sequence.fail("memory", what)
+            if (victim := self._last_paused() or self._victim()) is None:
+                if not sequence.is_finished:  # otherwise only its prompt cannot be compressed
+                    sequence.fail("memory", what)
                 return False
             self._preempt_for_pages(victim)
         return sequence.has_slot
@@ -323,6 +331,7 @@ class Slots:
         for slot in self._sequence_by_slot:
             self._release(slot)
         self._sequence_by_slot.clear()
+        self._is_full = False
         self.params = SlotParams(self.runner)
 
     def _free_slot(self) -> int | None:

@@ -114,7 +114,7 @@ def test_streaming_equals_decoding_for_random_ids(strip: bool | None) -> None:
 
 
 PIECES = [*(f"<0x{value:02X}>" for value in range(128)), "▁", "▁▁", "\n", "'", "s", "Hello", "▁Hello", "##a", "##"]
-PIECES += ["a", "aa", " ", "  ", "' s", " .", "n't", "é", "a▁b", "\0infer\0", "<0xZZ>"]
+PIECES += ["a", "aa", " ", "  ", "' s", " .", "n't", "é", "a▁b", "b", "\0infer\0", "<0xZZ>"]
 STRINGS = st.sampled_from(["▁", " ", "a", "aa", "aab", "\n ", "' ", "ab", "▁▁", "Hello "])
 STEPS = st.one_of(
     st.builds(decoders.Fuse),
@@ -130,6 +130,7 @@ STEPS = st.one_of(
 
 @given(st.lists(STEPS, max_size=5), st.lists(st.lists(st.sampled_from(PIECES), max_size=7), min_size=5, max_size=5))
 @example([decoders.ByteLevel()], [["é"]])  # a byte that begins a character
+@example([decoders.Fuse(), decoders.Replace("ab", "x")], [["a", "b"]])  # a text of several tokens
 def test_any_steps_of_a_decoder_give_the_librarys_text_or_are_refused_at_load(
     steps: list[decoders.Decoder], texts: list[list[str]]
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_messages import once
+from infer.engine.requests.loop_calls import once
 from infer.engine.requests.prompt_batch import answer_all_as_task, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.requests.stream import AsyncStream

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 
 from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_messages import Work, once
+from infer.engine.requests.loop_calls import Work, once
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.sequence import Sequence
 from infer.errors import closed

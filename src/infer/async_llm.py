@@ -248,7 +248,7 @@ class AsyncLLM:
         answers, options = self.host.answers, options or RequestOptions()
         asked = partial(self.host.requests.sequences, Ask([prompt], params, options, variables=variables), 0)
         is_constrained = bool(options.tools) or any(grammar_of(each) for each in params)
-        sequences = await (answers.constrain(asked) if is_constrained else answers.prepare(asked))
+        sequences = await answers.prepare(asked, is_constrained=is_constrained)
         return [answers.stream(sequence) for sequence in sequences]
 
     @_as_in(LLM.prompt_logprobs)

@@ -13,7 +13,7 @@ from torch import Tensor
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_messages import once
+from infer.engine.requests.loop_calls import once
 from infer.engine.requests.prompt_batch import answer_all_as_task, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.requests.stream import AsyncStream
@@ -248,7 +248,7 @@ class AsyncLLM:
         answers, options = self.host.answers, options or RequestOptions()
         asked = partial(self.host.requests.sequences, Ask([prompt], params, options, variables=variables), 0)
         is_constrained = bool(options.tools) or any(grammar_of(each) for each in params)
-        sequences = await (answers.constrain(asked) if is_constrained else answers.prepare(asked))
+        sequences = await answers.prepare(asked, is_constrained=is_constrained)
         return [answers.stream(sequence) for sequence in sequences]
 
     @_as_in(LLM.prompt_logprobs)

@@ -16,7 +16,7 @@ from idle import in_event_loop
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.compute import ops
 from infer.compute.operands.step import Step
-from infer.engine.requests.loop_messages import Work, once
+from infer.engine.requests.loop_calls import Work, once
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.hidden_states import STEP_TOKENS, HiddenStates
 from infer.engine.texts import text_states

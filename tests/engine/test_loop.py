@@ -20,7 +20,7 @@ from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.engine_thread import Heartbeat
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_messages import Reply, Work, once
+from infer.engine.requests.loop_calls import Reply, Work, once
 from infer.engine.requests.stream import AsyncStream, Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence

@@ -19,7 +19,7 @@ from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
 from infer.engine.prepare.answer_grammars import AnswerGrammars
-from infer.engine.prepare.tool_rules import ToolRules
+from infer.engine.prepare.tool_answers import ToolRules
 from infer.system.processes.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
@@ -169,7 +169,7 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
 
 
 def test_the_caches_of_the_preparing_process_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.prepare.tool_rules.MAX_RULE_BYTES", 20_000)
+    monkeypatch.setattr("infer.engine.prepare.tool_answers.MAX_RULE_BYTES", 20_000)
     monkeypatch.setattr("infer.text.toolcalls.tool_schemas.MAX_KNOWN_BYTES", 200_000)
     rules = ToolRules(llguidance, lambda source: "", 4.0)
     rules.begin(60.0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
-from infer.engine.prepare.answer_text import format_to_json
+from infer.engine.prepare.tool_answers import format_to_json
 from infer.errors import InvalidRequestError
 from infer.system.memory.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar
@@ -32,19 +32,13 @@ class PreparedAnswer(NamedTuple):
     source: str | None
 
 
-class _Prepared(NamedTuple):
-    source: str
-    parameters: Mapping[int, Mapping[str, Any]]  # parameters of changed tools, by their index
-    warnings: tuple[str, ...]
-
-
 @final
 class AnswerGrammars:
     """Prepares answers and caches them, because an agent sends the same tools in every turn. For any thread."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._kept = SizedCache[_Prepared](MAX_PREPARED_BYTES)
+        self._kept = SizedCache[dict[str, Any]](MAX_PREPARED_BYTES)
 
     def prepare(self, form: AnswerFormat, answer: Grammar | None) -> PreparedAnswer:
         """Prepare an answer. `answer` is the request's own grammar for the text. Raises InvalidRequestError."""
@@ -55,29 +49,26 @@ class AnswerGrammars:
         form = _as_json(form)
         question = {"format": format_to_json(form), "answer": answer}
         key = blake2b(json.dumps(question).encode(), digest_size=32).digest()
-        found = self._kept.get_or_make(key, lambda: _asked(self._compiler.backend, question), _num_bytes)
-        return PreparedAnswer(_with(form, found), found.source)
+        name, backend = "tools" if has_calls else "the grammar of the answer", self._compiler.backend
+        prepared = self._kept.get_or_make(key, lambda: ask_trial(backend, question, name), _num_bytes)
+        return PreparedAnswer(_with(form, prepared), prepared["source"])
 
 
-def _num_bytes(found: _Prepared) -> int:
-    size = len(json.dumps([*found.parameters.values(), *found.warnings]))
-    return _LEAST_BYTES + len(found.source.encode()) + _BYTES_PER_CHARACTER * size
+def _num_bytes(prepared: Mapping[str, Any]) -> int:
+    size = len(json.dumps([prepared["tools"], prepared["warnings"]]))
+    return _LEAST_BYTES + len(prepared["source"].encode()) + _BYTES_PER_CHARACTER * size
 
 
-def _asked(backend: str, question: Mapping[str, Any]) -> _Prepared:
-    answer = ask_trial(backend, question, "tools" if question["format"]["calls"] else "the grammar of the answer")
-    return _Prepared(answer["source"], dict(answer["tools"]), tuple(answer["warnings"]))
-
-
-def _with(form: AnswerFormat, found: _Prepared) -> AnswerFormat:
+def _with(form: AnswerFormat, prepared: Mapping[str, Any]) -> AnswerFormat:
     """Return the format with the changed tools and the warnings."""
+    form = replace(form, warnings=tuple(prepared["warnings"]))
     if form.calls is None:
-        return replace(form, warnings=found.warnings)
-    tools = tuple(
-        replace(tool, parameters=found.parameters[index]) if index in found.parameters else tool
-        for index, tool in enumerate(form.calls.tools)
+        return form
+    changed = dict(prepared["tools"])  # parameters, by the tools' indices
+    tools = (
+        replace(tool, parameters=changed.get(index, tool.parameters)) for index, tool in enumerate(form.calls.tools)
     )
-    return replace(form, calls=replace(form.calls, tools=tools), warnings=found.warnings)
+    return replace(form, calls=replace(form.calls, tools=tuple(tools)))
 
 
 def _as_json(form: AnswerFormat) -> AnswerFormat:

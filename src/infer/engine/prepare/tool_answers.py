@@ -1,24 +1,134 @@
-"""The grammar of an answer with tools, or reasoning: schemas are loosened if necessary, and the whole is tried."""
+"""The grammar of an answer with tools, or reasoning: schemas are loosened if necessary, and the whole is tried.
+
+The process that reads schemas uses this, for `answer_grammars`. Schemas and patterns of tools become expressions of
+Lark. Each is read and tried within a limit of processor time.
+"""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, final
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple, final
 
-from infer.engine.prepare.answer_text import format_of_json
-from infer.engine.prepare.tool_rules import ToolRules
 from infer.errors import AnswerGrammarError, InvalidRequestError, about
-from infer.system.processes.processor_limit import OverLimitError, limited
+from infer.system.memory.sized_cache import SizedCache
+from infer.system.processes.processor_limit import LateError, OverLimitError, limited, processor_seconds
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.library_trials import Try, llguidance_try
+from infer.text.grammar.json_schema import unreadable_parts
+from infer.text.grammar.library_trials import Try, llguidance_try, read_within
+from infer.text.grammar.pattern import check_pattern, without_anchors
 from infer.text.grammar.reading import pointed
-from infer.text.toolcalls.answer_format import AnswerFormat
+from infer.text.grammar.schema_pattern import translated
+from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.answer_grammar import answer_lark
+from infer.text.toolcalls.formats import ReasoningFormat, ToolCallFormat
 from infer.text.toolcalls.tool_schemas import ToolSchemas
+from infer.text.toolcalls.tools import Tool
 
 LOOSEST_SECONDS = 2.0  # processor seconds, for tools without their schemas
+MAX_RULE_BYTES = 16 << 20
 _NUM_BYTES, _NUM_MARKS = 256, 64
+_LIBRARY = "llguidance"
+
+
+def format_to_json(form: AnswerFormat) -> dict[str, Any]:
+    """Return the part of a format on which its grammar depends. The descriptions of tools are left out."""
+    calls = None
+    if form.calls is not None:
+        calls = {
+            "form": asdict(form.calls.form),
+            "tools": [[tool.name, tool.parameters, tool.is_strict, tool.warnings] for tool in form.calls.tools],
+            "kind": form.calls.kind,
+            "is_parallel": form.calls.is_parallel,
+        }
+    return {
+        "calls": calls,
+        "reasoning": None if form.reasoning is None else asdict(form.reasoning),
+        "is_open": form.is_open,
+        "budget": form.budget,
+        "marks": list(form.marks.items()),
+    }
+
+
+def format_of_json(given: Mapping[str, Any]) -> AnswerFormat:
+    """Return the format that `format_to_json` wrote."""
+    calls, reasoning = given["calls"], given["reasoning"]
+    if calls is not None:
+        tools = (
+            Tool(name, "", parameters, is_strict, tuple(warnings))
+            for name, parameters, is_strict, warnings in calls["tools"]
+        )
+        calls = Calls(ToolCallFormat(**calls["form"]), tuple(tools), calls["kind"], calls["is_parallel"])
+    return AnswerFormat(
+        calls,
+        None if reasoning is None else ReasoningFormat(**reasoning),
+        is_open=given["is_open"],
+        budget=given["budget"],
+        marks=dict(given["marks"]),
+    )
+
+
+class _Part(NamedTuple):
+    """One of several grammars of llguidance. `warnings` name the keywords of schemas that are not enforced."""
+
+    grammar: Mapping[str, Any]
+    warnings: tuple[str, ...]
+
+
+@final
+class ToolRules:
+    """The `Rules` of `argument_grammar`, for one library in this process. Results are cached, up to a size in bytes."""
+
+    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
+        """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
+        self._library, self._try, self._read_seconds = library, try_, read_seconds
+        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
+        self._ends_at = 0.0
+        self.warnings: dict[str, None] = {}  # warnings of all grammars
+
+    def begin(self, seconds: float) -> None:
+        """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
+        self._ends_at = processor_seconds() + seconds
+
+    def part(self, grammar: Grammar) -> Mapping[str, Any]:
+        """Return a checked and tried grammar. Raises InvalidRequestError."""
+        if (found := self._parts.get(grammar)) is None:
+            found = self._read(grammar)
+            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, found.warnings))
+            self._parts.put(grammar, found, num_bytes)
+        self.warnings |= dict.fromkeys(found.warnings)
+        return found.grammar
+
+    def json_rule(self, schema: Mapping[str, Any]) -> str:
+        """Return a checked and tried schema. Raises InvalidRequestError."""
+        part = self.part(Grammar("json_schema", json.dumps(schema)))
+        return f"%json {json.dumps(part['json_schema'])}"
+
+    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the pointers of keywords of a schema that cannot be read, each with the reason."""
+        return unreadable_parts(schema)
+
+    def text_pattern(self, pattern: str) -> str:
+        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
+
+        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
+        """
+        self.json_rule({"type": "string", "pattern": pattern})
+        body = without_anchors(pattern)
+        check_pattern(body, "pattern", allows_anchors=False)
+        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
+        return f"{before}({found})".replace("\n", "\\n") + after
+
+    def _read(self, grammar: Grammar) -> _Part:
+        if processor_seconds() > self._ends_at:
+            raise LateError
+        read = read_within(self._library, _LIBRARY, self._try, grammar, self._read_seconds)
+        text = read.source.text
+        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        return _Part(part, read.warnings)
 
 
 @final

@@ -324,3 +324,21 @@ class Answer:
     @property
     def _has_room(self) -> bool:
         return self.only_end or 2 * len(self._unread) <= MAX_UNREAD
+
+
+@final
+class Backlog:
+    """Answers of one caller. When one ends, the next one begins before the next step.
+
+    The caller appends to `waiting`, and then calls `Loop.refill`.
+    """
+
+    def __init__(self, most_running: int) -> None:
+        self.most_running, self.num_running = most_running, 0
+        self.waiting = deque[Answer]()
+
+    def end_waiting(self) -> None:
+        """End the answers that have not begun."""
+        with suppress(IndexError):
+            while True:
+                self.waiting.popleft().end()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 
 from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_messages import Work, once
+from infer.engine.requests.loop_calls import Work, once
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.sequence import Sequence
 from infer.errors import closed
@@ -26,44 +26,6 @@ class _NotAwaitedError(Exception):
 
 
 @final
-class _Threads:
-    """A few threads for work that would block an event loop. They start when they are needed."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._count, self._name = count, name
-        self._executor: ThreadPoolExecutor | None = None
-        self._is_closed = False
-
-    async def run(self, work: Callable[[Check], _Found]) -> _Found:
-        """Run `work(check)` outside the event loop. If it is cancelled, it ends at its next call of `check`.
-
-        Raises ClosedError after `close`.
-        """
-        if self._is_closed:
-            raise closed()
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self._count, self._name)
-        is_awaited = threading.Event()
-        is_awaited.set()
-
-        def check() -> None:
-            if not is_awaited.is_set():
-                raise _NotAwaitedError
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work, check)
-        finally:
-            is_awaited.clear()
-
-    def close(self) -> None:
-        """Let each thread end after its current work."""
-        self._is_closed = True
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
-        self._executor = None
-
-
-@final
 class AsyncAnswers:
     """The answers of one loop, for the tasks of any number of event loops."""
 
@@ -71,21 +33,31 @@ class AsyncAnswers:
         self.loop = loop
         # Each loop's relay, while it has answers.
         self._relays = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, Relay]()
-        self._preparing = _Threads(NUM_PREPARING, "infer-prepare")
-        self._constraining = _Threads(NUM_CONSTRAINING, "infer-constrain")
+        self._preparing = ThreadPoolExecutor(NUM_PREPARING, "infer-prepare")
+        self._constraining = ThreadPoolExecutor(NUM_CONSTRAINING, "infer-constrain")
 
-    async def prepare(self, work: Callable[[Check], _Found]) -> _Found:
-        """Return `work(check)`, called on a thread. Raises ClosedError."""
-        self.loop.check_open()
-        return await self._preparing.run(work)
+    async def prepare(self, work: Callable[[Check], _Found], *, is_constrained: bool = False) -> _Found:
+        """Return `work(check)`, called on a thread. If the task is cancelled, work ends at its next call of `check`.
 
-    async def constrain(self, work: Callable[[Check], _Found]) -> _Found:
-        """Prepare a request with a grammar or tools, as `prepare` does for other requests.
-
-        It may wait for the process that tries grammars. It has its own threads, so that no other request waits for it.
+        A request that `is_constrained` by a grammar or tools may wait for the process that tries grammars. It has its
+        own threads, so that no other request waits for it. Raises ClosedError.
         """
         self.loop.check_open()
-        return await self._constraining.run(work)
+        is_left = threading.Event()
+
+        def check() -> None:
+            if is_left.is_set():
+                raise _NotAwaitedError
+
+        threads = self._constraining if is_constrained else self._preparing
+        try:
+            future = asyncio.get_running_loop().run_in_executor(threads, work, check)
+        except RuntimeError:  # another thread has closed the model since
+            raise closed() from None
+        try:
+            return await future
+        finally:
+            is_left.set()
 
     async def call(self, work: Work[_Found]) -> _Found:
         """Return the result of work on the loop's thread, as `Loop.call`. If cancelled, it ends at its next `yield`."""
@@ -113,8 +85,8 @@ class AsyncAnswers:
 
     def close(self) -> None:
         """Let each thread end after the request that it prepares."""
-        self._preparing.close()
-        self._constraining.close()
+        self._preparing.shutdown(wait=False)
+        self._constraining.shutdown(wait=False)
 
     def _open(self, sequence: Sequence) -> Answer:
         return Answer(self.loop, sequence, Waiters(self.relay()))

@@ -6,30 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from itertools import chain
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, final
 
 import torch
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Relay
-from infer.engine.requests.loop_messages import (
-    Backlog,
-    Cancel,
-    Close,
-    Continue,
-    Drain,
-    Drop,
-    EngineCall,
-    Inbox,
-    Message,
-    Own,
-    Refill,
-    Reply,
-    Submit,
-    refuse_all,
-)
+from infer.engine.requests.answer import Answer, Backlog, Relay
+from infer.engine.requests.loop_calls import EngineCall, Reply
 from infer.engine.step.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 
@@ -44,29 +29,25 @@ class Heartbeat(NamedTuple):
 
 
 @final
-class Status:
-    """State of the thread that other threads read."""
+class EngineThread(threading.Thread):
+    """The thread. A message to it is a call of one of its methods, which it makes between two steps.
+
+    Once it is over, whoever sent a message calls `refuse_all`, so that the methods also run on other threads.
+    """
 
     def __init__(self) -> None:
+        """Begin without an engine."""
+        super().__init__(name="infer-loop", daemon=True)
+        # For other threads, too
+        self.inbox = SimpleQueue[Callable[[], None]]()
+        self.engine: Engine | None = None
         self.num_sequences = 0  # that are active
         self.heartbeat = Heartbeat(time.monotonic(), is_stepping=False)
         self.refusal: Callable[[], InferError] | None = None  # the error for every new sequence
         self.failure: BaseException | None = None  # the exception that ended the engine for good
         self.is_over = False  # the thread takes no more messages
 
-
-def serve(inbox: Inbox, status: Status) -> None:
-    """Run the thread until a message says that no others will arrive."""
-    with ExitStack() as held:
-        _EngineThread(inbox, status, held).run()
-
-
-@final
-class _EngineThread:
-    def __init__(self, inbox: Inbox, status: Status, held: ExitStack) -> None:
-        """Begin without an engine. `held` is closed at the thread's end."""
-        self._inbox, self._status, self._held = inbox, status, held
-        self._engine: Engine | None = None
+        self._held = ExitStack()  # closed at the thread's end
         self._answers: dict[Sequence, Answer] = {}  # of the active sequences
         self._backlogs: dict[Sequence, Backlog] = {}  # of the active sequences that came from a backlog
         self._calls = deque[EngineCall]()  # calls that have not begun
@@ -77,24 +58,26 @@ class _EngineThread:
         self._is_closed = False
 
     def run(self) -> None:
-        try:
-            while not self._is_closed:
-                try:
-                    if not (self._calls or self._begun_calls):  # calls that a fault left behind
-                        self._take(self._inbox.get())
-                    self._run_until_idle()
-                except BaseException as error:  # a fault of this module
-                    self._fail(error)
-        finally:
-            self._finish()
+        """Take messages and step until `close` is called."""
+        with self._held:
+            try:
+                while not self._is_closed:
+                    try:
+                        if not (self._calls or self._begun_calls):  # calls that a fault left behind
+                            self.inbox.get()()
+                        self._run_until_idle()
+                    except BaseException as error:  # a fault of this module
+                        self._fail(error)
+            finally:
+                self._finish()
 
     def _run_until_idle(self) -> None:
         """Run steps and calls until none are left."""
         while not self._is_closed and (self._answers or self._calls or self._begun_calls):
-            if self._engine is not None:
-                self._engine.listen()  # before the inbox is read: messages that arrive later interrupt the step
-            while not self._inbox.empty():
-                self._take(self._inbox.get())
+            if self.engine is not None:
+                self.engine.listen()  # before the inbox is read: messages that arrive later interrupt the step
+            while not self.inbox.empty():
+                self.inbox.get()()
             has_stepped = self._step()
             if not has_stepped:  # the others only wait
                 self._debts.clear()
@@ -102,54 +85,25 @@ class _EngineThread:
                 self._advance(call)
             elif self._answers and not (has_stepped or self._is_closed):
                 try:  # all answers pause
-                    self._take(self._inbox.get(timeout=_POLL_SECONDS))
+                    self.inbox.get(timeout=_POLL_SECONDS)()
                 except Empty:
                     self._cancel_unread()
 
     # Messages
 
-    def _take(self, message: Message) -> None:
-        match message:
-            case Own(engine, backend):
-                self._own(engine, backend)
-            case Submit(answer):
-                self._begin(answer)
-            case Refill(backlog):
-                self._refill(backlog)
-            case Drop(backlog):
-                self._drop(backlog)
-            case Cancel(answer):
-                if answer.sequence in self._answers:
-                    self._open_engine.cancel(answer.sequence)
-                else:
-                    answer.end()
-            case Continue(answer) if answer.sequence in self._answers:
-                answer.sequence.is_streamed = not answer.only_end
-                self._open_engine.proceed(answer.sequence)
-            case EngineCall():
-                self._calls.append(message)
-            case Drain(reply):
-                self._draining.append(reply)
-                self._count()
-            case Close():
-                self._is_closed = True
-
-    @property
-    def _open_engine(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
-    def _own(self, engine: Engine | None, backend: Backend) -> None:
+    def own(self, engine: Engine | None, backend: Backend) -> None:
         """Step this engine from now on. On this thread, torch always computes with one thread."""
-        self._engine = engine
-        self._held.enter_context(backend.threads())
-        self._held.enter_context(torch.inference_mode())
+        if not self._is_closed:
+            self.engine = engine
+            self._held.enter_context(backend.threads())
+            self._held.enter_context(torch.inference_mode())
 
-    def _begin(self, answer: Answer) -> None:
+    def submit(self, answer: Answer) -> None:
+        """Compute an answer, in its lease's slot if it has one."""
         sequence = answer.sequence
-        if self._status.failure is not None:
-            answer.fail(self._status.failure, self._why_failed)
-        if self._status.failure is not None or self._is_closed or sequence.has_ended:
+        if self.failure is not None:
+            answer.fail(self.failure, self._why_failed)
+        if self.failure is not None or self._is_closed or sequence.has_ended:
             answer.end()
             return
         sequence.is_streamed = not answer.only_end
@@ -157,21 +111,65 @@ class _EngineThread:
         self._open_engine.submit(sequence, answer.lease)
         self._count()
 
-    def _refill(self, backlog: Backlog) -> None:
+    def refill(self, backlog: Backlog) -> None:
+        """Compute answers that were added to a backlog, as many as may run."""
+        if self._is_closed:
+            backlog.end_waiting()
         while backlog.num_running < backlog.most_running and backlog.waiting:
             answer = backlog.waiting.popleft()
             backlog.num_running += 1
             self._backlogs[answer.sequence] = backlog
-            self._begin(answer)
+            self.submit(answer)
 
-    def _drop(self, backlog: Backlog) -> None:
+    def drop(self, backlog: Backlog) -> None:
+        """End the answers of a backlog, because they are no longer read."""
         backlog.end_waiting()
         for sequence, its in self._backlogs.items():
             if its is backlog:
                 self._open_engine.cancel(sequence)
 
+    def cancel(self, answer: Answer) -> None:
+        if answer.sequence in self._answers:
+            self._open_engine.cancel(answer.sequence)
+        else:
+            answer.end()
+
+    def proceed(self, answer: Answer) -> None:
+        """Continue an answer whose reader has room again, or waits only for its end."""
+        if answer.sequence in self._answers:
+            answer.sequence.is_streamed = not answer.only_end
+            self._open_engine.proceed(answer.sequence)
+
+    def call(self, call: EngineCall) -> None:
+        if self.is_over:
+            call.refuse()
+        else:
+            self._calls.append(call)
+
+    def drain(self, reply: Reply[None]) -> None:
+        """Reply after all sequences have ended."""
+        if self._answers:
+            self._draining.append(reply)
+        else:
+            reply.set(None)
+
+    def close(self) -> None:
+        """End the sequences, and the thread."""
+        self._is_closed = True
+
+    def refuse_all(self) -> None:
+        """Answer the messages that arrived too late. For any thread, once this one is over."""
+        with suppress(Empty):
+            while True:
+                self.inbox.get_nowait()()
+
+    @property
+    def _open_engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
     def _count(self) -> None:
-        self._status.num_sequences = len(self._answers)
+        self.num_sequences = len(self._answers)
         if not self._answers:
             for reply in self._draining:
                 reply.set(None)
@@ -181,10 +179,10 @@ class _EngineThread:
 
     def _step(self) -> bool:
         """Run a step if there is work."""
-        engine, status = self._engine, self._status
+        engine = self.engine
         if engine is None or not self._answers or self._is_closed:
             return False
-        status.heartbeat = Heartbeat(began := time.monotonic(), is_stepping=True)
+        self.heartbeat = Heartbeat(began := time.monotonic(), is_stepping=True)
         engine.resting_tenants = self._debts.keys()
         try:
             sequences = engine.step()
@@ -195,7 +193,7 @@ class _EngineThread:
                 self._fail(last)
             return True
         finally:
-            status.heartbeat = Heartbeat(ended := time.monotonic(), is_stepping=False)
+            self.heartbeat = Heartbeat(ended := time.monotonic(), is_stepping=False)
         debts = {tenant: owed - (ended - began) for tenant, owed in self._debts.items()}
         self._debts = {tenant: owed for tenant, owed in debts.items() if owed > 0}
         self._deliver(sequences)
@@ -211,7 +209,7 @@ class _EngineThread:
                 del self._answers[sequence]
                 if (backlog := self._backlogs.pop(sequence, None)) is not None:
                     backlog.num_running -= 1
-                    self._refill(backlog)
+                    self.refill(backlog)
             if answer.relay is not None:
                 relays.add(answer.relay)
             if not sequence.has_ended and answer.pause_if_full():
@@ -270,11 +268,11 @@ class _EngineThread:
 
     def _fail(self, error: BaseException) -> None:
         """End all sequences and accept no others, because the error is not the fault of a single sequence."""
-        status, why = self._status, f"the engine has failed: {type(error).__name__}: {error}"
+        why = f"the engine has failed: {type(error).__name__}: {error}"
         why = self._why_failed = " ".join(why.split()).rstrip(":")[:200]
-        status.failure = error
-        if status.refusal is not closed:
-            status.refusal = lambda: EngineFailedError(f"{why}: load the model again")
+        self.failure = error
+        if self.refusal is not closed:
+            self.refusal = lambda: EngineFailedError(f"{why}: load the model again")
         waiting = chain.from_iterable(backlog.waiting for backlog in self._backlogs.values())
         for answer in (*self._answers.values(), *waiting):
             answer.fail(error, why)
@@ -289,9 +287,9 @@ class _EngineThread:
         for backlog in set(self._backlogs.values()):
             backlog.end_waiting()
         self._backlogs.clear()
-        if self._engine is not None:
+        if self.engine is not None:
             with suppress(Exception):
-                self._engine.abandon()
+                self.engine.abandon()
         ended = list(self._answers)
         for sequence in ended:
             sequence.end()
@@ -299,11 +297,11 @@ class _EngineThread:
 
     def _finish(self) -> None:
         """Wake all waiting threads, and free the engine."""
+        self._is_closed = True
         self._end_all()
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()
         for call in (*self._calls, *self._begun_calls):
-            call.work.close()
-            call.reply.set(error=closed())
-        self._status.is_over = True
-        refuse_all(self._inbox)
+            call.refuse()
+        self.is_over = True
+        self.refuse_all()

@@ -19,7 +19,7 @@ from infer.engine.prefixes.prefix_fingerprint import prefix_fingerprint
 from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_messages import Reply, once
+from infer.engine.requests.loop_calls import Reply, once
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.stream import OnPrefill, Stream
 from infer.engine.requests.text_heads import TextHeads, make_text_heads

@@ -14,31 +14,13 @@ import weakref
 from _thread import get_ident
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, TypeVar, final
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Relay
-from infer.engine.requests.engine_thread import Heartbeat, Status, serve
-from infer.engine.requests.loop_messages import (
-    Backlog,
-    Cancel,
-    Close,
-    Continue,
-    Drain,
-    Drop,
-    EngineCall,
-    Inbox,
-    Message,
-    Own,
-    Refill,
-    Reply,
-    Submit,
-    Work,
-    once,
-    refuse_all,
-)
+from infer.engine.requests.answer import Answer, Backlog, Relay
+from infer.engine.requests.engine_thread import EngineThread, Heartbeat
+from infer.engine.requests.loop_calls import EngineCall, Reply, Work, once
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
 from infer.system.cores.thread_start import start_thread
@@ -54,41 +36,36 @@ class Loop:
     def __init__(self) -> None:
         """Start the thread. It has no engine before `own`."""
         self._process = os.getpid()
-        self._inbox: Inbox = SimpleQueue()
-        self._engine: Engine | None = None
-        self._status = Status()
-        weakref.finalize(self, self._inbox.put, Close()).atexit = False
-        target = partial(serve, self._inbox, self._status)
-        self._thread = threading.Thread(target=target, name="infer-loop", daemon=True)
+        self._thread = EngineThread()
+        weakref.finalize(self, self._thread.inbox.put, self._thread.close).atexit = False
         start_thread(self._thread, blocks_signals=True)
         _living.add(self)
         _threads.add(self._thread)
 
     def own(self, engine: Engine | None, backend: Backend) -> None:
         """Give the thread its engine, or none for an encoder. From then on only the thread changes it."""
-        self._engine = engine
-        self._inbox.put(Own(engine, backend))
+        self._thread.inbox.put(partial(self._thread.own, engine, backend))
 
     # State
 
     @property
     def num_sequences(self) -> int:
         """Number of active sequences."""
-        return self._status.num_sequences
+        return self._thread.num_sequences
 
     @property
     def heartbeat(self) -> Heartbeat:
-        return self._status.heartbeat
+        return self._thread.heartbeat
 
     @property
     def failure(self) -> BaseException | None:
         """The exception that ended the engine for good."""
-        return self._status.failure
+        return self._thread.failure
 
     @property
     def is_open(self) -> bool:
         """False after `close`."""
-        return self._status.refusal is not closed
+        return self._thread.refusal is not closed
 
     @property
     def is_current(self) -> bool:
@@ -119,20 +96,21 @@ class Loop:
     def submit(self, answer: Answer) -> None:
         """Compute an answer, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
         self._check_taking()
-        self._send(Submit(answer))
+        self._send(partial(self._thread.submit, answer), is_urgent=self._has_room)
 
     def proceed(self, answer: Answer) -> None:
         """Continue a paused answer. Never blocks and never raises."""
-        self._inbox.put(Continue(answer))
+        self._thread.inbox.put(partial(self._thread.proceed, answer))
 
     def refill(self, backlog: Backlog) -> None:
         """Compute the new answers of a backlog. Raises the errors of `submit`."""
         self._check_taking()
-        self._send(Refill(backlog))
+        is_urgent = backlog.num_running < backlog.most_running and self._has_room
+        self._send(partial(self._thread.refill, backlog), is_urgent=is_urgent)
 
     def drop(self, backlog: Backlog) -> None:
         """End the answers of a backlog. Never blocks and never raises."""
-        self._send(Drop(backlog))
+        self._send(partial(self._thread.drop, backlog))
 
     def cancel(self, answer: Answer) -> None:
         """End an answer after the current step. A multi-step ends early. Never blocks and never raises.
@@ -140,7 +118,7 @@ class Loop:
         An answer that was not submitted ends, too, and can no longer be submitted.
         """
         answer.sequence.cancel()
-        self._send(Cancel(answer))
+        self._send(partial(self._thread.cancel, answer))
 
     # Calls
 
@@ -155,7 +133,7 @@ class Loop:
         if self.is_current:
             raise InferError("the engine's own thread cannot wait for a call: ask outside of callbacks and finalizers")
         reply = Reply[_Found](relay)
-        self._send(EngineCall(work, reply, asking_tenant()))
+        self._send(partial(self._thread.call, EngineCall(work, reply, asking_tenant())))
         return reply
 
     def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
@@ -187,9 +165,9 @@ class Loop:
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
         """Refuse new sequences, and wait until all others have ended. Return False at the timeout."""
-        self._status.refusal = self._status.refusal or _drained
+        self._thread.refusal = self._thread.refusal or _drained
         reply = Reply[None]()
-        self._send(Drain(reply))
+        self._send(partial(self._thread.drain, reply))
         return reply.wait(timeout_seconds)
 
     def close(self) -> None:
@@ -199,10 +177,11 @@ class Loop:
         """
         if os.getpid() != self._process:
             return
-        if self.is_open and not self.is_current and self._engine is not None and self._engine.prefixes is not None:
-            self._engine.prefixes.flush()
-        self._status.refusal = closed
-        self._send(Close())
+        engine = self._thread.engine
+        if self.is_open and not self.is_current and engine is not None and engine.prefixes is not None:
+            engine.prefixes.flush()
+        self._thread.refusal = closed
+        self._send(self._thread.close)
         if not self.is_current:
             self._thread.join()
 
@@ -212,24 +191,21 @@ class Loop:
             raise InferError(
                 "the engine's own thread cannot wait for an answer: ask outside of callbacks and finalizers"
             )
-        if (refusal := self._status.refusal) is not None:
+        if (refusal := self._thread.refusal) is not None:
             raise refusal()
 
-    def _send(self, message: Message) -> None:
-        self._inbox.put(message)
-        if self._engine is not None and self._is_urgent(message, self._engine):
-            self._engine.interrupt()
-        if self._status.is_over:
-            refuse_all(self._inbox)
+    @property
+    def _has_room(self) -> bool:
+        """True if a new sequence gets a slot: it must end a multi-step, and others must wait anyway."""
+        return self._thread.engine is not None and self.num_sequences < self._thread.engine.max_running
 
-    def _is_urgent(self, message: Message, engine: Engine) -> bool:
-        """Return True if a message must end a multi-step. A sequence without a free slot must wait anyway."""
-        match message:
-            case Submit():
-                return self.num_sequences < engine.max_running
-            case Refill(backlog):
-                return backlog.num_running < backlog.most_running and self.num_sequences < engine.max_running
-        return True
+    def _send(self, message: Callable[[], None], *, is_urgent: bool = True) -> None:
+        """Let the thread call `message`. An urgent one ends a multi-step."""
+        self._thread.inbox.put(message)
+        if is_urgent and self._thread.engine is not None:
+            self._thread.engine.interrupt()
+        if self._thread.is_over:
+            self._thread.refuse_all()
 
 
 def _drained() -> InferError:

@@ -3,11 +3,10 @@
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
-from infer.engine.requests.answer import Answer, Waiters
+from infer.engine.requests.answer import Answer, Backlog, Waiters
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_messages import Backlog
 from infer.engine.step.request import Request
 from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Sequence

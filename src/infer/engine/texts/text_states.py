@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.compute.operands.limits import MAX_STEP_TEXTS
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_messages import GIVE_WAY, Work
+from infer.engine.requests.loop_calls import GIVE_WAY, Work
 from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
 from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
 from infer.engine.texts.text_ids import TextIds

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_messages import Work
+from infer.engine.requests.loop_calls import Work
 from infer.engine.requests.prompt_encoding import Prompt, is_conversation, pairs_of
 from infer.engine.requests.text_heads import Classifier, Embedder, Reranker
 from infer.engine.texts.text_ids import Computed, ReadText, TextIds, VectorOptions

@@ -1,16 +1,11 @@
-"""Messages to the thread that steps the engine, and the reply of a call."""
+"""Work for the thread that steps the engine, which it runs between two steps, and its reply."""
 
-from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
-from infer.compute.ops import Backend
-from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Relay, Waiters
+from infer.engine.requests.answer import Relay, Waiters
 from infer.errors import closed
 
 _Found = TypeVar("_Found")
@@ -67,77 +62,20 @@ class Reply(Generic[_Found]):
 
 
 @final
-class Backlog:
-    """Answers of one caller. When one ends, the next one begins before the next step.
-
-    The caller appends to `waiting`, and then sends a `Refill`.
-    """
-
-    def __init__(self, most_running: int) -> None:
-        self.most_running, self.num_running = most_running, 0
-        self.waiting = deque[Answer]()
-
-    def end_waiting(self) -> None:
-        """End the answers that have not begun."""
-        with suppress(IndexError):
-            while True:
-                self.waiting.popleft().end()
-
-
-class Own(NamedTuple):
-    """The engine that the thread steps from now on, or None for an encoder, and the backend that computes."""
-
-    engine: Engine | None
-    backend: Backend
-
-
-class Submit(NamedTuple):
-    answer: Answer
-
-
-class Refill(NamedTuple):
-    """Answers were added to a backlog."""
-
-    backlog: Backlog
-
-
-class Drop(NamedTuple):
-    """The answers of a backlog are no longer read."""
-
-    backlog: Backlog
-
-
-class Cancel(NamedTuple):
-    answer: Answer
-
-
-class Continue(NamedTuple):
-    """The reader of an answer has room again, or waits only for its end."""
-
-    answer: Answer
-
-
 @dataclass(eq=False)
 class EngineCall:
+    """Work that was sent to the loop's thread."""
+
     work: Work[Any]
     reply: Reply[Any]
     tenant: str = ""
     has_begun: bool = False
     gives_way: bool = True
 
-
-class Drain(NamedTuple):
-    """Reply after all sequences have ended."""
-
-    reply: Reply[None]
-
-
-class Close(NamedTuple):
-    """End the sequences, and the thread."""
-
-
-Message = Own | Submit | Refill | Drop | Cancel | Continue | EngineCall | Drain | Close
-Inbox = SimpleQueue[Message]
+    def refuse(self) -> None:
+        """End the work, because the loop is closed."""
+        self.work.close()
+        self.reply.set(error=closed())
 
 
 def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
@@ -149,19 +87,3 @@ def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
         return context.run(function, *arguments)
 
     return work()
-
-
-def refuse_all(inbox: Inbox) -> None:
-    """Answer the messages that arrived too late. For any thread."""
-    with suppress(Empty):
-        while True:
-            match inbox.get_nowait():
-                case Submit(answer) | Cancel(answer):
-                    answer.end()
-                case Refill(backlog) | Drop(backlog):
-                    backlog.end_waiting()
-                case EngineCall(work, reply):
-                    work.close()
-                    reply.set(error=closed())
-                case Drain(reply):
-                    reply.set(None)

@@ -41,8 +41,8 @@ from infer.engine.requests.loop_messages import (
 )
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
-from infer.system.cores.thread_start import start_thread
-from infer.system.processes.lane import asking_tenant
+from infer.system.cores.cores import start_thread
+from infer.system.processes.child_process import asking_tenant
 
 _Found = TypeVar("_Found")
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from harness import make_parser, say, write_report
-from infer.system.extras import install_extra
+from infer.system.spellings import install_extra
 from ray_cluster import RayCluster, environment_of, running_cluster, wait_until
 
 ENGINE = "ray::MapWorker(MapBatches(BatchEngine)"

@@ -13,8 +13,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InvalidRequestError
 from infer.parameters import ANY, Flag, Kind, OneOf, Other, Whole, check_fields, parameter, parameters_of
 from infer.sampling_params import ALIASES, PARAMETER_NAMES
-from infer.system.byte_size import parse_size
-from infer.system.extras import install_extra
+from infer.system.spellings import install_extra, parse_size
 
 WeightsType = Literal["auto", "bf16", "q8", "q4"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]

@@ -1,1 +1,1 @@
-"""Services of the operating system, and what any room may need: files, memory, cores, processes, log lines."""
+"""Services of the operating system, and what any room may need: files, memory, cores, processes, spellings."""

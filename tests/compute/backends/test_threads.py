@@ -23,7 +23,7 @@ from infer.compute.backends.cpu.threads.pool import ThreadPool, aligned, set_num
 from infer.errors import InferError, InvalidRequestError
 from infer.models import from_checkpoint as load_settings
 from infer.system.cores import cores
-from infer.system.cores.thread_start import start_thread
+from infer.system.cores.cores import start_thread
 from looping import beside, in_threads
 from programs import Programs
 from watched import python_command

@@ -17,8 +17,7 @@ from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, largest_types
 from infer.models.tensors import check_tensors
 from infer.system.cores.cores import check_num_threads, default_num_threads
-from infer.system.memory.available_memory import available_memory_bytes
-from infer.system.memory.memory_speed import read_bandwidth
+from infer.system.memory.available_memory import available_memory_bytes, read_bandwidth
 
 
 def run_estimate(options: EstimateOptions) -> None:

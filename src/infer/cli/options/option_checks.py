@@ -18,7 +18,7 @@ from infer.errors import InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.sampling_params import CONSTRAINTS, SamplingParams
 from infer.system.cores.cores import check_num_threads
-from infer.system.extras import install_extra
+from infer.system.spellings import install_extra
 
 _BENCH_SIZES = ("prompt_tokens", "num_tokens", "context")
 _OF_EXTRA = {"serve": ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}

@@ -19,7 +19,7 @@ import click
 from infer.cli.options.option_files import read_named_file
 from infer.cli.options.other_programs import Device
 from infer.parameters import Number, Parameter, Whole, parameters_of
-from infer.system.byte_size import parse_size
+from infer.system.spellings import parse_size
 from infer.system.status_line import silence
 
 Options = TypeVar("Options")

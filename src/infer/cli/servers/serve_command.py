@@ -19,15 +19,14 @@ from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.serving.distributed.front import run_replicas
 from infer.serving.distributed.replica import await_turn
+from infer.serving.server.access_log import LogLines
 from infer.serving.server.auth import read_keys
 from infer.serving.server.loading import OnProgress, warmed
 from infer.serving.server.process import OnReady, bind, check_certificate, run_server
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.cores.core_share import take_cores
-from infer.system.cores.cores import default_num_threads
-from infer.system.log_lines import LogLines
-from infer.system.model_names import plain_name
+from infer.system.cores.cores import default_num_threads, take_cores
+from infer.system.spellings import plain_name
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]

@@ -20,7 +20,7 @@ from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.process import bind
 from infer.serving.server.server_state import ServerState
 from infer.system.memory.available_memory import available_memory_bytes
-from infer.system.model_names import plain_name
+from infer.system.spellings import plain_name
 from infer.system.status_line import write_notice
 
 _BUDGET_SHARE = 0.9  # of the available memory: the rest is for the process that clients talk to, and for the system

@@ -13,7 +13,7 @@ import torch
 from infer.compute.backends import gpus
 from infer.compute.backends.base import Backend
 from infer.errors import InvalidRequestError
-from infer.system.extras import install_extra
+from infer.system.spellings import install_extra
 
 # Each module has `make(device)`.
 MODULE_BY_NAME = {

@@ -20,7 +20,7 @@ from infer.compute.kvcache.page_rows import page_keys
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.kvcache.prefix_store import PageName, PrefixStore, PrefixStoreError
 from infer.errors import ClosedError
-from infer.system.cores.thread_start import start_thread
+from infer.system.cores.cores import start_thread
 
 _SLICE_BYTES = 16 << 20  # copied between two steps, which takes about 5 ms
 _REST_SECONDS = 60  # pause after pages could not be written

@@ -23,8 +23,8 @@ from infer.engine.requests.engine_thread import EngineThread, Heartbeat
 from infer.engine.requests.loop_calls import EngineCall, Reply, Work, once
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
-from infer.system.cores.thread_start import start_thread
-from infer.system.processes.lane import asking_tenant
+from infer.system.cores.cores import start_thread
+from infer.system.processes.child_process import asking_tenant
 
 _Found = TypeVar("_Found")
 

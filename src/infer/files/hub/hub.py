@@ -18,7 +18,7 @@ from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files.gguf.gguf_split import part_paths
 from infer.files.tensors.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
 from infer.system.files.json_file import read_json_file
-from infer.system.model_names import plain_name
+from infer.system.spellings import plain_name
 
 DEFAULT_REVISION = "main"
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<variant>[^:\\]+))?")

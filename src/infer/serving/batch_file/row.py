@@ -25,8 +25,7 @@ from infer.serving.protocols.refusals import refuse
 from infer.serving.protocols.retrieval_bodies import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.serving.protocols.tool_options import option_values
 from infer.serving.protocols.unknown_fields import Reading
-from infer.system.files.json_limits import JsonLimitError, check_limits
-from infer.system.files.strict_json import RepeatedKeyError, unique_keys
+from infer.system.files.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)

@@ -25,7 +25,7 @@ from infer.serving.server.routes.health import health, ready
 from infer.serving.server.routes.prometheus import metrics_response
 from infer.serving.server.server_state import ServerState
 from infer.serving.server.sse import failure_events
-from infer.system.files.locked_folder import locked_folder
+from infer.system.files.atomic import locked_folder
 
 _OF_TEXTS = ("embeddings", "rerank", "classify")
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}

@@ -19,8 +19,7 @@ from infer.llm import LLM
 from infer.serving.batch_file.answering import answer_rows
 from infer.serving.batch_file.row import Row, read_row, row_of
 from infer.serving.batch_file.settings import BatchSettings, Line
-from infer.system.cores.core_share import take_cores
-from infer.system.cores.cores import default_num_threads
+from infer.system.cores.cores import default_num_threads, take_cores
 
 _TEXT = "text"  # the column of `ray.data.read_text`
 _NO_ID = ""

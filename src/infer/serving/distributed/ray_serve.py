@@ -34,7 +34,7 @@ from infer.serving.server.loading import OnProgress, load_model, warmed
 from infer.serving.server.routes.health import is_alive
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.cores.core_share import take_cores
+from infer.system.cores.cores import take_cores
 
 _READ_BYTES = 2**16
 _HEALTH_SECONDS = 2.0

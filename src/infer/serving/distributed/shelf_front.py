@@ -33,7 +33,7 @@ from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.routes.prometheus import metrics_response
 from infer.serving.server.routes.served_models import ModelStatus, ServedModel, ServedModels, StatusValue, served_model
 from infer.serving.server.server_state import ServerState
-from infer.system.files.locked_folder import locked_folder
+from infer.system.files.atomic import locked_folder
 
 _EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
 _OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model

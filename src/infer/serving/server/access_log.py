@@ -2,7 +2,8 @@
 
 Every request has an id that the server makes. A valid id from the client is returned, and logged next to the server's
 id. The log has one JSON line per request, written at its end, with OpenTelemetry's names. It never contains the text of
-a prompt or an answer.
+a prompt or an answer. Its lines leave through a bounded queue and a thread, so that a reader of the log that stalls
+stops nothing else.
 """
 
 import json
@@ -11,8 +12,13 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from os import write
+from queue import Full, Queue
+from select import select
+from threading import Thread
+from typing import Any, TextIO, final
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -33,6 +39,8 @@ from infer.serving.server.server_state import ServerState
 log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
 _MOST_HEADER = 2048  # characters
 _CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MOST_LINES = 4_096
+_FLUSH_SECONDS = 1.0
 
 
 def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
@@ -156,3 +164,51 @@ def _answers(call: Call) -> dict[str, Any]:
     if arrivals:
         entry["gen_ai.server.time_to_first_token"] = round(min(arrivals) - call.received_at, 6)
     return entry
+
+
+@final
+class LogLines(logging.Handler):
+    """Writes whole lines to a stream. Lines beyond `MOST_LINES` unwritten ones are dropped, and the next line says so.
+
+    At the end of the process, `logging` flushes the handler, which waits for at most a second.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        # Not through the stream: the end of the process would wait for the lock of its buffer.
+        self._descriptor, self._encoding = stream.fileno(), stream.encoding
+        self._lines, self._num_dropped = Queue[str](MOST_LINES), 0
+        Thread(target=self._write, name="infer-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        notice = f"{self._num_dropped} lines of the log were dropped: its reader is too slow\n"
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        try:
+            self._lines.put_nowait(f"{notice if self._num_dropped else ''}{line}\n")
+            self._num_dropped = 0
+        except Full:
+            self._num_dropped += 1
+
+    def flush(self) -> None:
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS)
+
+    def _put(self, content: bytes) -> int:
+        """Return the number of bytes that the stream took. It may be a pipe that another process made non-blocking."""
+        try:
+            return write(self._descriptor, content)
+        except BlockingIOError:
+            select([], [self._descriptor], [])
+            return 0
+
+    def _write(self) -> None:
+        while True:
+            content = self._lines.get().encode(self._encoding, "backslashreplace")
+            with suppress(OSError):  # the reader has closed the pipe
+                while content:
+                    content = content[self._put(content) :]
+            self._lines.task_done()

@@ -20,7 +20,7 @@ from infer.serving.server.call import Call, call_of
 from infer.serving.server.http_errors import ApiError, api_error
 from infer.serving.server.resumption import unpack
 from infer.serving.server.server_state import ServerState
-from infer.system.processes.lane import asking_for
+from infer.system.processes.child_process import asking_for
 
 log = logging.getLogger("infer.server")
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"

@@ -10,7 +10,7 @@ from typing import TypeVar, final
 
 from infer.serving.server.door import retry_headers
 from infer.serving.server.http_errors import ApiError
-from infer.system.processes.lane import asking_for
+from infer.system.processes.child_process import asking_for
 
 _Found = TypeVar("_Found")
 _RETRY_SECONDS = 1.0

@@ -1,8 +1,16 @@
-"""The number of threads to compute with, by default and at most, and the processors that the process may use."""
+"""The number of threads to compute with, and the processors that the process may use or reserve.
 
+Several processes that compute at the same time reserve cores, because they would wait on shared ones. Threads that run
+dispatch tables start with a sufficient stack. Signals arrive only on the main thread.
+"""
+
+import fcntl
 import os
 import platform
+import signal
 import sys
+import tempfile
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +19,11 @@ from infer.system.memory.cgroup import cpu_quota
 
 MOST_THREADS = 256  # that a team has room for
 _ALWAYS_ALLOWED, _PER_PROCESSOR = 64, 4
+_STACK_BYTES = 2 << 20
+# A thread must receive its own faults, so that faulthandler shows their place.
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+
+_starting = threading.RLock()  # the size of new stacks is a setting of the process
 
 
 def default_num_threads() -> int:
@@ -86,3 +99,50 @@ def _siblings(cpu: int) -> str:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
         return str(cpu)
+
+
+def take_cores(num_threads: int) -> list[int]:
+    """Pin this thread, and the threads that it starts, to `num_threads` processors that no other process has reserved.
+
+    They are reserved until the process ends. If there are too few, the list is empty, and threads run anywhere.
+    """
+    locks = dict[int, int]()
+    for processor in processors_by_core():
+        if len(locks) < num_threads and (lock := _try_lock(processor)) is not None:
+            locks[processor] = lock
+    if len(locks) < num_threads:
+        for lock in locks.values():
+            os.close(lock)
+        return []
+    os.sched_setaffinity(0, locks)
+    return list(locks)
+
+
+def _try_lock(processor: int) -> int | None:
+    path = Path(tempfile.gettempdir()) / f"infer-{os.getuid()}-processor-{processor}"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
+
+
+def start_thread(thread: threading.Thread, *, blocks_signals: bool = False) -> None:
+    """Start a thread with enough stack, whatever the default of the program or of the C library is.
+
+    With `blocks_signals`, signals interrupt no system call of the thread or of the threads that it starts.
+    """
+    with _starting:
+        size = threading.stack_size(_STACK_BYTES)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS) if blocks_signals else None
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(size)
+            if blocked is not None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

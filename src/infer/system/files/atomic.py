@@ -1,11 +1,16 @@
-"""Write a file as a whole or not at all."""
+"""Write a file as a whole or not at all, and make a temporary folder that goes with its process, even a killed one."""
 
+import fcntl
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+_LOCK = "lock"
 
 
 @contextmanager
@@ -38,3 +43,28 @@ def _sync_folder(folder: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def locked_folder(prefix: str) -> Iterator[Path]:
+    """Yield a new folder of this process, and remove it at the end.
+
+    The process locks a file in its folder. First, folders with the same prefix whose lock is free are removed.
+    """
+    _remove_abandoned(prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        unnamed = folder / f"{_LOCK}.new"
+        with unnamed.open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            unnamed.rename(folder / _LOCK)  # a visible lock file is always locked
+            yield folder
+
+
+def _remove_abandoned(prefix: str) -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):  # locked, or of a process that has just begun or ended
+            if folder.lstat().st_uid == os.getuid():
+                with (folder / _LOCK).open("rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)

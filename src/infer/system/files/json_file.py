@@ -7,9 +7,8 @@ from typing import Any
 
 from infer.errors import ModelError, ModelFormatError
 from infer.request_limits import MAX_DEPTH
-from infer.system.files.json_limits import depth_of, outside_strings
+from infer.system.files.json_limits import RepeatedKeyError, depth_of, outside_strings, unique_keys
 from infer.system.files.open_file import OpenFile
-from infer.system.files.strict_json import RepeatedKeyError, unique_keys
 
 MAX_BYTES = 16 << 20
 MAX_TEXT_BYTES = 1 << 20

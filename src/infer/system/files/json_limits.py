@@ -1,12 +1,16 @@
-"""Limits of JSON from others, which are checked on its bytes, before a parser makes values of them.
+"""Checks of JSON from others: limits of its bytes, and faults that Python's own reader accepts.
 
-The work on a body grows with its values, not with its bytes, so their number has a limit. Numbers of a list that has
-only numbers are not counted, since a prompt may be given as the ids of its tokens. `json` and `msgspec` recurse, so the
-depth has a limit too, far below that of Python's stack.
+The limits are checked on bytes, before a parser makes values of them. The work on a body grows with its values, not
+with its bytes, so their number has a limit. Numbers of a list that has only numbers are not counted, since a prompt may
+be given as the ids of its tokens. `json` and `msgspec` recurse, so the depth has a limit too, far below that of
+Python's stack. The faults are constants and repeated keys.
 """
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any, NoReturn
 
 from infer.request_limits import MAX_DEPTH, MAX_DIGITS, MAX_VALUES
 
@@ -67,3 +71,36 @@ def _outside_strings(plain: bytes) -> bytes:
 
 def _too_many() -> JsonLimitError:
     return JsonLimitError(f"made of more than {MAX_VALUES:,} values")
+
+
+class RepeatedKeyError(ValueError):
+    """An object has a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r:.60} appears twice: give it once")
+        self.key = key
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs, for `object_pairs_hook`. Raises RepeatedKeyError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise RepeatedKeyError(next(name for name, count in counts.items() if count > 1))
+    return found
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and infinities, for `parse_constant`."""
+    raise ValueError(f"{name} is not JSON")
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Return True if objects and lists are nested more than `depth` deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        holders = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        if not holders:
+            return False
+        level = [item for each in holders for item in (each.values() if isinstance(each, Mapping) else each)]
+    return True

@@ -1,7 +1,8 @@
 """Our program in its own process, which may hang, crash or run out of memory without harm to this process.
 
 Question and answer are one line of JSON each. The process is started when it is first needed. It is started again if it
-has ended, or if a fork of this process asks.
+has ended, or if a fork of this process asks. A `Lane` has a few processes of one program. A tenant with a name leaves
+one of them to the others, so that they need not wait.
 """
 
 import atexit
@@ -11,16 +12,21 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from threading import Lock
 from typing import Any, final
 
 _START_SECONDS = 120.0  # for a busy machine, and for libraries that load torch
 _PART_BYTES = 1 << 16
+MOST_PROCESSES = 3
+
+_tenant = ContextVar("tenant", default="")
 
 
 class ChildError(Exception):
@@ -174,3 +180,81 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise TimeoutError
+
+
+def end_after_parent(grace_seconds: float) -> None:
+    """Start a thread that ends this process `grace_seconds` after the other end of stdin has closed.
+
+    Until then the process may end by itself. The thread ends it even during the loading of a model. It reads no bytes.
+    """
+    threading.Thread(target=_await_end, args=[grace_seconds], name="infer-parent", daemon=True).start()
+
+
+def _await_end(grace_seconds: float) -> None:
+    ends = select.poll()
+    ends.register(0, 0)  # a closed end is always reported
+    ends.poll()
+    time.sleep(grace_seconds)
+    os._exit(0)
+
+
+@contextmanager
+def asking_for(tenant: str) -> Iterator[None]:
+    """Mark the questions of this thread or task within the context, and its calls of an engine, as a tenant's."""
+    token = _tenant.set(tenant)
+    try:
+        yield
+    finally:
+        _tenant.reset(token)
+
+
+def asking_tenant() -> str:
+    """Return the tenant of this context, or an empty text."""
+    return _tenant.get()
+
+
+@final
+class Lane:
+    """Processes that any thread may ask. They start when needed, or at `start`; a fork of this process has its own."""
+
+    def __init__(self, program: Path, *arguments: str) -> None:
+        self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
+        self._children = tuple(self._free)
+        self._asking = list[str]()  # the tenant of each question that is being answered
+        self._changed = threading.Condition()
+        lane = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(lane))
+
+    def start(self) -> None:
+        """Let the first process start while the caller continues."""
+        self._children[-1].start()
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """Return the answer of a process, which gets the question when it is free. Raises the errors of `Child.ask`."""
+        tenant = asking_tenant()
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_ask(tenant))
+            self._asking.append(tenant)
+            child, changed = self._free.pop(), self._changed
+        try:
+            return child.ask(question, seconds)
+        finally:
+            with changed:
+                if changed is self._changed:  # there was no fork meanwhile
+                    self._asking.remove(tenant)
+                    self._free.append(child)
+                    changed.notify_all()
+
+    def _may_ask(self, tenant: str) -> bool:
+        """Return True if a process is free, and another one remains free if a named tenant already asks."""
+        return len(self._free) > bool(tenant and tenant in self._asking)
+
+    def forget(self) -> None:
+        """Reset the lane in a fork, where no thread is asking, whatever the parent's threads did."""
+        self._changed, self._asking = threading.Condition(), []
+        self._free = list(self._children)
+
+
+def _forget(lane: "weakref.ref[Lane]") -> None:
+    if (found := lane()) is not None:
+        found.forget()

@@ -12,8 +12,7 @@ from typing import Any
 
 import infer
 from infer.errors import InvalidRequestError, SchemaError
-from infer.system.processes.child_process import ChildError
-from infer.system.processes.lane import Lane
+from infer.system.processes.child_process import ChildError, Lane
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.reading import Read
 

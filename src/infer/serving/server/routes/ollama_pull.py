@@ -24,7 +24,7 @@ from infer.serving.server.replies import json_response
 from infer.serving.server.routes.served_models import known_name
 from infer.serving.server.server_state import ServerState
 from infer.serving.server.sse import EventStream, line
-from infer.system.model_names import plain_name
+from infer.system.spellings import plain_name
 
 
 class OllamaStatus(Struct, kw_only=True):

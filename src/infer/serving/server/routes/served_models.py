@@ -13,7 +13,7 @@ from infer.serving.server.endpoint import get
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.replies import json_response
 from infer.serving.server.server_state import ServerState
-from infer.system.model_names import plain_name
+from infer.system.spellings import plain_name
 
 StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 

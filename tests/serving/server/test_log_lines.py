@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from idle import until
-from infer.system.log_lines import MOST_LINES, LogLines
+from infer.serving.server.access_log import MOST_LINES, LogLines
 
 LINE = "a" * 99
 

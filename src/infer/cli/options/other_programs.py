@@ -27,34 +27,10 @@ REPLACED = {  # flags without effect
     "--zero-copy": "--zero-copy is always on if a device has the host's memory: nothing is copied",
     "--gpu-attn": "--gpu-attn is not needed: attention runs on the model's device (--device)",
 }
-_CHAT, _GENERATE = 'infer chat, or infer generate "TEXT"', 'infer generate "TEXT"'
-_DOWNLOAD = "infer pull org/repo:Q4_K_M"
-_LIST, _SHOW, _SPEED, _REMOVE = "infer list", "infer explain MODEL", "infer bench", "infer rm org/repo:Q4_K_M"
-INSTEAD = {  # commands of other programs → what to type here
-    "run": _CHAT, "repl": _CHAT, "talk": _CHAT, "cli": _CHAT, "start": _CHAT, "interactive": _CHAT,
-    "complete": _GENERATE, "completion": _GENERATE, "prompt": _GENERATE, "ask": _GENERATE, "gen": _GENERATE,
-    "predict": _GENERATE, "answer": _GENERATE,
-    "download": _DOWNLOAD, "get": _DOWNLOAD, "fetch": _DOWNLOAD, "install": _DOWNLOAD,
-    "server": "infer serve",
-    "ls": _LIST, "model": _LIST, "search": _LIST, "unload": "infer stop MODEL", "load": "infer serve MODEL",
-    "show": _SHOW, "info": _SHOW, "inspect": _SHOW, "describe": _SHOW, "metadata": _SHOW,
-    "remove": _REMOVE, "delete": _REMOVE, "uninstall": _REMOVE,
-    "convert": "infer quantize FOLDER OUT.gguf --type F16; folders are also read as they are: infer chat PATH",
-    "create": "safetensors folders and .gguf files are read as they are: infer chat PATH",
-    "benchmark": _SPEED, "speed": _SPEED, "perf": _SPEED, "profile": "infer bench --profile",
-    "memory": "infer estimate MODEL", "trace": 'infer sample-trace "TEXT"', "sample": 'infer sample-trace "TEXT"',
-    "label": "infer classify, or from Python LLM(...).classify(texts)",
-    "embeddings": "infer embed, or from Python LLM(...).embed(texts)",
-    "tokenize": "from Python, infer.load_tokenizer(MODEL).encode(TEXT)",
-    "eval": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",
-    "help": "infer --help, or infer COMMAND --help", "version": "infer --version",
-}  # fmt: skip
 
 
 def what_to_type(word: str, commands: Collection[str]) -> str:
     """Return the message for an unknown first word."""
-    if word.lower() in INSTEAD:
-        return f"no such command {word!r}; instead: {INSTEAD[word.lower()]}"
     near = difflib.get_close_matches(word.lower(), commands, n=1)
     if near:
         return f"no such command {word!r}: did you mean {near[0]!r}?"
@@ -63,10 +39,7 @@ def what_to_type(word: str, commands: Collection[str]) -> str:
     if word in INSTALLED_MODELS or "/" in word or word.lower().endswith(".gguf"):
         return f"no such command {word!r:.200}; to name a model: infer chat {word:.200}"
     if " " in word:
-        return f"no such command {word!r:.60}; to give a prompt: {_GENERATE}"
-    near = difflib.get_close_matches(word.lower(), INSTEAD, n=1)
-    if near:
-        return f"no such command {word!r}; instead: {INSTEAD[near[0]]}"
+        return f'no such command {word!r:.60}; to give a prompt: infer generate "TEXT"'
     return f"no such command {word!r:.200}: use one of {', '.join(sorted(commands))}"
 
 

@@ -14,12 +14,9 @@ from commands import refused, run
 from encoder_models import BY_NAME, make_encoder
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.cli.bench.memory_probe import MemoryProbe
-from infer.cli.bench.mixer_costs import mixer_bytes, mixer_flops
-from infer.cli.bench.profile import profile, split_label, summarize
-from infer.cli.bench.speed import Workload, kv_bytes, measure, weight_bytes_by_kind
-from infer.cli.bench.suite import workloads
-from infer.cli.model_commands.bench_command import columns, profile_lines, speed_lines
-from infer.cli.model_commands.suite_tables import comparison_lines
+from infer.cli.bench.profile import mixer_bytes, mixer_flops, profile, split_label, summarize
+from infer.cli.bench.speed import Workload, kv_bytes, measure, weight_bytes_by_kind, workloads
+from infer.cli.commands.bench_command import columns, comparison_lines, profile_lines, speed_lines
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.mixers import GatedDeltaNet
@@ -209,7 +206,7 @@ def test_a_comparison_shows_ratios_and_the_conditions_that_differ(folder: Path, 
     (["--repeats", "x"], "'x' is not a valid integer"),
 )
 def test_a_wrong_option_or_report_is_one_line(folder: Path, monkeypatch: Any, options: list[str], message: str) -> None:
-    monkeypatch.setattr("infer.cli.model_commands.bench_command.LLM", None)
+    monkeypatch.setattr("infer.cli.commands.bench_command.LLM", None)
     assert message in refused("bench", "--model", folder, *options)
 
 
@@ -398,7 +395,7 @@ def test_values_that_the_model_cannot_have_are_one_line(folder: Path, options: l
 
 def test_an_encoder_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_encoder(BY_NAME["bert"], tmp_path)
-    monkeypatch.setattr("infer.cli.model_commands.bench_command.LLM", None)
+    monkeypatch.setattr("infer.cli.commands.bench_command.LLM", None)
     for options in ([], ["--suite", "quick"]):
         told = refused("bench", "--model", tmp_path, *options)
         assert "is an encoder and generates no text: name a decoder" in told

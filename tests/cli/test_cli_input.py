@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -16,9 +15,7 @@ from click.testing import CliRunner
 from cases import cases
 from commands import FAKE, fake_process, refused, run
 from fake_cli import FakeModel
-from infer.cli import subcommands
 from infer.cli.options.option_fields import Invocation, argument, option, takes_options
-from infer.cli.options.other_programs import INSTEAD
 from infer.cli.subcommands import infer
 from infer.sampling_params import SamplingParams
 from terminals import terminal
@@ -116,13 +113,6 @@ def test_two_options_cannot_both_read_stdin() -> None:
 
 
 # Names of other programs
-
-
-@pytest.mark.parametrize("word", sorted(INSTEAD))
-def test_commands_of_other_programs_are_answered_with_ours(word: str) -> None:
-    assert f"no such command '{word}'; instead: {INSTEAD[word]}" in refused(word, "smollm2")
-    for name in re.findall(r"infer ([a-z-]+)", INSTEAD[word]):
-        assert name in subcommands.infer.commands or name.startswith("--")
 
 
 @cases(

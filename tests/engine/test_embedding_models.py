@@ -21,7 +21,7 @@ from embedding_model import CONTEXT, PROMPTS, make_embedding_model, write_dense,
 from encoder_models import BY_NAME, make_encoder, states_of
 from encoder_tokenizers import SENTENCES, as_xlmr_gguf, make_xlmr_folder
 from infer import LLM, InvalidRequestError, ModelError
-from infer.cli.model_commands.explain_command import lines
+from infer.cli.commands.explain_command import lines
 from infer.errors import TruncationWarning
 from infer.files.heads.text_prompts import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
 from infer.models.catalog.explanation import explain

@@ -17,7 +17,7 @@ from converted_encoders import write_gguf
 from encoder_models import BY_NAME, CONTEXT, make_encoder, states_of, write_modules
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from infer import LLM, ModelError
-from infer.cli.model_commands.explain_command import lines
+from infer.cli.commands.explain_command import lines
 from infer.engine.requests.loop_calls import Work
 from infer.engine.texts.text_tasks import score_pairs
 from infer.errors import ContextLengthError, ModelFormatError, TruncationWarning, UnsupportedModelError

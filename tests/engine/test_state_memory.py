@@ -63,7 +63,7 @@ def smallest(folder: Path, num_tokens: int = CONTEXT) -> int:
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: num_bytes)
     process = PROCESS_BYTES + VOCABULARY_BYTES * CONFIG.vocab_size  # which `infer estimate` counts
-    monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: num_bytes + process)
+    monkeypatch.setattr("infer.cli.commands.explain_command.available_memory_bytes", lambda: num_bytes + process)
 
 
 def state_pages(llm: LLM) -> int:

@@ -310,18 +310,18 @@ def test_the_command_names_the_tokens_of_a_step(
     device: str, free: float | None, remark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free_bytes = None if free is None else int(free)
-    monkeypatch.setattr("infer.cli.model_commands.estimate_command._free_on_gpu", lambda: free_bytes)
+    monkeypatch.setattr("infer.cli.commands.explain_command._free_on_gpu", lambda: free_bytes)
     shown = run("estimate", "--max-seq-len", "2048", "--device", device).out
     assert f"MB   of a step of {remark}" in shown
 
 
 @pytest.mark.slow
 def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: 500_000_000)
+    monkeypatch.setattr("infer.cli.commands.explain_command.available_memory_bytes", lambda: 500_000_000)
     last = run("estimate", "--max-seq-len", "8192").out.splitlines()[-1]
     most = int(re.findall(r"it does not fit; up to ([\d,]+) tokens would", last)[0].replace(",", ""))
     assert "it fits" in run("estimate", "--max-seq-len", most).out
-    monkeypatch.setattr("infer.cli.model_commands.estimate_command.available_memory_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("infer.cli.commands.explain_command.available_memory_bytes", lambda: 100_000_000)
     assert "it does not fit; no context would fit: use a smaller quantisation" in run("estimate").out
 
 

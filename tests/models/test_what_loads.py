@@ -5,7 +5,7 @@ import json
 import pytest
 
 from encoder_models import ENCODERS
-from infer.cli.model_commands.models_command import run_supported
+from infer.cli.commands.models_command import run_supported
 from infer.models import families
 from infer.models.catalog.supported import SUPPORTED
 from infer.models.families import FAMILIES

@@ -20,7 +20,7 @@ import store_answers
 from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import main
-from infer.cli.answers.permalink import read_permalink
+from infer.cli.commands.permalink import read_permalink
 from infer.engine.prefixes import prefix_fingerprint
 from infer.engine.session import session_file
 

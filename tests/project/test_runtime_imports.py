@@ -37,9 +37,9 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "engine/tensor_parallel/": ("follower", "ranks"),
     },
     "huggingface_hub": {"files/hub/": ("hub_download",)},  # asked for by the user
-    "urllib.parse": {"text/grammar/": ("schema_references",), "cli/servers/": ("server_commands",)},
-    "urllib.error": {"cli/servers/": ("server_commands",)},  # asks a running server
-    "urllib.request": {"cli/servers/": ("server_commands",)},
+    "urllib.parse": {"text/grammar/": ("schema_references",), "cli/commands/": ("models_command",)},
+    "urllib.error": {"cli/commands/": ("models_command",)},  # asks a running server
+    "urllib.request": {"cli/commands/": ("models_command",)},
     "http": {"serving/server/": ("connection",)},
     "ssl": {"serving/server/": ("process",)},
     "asyncio": {  # answers for programs that use it, the server and its replicas
@@ -51,7 +51,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "serving/distributed/": (*("exchange", "front", "replica", "replicas", "shelf", "shelf_front", "ray_serve"),),
     },
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
-        "": (RANKS[0], "cli/servers/serve_command"),
+        "": (RANKS[0], "cli/commands/serve_command"),
         "serving/server/": ("process", "http_server", "auth"),
         "serving/distributed/": ("front", "replica", "replicas", "shelf", "shelf_front", "shelved_model"),
     },

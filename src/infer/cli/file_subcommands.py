@@ -13,10 +13,9 @@ from infer.cli.options.command_options import (
     ModelsOptions,
     QuantizeOptions,
 )
-from infer.cli.options.option_fields import takes_options
-from infer.cli.options.other_programs import TolerantCommand
+from infer.cli.options.option_fields import TolerantCommand, takes_options
 from infer.cli.options.server_options import RunningServerOptions, StopOptions
-from infer.cli.terminal.signals import exit_on_signal
+from infer.cli.terminal.process_streams import exit_on_signal
 
 command = partial(click.command, cls=TolerantCommand)
 
@@ -25,7 +24,7 @@ command = partial(click.command, cls=TolerantCommand)
 @takes_options(ExplainOptions)
 def explain(context: click.Context, options: ExplainOptions) -> None:
     """Describe a model from its headers: its layers, tokenizer, defaults and memory."""
-    from infer.cli.model_commands.explain_command import run_explain
+    from infer.cli.commands.explain_command import run_explain
 
     run_explain(options.model, as_json=options.as_json)
 
@@ -37,8 +36,8 @@ def doctor(context: click.Context, options: DoctorOptions) -> int:
 
     Exit status: 0 without faults, 1 with faults, 2 or 3 if the files cannot be read.
     """
-    from infer.cli.model_commands.doctor_command import run_doctor
-    from infer.cli.model_commands.page_file import check_page
+    from infer.cli.commands.quality_commands import run_doctor
+    from infer.cli.commands.report_pages import check_page
 
     check_page(options.html)
     return run_doctor(options.model, as_json=options.as_json, html=options.html)
@@ -51,7 +50,7 @@ def quantize(context: click.Context, options: QuantizeOptions) -> None:
 
     Only a few rows are in memory at a time. OUT.gguf appears when it is complete.
     """
-    from infer.cli.model_commands.quantize_command import run_quantize
+    from infer.cli.commands.quantize_command import run_quantize
 
     run_quantize(options)
 
@@ -60,7 +59,7 @@ def quantize(context: click.Context, options: QuantizeOptions) -> None:
 @takes_options(EstimateOptions)
 def estimate(context: click.Context, options: EstimateOptions) -> None:
     """Estimate from headers how much memory a model and its cache need, whether they fit here, and the speed."""
-    from infer.cli.model_commands.estimate_command import run_estimate
+    from infer.cli.commands.explain_command import run_estimate
 
     run_estimate(options)
 
@@ -70,7 +69,7 @@ def estimate(context: click.Context, options: EstimateOptions) -> None:
 def compile_kernels(context: click.Context, options: CompileOptions) -> None:
     """Compile the CPU kernels that a model needs, so that its first use is fast: for images and Dockerfiles."""
     with exit_on_signal():
-        from infer.cli.model_commands.compile_command import run_compile
+        from infer.cli.commands.machine_report import run_compile
 
         run_compile(options.model, is_all=options.is_all)
 
@@ -79,7 +78,7 @@ def compile_kernels(context: click.Context, options: CompileOptions) -> None:
 @takes_options(ModelsOptions)
 def models(context: click.Context, options: ModelsOptions) -> None:
     """List the models on this machine: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
-    from infer.cli.model_commands.models_command import run_models, run_supported
+    from infer.cli.commands.models_command import run_models, run_supported
 
     if options.supported:
         run_supported(as_json=options.as_json)
@@ -91,7 +90,7 @@ def models(context: click.Context, options: ModelsOptions) -> None:
 @takes_options(HubModelOptions)
 def pull(context: click.Context, options: HubModelOptions) -> None:
     """Download a model, or its missing files, from the Hugging Face hub into the hub's local cache."""
-    from infer.cli.model_commands.models_command import run_pull
+    from infer.cli.commands.models_command import run_pull
 
     run_pull(options.model)
 
@@ -100,7 +99,7 @@ def pull(context: click.Context, options: HubModelOptions) -> None:
 @takes_options(HubModelOptions)
 def rm(context: click.Context, options: HubModelOptions) -> None:
     """Remove a model from the hub's local cache."""
-    from infer.cli.model_commands.models_command import run_rm
+    from infer.cli.commands.models_command import run_rm
 
     run_rm(options.model)
 
@@ -109,7 +108,7 @@ def rm(context: click.Context, options: HubModelOptions) -> None:
 @takes_options(RunningServerOptions)
 def ps(context: click.Context, options: RunningServerOptions) -> None:
     """List the models of a running server: their state and their memory."""
-    from infer.cli.servers.server_commands import run_ps
+    from infer.cli.commands.models_command import run_ps
 
     run_ps(options)
 
@@ -118,7 +117,7 @@ def ps(context: click.Context, options: RunningServerOptions) -> None:
 @takes_options(StopOptions)
 def stop(context: click.Context, options: StopOptions) -> None:
     """Unload a MODEL of a running server of several models, after its current answers have ended."""
-    from infer.cli.servers.server_commands import run_stop
+    from infer.cli.commands.models_command import run_stop
 
     run_stop(options)
 

@@ -26,15 +26,31 @@ from infer.cli.options.command_options import (
     RerankOptions,
     TraceOptions,
 )
-from infer.cli.options.model_choice import choose_model, choose_models, take_named
-from infer.cli.options.model_loading import kernels_ahead, load_for_server, load_model
-from infer.cli.options.option_checks import check_constraints, check_grammar, check_options, check_suite, needs_extra
-from infer.cli.options.option_fields import takes_options
-from infer.cli.options.other_programs import TolerantCommand, what_to_type
-from infer.cli.options.prompts import many_prompts, one_prompt
-from infer.cli.options.sampling_options import given_values, is_given, merge_params, model_defaults, own_params
+from infer.cli.options.model_loading import (
+    check_constraints,
+    check_grammar,
+    check_options,
+    check_suite,
+    choose_model,
+    choose_models,
+    kernels_ahead,
+    load_for_server,
+    load_model,
+    needs_extra,
+    take_named,
+)
+from infer.cli.options.option_fields import TolerantCommand, takes_options, what_to_type
+from infer.cli.options.prompts import (
+    given_values,
+    is_given,
+    many_prompts,
+    merge_params,
+    model_defaults,
+    one_prompt,
+    own_params,
+)
 from infer.cli.options.server_options import DeployOptions, ServeOptions, serves_several
-from infer.cli.terminal.signals import exit_on_signal
+from infer.cli.terminal.process_streams import exit_on_signal
 from infer.cli.terminal.terminal import Spinner
 from infer.compute.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
@@ -61,7 +77,7 @@ def _show_version(*, with_machine: bool) -> None:
     if not with_machine:
         click.echo(f"infer {package.__version__}")
         return
-    from infer.cli.model_commands.machine_report import version_lines
+    from infer.cli.commands.machine_report import version_lines
 
     for line in version_lines():
         click.echo(line)
@@ -106,7 +122,7 @@ def generate(context: click.Context, options: GenerateOptions) -> int:
         check_options(options, own)
     for each in own:
         check_grammar(each)
-    from infer.cli.answers.generate_command import answer_many, answer_one
+    from infer.cli.commands.generate_command import answer_many, answer_one
 
     model = load_model(options)
     defaults = model_defaults(model, context.params)
@@ -128,7 +144,7 @@ def batch(context: click.Context, options: BatchOptions) -> int:
     """
     given = {name: value for name, value in given_values(context, context.params).items() if name != "seed"}
     check_options(options, [SamplingParams.from_mapping(given)])
-    from infer.cli.answers.batch_command import run_batch
+    from infer.cli.commands.batch_command import run_batch
 
     return run_batch(options, given, partial(load_model, options))
 
@@ -141,10 +157,10 @@ def embed(context: click.Context, options: EmbedOptions) -> None:
     The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
     """
     check_options(options, [])
-    from infer.cli.answers.given_texts import read_texts
+    from infer.cli.options.option_files import read_texts
 
     texts, model = read_texts(options.source), load_model(options)
-    from infer.cli.answers.embed_command import run_embed
+    from infer.cli.commands.text_commands import run_embed
 
     run_embed(model, texts, options)
 
@@ -154,11 +170,12 @@ def embed(context: click.Context, options: EmbedOptions) -> None:
 def rerank(context: click.Context, options: RerankOptions) -> None:
     """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
     check_options(options, [])
-    from infer.cli.answers.given_texts import read_texts
-    from infer.cli.answers.rerank_command import run_rerank
+    from infer.cli.options.option_files import read_texts
 
-    texts = read_texts(options.source)
-    run_rerank(load_model(options), texts, options)
+    texts, model = read_texts(options.source), load_model(options)
+    from infer.cli.commands.text_commands import run_rerank
+
+    run_rerank(model, texts, options)
 
 
 @infer.command()
@@ -169,10 +186,10 @@ def classify(context: click.Context, options: ClassifyOptions) -> None:
     The lines of a .jsonl file are strings, or objects {"text": …, "text_pair": …, "id": …}.
     """
     check_options(options, [])
-    from infer.cli.answers.given_texts import read_texts
+    from infer.cli.options.option_files import read_texts
 
     texts, model = read_texts(options.source), load_model(options)
-    from infer.cli.answers.classify_command import run_classify
+    from infer.cli.commands.text_commands import run_classify
 
     run_classify(model, texts, options)
 
@@ -183,7 +200,7 @@ def perplexity(context: click.Context, options: PerplexityOptions) -> None:
     """Measure how well a MODEL predicts a text, as llama.cpp does."""
     options = take_named(context, options)
     check_options(options, [])
-    from infer.cli.model_commands.quality_commands import run_perplexity
+    from infer.cli.commands.quality_commands import run_perplexity
     from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text
 
     text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
@@ -200,8 +217,8 @@ def compare(context: click.Context, options: CompareOptions) -> None:
     options = take_named(context, options)
     if not (options.named or is_given(context, "model")):
         options = replace(options, model=options.reference)
-    from infer.cli.model_commands.page_file import check_page
-    from infer.cli.model_commands.quality_commands import reference_options, run_compare
+    from infer.cli.commands.quality_commands import reference_options, run_compare
+    from infer.cli.commands.report_pages import check_page
     from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text
 
     check_page(options.html)
@@ -219,7 +236,7 @@ def imatrix(context: click.Context, options: ImatrixOptions) -> None:
 
     Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
     """
-    from infer.cli.model_commands.imatrix_command import run_imatrix
+    from infer.cli.commands.quantize_command import run_imatrix
 
     run_imatrix(options)
 
@@ -245,13 +262,13 @@ def replay(context: click.Context, options: ReplayOptions) -> int:
     Exit status: 0 if the answer is the same, 1 if it differs. Without -m the link's own model answers, if it is on this
     machine.
     """
-    from infer.cli.answers.permalink import read_permalink
+    from infer.cli.commands.permalink import read_permalink
     from infer.cli.options.option_files import read_text
 
     is_stdin = options.permalink == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)
     with needs_extra():
-        from infer.cli.answers.replay import model_of, read_request, run_replay
+        from infer.cli.commands.replay import model_of, read_request, run_replay
 
     body = read_request(link)
     if not is_given(context, "model"):
@@ -273,8 +290,7 @@ def serve(context: click.Context, options: ServeOptions) -> int:
     if not is_shelf:
         check_options(options, [])
     with needs_extra():
-        from infer.cli.servers.serve_command import run_serve
-        from infer.cli.servers.shelf_command import run_models
+        from infer.cli.commands.serve_command import run_models, run_serve
 
     return run_models(options) if is_shelf else run_serve(options, partial(load_for_server, options))
 
@@ -294,7 +310,7 @@ def deploy(context: click.Context, options: DeployOptions) -> int:
     options = take_named(context, options)
     check_options(options, [])
     with needs_extra():
-        from infer.cli.servers.ray_command import run_deploy
+        from infer.cli.commands.ray_command import run_deploy
 
     return run_deploy(options)
 
@@ -305,7 +321,7 @@ def sample_trace(context: click.Context, options: TraceOptions) -> None:
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = given_values(context, context.params)
     check_options(options, [SamplingParams.from_mapping({**neutral_values(is_chat=options.chat), **given})])
-    from infer.cli.answers.trace_command import run_trace
+    from infer.cli.commands.trace_command import run_trace
 
     prompt = one_prompt(options, quiet=options.quiet)
     model = load_model(options)
@@ -322,7 +338,7 @@ def bench(context: click.Context, options: BenchOptions) -> None:
     check_options(options, [])
     with kernels_ahead(options):
         with exit_on_signal(), Spinner("loading"):
-            from infer.cli.model_commands.bench_command import run_bench
+            from infer.cli.commands.bench_command import run_bench
 
         run_bench(options)
 

@@ -11,7 +11,7 @@ import torch
 
 from commands import refused, run
 from gguf_files import write_model
-from infer.cli.model_commands.explain_command import ranges
+from infer.cli.commands.explain_command import ranges
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.mixers import Attention, Rope

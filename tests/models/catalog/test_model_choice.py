@@ -17,8 +17,8 @@ from fake_cli import FakeModel
 from fake_hub import FakeHub, serving
 from gguf_files import write_model
 from infer.cli import subcommands
-from infer.cli.options import model_choice
-from infer.cli.options.model_choice import ModelOffer, offer_lines
+from infer.cli.options import model_loading
+from infer.cli.options.model_loading import ModelOffer, offer_lines
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.page_sizes import slot_bytes
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
@@ -294,6 +294,6 @@ def test_only_a_server_is_offered_encoders(places: Path, monkeypatch: pytest.Mon
     make_encoder(BY_NAME["bert"], places / "own" / "encoder")
     write_model(places / "own" / "whole.gguf")
     monkeypatch.setattr("infer.models.catalog.model_forecast.read_bandwidth", lambda num_threads: 10e9)
-    monkeypatch.setattr(model_choice, "_ask", lambda offers, **_: ",".join(offer.name for offer in offers))
-    assert "encoder" in model_choice._chosen("", "serve", has_default=False).split(",")
-    assert "encoder" not in model_choice._chosen("", "chat", has_default=False).split(",")
+    monkeypatch.setattr(model_loading, "_ask", lambda offers, **_: ",".join(offer.name for offer in offers))
+    assert "encoder" in model_loading._chosen("", "serve", has_default=False).split(",")
+    assert "encoder" not in model_loading._chosen("", "chat", has_default=False).split(",")

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from infer.cli.servers.serve_command import client_lines
+from infer.cli.commands.serve_command import client_lines
 from terminals import SECONDS, plain, terminal
 
 NAMES = ["url", "model", "slots", "memory", "limits", "ends"]

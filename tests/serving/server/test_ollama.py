@@ -12,9 +12,9 @@ from cases import cases
 from fake_hub import FakeHub
 from fake_hub import serving as serving_hub
 from infer import LLM
+from infer.cli.commands.serve_command import make_settings
 from infer.cli.options.option_fields import make_options
 from infer.cli.options.server_options import ServeOptions
-from infer.cli.servers.serve_command import make_settings
 from infer.cli.subcommands import infer
 from infer.serving.protocols.ollama.ollama_request import seconds_of
 from infer.serving.protocols.refusals import BodyError

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.cli.bench.text_windows import cut
+from infer.cli.bench.text_quality import cut
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.limits import MAX_STEP_TEXTS

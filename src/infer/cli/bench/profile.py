@@ -1,6 +1,8 @@
-"""Measure the time of a step, per operation and per layer, with the counters of the recorded table.
+"""Measure the time of a step with the counters of the recorded table, and count its costs, per operation and layer.
 
-Cycles are converted to seconds with the clock's time for the same runs of the dispatch loop.
+Cycles are converted to seconds with the clock's time for the same runs of the dispatch loop. Of operations, only those
+of products count: a multiplication with its addition counts as two. Scales, exponentials, gates and norms are not
+counted. Of bytes, those of matrices and of the cache count.
 """
 
 import time
@@ -13,7 +15,6 @@ from typing import Any, final
 import torch
 
 from infer.cli.bench.memory_probe import MemoryProbe
-from infer.cli.bench.mixer_costs import mixer_bytes, mixer_flops
 from infer.cli.bench.speed import (
     OnProgress,
     Workload,
@@ -22,6 +23,10 @@ from infer.cli.bench.speed import (
     token_bytes,
     weight_bytes_by_kind,
 )
+from infer.compute.kvcache.page_sizes import read_bytes
+from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.limits import STATE_TOKENS
+from infer.compute.operands.mixers import Attention, GatedDeltaNet, Mixer, ShortConv
 from infer.compute.operands.weights import Projection
 from infer.engine.runner.runner import Runner
 from infer.llm import LLM
@@ -31,6 +36,7 @@ CALIBRATION_TOKENS = 256  # tokens of a step that is long compared with Python's
 PREFILL_STEPS, DECODE_STEPS = 3, 32
 _Cycles = list[tuple[str, int]]  # per command of a step: label and cycles
 NORMS = ("normalize", "post_norm")  # kinds of commands that are shown as one
+_FLOAT_BYTES = 4
 
 
 @final
@@ -174,3 +180,77 @@ def _seconds_by_label(steps: Sequence[_Cycles], seconds_per_cycle: float) -> lis
     labels = [label for label, _ in steps[0]]
     cycles = [median(spent) for spent in zip(*([spent for _, spent in step] for step in steps), strict=True)]
     return [(label, spent * seconds_per_cycle) for label, spent in zip(labels, cycles, strict=True)]
+
+
+def mixer_bytes(architecture: Architecture, kv_type: str, context: int) -> Counter[str]:
+    """Return the bytes of the cache that a decode step after `context` tokens moves, by kind.
+
+    Layers with a state count the bytes that they read and the bytes that they write. Attention counts only reads.
+    """
+    found = Counter[str]()
+    for mixer in architecture.mixers:
+        if isinstance(mixer, Attention):
+            found["attend"] += read_bytes(mixer, kv_type, context)
+        elif isinstance(mixer, GatedDeltaNet):
+            found["delta_net"] += _delta_net_bytes(mixer, context)
+        else:
+            found["conv"] += _FLOAT_BYTES * mixer.num_channels * (_num_inputs(mixer, context) + 1)
+    return found
+
+
+def mixer_flops(architecture: Architecture, num_tokens: int, context: int) -> Counter[str]:
+    """Return a token's share of the operations of a step of `num_tokens` tokens after `context` others, by kind."""
+    found = Counter[str]()
+    positions = range(context, context + num_tokens)
+    for mixer in architecture.mixers:
+        kind = "attend" if isinstance(mixer, Attention) else "conv" if isinstance(mixer, ShortConv) else "delta_net"
+        found[kind] += sum(_mixer_flops(mixer, position) for position in positions) // num_tokens
+    return found
+
+
+def _num_inputs(mixer: ShortConv | GatedDeltaNet, position: int) -> int:
+    """Return the number of earlier tokens whose inputs a convolution reads."""
+    return min(position, mixer.num_taps - 1)
+
+
+def _state_size(net: GatedDeltaNet) -> int:
+    return net.num_value_heads * net.key_dim * net.value_dim
+
+
+def _delta_net_bytes(net: GatedDeltaNet, position: int) -> int:
+    """Return the bytes that the token at a position reads and writes.
+
+    The token reads a state, the log of the page's earlier tokens (k, u and log α), and inputs of the convolution. It
+    writes its own input and log entry. The first token of a page reads the state and the whole log of the previous
+    page, and writes a state.
+    """
+    place = position % STATE_TOKENS
+    entry = net.num_key_heads * net.key_dim + net.value_features + net.num_value_heads
+    read = _num_inputs(net, position) * net.num_channels
+    read += (_state_size(net) if position else 0) + (place or min(position, STATE_TOKENS)) * entry
+    written = net.num_channels + entry + (0 if place else _state_size(net))
+    return _FLOAT_BYTES * (read + written)
+
+
+def _mixer_flops(mixer: Mixer, position: int) -> int:
+    """Return the operations of the token at a position."""
+    if isinstance(mixer, Attention):
+        num_seen = position + 1 if mixer.window is None else min(position + 1, mixer.window)
+        num_seen = num_seen if mixer.chunk is None else position % mixer.chunk + 1
+        return 4 * mixer.num_heads * mixer.head_dim * num_seen
+    convolution = 2 * mixer.num_taps * mixer.num_channels
+    return convolution if isinstance(mixer, ShortConv) else convolution + _delta_rule_flops(mixer, position)
+
+
+def _delta_rule_flops(net: GatedDeltaNet, position: int) -> int:
+    """Return the operations of k and q with the state and with the keys of the log, and of the log's u with both
+    results.
+
+    k is multiplied by the keys before its own, and q also by its own. The first token of a page adds the log of the
+    previous page to a state.
+    """
+    place = position % STATE_TOKENS
+    with_log = 2 * (2 * place + 1)
+    flops = 4 * _state_size(net)
+    flops += with_log * (net.num_key_heads * net.key_dim + net.value_features)
+    return flops + (2 * STATE_TOKENS * _state_size(net) if position and not place else 0)

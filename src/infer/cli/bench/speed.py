@@ -3,6 +3,8 @@
 The limit of decode is the rate at which the same threads read as many bytes as a token does, again and again, between
 the repeats. So weights that fit a large cache are compared with that cache, and others with the memory. If decode
 itself was faster, it is the limit. Other programs affect both, so a share is valid only within one run.
+
+A suite is a list of configs, each with its sizes and its sampling.
 """
 
 import resource
@@ -26,6 +28,8 @@ from infer.outputs import GenerationTiming, percentile
 from infer.sampling_params import SamplingParams
 
 OnProgress = Callable[[int, int], None]
+_GREEDY = {"temperature": 0.0}
+_SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 
 @final
@@ -247,3 +251,37 @@ def peak_resident_bytes() -> int:
     """Return the largest memory that this process has used, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Config(NamedTuple):
+    prompt_tokens: int
+    new_tokens: int
+    sampling: Mapping[str, Any] = _GREEDY
+
+
+CONFIGS = {
+    "short-greedy": Config(64, 64),
+    "medium-greedy": Config(256, 256),
+    "prefill-heavy": Config(1024, 64),
+    "decode-heavy": Config(64, 1024),
+    "medium-sampled": Config(256, 256, _SAMPLED),
+    "long-context": Config(1024, 1024),
+    "medium-full-pipeline": Config(256, 256, {**_SAMPLED, "repetition_penalty": 1.1}),
+}
+_NUM_CONFIGS: Mapping[str, int] = {"quick": 2, "standard": 5, "full": len(CONFIGS)}  # the first ones
+
+
+def workloads(suite: str, *, repeats: int, warmups: int, seed: int) -> dict[str, Workload]:
+    """Return the workloads of a suite's configs, by name."""
+    found = list(CONFIGS.items())[: _NUM_CONFIGS[suite]]
+    return {
+        name: Workload(
+            config.prompt_tokens,
+            config.new_tokens,
+            repeats=repeats,
+            warmups=warmups,
+            seed=seed,
+            sampling=config.sampling,
+        )
+        for name, config in found
+    }

@@ -5,7 +5,7 @@ before it in the window.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, final
 
@@ -13,16 +13,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.cli.bench.text_windows import cut
 from infer.errors import InvalidRequestError, ModelError
 from infer.llm import LLM
+from infer.text.tokenizer import Tokenizer
 
 _ROWS = 32  # rows of logits that are in float64 at a time
 _QUANTILE = 0.99
 _LARGEST_LOSS = 700.0  # e to the power of a larger loss is not a float
 _UNUSABLE = "its weights are damaged or belong to another model; copy or download the model again"
-
 OnWindow = Callable[[int, int], None]  # windows that are done, and all
+
+
+def cut(tokenizer: Tokenizer, ids: Sequence[int], size: int) -> list[list[int]]:
+    """Return the whole windows of `size` tokens, each with the token that begins a text if the tokenizer has one.
+
+    That token replaces the window's first token. The tokens after the last whole window are left out.
+    """
+    windows = [list(ids[start : start + size]) for start in range(0, len(ids) - size + 1, size)]
+    if tokenizer.adds_bos and tokenizer.bos_token_id is not None:
+        windows = [[tokenizer.bos_token_id, *window[1:]] for window in windows]
+    return windows
 
 
 @final

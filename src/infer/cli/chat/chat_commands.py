@@ -1,31 +1,31 @@
-"""Commands of the terminal chat: lines that begin with a slash."""
+"""The messages that are typed in a chat, and its commands: lines that begin with a slash.
+
+A backslash at a line's end continues the message on the next line. A line that begins with three double quotes opens a
+block that three more end. Text that is pasted at a terminal is one message, however many lines it has.
+"""
 
 import difflib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from infer.cli.answers.answer_report import rate_text
-from infer.cli.answers.trace_command import trace_lines
-from infer.cli.chat.chat_completion import (
-    complete_file,
-    complete_json,
-    complete_model,
-    complete_parameter,
-    complete_saved_chat,
-    complete_system,
-)
-from infer.cli.chat.chat_session import OFF, ChatSession, Messages, is_json_name, params_to_json
+from infer.cli.chat.chat_session import OFF, ChatSession, Messages, is_json_name, is_saved_chat, params_to_json
+from infer.cli.commands.generate_command import rate_text
+from infer.cli.commands.trace_command import trace_lines
 from infer.cli.options.option_files import MAX_GRAMMAR_BYTES, read_text
+from infer.cli.terminal.streamed_text import shortened
 from infer.cli.terminal.terminal import columns_of
-from infer.cli.terminal.wrapping import shortened
 from infer.errors import InvalidRequestError
-from infer.sampling_params import SamplingParams
+from infer.models.catalog.models_at_hand import models_at_hand
+from infer.sampling_params import PARAMETER_NAMES, SamplingParams
 from infer.text.toolcalls.tools import read_tools
 
+BLOCK = '"""'
+LEAVE_HINT = "(Ctrl-C again, Ctrl-D or /quit leaves)"
 TURNS_AFTER_LOAD = 2
 SHORT = 160  # columns of a message that is shown to remind the user
 KEYS = [
@@ -34,6 +34,68 @@ KEYS = [
     ("Tab, Ctrl-R", "complete a command, search earlier messages"),
     ("Ctrl-C, Ctrl-D", "stop an answer, leave"),
 ]
+
+
+def is_open_block(text: str) -> bool:
+    """Return True if the text begins a block that is not closed yet."""
+    block = text.lstrip()
+    return block.startswith(BLOCK) and not block.removeprefix(BLOCK).rstrip().endswith(BLOCK)
+
+
+def message_of(text: str) -> str:
+    """Return the message without the marks of a block."""
+    block = text.lstrip()
+    return block.removeprefix(BLOCK).rstrip().removesuffix(BLOCK).strip("\n") if block.startswith(BLOCK) else text
+
+
+def complete_file(typed: str, is_meant: Callable[[Path], bool] = Path.is_file) -> Iterator[str]:
+    """Yield the paths that begin with the typed text. Folders end in a slash.
+
+    Hidden paths are included only if their dot was typed.
+    """
+    folder, slash, begin = typed.rpartition("/")
+    try:
+        found = sorted(Path(folder + slash or ".").expanduser().iterdir())
+    except (OSError, RuntimeError, ValueError):
+        return
+    for path in found:
+        if not path.name.startswith(begin) or (path.name.startswith(".") and not begin):
+            continue
+        if path.is_dir():
+            yield f"{folder}{slash}{path.name}/"
+        elif is_meant(path):
+            yield folder + slash + path.name
+
+
+def complete_saved_chat(typed: str) -> Iterator[str]:
+    return complete_file(typed, is_saved_chat)
+
+
+def complete_json(typed: str) -> Iterator[str]:
+    return complete_file(typed, lambda path: path.suffix.lower() == ".json")
+
+
+def complete_model(typed: str) -> Iterator[str]:
+    """Yield the names of available models, or paths if no name matches."""
+    names = [name for name in _model_names() if name.startswith(typed)]
+    yield from names or complete_file(typed, lambda path: path.suffix == ".gguf")
+
+
+def complete_parameter(typed: str) -> Iterator[str]:
+    name, space, value = typed.partition(" ")
+    if space:
+        yield from (f"{name} {word}" for word in (OFF[1],) if word.startswith(value))
+    else:
+        yield from (f"{each} " for each in PARAMETER_NAMES if each.startswith(name))
+
+
+def complete_system(typed: str) -> Iterator[str]:
+    yield from (word for word in (OFF[0],) if word.startswith(typed))
+
+
+@cache
+def _model_names() -> list[str]:
+    return [model.name for model in models_at_hand() if model.problem is None]
 
 
 @dataclass(frozen=True)

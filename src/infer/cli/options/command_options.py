@@ -12,8 +12,7 @@ import click
 
 from infer.cli.options.option_fields import Group, argument, option, settings_field
 from infer.cli.options.option_files import read_named_file, read_schema
-from infer.cli.options.prompts import PromptOptions
-from infer.cli.options.sampling_options import logprobs_options, sampling_options
+from infer.cli.options.prompts import PromptOptions, logprobs_options, sampling_options
 from infer.compute.operands.limits import GPU_STEP
 from infer.model_settings import ModelSettings, Overflow, Speculation
 from infer.outputs import Pooling

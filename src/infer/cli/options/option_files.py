@@ -1,12 +1,14 @@
-"""Files that options name: a regular file, a pipe, a terminal or `-` (stdin), read up to a limit.
+"""Files that options name: a regular file, a pipe, a terminal or `-` (stdin), read up to a limit, as a text or as many.
 
 Other devices are refused, because they could be endless.
 """
 
+import json
 import os
 import stat
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -130,3 +132,40 @@ def read_schema(context: click.Context, parameter: click.Parameter, value: str |
     if value is None or value.lstrip().startswith("{"):
         return value
     return read_named_file(context, parameter, Path(value))
+
+
+class GivenText(NamedTuple):
+    """A text, and the `id` and the second text of a pair that its JSON line gives it."""
+
+    text: str
+    id: str | int | None = None
+    text_pair: str | None = None
+
+
+def read_texts(path: Path) -> list[GivenText]:
+    """Return the texts of a file, one per line, or of stdin for `-`. Lines of a `.jsonl` file are JSON.
+
+    An empty line is an empty text, so that vectors keep the numbers of their lines.
+    """
+    text = read_text(path, "the texts", MAX_PROMPTS_BYTES).removeprefix("\ufeff")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    if not lines:
+        raise InvalidRequestError(f"the file {path} has no texts: write one per line")
+    if path.suffix == ".jsonl":
+        return [_json_text(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return [GivenText(line.removesuffix("\r")) for line in lines]
+
+
+def _json_text(line: str, where: str) -> GivenText:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{where} is not JSON: {error}") from error
+    if isinstance(found, str):
+        return GivenText(found)
+    if isinstance(found, dict) and isinstance(text := found.get("text"), str):
+        row_id, second = found.get("id"), found.get("text_pair")
+        return GivenText(
+            text, row_id if isinstance(row_id, str | int) else None, second if isinstance(second, str) else None
+        )
+    raise InvalidRequestError(f'{where} must be a string or an object with "text", got {line.strip():.60}')

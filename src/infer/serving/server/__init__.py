@@ -1,4 +1,4 @@
 """`infer serve`: an HTTP server over `AsyncLLM` that speaks OpenAI's API.
 
-Only `cli.servers` and `serving.distributed` import it.
+Only `cli.commands` and `serving.distributed` import it.
 """

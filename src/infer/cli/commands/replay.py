@@ -12,8 +12,8 @@ from dataclasses import replace
 import msgspec
 
 import infer
-from infer.cli.answers.permalink import Permalink, sha256_of
-from infer.cli.terminal.signals import cancel_on_signal
+from infer.cli.commands.permalink import Permalink, sha256_of
+from infer.cli.terminal.process_streams import cancel_on_signal
 from infer.cli.terminal.terminal import PrefillLine, TextWriter
 from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError

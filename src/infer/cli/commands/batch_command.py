@@ -13,7 +13,7 @@ from threading import Event
 from typing import Any, final
 
 from infer.cli.options.command_options import BatchOptions
-from infer.cli.terminal.signals import cancel_on_signal
+from infer.cli.terminal.process_streams import cancel_on_signal
 from infer.cli.terminal.terminal import has_cursor, note
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError

@@ -1,28 +1,35 @@
-"""`infer perplexity` and `infer compare`: how well models predict a text, as rows or as one JSON object."""
+"""`infer perplexity`, `compare` and `doctor`: how well models predict a text, and the faults of their files.
+
+Each prints rows or lines, or one JSON object, and the last two can also write a page.
+"""
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import click
 
 import infer
 from infer.cli.bench.text_quality import Divergence, Perplexity, measure_divergence, measure_perplexity
-from infer.cli.model_commands.comparison_page import comparison_page
-from infer.cli.model_commands.page_file import write_page
+from infer.cli.commands.report_pages import comparison_page, doctor_page, write_page
 from infer.cli.options.command_options import CompareOptions, PerplexityOptions
-from infer.cli.options.sampling_options import is_given
-from infer.cli.terminal.signals import exit_on_signal
+from infer.cli.options.prompts import is_given
+from infer.cli.terminal.process_streams import exit_on_signal
 from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings
+from infer.models.catalog.doctor import Diagnosis, examine
 from infer.models.catalog.weight_errors import weight_errors
 
 _OF_BOTH = frozenset(
     {"reference", "named", "model", "text", "context", "as_json", "html", "threads", "device", "quiet", "verbose"}
 )
+
+_MAX_LINES = 20  # shown per kind of finding
 
 
 def run_perplexity(model: "infer.LLM", text: str, options: PerplexityOptions) -> None:
@@ -81,3 +88,32 @@ def _perplexity_row(name: str, found: Perplexity) -> tuple[str, str]:
 def _write(found: Perplexity | Divergence, rows: list[tuple[str, str]], *, as_json: bool) -> None:
     lines = [json.dumps(found.to_json())] if as_json else columns_of_rows(rows, "<<")
     TextWriter(sys.stdout).write("".join(f"{line}\n" for line in lines))
+
+
+def run_doctor(model: str, *, as_json: bool, html: Path | None = None) -> int:
+    """Write the findings, and a page to `html`. Return the exit status: 1 if there are findings."""
+    with exit_on_signal(), Spinner("reading") as spinner:
+        found = examine(model, spinner.progress)
+    if html is not None:
+        write_page(html, doctor_page(found))
+    text = json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(finding_lines(found))
+    TextWriter(sys.stdout).write(f"{text}\n")
+    return 1 if found.findings else 0
+
+
+def finding_lines(found: Diagnosis) -> Iterator[str]:
+    """Yield one line per finding, at most twenty of one kind, and then the tensors to quantise again."""
+    if not found.findings:
+        yield f"no faults found in {found.num_tensors:,} tensors and {found.num_tokens:,} tokens"
+        return
+    counts = Counter[str]()
+    for finding in found.findings:
+        counts[finding.kind] += 1
+        if counts[finding.kind] <= _MAX_LINES:
+            yield str(finding)
+    for kind, count in counts.items():
+        if count > _MAX_LINES:
+            yield f"and {count - _MAX_LINES:,} more of this kind: {kind} (--json lists all)"
+    if names := found.requantise:
+        more = f" and {len(names) - _MAX_LINES:,} more" if len(names) > _MAX_LINES else ""
+        yield f"quantise again: {', '.join(names[:_MAX_LINES])}{more}"

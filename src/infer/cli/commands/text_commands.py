@@ -1,8 +1,10 @@
-"""`infer embed`: texts as vectors, in a `.npy` file or as JSON lines."""
+"""`infer embed`, `rerank` and `classify`: texts as vectors, sorted by their relevance to a query, or labelled."""
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,13 @@ import numpy as np
 import torch
 
 import infer
-from infer.cli.answers.given_texts import GivenText
-from infer.cli.options.command_options import EmbedOptions
-from infer.cli.terminal.signals import exit_on_signal
+from infer.cli.options.command_options import ClassifyOptions, EmbedOptions, RerankOptions
+from infer.cli.options.option_files import GivenText
+from infer.cli.terminal.process_streams import exit_on_signal
 from infer.cli.terminal.terminal import Spinner, TextWriter, note
 from infer.engine.texts.text_ids import VectorOptions
 from infer.engine.texts.text_tasks import embed, together
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, TruncationWarning
 
 _TEXTS_PER_CALL = 64  # per update of the progress bar
 
@@ -67,3 +69,33 @@ def _opened(path: Path, mode: str) -> Any:
         return path.open(mode, encoding=None if "b" in mode else "utf-8")
     except OSError as error:
         raise InvalidRequestError(f"the output {path} cannot be written: {error.strerror}") from error
+
+
+def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOptions) -> None:
+    """Write the documents by their relevance, each with its score and its place, or as JSON lines."""
+    documents, writer = [each.text for each in texts], TextWriter(sys.stdout)
+    with exit_on_signal(), Spinner("ranking", shown=not options.quiet), noting_cuts(options.quiet):
+        found = model.rerank(options.query, documents, options.top_n, options.instruction, truncate=options.truncate)
+    for each in found:
+        own = {} if (row_id := texts[each.index].id) is None else {"id": row_id}
+        record = {"index": each.index, **own, "score": each.score, "document": each.document}
+        line = json.dumps(record, ensure_ascii=False) if options.as_json else f"{each.score:.4f}  {each.document}"
+        writer.write(f"{line}\n")
+
+
+@contextmanager
+def noting_cuts(is_quiet: bool) -> Iterator[None]:
+    """Return a context that prints a note on stderr at its end if texts were truncated."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", TruncationWarning)
+        yield
+    for each in () if is_quiet else found:
+        note(str(each.message))
+
+
+def run_classify(model: "infer.LLM", texts: list[GivenText], options: ClassifyOptions) -> None:
+    """Write one JSON line per text: its labels, the most probable first, and their probabilities."""
+    given = [each.text if each.text_pair is None else (each.text, each.text_pair) for each in texts]
+    with exit_on_signal(), Spinner("classifying", shown=not options.quiet), noting_cuts(options.quiet):
+        found = model.classify(given, truncate=options.truncate)
+    write_lines(texts, (each.to_json() for each in found), options.output)

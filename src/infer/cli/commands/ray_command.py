@@ -5,10 +5,10 @@ import os
 import ray
 from ray import serve
 
+from infer.cli.commands.serve_command import make_settings, url_of
 from infer.cli.options.model_loading import model_settings
 from infer.cli.options.server_options import DeployOptions
-from infer.cli.servers.serve_command import make_settings, url_of
-from infer.cli.terminal.signals import cancel_on_signal
+from infer.cli.terminal.process_streams import cancel_on_signal
 from infer.errors import InvalidRequestError
 from infer.serving.distributed.ray_serve import Deployed, application
 from infer.serving.server.process import bind

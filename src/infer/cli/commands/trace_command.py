@@ -13,8 +13,8 @@ import click
 import infer
 from infer.cli.options.command_options import TraceOptions
 from infer.cli.options.prompts import Prompt
+from infer.cli.terminal.streamed_text import display_width, shortened
 from infer.cli.terminal.terminal import Spinner, TextWriter
-from infer.cli.terminal.wrapping import display_width, shortened
 from infer.outputs import SampleTrace, TraceCandidate
 from infer.sampling_params import PARAMETERS, SamplingParams
 

@@ -1,1 +1,0 @@
-"""Commands that answer: generate, batch, embed, rerank, classify, sample-trace and replay."""

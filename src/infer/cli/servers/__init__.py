@@ -1,1 +1,0 @@
-"""Commands that start, ask and stop servers."""

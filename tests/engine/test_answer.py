@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from extent import usual_or_all
 from idle import in_event_loop
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Relay, Waiters
+from infer.engine.requests.answer import Answer, Backlog, Relay, Waiters
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.runner.runner import Runner
+from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError
 from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
@@ -180,6 +182,33 @@ def test_waiters_see_what_arrives_from_several_threads() -> None:
 
 
 # Readers
+
+
+def test_a_result_that_an_event_cancels_has_what_was_computed(world: World, engine: Engine, loop: Loop) -> None:
+    cancel, step = Event(), engine.step
+    stream = open_stream(loop, sequence := make_sequence(world, LONG, Way(), cancel=cancel))
+
+    def step_and_cancel() -> list[Sequence]:
+        sequences = step()
+        if len(sequence.pieces) > 2:
+            cancel.set()
+        return sequences
+
+    engine.step = step_and_cancel  # type: ignore[method-assign]
+    result = stream.run()
+    assert 2 < len(result.token_ids) < LONG.params.max_new_tokens
+    assert result.token_ids == by_definition(world, LONG).token_ids[: len(result.token_ids)]
+    assert (result.finish_reason, result.stop_reason) == ("abort", "cancelled")
+
+
+def test_an_answer_that_joins_a_dropped_batch_ends(world: World, loop: Loop) -> None:
+    backlog, answer = Backlog(1), Answer(loop, make_sequence(world, LONG, Way()), only_end=True)
+    loop.drop(backlog)
+    loop.run(int)  # behind the drop
+    backlog.waiting.append(answer)
+    loop.refill(backlog)
+    answer.wait()
+    assert answer.whole().token_ids == []
 
 
 def test_a_second_thread_that_reads_a_stream_is_refused(world: World, loop: Loop) -> None:

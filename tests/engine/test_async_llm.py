@@ -300,6 +300,16 @@ async def test_closing_a_stream_from_another_task_ends_its_reader(llm: LLM, step
 
 
 @in_event_loop
+async def test_a_stream_that_two_tasks_begin_has_one_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = llm._opened.loop
+    monkeypatch.setattr(loop, "submit", submit := Mock(wraps=loop.submit))
+    stream = AsyncLLM(llm).stream("hello", LONG)
+    await asyncio.gather(stream.begin(), stream.begin())
+    assert (await stream.result()).token_ids == llm.generate("hello", LONG).token_ids
+    assert submit.call_count == 2  # one is that of the LLM
+
+
+@in_event_loop
 async def test_an_event_of_the_request_ends_it(llm: LLM, steps: Steps) -> None:
     cancel = threading.Event()
     cancel.set()

@@ -101,7 +101,7 @@ def counted_calls(compiler: Compiler, form: AnswerFormat) -> int:
     sys.setprofile(count)
     try:
         found = AnswerGrammars(compiler).prepare(form, None)
-        compiler.compile_answer(found.source)
+        compiler.answer_maker(found.source)()
     finally:
         sys.setprofile(None)
     return num_calls
@@ -163,7 +163,7 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
     long = {"type": "integer", "description": "x" * 500_000}
     compiler.compile(Grammar("json_schema", json.dumps(long)))
     grammars = AnswerGrammars(compiler)
-    compiler.compile_answer(grammars.prepare(format_of({"properties": {"a": long}}), None).source)
+    compiler.answer_maker(grammars.prepare(format_of({"properties": {"a": long}}), None).source)()
     keys = {*compiler._compiled._kept, *grammars._kept._kept}
     assert {(type(key), len(key)) for key in keys} == {(bytes, 32)}
 

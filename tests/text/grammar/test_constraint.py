@@ -77,6 +77,16 @@ def compile_regex(compiler: Compiler, pattern: str) -> Constraint:
     return compiler.compile(Grammar("regex", pattern))
 
 
+def test_a_grammar_that_the_cache_has_forgotten_is_not_compiled_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine begins an answer again on its own thread, which may not wait for a compilation."""
+    monkeypatch.setattr("infer.text.grammar.grammar_compiler.MAX_COMPILED_BYTES", 0)
+    make = make_compiler(tokenizer, MODEL_VOCAB).maker(Grammar("regex", "[ab]*"))
+    monkeypatch.setattr("infer.text.grammar.grammar_compiler.try_grammar", None)
+    assert allowed_ids(make(), MODEL_VOCAB) == allowed_ids(make(), MODEL_VOCAB)
+
+
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_a_mask_allows_exactly_what_can_continue_a_text(compiler: Compiler, tokenizer: Tokenizer, name: str) -> None:
     grammar, texts = LANGUAGES[name]

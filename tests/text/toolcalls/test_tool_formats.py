@@ -83,7 +83,7 @@ def constraint_of(tokenizer: Tokenizer, form: AnswerFormat, answer: Grammar | No
     compiler = compiler_of(tokenizer)
     source = AnswerGrammars(compiler).prepare(form, answer).source
     assert source is not None
-    return compiler.compile_answer(source)
+    return compiler.answer_maker(source)()
 
 
 def allows(tokenizer: Tokenizer, form: AnswerFormat, said: Any, answer: Any = None, *, ends: bool = False) -> bool:

@@ -129,8 +129,8 @@ class Answer:
     """The answer of a sequence, which is computed after `begin`.
 
     `num_put` of its pieces have arrived, and the reader has taken `num_taken`. With `only_end`, the reader does not
-    read single pieces: it is woken only at the end, and the answer never pauses. `num_prefilled` is the number of
-    computed tokens of the prompt, for a reader that shows them.
+    read single pieces: it is woken only at the end, has read what arrived until then, and the answer never pauses.
+    `num_prefilled` is the number of computed tokens of the prompt, for a reader that shows them.
 
     Once its reader gets no further pieces, it is settled: it is cut to those that were taken, and `on_end` is called.
     """
@@ -224,8 +224,8 @@ class Answer:
         has_ended = self.has_ended  # read before the pieces, because none arrive after the end
         pieces, unread = list[Piece](), self._unread
         while unread and not self.is_dropped and (most is None or len(pieces) < most):
+            self.num_taken += 1  # first: another thread may settle the answer between the two
             pieces.append(unread.popleft())
-            self.num_taken += 1
         if self.is_paused and self._has_room:
             self.is_paused = False
             self.loop.proceed(self)
@@ -281,6 +281,11 @@ class Answer:
             self._waiters.wake()
             self.loop.cancel(self)
 
+    def abandon(self) -> None:
+        """Cancel, because an exception ended the reader: what it has not taken does not count as read."""
+        self.only_end = False
+        self.cancel()
+
     def poll_cancel(self) -> None:
         """Cancel if the event of its request is set."""
         event = self.sequence.request.options.cancel
@@ -303,9 +308,11 @@ class Answer:
         """Cut a finished answer to the pieces that were taken. A second call does nothing."""
         with self._changing:
             if not self.is_settled:
-                self.sequence.keep(self.num_taken)
                 try:
-                    self._on_end()
+                    try:
+                        self.sequence.keep(self.num_put if self.only_end else self.num_taken)
+                    finally:
+                        self._on_end()
                 finally:
                     self.is_settled = True
                     self._on_end = lambda: None  # a session would wait for the collector otherwise
@@ -334,7 +341,7 @@ class Backlog:
     """
 
     def __init__(self, most_running: int) -> None:
-        self.most_running, self.num_running = most_running, 0
+        self.most_running, self.num_running, self.is_dropped = most_running, 0, False
         self.waiting = deque[Answer]()
 
     def end_waiting(self) -> None:

@@ -113,7 +113,7 @@ class EngineThread(threading.Thread):
 
     def refill(self, backlog: Backlog) -> None:
         """Compute answers that were added to a backlog, as many as may run."""
-        if self._is_closed:
+        if self._is_closed or backlog.is_dropped:
             backlog.end_waiting()
         while backlog.num_running < backlog.most_running and backlog.waiting:
             answer = backlog.waiting.popleft()
@@ -299,9 +299,11 @@ class EngineThread(threading.Thread):
         """Wake all waiting threads, and free the engine."""
         self._is_closed = True
         self._end_all()
-        if self.engine is not None:
-            self.engine.close()
-        for call in (*self._calls, *self._begun_calls):
-            call.refuse()
-        self.is_over = True
-        self.refuse_all()
+        try:
+            if self.engine is not None:
+                self.engine.close()
+        finally:
+            for call in (*self._calls, *self._begun_calls):
+                call.refuse()
+            self.is_over = True
+            self.refuse_all()

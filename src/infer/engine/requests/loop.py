@@ -109,7 +109,8 @@ class Loop:
         self._send(partial(self._thread.refill, backlog), is_urgent=is_urgent)
 
     def drop(self, backlog: Backlog) -> None:
-        """End the answers of a backlog. Never blocks and never raises."""
+        """End the answers of a backlog, also those that are added later. Never blocks and never raises."""
+        backlog.is_dropped = True
         self._send(partial(self._thread.drop, backlog))
 
     def cancel(self, answer: Answer) -> None:

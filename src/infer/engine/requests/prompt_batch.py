@@ -95,13 +95,13 @@ class _Batch:
 
     def fill(self) -> bool:
         """Take sequences until there is no room. Return False if none is left."""
-        while len(self._open) < 2 * self.backlog.most_running:
+        while len(self._open) < 2 * self.backlog.most_running and not self.backlog.is_dropped:
             if (following := next(self._sequences, None)) is None:
                 break
             number, sequence = following
             answer = Answer(self._loop, sequence, self.waiters, only_end=True)
+            self.backlog.waiting.append(answer)  # first: Ctrl-C between the two leaves nothing that nobody ends
             self._open.append((number, answer))
-            self.backlog.waiting.append(answer)
             self._loop.refill(self.backlog)
         return bool(self._open)
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from functools import partial
 from typing import Any, final
 
 from infer.compute.operands.limits import RECENT_PAGES
@@ -65,7 +64,7 @@ class RequestMaker:
     ) -> None:
         """Begin with the model's limits.
 
-        `checkpoint_tokens` is the runner's value. `refusal` returns the reason why no request can be answered.
+        `checkpoint_tokens` is the runner's value. `refusal` is the reason why no request can be answered.
         """
         self._refusal = refusal
         self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # one step keeps all states of shorter prompts
@@ -234,14 +233,10 @@ class RequestMaker:
         if form is not None:
             with about("tools" if form.calls is not None or grammar is None else grammar.kind):
                 form, source = self._answer_grammars.prepare(form, grammar)
-        if form is not None and source is not None:
-            make = self._within_budget(form, partial(self._compiler.compile_answer, source))
-        elif grammar is not None:
-            make = partial(self._compiler.compile, grammar)
-        else:
-            return form, None
         with about("tools" if grammar is None else grammar.kind):
-            return form, _Constraints(make)
+            if form is not None and source is not None:
+                return form, _Constraints(self._within_budget(form, self._compiler.answer_maker(source)))
+            return form, None if grammar is None else _Constraints(self._compiler.maker(grammar))
 
     def _within_budget(self, form: AnswerFormat, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
         """Return the constraint, or one that also closes the reasoning when its budget is used up."""

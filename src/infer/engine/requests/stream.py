@@ -1,5 +1,6 @@
 """`Stream` and `AsyncStream`: views of an `Answer`, for a thread and for a task."""
 
+import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -55,6 +56,7 @@ class Stream(Iterator[Piece]):
             raise
         except BaseException:
             if self._reader is reader:
+                self.answer.abandon()
                 self.answer.close()
             raise
         finally:
@@ -131,8 +133,10 @@ class Stream(Iterator[Piece]):
         """
         answer = self.answer
         try:
-            if on_token is None and self._on_prefill is None and answer.loop.is_open and not answer.is_closed:
-                answer.begin(only_end=True)
+            with self._entering:  # a refused second reader does not silence the first
+                waits = on_token is None and self._on_prefill is None and self._reader is None
+                if waits and answer.loop.is_open and not answer.is_closed:
+                    answer.begin(only_end=True)
             for piece in self:
                 if on_token is not None and on_token(piece.token_id, piece.text) is False:
                     self.cancel()
@@ -182,6 +186,7 @@ class AsyncStream(AsyncIterator[Piece]):
         """Begin with an answer, or with a function that prepares it, which is called on the reader's event loop."""
         self._answer: Answer | None = None
         self._is_read = self._is_dropped = False
+        self._preparing = asyncio.Lock()
         if isinstance(prepare, Answer):
             self._take_up(prepare)
         else:
@@ -296,8 +301,9 @@ class AsyncStream(AsyncIterator[Piece]):
         weakref.finalize(self, answer.cancel).atexit = False
 
     async def _begun(self, *, only_end: bool = False) -> Answer:
-        if self._answer is None:
-            self._take_up(await self._prepare())
+        async with self._preparing:  # two tasks may begin the stream
+            if self._answer is None:
+                self._take_up(await self._prepare())
         assert self._answer is not None
         if self._is_dropped:
             self._answer.cancel()
@@ -314,7 +320,9 @@ class AsyncStream(AsyncIterator[Piece]):
         try:
             yield
         except BaseException:
-            self.cancel()
+            self._is_dropped = True
+            if self._answer is not None:
+                self._answer.abandon()
             raise
         finally:
             self._is_read = False

@@ -54,16 +54,21 @@ class Compiler:
         self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Return a new constraint. Its first mask allows at least one token.
+        """Return a new constraint, as `maker` does."""
+        return self.maker(grammar)()
 
-        Raises InvalidRequestError if the grammar is not well-formed, unsupported, unsatisfiable, or over the budget.
+    def maker(self, grammar: Grammar) -> Callable[[], Constraint]:
+        """Return a function that makes constraints and keeps the compiled grammar, so it never compiles.
+
+        The first mask of a constraint allows at least one token. Raises InvalidRequestError if the grammar is not
+        well-formed, unsupported, unsatisfiable, or over the budget.
         """
 
         def compile_(backend: GrammarBackend) -> _Compiled:
             read = try_grammar(backend.name, grammar)  # first compiled in another process
             return _compiled(backend, read.source, read.warnings)
 
-        return self._constraint(grammar, compile_)
+        return self._maker(grammar, compile_)
 
     def warnings_of(self, grammar: Grammar) -> tuple[str, ...]:
         """Return a line for each part of a compiled schema that is not enforced."""
@@ -76,8 +81,8 @@ class Compiler:
         with self._lock:
             return self._load()[1].spell(text)
 
-    def compile_answer(self, source: str) -> Constraint:
-        """Return a constraint of a grammar that `prepare` wrote and tried.
+    def answer_maker(self, source: str) -> Callable[[], Constraint]:
+        """Return a function that makes constraints of a grammar that `prepare` wrote and tried.
 
         No text of a request may be passed here, because the grammar may name control tokens by their ids.
         """
@@ -88,14 +93,14 @@ class Compiler:
                 raise InvalidRequestError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
             return compiled
 
-        return self._constraint(source, compile_)
+        return self._maker(source, compile_)
 
     def check_answers(self) -> None:
         """Raise InvalidRequestError if the backend cannot compile grammars of answers with tools or reasoning."""
         if self.backend != "llguidance":
             raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {self.backend!r}")
 
-    def _constraint(self, asked: Hashable, compile_: Callable[[GrammarBackend], _Compiled]) -> Constraint:
+    def _maker(self, asked: Hashable, compile_: Callable[[GrammarBackend], _Compiled]) -> Callable[[], Constraint]:
         if self._tokenizer.rewrites_text:
             raise InvalidRequestError(
                 "a grammar needs a tokenizer whose decoder changes each token by itself, but this model's decoder "
@@ -109,8 +114,13 @@ class Compiler:
             compiled = compile_(backend)
         with self._lock:
             self._compiled.put(key, compiled, compiled.num_bytes)
-            matcher = backend.make_matcher(compiled.grammar)
-        return StepwiseConstraint(matcher, vocabulary)
+
+        def make() -> Constraint:
+            with self._lock:
+                matcher = backend.make_matcher(compiled.grammar)
+            return StepwiseConstraint(matcher, vocabulary)
+
+        return make
 
     def _load(self) -> tuple[GrammarBackend, Vocabulary]:
         if self._loaded is None:

@@ -18,13 +18,7 @@ from infer.engine.requests.prompt_batch import answer_all_as_task, check_batch_s
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.request import Request
-from infer.engine.step.request_options import (
-    RequestKeywords,
-    RequestOptions,
-    check_callback,
-    check_count,
-    split_options,
-)
+from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback, check_count
 from infer.engine.step.scheduler import MAX_SECONDS
 from infer.engine.texts.text_ids import Computed, VectorOptions
 from infer.engine.texts.text_tasks import (
@@ -154,7 +148,7 @@ class AsyncLLM:
         """
         if is_list_of_texts(prompt):
             return await self.generate_all(prompt, params, options=options, **keywords)
-        return await self._answered(Ask.of(prompt, params, options, keywords))
+        return await self.stream(prompt, params, options=options, **keywords).result()
 
     def stream(
         self,
@@ -192,7 +186,7 @@ class AsyncLLM:
             >>> (await model.chat(messages)).text
             'The capital of France is Paris.'
         """
-        return await self._answered(Ask.of(messages, params, options, keywords, has_variables=True))
+        return await self.stream_chat(messages, params, options=options, **keywords).result()
 
     def stream_chat(
         self,
@@ -281,11 +275,9 @@ class AsyncLLM:
         check_callback("on_result", batch["on_result"])
         host = self.host
         check_batch_size(host, batch["batch_size"])
-        options, sampling = split_options(batch["options"], batch["keywords"])
+        ask = Ask.of((), None, batch["options"], batch["keywords"])
         pairs = pairs_of(batch["prompts"], batch["params"])
-        requests = await host.answers.prepare(
-            lambda check: list(host.requests.numbered(pairs, options, sampling, check=check))
-        )
+        requests = await host.answers.prepare(lambda check: list(host.requests.numbered(pairs, ask, check=check)))
         results: dict[int, GenerationResult] = {}
         async with aclosing(answer_all_as_task(host.answers, requests, batch["batch_size"])) as answers:
             async for number, result in answers:
@@ -375,10 +367,10 @@ class AsyncLLM:
         host, ask = self.host, Ask.of(prompt, params, options, keywords)
         check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)
         check_traceable(host)
-        sequence = await host.answers.prepare(partial(host.requests.sequence, ask))
-        result = await host.answers.answer(sequence)
+        stream = host.answers.stream(partial(host.requests.sequence, ask))
+        result, request = await stream.result(), stream.sequence.request
         first = 1 + len(ask.options.answer_prefix)
-        traces = await self.trace_answer(sequence.request, result.token_ids, first=first, num_candidates=num_candidates)
+        traces = await self.trace_answer(request, result.token_ids, first=first, num_candidates=num_candidates)
         return result, traces
 
     async def trace_answer(
@@ -418,10 +410,6 @@ class AsyncLLM:
         warn_if_cut(computed.texts, stacklevel=4)
         result: Result = computed.found
         return result
-
-    async def _answered(self, ask: Ask) -> GenerationResult:
-        answers = self.host.answers
-        return await answers.answer(await answers.prepare(partial(self.host.requests.sequence, ask)))
 
     @property
     def host(self) -> Host:

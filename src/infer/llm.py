@@ -7,18 +7,7 @@ from dataclasses import fields, replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import (
-    Any,
-    NoReturn,
-    ParamSpec,
-    Self,
-    SupportsIndex,
-    TypedDict,
-    Unpack,
-    final,
-    get_type_hints,
-    overload,
-)
+from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypedDict, Unpack, final, get_type_hints, overload
 
 import torch
 from jaxtyping import Float
@@ -29,25 +18,12 @@ from infer.compute.sampling.defaults import default_params
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host, load_host
-from infer.engine.requests.prompt_batch import (
-    BATCH_SIZE,
-    Ended,
-    OnResult,
-    answer_all,
-    begun,
-    check_batch_size,
-    results_of,
-)
+from infer.engine.requests.prompt_batch import BATCH_SIZE, Ended, answer_all, begun, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.requests.request_maker import OnError
 from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.session.session import Session, begin_session
-from infer.engine.step.request_options import (
-    RequestKeywords,
-    RequestOptions,
-    check_callback,
-    split_options,
-)
+from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback
 from infer.engine.texts.text_ids import VectorOptions
 from infer.engine.texts.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank, run
 from infer.engine.texts.token_trace import ids_to_score, logits_of, trace_token
@@ -380,9 +356,7 @@ class LLM:
             ' Paris'
             '.'
         """
-        host = self._opened
-        check_callback("on_prefill", on_prefill)
-        ask = Ask.of(prompt, params, options, keywords)
+        host, ask = self._opened, Ask.of(prompt, params, options, keywords)
         return host.stream(host.requests.sequence(ask), on_prefill)
 
     def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncStream:
@@ -412,7 +386,7 @@ class LLM:
         *,
         batch_size: int = BATCH_SIZE,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_result: OnResult | None = None,
+        on_result: Callable[[int, GenerationResult], None] | None = None,
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> list[GenerationResult]:
@@ -440,9 +414,15 @@ class LLM:
         """
         host = self._opened
         check_batch_size(host, batch_size)
-        options, sampling = split_options(options, keywords)
-        requests = list(host.requests.numbered(pairs_of(prompts, params), options, sampling))
-        return results_of(host.loop, requests, batch_size, on_progress, on_result)
+        ask = Ask.of((), None, options, keywords)
+        requests = list(host.requests.numbered(pairs_of(prompts, params), ask))
+        results: dict[int, GenerationResult] = {}
+        for number, result in answer_all(host.loop, begun(requests), batch_size):
+            results[number] = result
+            if on_result is not None:
+                on_result(number, result)
+            on_progress(len(results), len(requests))
+        return [results[number] for number, _ in requests]
 
     def generate_iter(
         self,
@@ -479,8 +459,8 @@ class LLM:
         check_callback("on_error", on_error)
         host = self._opened
         check_batch_size(host, batch_size)
-        options, sampling = split_options(options, keywords)
-        requests = host.requests.numbered(pairs_as_needed(prompts, params), options, sampling, on_error)
+        ask = Ask.of((), None, options, keywords)
+        requests = host.requests.numbered(pairs_as_needed(prompts, params), ask, on_error)
         return answer_all(host.loop, begun(requests), batch_size)
 
     def chat(
@@ -530,9 +510,7 @@ class LLM:
             >>> "".join(piece.text for piece in llm.stream_chat(messages))
             'The capital of France is Paris.'
         """
-        host = self._opened
-        check_callback("on_prefill", on_prefill)
-        ask = Ask.of(messages, params, options, keywords, has_variables=True)
+        host, ask = self._opened, Ask.of(messages, params, options, keywords, has_variables=True)
         return host.stream(host.requests.sequence(ask), on_prefill)
 
     def session(

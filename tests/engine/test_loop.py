@@ -20,7 +20,7 @@ from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.engine_thread import Heartbeat
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_calls import Reply, Work, once
+from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.engine.requests.stream import AsyncStream, Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
@@ -237,7 +237,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     error: BaseException, told: str, world: World, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls that came before the exception are answered."""
-    said, called, sample = list[BaseException | None](), list[Reply[int]](), place.engine._sample
+    said, called, sample = list[BaseException | None](), list[EngineCall[int]](), place.engine._sample
     monkeypatch.setattr(threading, "excepthook", lambda arguments: said.append(arguments.exc_value))
 
     def fail_after_three(*arguments: Any) -> Any:

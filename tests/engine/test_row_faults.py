@@ -16,7 +16,7 @@ import pytest
 from infer import LLM, AsyncLLM, SamplingParams, Session
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.requests.loop_calls import Reply, once
+from infer.engine.requests.loop_calls import EngineCall, once
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ConstraintError, EngineFailedError
@@ -135,7 +135,7 @@ def test_a_fault_that_is_not_a_row_s_ends_the_engine_and_all_waits(
     monkeypatch.setattr("threading.excepthook", lambda arguments: reported.append(arguments.exc_type))
     place = Place(world, Way(), make_runner(world, Way(), num_slots=2))
     running, beside = (make_sequence(world, Case("", PROMPT, LONG), Way()) for _ in "ab")
-    called, have_begun, accept = list[Reply[int]](), threading.Event(), running.accept
+    called, have_begun, accept = list[EngineCall[int]](), threading.Event(), running.accept
 
     def stop(*arguments: Any) -> Any:
         in_threads([lambda: called.append(place.loop.call(once(len, "abc")))] * 2)

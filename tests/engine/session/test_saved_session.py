@@ -123,7 +123,7 @@ def test_a_file_does_not_have_tokens_that_were_read_and_never_answered(
 
         monkeypatch.setattr(llm._opened.engine, "step", step_until_stopped)
         assert list(stream) == []
-        assert len(talk.token_ids) < len(talk._cache.token_ids) < stream.result.prompt_tokens
+        assert len(talk.token_ids) < len(talk._cache.lease.token_ids) < stream.result.prompt_tokens
         talk.save(tmp_path / "talk")
         contents.append((tmp_path / "talk").read_bytes())
     assert contents[0] == contents[1]

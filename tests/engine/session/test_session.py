@@ -16,7 +16,7 @@ from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams, Session
 from infer.engine.requests.stream import Stream
 from infer.engine.runner.runner import Runner
-from infer.engine.session.token_spelling import keep_spelling
+from infer.engine.session.transcript import keep_spelling
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ContextLengthError
 from infer.outputs import GenerationResult
@@ -187,7 +187,7 @@ def test_a_session_goes_on_after_a_fault_while_ids_are_appended(llm: LLM, monkey
     with pytest.raises(MemoryError):
         session.append(" and more than four")
     assert session.token_ids == llm.tokenizer.encode("hello")
-    assert not session._cache.token_ids, "what stood there is not known"
+    assert not session._cache.lease.token_ids, "what stood there is not known"
     session.append(" and more than five")
     check_fresh(llm, session.token_ids, GREEDY, session.generate(GREEDY))
 

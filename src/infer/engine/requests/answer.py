@@ -252,7 +252,7 @@ class Answer:
             self.loop.proceed(self)
         await self._waiters.wait_as_task(lambda: self.has_ended or self.is_dropped)
         self.poll_cancel()
-        await self._wait_for_end_as_task()
+        await self._waiters.wait_as_task(lambda: self.has_ended)
 
     def whole(self) -> GenerationResult:
         """Return the finished answer, although its pieces may not have been read. Raises as `result`."""
@@ -301,7 +301,7 @@ class Answer:
 
     async def close_as_task(self) -> None:
         self.cancel()
-        await self._wait_for_end_as_task()
+        await self._waiters.wait_as_task(lambda: self.has_ended)
         self.settle()
 
     def settle(self) -> None:
@@ -316,9 +316,6 @@ class Answer:
                 finally:
                     self.is_settled = True
                     self._on_end = lambda: None  # a session would wait for the collector otherwise
-
-    async def _wait_for_end_as_task(self) -> None:
-        await self._waiters.wait_as_task(lambda: self.has_ended)
 
     def _check_failure(self) -> None:
         if self._failure is not None:

@@ -13,7 +13,6 @@ from infer.engine.requests.loop_calls import Work, once
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.sequence import Sequence
 from infer.errors import closed
-from infer.outputs import GenerationResult
 
 Check = Callable[[], None]
 NUM_PREPARING = 4
@@ -61,17 +60,13 @@ class AsyncAnswers:
 
     async def call(self, work: Work[_Found]) -> _Found:
         """Return the result of work on the loop's thread, as `Loop.call`. If cancelled, it ends at its next `yield`."""
-        reply = self.loop.call(work, self.relay())
-        await reply.wait_as_task()
-        return reply.found
+        call = self.loop.call(work, self.relay())
+        await call.wait_as_task()
+        return call.found
 
     async def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
         """Return `function(*arguments)`, called on the loop's thread between two steps."""
         return await self.call(once(function, *arguments))
-
-    async def answer(self, sequence: Sequence) -> GenerationResult:
-        """Return the whole answer. The event loop is called only at its end."""
-        return await AsyncStream(self._open(sequence)).result()
 
     def stream(self, prepare: Callable[[Check], Sequence] | Sequence) -> AsyncStream:
         """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""

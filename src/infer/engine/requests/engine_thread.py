@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Relay
-from infer.engine.requests.loop_calls import EngineCall, Reply
+from infer.engine.requests.loop_calls import EngineCall
 from infer.engine.step.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 
@@ -50,10 +50,10 @@ class EngineThread(threading.Thread):
         self._held = ExitStack()  # closed at the thread's end
         self._answers: dict[Sequence, Answer] = {}  # of the active sequences
         self._backlogs: dict[Sequence, Backlog] = {}  # of the active sequences that came from a backlog
-        self._calls = deque[EngineCall]()  # calls that have not begun
-        self._begun_calls = deque[EngineCall]()  # the first one continues when no other call must begin
+        self._calls = deque[EngineCall[Any]]()  # calls that have not begun
+        self._begun_calls = deque[EngineCall[Any]]()  # the first one continues when no other call must begin
         self._debts: dict[str, float] = {}  # seconds of steps that others are owed for a tenant's calls
-        self._draining = list[Reply[None]]()
+        self._draining = list[EngineCall[bool]]()  # calls that end when no sequences are left
         self._why_failed = ""
         self._is_closed = False
 
@@ -140,18 +140,18 @@ class EngineThread(threading.Thread):
             answer.sequence.is_streamed = not answer.only_end
             self._open_engine.proceed(answer.sequence)
 
-    def call(self, call: EngineCall) -> None:
+    def call(self, call: EngineCall[Any]) -> None:
         if self.is_over:
-            call.refuse()
+            call.refuse(closed())
         else:
             self._calls.append(call)
 
-    def drain(self, reply: Reply[None]) -> None:
-        """Reply after all sequences have ended."""
+    def drain(self, call: EngineCall[bool]) -> None:
+        """End a call after all sequences have ended."""
         if self._answers:
-            self._draining.append(reply)
+            self._draining.append(call)
         else:
-            reply.set(None)
+            call.set(True)
 
     def close(self) -> None:
         """End the sequences, and the thread."""
@@ -171,9 +171,8 @@ class EngineThread(threading.Thread):
     def _count(self) -> None:
         self.num_sequences = len(self._answers)
         if not self._answers:
-            for reply in self._draining:
-                reply.set(None)
-            self._draining.clear()
+            while self._draining:
+                self._draining.pop().set(True)
 
     # Steps
 
@@ -227,33 +226,32 @@ class EngineThread(threading.Thread):
             if answer.relay is not None and answer.relay.event_loop.is_closed():
                 self._open_engine.cancel(sequence)
 
-    def _next_call(self) -> EngineCall | None:
+    def _next_call(self) -> EngineCall[Any] | None:
         """Take out the call that continues, or return None. A call whose tenant owes steps to others waits.
 
         A call that does not give way also stops the calls behind it.
         """
         for calls in (self._calls, self._begun_calls):
             for call in calls:
-                if call.tenant not in self._debts or call.reply.is_cancelled:
+                if call.tenant not in self._debts or call.is_cancelled:
                     calls.remove(call)
                     return call
                 if not call.gives_way:
                     break
         return None
 
-    def _advance(self, call: EngineCall) -> None:
+    def _advance(self, call: EngineCall[Any]) -> None:
         """Run the next part of a call. Each other tenant with answers is owed steps for as long."""
         others, began = {each.tenant for each in self._answers} - {call.tenant}, time.monotonic()
         try:
-            if call.reply.is_cancelled:
-                call.work.close()
-                call.reply.set(error=InferError("the call was cancelled"))
+            if call.is_cancelled:
+                call.refuse(InferError("the call was cancelled"))
                 return
             gives_way = bool(next(call.work))
         except StopIteration as ended:
-            call.reply.set(ended.value)
+            call.set(ended.value)
         except BaseException as error:
-            call.reply.set(error=error)
+            call.set(error=error)
         else:
             call.gives_way = gives_way or not call.has_begun
             if call.gives_way:
@@ -304,6 +302,6 @@ class EngineThread(threading.Thread):
                 self.engine.close()
         finally:
             for call in (*self._calls, *self._begun_calls):
-                call.refuse()
+                call.refuse(closed())
             self.is_over = True
             self.refuse_all()

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, final
 
 from infer.compute.kvcache.prefix_store import open_store
@@ -19,7 +19,7 @@ from infer.engine.prefixes.prefix_fingerprint import prefix_fingerprint
 from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_calls import Reply, once
+from infer.engine.requests.loop_calls import EngineCall, once
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.stream import OnPrefill, Stream
 from infer.engine.requests.text_heads import TextHeads, make_text_heads
@@ -28,6 +28,7 @@ from infer.engine.runner.hidden_states import HiddenStates
 from infer.engine.runner.runner import Runner
 from infer.engine.runner.text_encoder import TextEncoder
 from infer.engine.step.request import limits_of
+from infer.engine.step.request_options import check_callback
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.tensor_parallel.leading import LeadingRunner
 from infer.engine.tensor_parallel.ranks import Ranks, start_ranks
@@ -70,7 +71,7 @@ class Host:
         `ranks` are the other processes of a model that is divided between processes. Each loads its part.
         """
         self.loop, self.settings, self.facts, self._ranks = loop, settings, facts, ranks
-        self.tokenizer = tokenizer = facts.tokenizer
+        self.tokenizer, limits = facts.tokenizer, limits_of(model, facts.tokenizer)
         self._open_model: Transformer | None = model
         self._open_runner: Runner | None = None
         self.engine_if_any: Engine | None = None  # None for an encoder
@@ -80,14 +81,13 @@ class Host:
             loop.own(None, model.backend)
         else:
             self._open_runner = loop.run(_make_runner, model, settings, ranks)
-            loop.run(_warm_up, self._open_runner, limits_of(model, tokenizer).vocab_size)
+            loop.run(_warm_up, self._open_runner, limits.vocab_size)
             self.engine_if_any = Engine(self._open_runner, prefixes=self._open_prefixes(self._open_runner))
             loop.own(self.engine_if_any, model.backend)
         self.answers = AsyncAnswers(loop)
-        limits = limits_of(model, tokenizer)
         self.requests = RequestMaker(
             limits,
-            tokenizer,
+            self.tokenizer,
             facts.sampling_defaults,
             settings.grammar_backend,
             0 if self._open_runner is None else self._open_runner.checkpoint_tokens,
@@ -106,7 +106,7 @@ class Host:
             return None
         loop = weakref.ref(self.loop)  # a weak reference, so that an unused loop can end
 
-        def call(function: Callable[..., Any], *arguments: Any) -> Reply[Any]:
+        def call(function: Callable[..., Any], *arguments: Any) -> EngineCall[Any]:
             if (open_loop := loop()) is None:
                 raise closed()
             return open_loop.call(once(function, *arguments))
@@ -227,6 +227,7 @@ class Host:
         on_end: Callable[[], None] = lambda: None,
     ) -> Stream:
         """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
+        check_callback("on_prefill", on_prefill)
         shows_prefill = on_prefill is not None
         return Stream(Answer(self.loop, sequence, lease=lease, on_end=on_end, shows_prefill=shows_prefill), on_prefill)
 
@@ -264,13 +265,12 @@ def load_host(
 
 def _make_runner(model: Transformer, settings: ModelSettings, ranks: Ranks | None) -> Runner:
     limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages)
-    arguments: dict[str, Any] = {"capacity": model.max_seq_len, "settings": plan.settings, "capture": settings.capture}
-    arguments |= {"num_slots": limits.logits, "step_tokens": limits.tokens, "pool_pages": plan.pool_pages}
-    if ranks is None:
-        return Runner(model, **arguments)
-    leading = LeadingRunner(ranks, model, **arguments)
-    leading.check_logits()
-    return leading
+    sizes = {"capacity": model.max_seq_len, "num_slots": limits.logits, "step_tokens": limits.tokens}
+    make = Runner if ranks is None else partial(LeadingRunner, ranks)
+    runner = make(model, **sizes, settings=plan.settings, capture=settings.capture, pool_pages=plan.pool_pages)
+    if isinstance(runner, LeadingRunner):
+        runner.check_logits()
+    return runner
 
 
 def _warm_up(runner: Runner, vocab_size: int) -> None:

@@ -20,7 +20,7 @@ from infer.compute.ops import Backend
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Relay
 from infer.engine.requests.engine_thread import EngineThread, Heartbeat
-from infer.engine.requests.loop_calls import EngineCall, Reply, Work, once
+from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
 from infer.system.cores.cores import start_thread
@@ -123,19 +123,19 @@ class Loop:
 
     # Calls
 
-    def call(self, work: Work[_Found], relay: Relay | None = None) -> Reply[_Found]:
+    def call(self, work: Work[_Found], relay: Relay | None = None) -> EngineCall[_Found]:
         """Run work on the loop's thread, up to its next `yield` between two steps.
 
-        `relay` belongs to the event loop whose task waits for the reply. Work begins when its message arrives. After
+        `relay` belongs to the event loop whose task waits for the result. Work begins when its message arrives. After
         its first `yield` it continues when all earlier work has ended or has let other work run. Raises ClosedError,
         and InferError on the loop's own thread, which cannot wait for itself.
         """
         self.check_open()
         if self.is_current:
             raise InferError("the engine's own thread cannot wait for a call: ask outside of callbacks and finalizers")
-        reply = Reply[_Found](relay)
-        self._send(partial(self._thread.call, EngineCall(work, reply, asking_tenant())))
-        return reply
+        call = EngineCall(work, relay, asking_tenant())
+        self._send(partial(self._thread.call, call))
+        return call
 
     def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
         """Return `function(*arguments)`, called on the loop's thread between two steps.
@@ -167,9 +167,9 @@ class Loop:
     def drain(self, timeout_seconds: float | None = None) -> bool:
         """Refuse new sequences, and wait until all others have ended. Return False at the timeout."""
         self._thread.refusal = self._thread.refusal or _drained
-        reply = Reply[None]()
-        self._send(partial(self._thread.drain, reply))
-        return reply.wait(timeout_seconds)
+        call = EngineCall(once(bool))
+        self._send(partial(self._thread.drain, call))
+        return call.wait(timeout_seconds)
 
     def close(self) -> None:
         """End all sequences as cancelled, free the engine, and end the thread. A second call does nothing.
@@ -198,7 +198,7 @@ class Loop:
     @property
     def _has_room(self) -> bool:
         """True if a new sequence gets a slot: it must end a multi-step, and others must wait anyway."""
-        return self._thread.engine is not None and self.num_sequences < self._thread.engine.max_running
+        return self._thread.engine is not None and self._thread.num_sequences < self._thread.engine.max_running
 
     def _send(self, message: Callable[[], None], *, is_urgent: bool = True) -> None:
         """Let the thread call `message`. An urgent one ends a multi-step."""

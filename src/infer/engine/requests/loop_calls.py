@@ -1,12 +1,10 @@
-"""Work for the thread that steps the engine, which it runs between two steps, and its reply."""
+"""Work for the thread that steps the engine, which it runs between two steps, and its result."""
 
 from collections.abc import Callable, Generator
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
 from infer.engine.requests.answer import Relay, Waiters
-from infer.errors import closed
 
 _Found = TypeVar("_Found")
 Work = Generator[bool | None, None, _Found]  # runs to its next `yield` between two steps
@@ -14,11 +12,13 @@ GIVE_WAY = True  # yielded by work that other work may interrupt, because it use
 
 
 @final
-class Reply(Generic[_Found]):
-    """The result of a call, for any thread. Only the caller uses `cancel`."""
+class EngineCall(Generic[_Found]):
+    """Work for the loop's thread, and its result, for which any thread may wait. Only the caller uses `cancel`."""
 
-    def __init__(self, relay: Relay | None = None) -> None:
+    def __init__(self, work: Work[_Found], relay: Relay | None = None, tenant: str = "") -> None:
         """Begin without a result. `relay` belongs to the event loop whose task waits for it."""
+        self.work, self.tenant = work, tenant
+        self.has_begun, self.gives_way = False, True
         self._waiters = Waiters(relay)
         self._found: list[_Found] = []
         self._error: BaseException | None = None
@@ -53,29 +53,17 @@ class Reply(Generic[_Found]):
         """Let the work end at its next `yield`."""
         self.is_cancelled = True
 
+    def refuse(self, error: BaseException) -> None:
+        """End the work with an error instead of a result."""
+        self.work.close()
+        self.set(error=error)
+
     @property
     def found(self) -> _Found:
         """The result of a finished call. Raises the exception of its work."""
         if self._error is not None:
             raise self._error
         return self._found[0]
-
-
-@final
-@dataclass(eq=False)
-class EngineCall:
-    """Work that was sent to the loop's thread."""
-
-    work: Work[Any]
-    reply: Reply[Any]
-    tenant: str = ""
-    has_begun: bool = False
-    gives_way: bool = True
-
-    def refuse(self) -> None:
-        """End the work, because the loop is closed."""
-        self.work.close()
-        self.reply.set(error=closed())
 
 
 def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:

@@ -1,6 +1,6 @@
 """Many prompts, of which a few are answered at a time: the loop takes the next one whenever a slot is free."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import NamedTuple, final
 
 from infer.engine.requests.answer import Answer, Backlog, Waiters
@@ -12,7 +12,6 @@ from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Sequence
 from infer.outputs import GenerationResult
 
-OnResult = Callable[[int, GenerationResult], None]
 BATCH_SIZE = 8  # prompts answered together
 
 
@@ -31,23 +30,6 @@ class Ended(NamedTuple):
 def begun(requests: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Sequence]]:
     """Create each sequence only when it is needed, because a sequence uses more memory than its request."""
     return ((number, Sequence(request)) for number, request in requests)
-
-
-def results_of(
-    loop: Loop,
-    requests: list[tuple[int, Request]],
-    batch_size: int,
-    on_progress: Callable[[int, int], None],
-    on_result: OnResult | None,
-) -> list[GenerationResult]:
-    """Return all answers, in the order of their prompts. The callbacks are called as answers end."""
-    results: dict[int, GenerationResult] = {}
-    for number, result in answer_all(loop, begun(requests), batch_size):
-        results[number] = result
-        if on_result is not None:
-            on_result(number, result)
-        on_progress(len(results), len(requests))
-    return [results[number] for number, _ in requests]
 
 
 def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int) -> Iterator[Ended]:

@@ -34,8 +34,11 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, ad
     Raises InvalidRequestError for anything else, and ContextLengthError for a text that cannot fit.
     """
     if isinstance(prompt, str):
-        if max_seq_len is not None:
-            check_length_of(prompt, tokenizer, max_seq_len)
+        if max_seq_len is not None and (least := tokenizer.least_num_tokens(prompt)) > max_seq_len:
+            raise ContextLengthError(
+                f"the prompt has at least {least} tokens and the context holds {max_seq_len}: shorten the prompt or "
+                "raise max_seq_len"
+            )
         return tokenizer.encode(prompt, add_special_tokens=add_special)
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise InvalidRequestError("a prompt must be a text, ids or messages, got bytes: decode them first")
@@ -94,15 +97,6 @@ def system_messages(messages: Sequence[Message]) -> list[Message]:
     return list(takewhile(lambda message: message.get("role") in _SYSTEM_ROLES, messages))
 
 
-def check_length_of(text: str, tokenizer: Tokenizer, max_seq_len: int) -> None:
-    least = tokenizer.least_num_tokens(text)
-    if least > max_seq_len:
-        raise ContextLengthError(
-            f"the prompt has at least {least} tokens and the context holds {max_seq_len}: shorten the prompt or raise "
-            "max_seq_len"
-        )
-
-
 def fitted(
     prompt: Prompt,
     encode: Callable[[Prompt], list[int]],
@@ -159,14 +153,9 @@ def _last_turns(
 
 
 def _whole_numbers(ids: IdArray) -> list[int]:
-    is_whole = (
-        not (ids.dtype.is_floating_point or ids.dtype.is_complex)
-        if isinstance(ids, torch.Tensor)
-        else (np.issubdtype(ids.dtype, np.integer))
-    )
     if ids.ndim != 1:
         raise InvalidRequestError(f"ids must have one dimension, got shape {tuple(ids.shape)}: pass one row")
-    if not is_whole or str(ids.dtype).endswith("bool"):
+    if "int" not in str(ids.dtype):
         raise InvalidRequestError(f"token ids must be whole numbers, got an array of {ids.dtype}")
     whole: list[int] = ids.tolist()
     return whole

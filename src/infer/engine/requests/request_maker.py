@@ -35,18 +35,17 @@ _MAX_WARNED = 1_000
 OnError = Callable[[int, InvalidRequestError], None]
 
 
-@final
-class _Constraints:
-    """Makes the constraints of one request. The first one is made at once, because that shows a bad grammar."""
+def _first_made(make: Callable[[], Constraint]) -> Callable[[], Constraint]:
+    """Return a function that makes constraints. The first one is made at once, because that shows a bad grammar."""
+    first = [make()]
 
-    def __init__(self, make: Callable[[], Constraint]) -> None:
-        self._make, self._first = make, [make()]
-
-    def __call__(self) -> Constraint:
+    def constraint() -> Constraint:
         try:
-            return self._first.pop()
+            return first.pop()
         except IndexError:
-            return self._make()
+            return make()
+
+    return constraint
 
 
 @final
@@ -91,26 +90,27 @@ class RequestMaker:
 
     def sequence(self, ask: Ask, check: Check = lambda: None) -> Sequence:
         """Return the sequence that answers an ask of one prompt and one answer. Raises InvalidRequestError."""
-        (sequence,) = self.sequences(ask, 0, check)
-        return sequence
+        (request,) = self.make(ask, 0, check)
+        return Sequence(request)
 
     def numbered(
         self,
         prompts: Iterable[tuple[Prompt, Params | None]],
-        options: RequestOptions,
-        sampling: Mapping[str, Any],
+        ask: Ask,
         on_error: OnError | None = None,
         check: Check = lambda: None,
     ) -> Iterator[tuple[int, Request]]:
-        """Yield the request of each prompt with its number.
+        """Yield the request of each prompt with its number, which `ask` asks for them all.
 
         A refusal names the number and ends all, unless there is an `on_error` to call. A mapping of parameters may
         contain options.
         """
         for index, (prompt, given) in enumerate(prompts):
             try:
-                own, params = split_options(options, given) if isinstance(given, Mapping) else (options, given)
-                (request,) = self.make(Ask([prompt], (), own, params, sampling), 0, check)
+                own = ask.options
+                if isinstance(given, Mapping):
+                    own, given = split_options(own, given)
+                (request,) = self.make(replace(ask, prompts=[prompt], options=own, given=given), 0, check)
             except InvalidRequestError as error:
                 if on_error is None:
                     raise type(error)(f"prompt {index}: {error}") from error
@@ -171,6 +171,10 @@ class RequestMaker:
             checkpoints = conversation.checkpoints(messages, token_ids)
         form = None if conversation is None else conversation.answer_format(token_ids)
         message_warnings = () if conversation is None else tuple(with_values(messages)[1])
+        prompt = tuple(check_prompt(limits, token_ids, room=1))
+        check_ids("answer_prefix", options.answer_prefix, limits.vocab_size)
+        if options.prefill_chunk is not None:
+            check_count("prefill_chunk", options.prefill_chunk, 1, limits.step.tokens)
         for each in ask.params or [params]:
             check()
             grammar = grammar_of(each)
@@ -179,12 +183,9 @@ class RequestMaker:
             schema_warnings += () if answer_format is None else answer_format.warnings
             self._warn(SchemaWarning, schema_warnings)
             self._warn(MessageWarning, message_warnings)
-            if options.prefill_chunk is not None:
-                check_count("prefill_chunk", options.prefill_chunk, 1, limits.step.tokens)
-            check_ids("answer_prefix", options.answer_prefix, limits.vocab_size)
             yield Request(
                 self._tokenizer,
-                tuple(check_prompt(limits, token_ids, room=1)),
+                prompt,
                 checked_params(limits, each),
                 limits.max_seq_len,
                 limits.vocab_size,
@@ -235,18 +236,14 @@ class RequestMaker:
                 form, source = self._answer_grammars.prepare(form, grammar)
         with about("tools" if grammar is None else grammar.kind):
             if form is not None and source is not None:
-                return form, _Constraints(self._within_budget(form, self._compiler.answer_maker(source)))
-            return form, None if grammar is None else _Constraints(self._compiler.maker(grammar))
+                return form, _first_made(self._within_budget(form, self._compiler.answer_maker(source)))
+            return form, None if grammar is None else _first_made(self._compiler.maker(grammar))
 
     def _within_budget(self, form: AnswerFormat, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
         """Return the constraint, or one that also closes the reasoning when its budget is used up."""
-        budget = self._budget(form)
-        return make if budget is None else lambda: BudgetConstraint(make(), budget)
-
-    def _budget(self, form: AnswerFormat) -> Budget | None:
         reasoning = form.reasoning
         if reasoning is None or form.budget is None:
-            return None
+            return make
         closing_ids = {mark: token_id for token_id, mark in form.marks.items()}.get(reasoning.closing)
         ids = self._compiler.spell(reasoning.closing) if closing_ids is None else [closing_ids]
         opening, closing = (text.encode(errors="surrogatepass") for text in (reasoning.opening, reasoning.closing))
@@ -256,4 +253,5 @@ class RequestMaker:
             mark = form.marks.get(token_id)
             return spelling[token_id] if mark is None else mark.encode(errors="surrogatepass")
 
-        return Budget(form.budget, opening, closing, tuple(ids), bytes_of, form.is_open)
+        budget = Budget(form.budget, opening, closing, tuple(ids), bytes_of, form.is_open)
+        return lambda: BudgetConstraint(make(), budget)

@@ -9,7 +9,6 @@ changes the cache, and a call has ended as soon as its `finally` begins. So the 
 
 import copy
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -24,8 +23,7 @@ from infer.engine.requests.prompt_encoding import Message, prompt_ids
 from infer.engine.requests.stream import OnPrefill, OnToken, Stream
 from infer.engine.session.session_cache import SessionCache, Tensors
 from infer.engine.session.session_file import read_session, write_session
-from infer.engine.session.token_spelling import keep_spelling
-from infer.engine.session.transcript import Transcript, copied
+from infer.engine.session.transcript import Transcript, copied, keep_spelling
 from infer.engine.step.request import check_prompt
 from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback
 from infer.engine.step.sequence import Sequence as Answering
@@ -74,14 +72,12 @@ class Session:
     """
 
     def __init__(self, host: Host, transcript: Transcript) -> None:
-        self._opened_host: Host | None = host
         self._transcript = transcript
-        self._cache = SessionCache(host)
+        self._open_cache: SessionCache | None = SessionCache(host)
         self._entering = threading.RLock()  # held briefly; a signal's handler may acquire it again
         self._caller: object | None = None  # the call that uses the session
         self._last: Answer | None = None  # it uses the session until it is settled
         self._is_closed = False
-        weakref.finalize(self, self._cache.give_back).atexit = False
 
     def __enter__(self) -> Self:
         return self
@@ -93,8 +89,8 @@ class Session:
         raise TypeError("a session cannot be copied or pickled: fork() copies it, save() writes it to a file")
 
     def __repr__(self) -> str:
-        transcript, host = self._transcript, self._opened_host
-        state = ", closed" if self._is_closed or host is None or not host.loop.is_open else ""
+        transcript = self._transcript
+        state = "" if self._is_open else ", closed"
         return f"Session({len(transcript.messages)} messages, {len(transcript.token_ids)} tokens{state})"
 
     def close(self) -> None:
@@ -112,10 +108,18 @@ class Session:
         self._free_if_closed()
 
     @property
-    def _host(self) -> Host:
-        if (host := self._opened_host) is None:
+    def _is_open(self) -> bool:
+        return not self._is_closed and self._open_cache is not None and self._open_cache.host.loop.is_open
+
+    @property
+    def _cache(self) -> SessionCache:
+        if (cache := self._open_cache) is None:
             raise closed("session")
-        return host
+        return cache
+
+    @property
+    def _host(self) -> Host:
+        return self._cache.host
 
     @property
     def token_ids(self) -> list[int]:
@@ -133,7 +137,8 @@ class Session:
     def num_cached_tokens(self) -> int:
         """Number of first `token_ids` that the next turn does not compute again."""
         self._settle()
-        return common_length(self._cache.token_ids, self._transcript.token_ids)
+        cached = () if self._open_cache is None else self._open_cache.lease.token_ids
+        return common_length(cached, self._transcript.token_ids)
 
     def send(
         self,
@@ -193,7 +198,6 @@ class Session:
             >>> "".join(piece.text for piece in stream)
             'The capital of France is Paris.'
         """
-        check_callback("on_prefill", on_prefill)
         ask = Ask.of((), params, options, keywords)
         return self._begin(partial(Transcript.asked, message=message), ask, on_prefill)
 
@@ -219,7 +223,6 @@ class Session:
             'The capital of France is Paris.'
         """
         check_callback("on_token", on_token)
-        check_callback("on_prefill", on_prefill)
         ask = Ask.of((), params, options, keywords)
 
         def given(transcript: Transcript) -> Messages:
@@ -247,7 +250,6 @@ class Session:
             ' Paris.'
         """
         check_callback("on_token", on_token)
-        check_callback("on_prefill", on_prefill)
         ask = Ask.of((), params, options, keywords)
         return _run(self._begin(lambda transcript: None, ask, on_prefill), on_token)
 
@@ -397,7 +399,7 @@ class Session:
         """Claim the session for the caller. Raises InvalidRequestError if another caller has it, and ClosedError."""
         self._settle()
         with self._entering:
-            if self._is_closed or not self._host.loop.is_open:
+            if not self._is_open:
                 raise closed("session")
             self._host.loop.check_open()
             if self._caller is not None or (self._last is not None and not self._last.is_settled):
@@ -412,30 +414,26 @@ class Session:
     def _free_if_closed(self) -> None:
         """Free the cache if the session is closed. `close` and the end of each call use this; the later one frees."""
         if self._is_closed and self._caller is None:
-            self._cache.give_back()
-            self._opened_host = None
+            self._open_cache = None
 
     @_exclusively
     def _begin(
         self, next_messages: Callable[[Transcript], Messages | None], ask: Ask, on_prefill: OnPrefill | None
     ) -> Stream:
         """Answer the messages that `next_messages` makes from the conversation; without it, continue the ids."""
-        messages, before = next_messages(self._transcript), self._transcript
-        sequence = self._sequence(messages, ask)
+        before = self._transcript
+        if (messages := next_messages(before)) is None:
+            ask = replace(ask, prompts=[before.token_ids])
+        else:
+            variables = dict(before.template)
+            tools, options = variables.pop("tools", None), ask.options
+            options = options if options.tools is not None else replace(options, tools=tools)
+            ask = replace(ask, prompts=[messages], options=options, variables=variables, respell=self._respell)
+        sequence = self._host.requests.sequence(ask)
         on_end = partial(self._take_over, sequence, before, has_messages=messages is not None)
         stream = self._host.stream(sequence, on_prefill, self._cache.lease, on_end)
         self._last = stream.answer
         return stream
-
-    def _sequence(self, messages: Messages | None, ask: Ask) -> Answering:
-        if messages is None:
-            ask = replace(ask, prompts=[self._transcript.token_ids])
-        else:
-            variables = dict(self._transcript.template)
-            tools, options = variables.pop("tools", None), ask.options
-            options = options if options.tools is not None else replace(options, tools=tools)
-            ask = replace(ask, prompts=[messages], options=options, variables=variables, respell=self._respell)
-        return self._host.requests.sequence(ask)
 
     def _take_over(self, sequence: Answering, before: Transcript, *, has_messages: bool) -> None:
         """Add a finished answer to the conversation: to its messages, or only to its ids."""

@@ -14,7 +14,7 @@ from infer.engine.requests.host import Host
 from infer.engine.requests.loop_calls import Work
 from infer.engine.step.sequence import Lease, common_length
 from infer.engine.texts.text_states import step_tokens
-from infer.errors import InferError, OutOfPagesError, closed
+from infer.errors import InferError, OutOfPagesError
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
 _SLICE_BYTES = 16 << 20  # copied between two steps, which takes about 5 ms
@@ -26,47 +26,24 @@ class _TakenAwayError(InferError):
 
 @final
 class SessionCache:
-    """The slot of a session. One call uses it at a time; any thread may call `give_back`."""
+    """The slot of a session, which is free once its lease is dropped. One call uses it at a time."""
 
     def __init__(self, host: Host) -> None:
-        self._open_host: Host | None = host
-        self._lease: Lease | None = Lease()
-
-    @property
-    def lease(self) -> Lease:
-        """The lease of the slot. Raises ClosedError after `give_back`."""
-        if (lease := self._lease) is None:
-            raise closed("session")
-        return lease
-
-    @property
-    def _host(self) -> Host:
-        if (host := self._open_host) is None:
-            raise closed("session")
-        return host
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The ids in the slot; empty while an answer uses it."""
-        return () if self._lease is None else self._lease.token_ids
-
-    def give_back(self) -> None:
-        """Free the slot. A second call does nothing."""
-        self._lease = self._open_host = None
+        self.host, self.lease = host, Lease()
 
     def keep_common(self, token_ids: Sequence[int]) -> int:
         """Keep the prefix that the slot shares with these ids, and return its length.
 
         The length is 0 if the cache has evicted tokens that the next token must attend to.
         """
-        return self._host.change(self.lease, partial(self._keep_common, token_ids))
+        return self.host.change(self.lease, partial(self._keep_common, token_ids))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Make the slot contain exactly these ids. Missing ids are computed, one chunk between two steps."""
-        self._host.loop.call(self._extending(token_ids)).get()
+        self.host.loop.call(self._extending(token_ids)).get()
 
     def _extending(self, token_ids: Sequence[int]) -> Work[None]:
-        host, lease = self._host, self.lease
+        host, lease = self.host, self.lease
 
         def extend(slot: int) -> int:
             runner = host.runner
@@ -91,10 +68,10 @@ class SessionCache:
 
         def copy(slot: int) -> None:
             if source.slot is not None:
-                self._host.runner.copy_slot(slot, source.slot)
+                self.host.runner.copy_slot(slot, source.slot)
                 self.lease.token_ids = list(source.token_ids)
 
-        self._host.change(self.lease, copy)
+        self.host.change(self.lease, copy)
 
     def export(self, token_ids: Sequence[int], write: Callable[[int, Tensors], None]) -> None:
         """Call `write(number, tensors)` with the keys and values of the first `number` of these ids.
@@ -107,19 +84,19 @@ class SessionCache:
         def keep(slot: int) -> Sequence[int]:
             self._keep_common(token_ids, slot)
             # A load chooses the rope factors by the length.
-            if self._host.runner.choose_rope(slot, len(lease.token_ids)):
+            if self.host.runner.choose_rope(slot, len(lease.token_ids)):
                 lease.token_ids = []
             return lease.token_ids
 
-        held = self._host.change(lease, keep)
-        if self._host.runner.has_whole_slots:
+        held = self.host.change(lease, keep)
+        if self.host.runner.has_whole_slots:
             with suppress(_TakenAwayError):
                 return write(len(held), partial(self._copies, held))
         return write(0, lambda: iter(()))
 
     def _copies(self, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Yield copies of the slot's tensors, one part between two steps. Raises _TakenAwayError."""
-        lease, cache = self.lease, self._host.runner.cache
+        lease, cache = self.lease, self.host.runner.cache
         rows: Iterator[tuple[str, Tensor]] | None = None
 
         def copy_some(slot: int) -> list[tuple[str, Tensor]]:
@@ -134,7 +111,7 @@ class SessionCache:
                 num_bytes += found[1].nbytes
             return copies
 
-        while copies := self._host.change(lease, copy_some):
+        while copies := self.host.change(lease, copy_some):
             yield from copies
 
     def load(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> None:
@@ -145,19 +122,19 @@ class SessionCache:
 
         def load(slot: int) -> None:
             if token_ids:
-                self._host.runner.import_slot(slot, tensors, len(token_ids))
+                self.host.runner.import_slot(slot, tensors, len(token_ids))
             else:
-                self._host.runner.truncate(slot, 0)
-            self.lease.token_ids = list(token_ids[: self._host.runner.lengths[slot]])
+                self.host.runner.truncate(slot, 0)
+            self.lease.token_ids = list(token_ids[: self.host.runner.lengths[slot]])
 
-        self._host.change(self.lease, load)
+        self.host.change(self.lease, load)
 
     def _keep_common(self, token_ids: Sequence[int], slot: int) -> int:
         lease = self.lease
         held = lease.token_ids[: common_length(lease.token_ids, token_ids)]
         lease.token_ids = []
-        self._host.runner.truncate(slot, len(held))
-        num_held = self._host.runner.lengths[slot]
+        self.host.runner.truncate(slot, len(held))
+        num_held = self.host.runner.lengths[slot]
         if num_held > len(held):
             raise RuntimeError(f"the cache has {num_held} tokens, expected {len(held)}")
         lease.token_ids = held[:num_held]

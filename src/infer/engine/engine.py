@@ -286,10 +286,11 @@ class Engine:
         active = self._steps.take_turns(wanting, self.resting_tenants)
         self._taking_part.update(dict.fromkeys(active))
         self._leaving.update(dict.fromkeys(active))
-        for sequence in active:
-            if sequence.grammar is not None:
+        if constrained := [sequence for sequence in active if sequence.grammar is not None]:
+            for sequence in constrained:
                 self._force(sequence)
-        return self._run([sequence for sequence in active if not sequence.is_finished], None)
+            active = [sequence for sequence in active if not sequence.is_finished]
+        return self._run(active, None)
 
     def _launch_behind(self, launched: LaunchedStep | None) -> LaunchedStep | None:
         """Launch the next step while this one runs, if the host does not need this one's tokens for it."""
@@ -323,8 +324,7 @@ class Engine:
         if now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at, watched = now, self._watched
         for sequence in (*self._leaving, *watched):
-            sequence.poll_cancel(now)
-            if sequence.is_finished and sequence in self._sequences:
+            if sequence.poll(now) and sequence in self._sequences:
                 self._slots.leave(sequence)
                 del self._sequences[sequence]
                 self._watched.pop(sequence, None)
@@ -350,7 +350,7 @@ class Engine:
                 break
             forced.append(token_id)
         self._slots.params.extend(sequence, forced)
-        self._drafting.observe(sequence)
+        self._drafting.observe([sequence])
 
     def _run(self, active: list[Sequence], behind: LaunchedStep | None) -> LaunchedStep | None:
         """Plan a step of these sequences and launch it."""
@@ -367,7 +367,7 @@ class Engine:
         masks = self._filler.start(works)
         pending, is_multi_step = self._sample(plan, works, columns, masks, behind)
         for sequence, chunk in works:
-            sequence.launch(chunk)
+            sequence.launched = (*sequence.launched, chunk)
         return LaunchedStep(plan, works, pending, masks, parts, started, is_multi_step, behind is not None)
 
     def _sample(

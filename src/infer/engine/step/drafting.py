@@ -29,25 +29,25 @@ class Drafting:
         self._begun.add(sequence.slot)
         sequence.attempt(partial(self._drafter.begin, sequence.slot, sequence.token_ids), None)
 
-    def is_drafted(self, sequence: Sequence) -> bool:
-        return sequence.slot in self._begun
+    def drafted(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return the sequences that are drafted for."""
+        return [each for each in sequences if each.slot in self._begun] if self._begun else []
 
     def steps_to_draft(self, active: Iterable[Sequence], times: StepTimes) -> list[int]:
         """Return the number of steps without drafts before the drafter is called again, per drafted sequence."""
-        return [self._policies[each].tokens_between(times) for each in active if self.is_drafted(each)]
+        return [self._policies[each].tokens_between(times) for each in self.drafted(active)]
 
-    def propose(self, active: Iterable[Sequence], rooms: Iterable[int], most: int, times: StepTimes) -> None:
+    def propose(self, active: Iterable[Sequence], most: int, times: StepTimes) -> None:
         """Give each sequence its drafts for the next step. Their number is the one that pays off at the measured times.
 
         Each sequence gets at most `most` drafts, and never more than its room.
         """
         counts: dict[Sequence, int] = {}
-        for sequence, room in zip(active, rooms, strict=True):
-            if self.is_drafted(sequence):
-                sequence.take_drafts(())
-                if sequence.pieces and not sequence.must_end_prompt:
-                    limit = min(most, room, sequence.room - 1)
-                    counts[sequence] = sequence.attempt(partial(self._num_drafts, sequence, limit, times), 0)
+        for sequence in self.drafted(active):
+            sequence.take_drafts(())
+            if sequence.pieces and not sequence.must_end_prompt:
+                limit = min(most, sequence.room - 1)
+                counts[sequence] = sequence.attempt(partial(self._num_drafts, sequence, limit, times), 0)
         counts = {sequence: count for sequence, count in counts.items() if count > 0}
         for sequence, drafts in self._proposed(counts).items():
             sequence.attempt(partial(sequence.take_drafts, drafts), None)
@@ -71,10 +71,11 @@ class Drafting:
                 found |= sequence.attempt(partial(propose, {sequence.slot: count}), nothing)
         return {sequence: found.get(sequence.slot, ()) for sequence in counts}
 
-    def observe(self, sequence: Sequence) -> None:
-        """Show the drafter the tokens that a sequence accepted. The policy learns from those that were not forced."""
-        if self.is_drafted(sequence) and not sequence.is_finished:
-            sequence.attempt(partial(self._observe, sequence), None)
+    def observe(self, sequences: Iterable[Sequence]) -> None:
+        """Show the drafter the tokens that sequences accepted. Policies learn from those that were not forced."""
+        for sequence in self.drafted(sequences):
+            if not sequence.is_finished:
+                sequence.attempt(partial(self._observe, sequence), None)
 
     def _observe(self, sequence: Sequence) -> None:
         policy, guesses = self._policies[sequence], self._drafter.observe(sequence.slot)

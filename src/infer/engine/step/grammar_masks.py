@@ -43,7 +43,7 @@ class MaskFiller:
         """Begin to fill the masks of chunks whose sequences have a grammar. Return None if there are none."""
         filling = self._filling
         if filling is None or not filling.fits(works):
-            if not any(_needs_mask(sequence, chunk) for sequence, chunk in works):
+            if not any(sequence.grammar is not None and chunk.has_logits for sequence, chunk in works):
                 return None
             filling = self._filling = _Filling(self, works)
         filling.begin()
@@ -127,7 +127,7 @@ class _Filling:
         self._jobs = [
             _Job(row, sequence, list(self._lines[end - chunk.num_logits : end]), chunk.drafts)
             for row, ((sequence, chunk), end) in enumerate(zip(works, ends, strict=True))
-            if _needs_mask(sequence, chunk)
+            if sequence.grammar is not None and chunk.has_logits
         ]
         self.num_counted: dict[int, int] = {}  # in a multi-step: valid tokens of the rows that ended
         self._promise: Future[None] | None = None
@@ -193,7 +193,3 @@ class _Filling:
         finally:
             self._filled_at.append(time.perf_counter())
             self._publish()
-
-
-def _needs_mask(sequence: Sequence, chunk: Chunk) -> bool:
-    return sequence.grammar is not None and chunk.has_logits

@@ -69,7 +69,7 @@ class StepTaken(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, num_steps: int, seconds: float) -> Self:
-        num_decoding = sum(count == 1 for count in plan.num_tokens)
+        num_decoding = plan.num_tokens.count(1)
         kind = "decode" if num_decoding == plan.work.num_sequences else "mixed" if num_decoding else "prompt"
         work = plan.work
         return cls("chain" if num_steps > 1 else kind, work.num_sequences, work.num_tokens * num_steps, seconds)
@@ -107,7 +107,7 @@ class Scheduler:
 
     def step_tokens(self, chunks: Iterable[int | None]) -> int:
         """Return the number of tokens that a step may have. `chunks` are the limits of its sequences, None for none."""
-        return min([self._limits.tokens, *(chunk for chunk in chunks if chunk is not None)])
+        return min([self._limits.tokens, *[chunk for chunk in chunks if chunk is not None]])
 
     def limit_prompts(self, seconds: float) -> None:
         """Set the seconds that a step with prompts may take if no answer is streamed."""
@@ -145,14 +145,14 @@ class Scheduler:
         num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
         decoding, prefilling = list[int](), list[int]()
         for index, demand in enumerate(demands):
-            (decoding if demand.num_schedulable == 1 else prefilling).append(index)
+            num_tokens[index] = int(demand.num_schedulable == 1)
+            (decoding if num_tokens[index] else prefilling).append(index)
         kept = min(1, len(prefilling))  # one token is kept for a prompt
         budget = max(step_tokens - len(decoding) - kept, 0)
-        drafts_pay = bool(prefilling) or self._drafts_pay(demands)
-        for index in decoding:
-            num_tokens[index] = 1
-            num_drafts[index] = min(demands[index].num_drafts, budget) if drafts_pay else 0
-            budget -= num_drafts[index]
+        if prefilling or self._drafts_pay(demands):
+            for index in decoding:
+                num_drafts[index] = min(demands[index].num_drafts, budget)
+                budget -= num_drafts[index]
         if not prefilling and not any(num_drafts):
             work = _work(demands, num_tokens, num_drafts)
             longest = min(max_steps, self._longest(demands, work, steps_to_draft, others_wait=others_wait))
@@ -186,7 +186,7 @@ class Scheduler:
 
         If few sequences have drafts, the others run multi-steps first.
         """
-        drafting = sum(demand.num_drafts > 0 for demand in demands)
+        drafting = sum([demand.num_drafts > 0 for demand in demands])
         return drafting > 0 and (2 * drafting >= len(demands) or self._num_plain >= PLAIN_STEPS)
 
     def _longest(
@@ -278,12 +278,14 @@ class Scheduler:
 
 def _num_steps(demands: Sequence[Demand], longest: int) -> int:
     """Return the number of steps with the most tokens per second, among those at which a sequence ends."""
+    if longest == 1:
+        return 1
     useful = [min(demand.useful_steps, longest) for demand in demands]
     return max(set(useful), key=lambda count: (sum(min(count, own) for own in useful) / (_RETURN + count), count))
 
 
 def _work(demands: Sequence[Demand], num_tokens: Sequence[int], num_drafts: Sequence[int]) -> StepWork:
-    return StepWork.of(zip(map(add, num_tokens, num_drafts), (each.num_computed for each in demands), strict=True))
+    return StepWork.of(zip(map(add, num_tokens, num_drafts), [each.num_computed for each in demands], strict=True))
 
 
 class StepPart(NamedTuple):

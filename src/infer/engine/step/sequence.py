@@ -4,11 +4,12 @@ Text, grammar and drafts can be computed again from the ids. So a sequence that 
 continues as if nothing had happened.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat, takewhile, zip_longest
+from itertools import chain, repeat, takewhile
 from operator import eq
 from typing import TypeVar, final
 
@@ -104,6 +105,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def is_able(self) -> bool:
+        """True if a step can compute it."""
+        return self.slot != NO_SLOT and self._text.finish_reason is None
+
+    @property
     def num_generated(self) -> int:
         return len(self.pieces)
 
@@ -137,14 +143,10 @@ class Sequence:
         return self._text.finish_reason is not None
 
     @property
-    def is_decoding(self) -> bool:
-        """True if only the last token is not in the cache."""
-        return self.num_pending == 1
-
-    @property
     def num_schedulable(self) -> int:
         """Number of pending tokens that the next steps may compute: only the prompt's, until it is compressed."""
-        return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
+        num_tokens = self.num_prompt_tokens if self.must_end_prompt else len(self.token_ids) + len(self.awaited)
+        return num_tokens - self.num_computed
 
     # Its end
 
@@ -152,12 +154,14 @@ class Sequence:
         """End the sequence before its next token. For any thread; the engine notices it at its next check."""
         self._is_cancelled = True
 
-    def poll_cancel(self, now: float) -> None:
-        event, timeout = self.request.options.cancel, self.request.options.timeout
-        if self._is_cancelled or (event is not None and event.is_set()):
+    def poll(self, now: float) -> bool:
+        """End the sequence if it is cancelled or out of time. Return True if it is finished."""
+        options = self.request.options
+        if self._is_cancelled or (options.cancel is not None and options.cancel.is_set()):
             self.abort()
-        elif timeout is not None and now - self.submitted_at >= timeout:
+        elif options.timeout is not None and now - self.submitted_at >= options.timeout:
             self.abort("timeout")
+        return self._text.finish_reason is not None
 
     def abort(self, reason: str = "cancelled") -> None:
         if self._text.finish_reason is None:
@@ -222,10 +226,6 @@ class Sequence:
         self.num_computed = 0
         if not self.has_fault and (not self.is_finished or self._text.num_tokens != len(self.pieces)):
             self.attempt(partial(self._replay, len(self.pieces)), None)
-
-    def forget_computed(self) -> None:
-        """Note that the slot is now empty."""
-        self.num_computed = 0
 
     def keep(self, num_tokens: int) -> None:
         """End as if the answer had been cut after `num_tokens` tokens, if it has more or is unfinished.
@@ -316,18 +316,17 @@ class Sequence:
         """Number of steps without a return to Python, after which further tokens would be dropped."""
         return min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS)
 
-    def max_steps(self, rope_room: int) -> int:
-        """Return the number of steps after which it needs a return to Python."""
-        if not self.is_decoding or self.must_end_prompt:
-            return 1
-        return min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
+    @property
+    def max_steps(self) -> int:
+        """Number of steps after which it needs a return to Python, once its prompt is computed."""
+        return 1 if self.must_end_prompt else self.request.max_total_tokens - len(self.token_ids)
 
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
         """Return its part of a step: `num_tokens` pending tokens and, if no others are pending, `num_drafts` drafts."""
         if self.awaited:
             return Chunk(self.slot, self.awaited)
         taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
-        if not 0 < len(taken) == self.num_pending:
+        if not num_tokens or self.num_computed + num_tokens < len(self.token_ids):
             return Chunk(self.slot, taken, has_logits=False)
         return Chunk(self.slot, [*taken, *self._drafts[:num_drafts]] if num_drafts else taken, num_drafts)
 
@@ -336,26 +335,49 @@ class Sequence:
         assert self.grammar is not None
         self.stats.masks_filled += self.grammar.fill(masks, drafts)
 
-    def launch(self, chunk: Chunk) -> None:
-        """Note its share of a step that now runs."""
-        self.launched = (*self.launched, chunk)
-
     def computed(self, count: int, awaited: Items[int] = ()) -> None:
         """Record that the cache keeps the next `count` tokens. `awaited` stands for the token that follows them."""
         self.num_computed, self.awaited = self.num_computed + count, awaited
 
     # After a step
 
-    def collect(self) -> None:
-        """Note that the first of its steps has ended. Its sampled tokens are accepted next."""
-        self.launched, self.awaited = self.launched[1:], ()
+    def collect(
+        self, chunk: Chunk, token_ids: Items[int], logprobs: Items[TokenLogprob], clock: Clock, *, is_multi_step: bool
+    ) -> int:
+        """End the first of its running steps: accept sampled tokens until it is finished.
 
-    def accept_all(self, token_ids: Items[int], logprobs: Items[TokenLogprob], num_drafts: int) -> None:
-        """Accept sampled tokens until the sequence is finished. The first `num_drafts` of them were drafted."""
-        for index, (token_id, logprob) in enumerate(zip_longest(token_ids, logprobs)):
-            self.accept(token_id, logprob, "draft" if index < num_drafts else "sampled")
-            if self.is_finished:
-                return
+        Return the number of its computed tokens that are right.
+        """
+        self.launched, self.awaited = self.launched[1:], ()
+        num_right = len(chunk.token_ids) - chunk.num_drafts
+        if chunk.has_logits:
+            num_accepted = self._accept_all(token_ids, logprobs, 0 if is_multi_step else len(token_ids) - 1)
+            num_right += max(0, num_accepted - 1)
+            self.timer.stepped(num_accepted, clock)
+            if is_multi_step:
+                self.stats.multi_steps += 1
+                self.stats.multi_step_tokens += num_accepted
+            else:
+                self.stats.single_steps += 1
+                self.stats.drafts_proposed += chunk.num_drafts
+                self.stats.drafts_accepted += min(len(token_ids) - 1, num_accepted)
+        else:
+            self.timer.waited(clock.ended - clock.started)
+            self.stats.prefill_steps += num_right > 0
+        return num_right
+
+    def _accept_all(self, token_ids: Items[int], logprobs: Items[TokenLogprob], num_drafts: int) -> int:
+        """Accept sampled tokens, the first `num_drafts` of which were drafted, and return their number."""
+        num_before = len(self.pieces)
+        try:
+            for index, token_id in enumerate(token_ids):
+                logprob = logprobs[index] if index < len(logprobs) else None
+                self.accept(token_id, logprob, "draft" if index < num_drafts else "sampled")
+                if self._text.finish_reason is not None:
+                    break
+        except Exception as error:  # an unknown fault: the other answers are still right
+            self.blame(error)
+        return len(self.pieces) - num_before
 
     def accept(self, token_id: int, logprob: TokenLogprob | None = None, origin: Origin = "sampled") -> Piece | None:
         """Append a token and return its piece. If the token is the code of a failed sample, end and return None."""
@@ -377,23 +399,8 @@ class Sequence:
         self.token_ids.append(token_id)
         piece = self._text.push(token_id, is_complete=is_complete, logprob=logprob)
         self.pieces.append(piece if origin == "sampled" else replace(piece, origin=origin))
-        self.timer.arrived()
+        self.timer.arrivals.append(time.perf_counter())
         return self.pieces[-1]
-
-    def stepped(self, chunk: Chunk, num_sampled: int, num_accepted: int, clock: Clock, *, is_multi_step: bool) -> None:
-        """Record a step or a multi-step, of whose sampled tokens the first `num_accepted` were accepted."""
-        if not chunk.has_logits:
-            self.timer.waited(clock.ended - clock.started)
-            self.stats.prefill_steps += len(chunk.token_ids) > 0
-            return
-        self.timer.stepped(num_accepted, clock)
-        if is_multi_step:
-            self.stats.multi_steps += 1
-            self.stats.multi_step_tokens += num_accepted
-        else:
-            self.stats.single_steps += 1
-            self.stats.drafts_proposed += chunk.num_drafts
-            self.stats.drafts_accepted += min(num_sampled - 1, num_accepted)
 
     def result(self) -> GenerationResult:
         """Return the answer so far; its finish_reason is "abort" if it is unfinished."""

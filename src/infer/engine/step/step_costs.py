@@ -44,7 +44,7 @@ class StepWork(NamedTuple):
         for count, start in chunks:
             num_sequences += count > 0
             num_tokens += count
-            context += context_of(count, start)
+            context += start if count == 1 else context_of(count, start)
         return cls(num_sequences, num_tokens, context)
 
     @property

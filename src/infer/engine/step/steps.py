@@ -22,7 +22,6 @@ from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import SlotParams, Slots
 from infer.engine.step.step_costs import StepKind
 from infer.errors import OutOfPagesError
-from infer.outputs import TokenLogprob
 
 
 class Work(NamedTuple):
@@ -34,7 +33,8 @@ class Work(NamedTuple):
     @property
     def counts(self) -> bool:
         """False if the sequence ended or lost its slot after the launch. Then the step's results for it are dropped."""
-        return any(chunk is self.chunk for chunk in self.sequence.launched)
+        sequence, chunk = self
+        return bool(running := sequence.launched) and (running[0] is chunk or running[-1] is chunk)
 
 
 @final
@@ -88,13 +88,14 @@ class Steps:
 
     def plan(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
         """Return a plan and its work, without sequences that failed meanwhile or got no pages."""
+        try_reserve = slots.runner.try_reserve
         while True:
             plan, works = self._plan(slots, active)
             for sequence, chunk in works:
-                if not sequence.is_finished and sequence.has_slot:
-                    num_tokens = max(plan.num_steps, len(chunk.token_ids))
-                    slots.make_room(sequence, partial(slots.runner.try_reserve, sequence.slot, num_tokens))
-            able = [sequence for sequence in active if sequence.has_slot and not sequence.is_finished]
+                num_tokens = max(plan.num_steps, len(chunk.token_ids))
+                if sequence.is_able and try_reserve(sequence.slot, num_tokens):
+                    slots.make_room(sequence, partial(try_reserve, sequence.slot, num_tokens))
+            able = [sequence for sequence in active if sequence.is_able]
             if len(able) == len(active):
                 return plan, works
             active = able
@@ -105,7 +106,7 @@ class Steps:
         The tokens are needed if a multi-step is due, if a sequence has a grammar or drafts, or if pages are short. For
         pages, because a preempted sequence accepts its token before it loses its pages.
         """
-        if any(each.grammar is not None or self._drafting.is_drafted(each) for each in active):
+        if self._drafting.drafted(active) or any(each.grammar is not None for each in active):
             return NO_PLAN, []
         plan, works = self._plan(slots, active)
         if plan.num_steps > 1:
@@ -117,7 +118,7 @@ class Steps:
 
     def step_times(self, active: Items[Sequence]) -> StepTimes | None:
         """Return the step times with which drafts of these sequences must pay off, or None if no sequence drafts."""
-        if not any(map(self._drafting.is_drafted, active)):
+        if not self._drafting.drafted(active):
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
@@ -126,19 +127,19 @@ class Steps:
     def _plan(self, slots: Slots, active: Items[Sequence]) -> tuple[Plan, list[Work]]:
         if not active:
             return NO_PLAN, []
-        times, rooms = self.step_times(active), [_rope_room(slots.runner, sequence) for sequence in active]
+        times, room = self.step_times(active), _rope_room(slots.runner, active)
         if times is not None:
-            self._drafting.propose(active, rooms, self._scheduler.max_drafts(len(active)), times)
-        max_steps = min(map(Sequence.max_steps, active, rooms))
+            self._drafting.propose(active, min(room, self._scheduler.max_drafts(len(active))), times)
+        max_steps = min([1 + room, *[sequence.max_steps for sequence in active]])
         if (most_steps := self._shares.most_steps) is not None:
             max_steps = min(max_steps, most_steps)
         plan = self._scheduler.plan(
             active,
-            self._scheduler.step_tokens(sequence.request.options.prefill_chunk for sequence in active),
+            self._scheduler.step_tokens([sequence.request.options.prefill_chunk for sequence in active]),
             max_steps,
             steps_to_draft=[] if times is None else self._drafting.steps_to_draft(active, times),
             others_wait=slots.has_waiting or bool(self._resting),
-            others_stream=any(each.is_streamed and each.is_decoding for each in self._resting),
+            others_stream=any(each.is_streamed and each.num_pending == 1 for each in self._resting),
         )
         return plan, [
             Work(sequence, sequence.schedule(num_tokens, num_drafts))
@@ -152,8 +153,9 @@ class Steps:
         launched.is_kept = True
         for index, work in enumerate(launched.works):
             if work.counts:
-                awaited = (sampled_after(index),) if work.chunk.has_logits else ()
-                _keep(runner, work, len(work.chunk.token_ids), awaited)
+                count = len(work.chunk.token_ids)
+                runner.commit(work.chunk.slot, count)
+                work.sequence.computed(count, (sampled_after(index),) if work.chunk.has_logits else ())
                 _remember(runner, work.sequence)
 
     def settle(self, launched: LaunchedStep, slots: Slots, filler: MaskFiller) -> None:
@@ -163,21 +165,28 @@ class Steps:
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
         self._learn(launched.plan, works, num_steps, clock, held_up)
-        each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
-        for index, work in enumerate(works):
+        runner, is_kept = slots.runner, launched.is_kept
+        is_remembered = runner.shares_prefixes and not is_kept
+        each_held_up = held_up / max(1, sum([sequence.grammar is not None for sequence, _ in works]))
+        for index, (sequence, chunk) in enumerate(works):
             settled = time.perf_counter() if parts else 0.0
             if counted[index]:
-                self._accept(slots.runner, work, generated.token_ids[index], generated.logprobs[index], clock, launched)
-            if parts and work.sequence.grammar is not None:
+                sampled = generated.token_ids[index], generated.logprobs[index]
+                num_right = sequence.collect(chunk, *sampled, clock, is_multi_step=launched.is_multi_step)
+                if not is_kept:
+                    runner.commit(chunk.slot, num_right)
+                    sequence.computed(num_right)
+                if is_remembered:
+                    _remember(runner, sequence)
+            if parts and sequence.grammar is not None:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
         if parts:
             self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
         slots.params.renew()
-        if not launched.is_kept:
+        self._drafting.observe([sequence for sequence, chunk in compress(works, counted) if chunk.has_logits])
+        if runner.compresses_prompts and not is_kept:
             for sequence, _ in compress(works, counted):
-                _remember(slots.runner, sequence)
-                if sequence.must_end_prompt:
-                    _end_prompt(slots, sequence)
+                _end_prompt(slots, sequence)
 
     def _clock_of(self, launched: LaunchedStep, ends: Items[StepEnd]) -> Clock:
         """Return the times of a step. A step behind another one begins when the other one ends.
@@ -192,34 +201,10 @@ class Steps:
 
     def _learn(self, plan: Plan, works: Items[Work], num_steps: int, clock: Clock, held_up: float) -> None:
         """Learn the costs of a step from its time, before its tokens are accepted."""
-        times = self.step_times([work.sequence for work in works])
-        if not all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works):
+        times = self.step_times([sequence for sequence, _ in works])
+        if times and not all(each.pieces and len(chunk.token_ids) == chunk.num_logits for each, chunk in works):
             times = None
         self._scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
-
-    def _accept(
-        self,
-        runner: Runner,
-        work: Work,
-        token_ids: Items[int],
-        logprobs: Items[TokenLogprob],
-        clock: Clock,
-        launched: LaunchedStep,
-    ) -> None:
-        """Let a sequence accept its sampled tokens."""
-        sequence, chunk = work
-        sequence.collect()
-        num_accepted = num_drafts = 0
-        if chunk.has_logits:
-            num_before = len(sequence.pieces)
-            num_drafts = 0 if launched.is_multi_step else len(token_ids) - 1  # right drafts
-            sequence.attempt(partial(sequence.accept_all, token_ids, logprobs, num_drafts), None)
-            num_accepted = len(sequence.pieces) - num_before
-        if not launched.is_kept:
-            _keep(runner, work, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
-        sequence.stepped(chunk, len(token_ids), num_accepted, clock, is_multi_step=launched.is_multi_step)
-        if chunk.has_logits:
-            self._drafting.observe(sequence)
 
 
 def _wait(launched: LaunchedStep, params: SlotParams, filler: MaskFiller) -> tuple[Generated, float]:
@@ -241,12 +226,6 @@ def _cut(launched: LaunchedStep, generated: Generated, params: SlotParams, fille
             params.mark_stale(launched.works[row].sequence)
 
 
-def _keep(runner: Runner, work: Work, count: int, awaited: Items[int] = ()) -> None:
-    """Let the cache keep the first tokens of a chunk."""
-    runner.commit(work.chunk.slot, count)
-    work.sequence.computed(count, awaited)
-
-
 def _remember(runner: Runner, sequence: Sequence) -> None:
     """Make the computed tokens available to other sequences."""
     if runner.shares_prefixes and not sequence.has_fault:
@@ -255,7 +234,8 @@ def _remember(runner: Runner, sequence: Sequence) -> None:
 
 def _end_prompt(slots: Slots, sequence: Sequence) -> None:
     """Compress the prompt once it is computed and a token was sampled. The time counts with the next token."""
-    if sequence.num_computed != sequence.num_prompt_tokens or not sequence.pieces:
+    is_computed = sequence.num_computed == sequence.num_prompt_tokens
+    if not (sequence.must_end_prompt and is_computed and sequence.pieces):
         return
     started, runner, slot = time.perf_counter(), slots.runner, sequence.slot
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
@@ -265,16 +245,18 @@ def _end_prompt(slots: Slots, sequence: Sequence) -> None:
             sequence.must_end_prompt = False
         except OutOfPagesError:  # a loaded row lost tokens, and has no pages to compute them again
             runner.truncate(slot, 0)
-            sequence.forget_computed()
+            sequence.num_computed = 0
     sequence.timer.waited(time.perf_counter() - started)
 
 
-def _rope_room(runner: Runner, sequence: Sequence) -> int:
-    """Return the number of tokens that may follow with the same rope factors.
+def _rope_room(runner: Runner, active: Items[Sequence]) -> int:
+    """Return the number of tokens that may follow each sequence with the same rope factors.
 
-    If the sequence now needs other factors, empty its slot.
+    The slot of a sequence that now needs other factors is emptied.
     """
-    length = len(sequence.token_ids)
-    if runner.choose_rope(sequence.slot, length):
-        sequence.forget_computed()
-    return runner.rope_room(length)
+    if runner.model.rope_border is None:
+        return runner.rope_room(0)
+    for sequence in active:
+        if runner.choose_rope(sequence.slot, len(sequence.token_ids)):
+            sequence.num_computed = 0
+    return min(runner.rope_room(len(sequence.token_ids)) for sequence in active)

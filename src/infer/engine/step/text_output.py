@@ -6,7 +6,7 @@ from typing import final
 from infer.outputs import FinishReason, Piece, TokenLogprob, ToolCallDelta
 from infer.sampling_params import SamplingParams
 from infer.text.tokenizer import StopStrings, Tokenizer
-from infer.text.toolcalls.parsed import Parsed, Parser
+from infer.text.toolcalls.parsed import Delta, Parsed, Parser
 
 
 @final
@@ -32,7 +32,7 @@ class TextOutput:
         )
         self._detokenizer = tokenizer.make_detokenizer(prompt_ids=prompt_ids)
         self._parser = parser
-        self._stop_strings = StopStrings(params.stop or (), params.include_stop_str_in_output)
+        self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         asked = params.max_new_tokens
         is_cut = asked is None or asked > room
         self.limit = room if asked is None or asked > room else asked
@@ -44,55 +44,51 @@ class TextOutput:
     def push(self, token_id: int, *, is_complete: bool = False, logprob: TokenLogprob | None = None) -> Piece:
         """Add a token and return its piece. Checks, in this order: end id, stop string, complete grammar, length."""
         self.num_tokens += 1
+        parser, detokenizer, deltas = self._parser, self._detokenizer, tuple[Delta, ...]()
         is_end = token_id in self.stop_ids
-        text = self._detokenizer.flush() if is_end else self._text_of(token_id)
         if is_end:
+            text = detokenizer.flush()
             self.finish("eos", token_id)
-        elif is_complete and self.finish_reason is None:
-            self.limit, self._limit_reason = self.num_tokens, ("stop", "grammar")
+        else:
+            mark = None if parser is None else parser.mark_by_id.get(token_id)
+            text = detokenizer.push(token_id) if mark is None else detokenizer.flush() + mark
+            if is_complete and self.finish_reason is None:
+                self.limit, self._limit_reason = self.num_tokens, ("stop", "grammar")
         is_last = is_end or self.num_tokens >= self.limit
-        was_reasoning = self._is_reasoning
-        found = self._parsed(text + self._detokenizer.flush() if is_last else text, is_last=is_last)
-        self.num_reasoning_tokens += was_reasoning or self._is_reasoning
-        shown = self._shown(found.text, is_last=is_last)
-        deltas = found.deltas
-        if deltas and self.finish_reason == "stop" and self._stop_strings.matched is not None:
+        if is_last:
+            text += detokenizer.flush()
+        if parser is not None:
+            was_reasoning = parser.is_reasoning
+            text, deltas = self._parsed(parser, text, is_last=is_last)
+            self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
+        if (stop_strings := self._stop_strings) is not None and self.num_tokens >= self._params.min_new_tokens:
+            text = self._shown(stop_strings, text, is_last=is_last)
+        if is_last and self.finish_reason is None:
+            self.finish(*self._limit_reason)
+        if deltas and self.finish_reason == "stop" and stop_strings is not None and stop_strings.matched is not None:
             deltas = tuple(delta for delta in deltas if not isinstance(delta, ToolCallDelta))
-        return Piece(token_id, shown, logprob, self.finish_reason, deltas)
+        return Piece(token_id, text, logprob, self.finish_reason, deltas)
 
     def finish(self, finish_reason: FinishReason, stop_reason: str | int | None) -> None:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
     def flush(self) -> Parsed:
         """Return the held text, if the answer stops before its end."""
-        rest = self._parsed(self._detokenizer.flush(), is_last=True)
-        return Parsed(self._stop_strings.push(rest.text).text + self._stop_strings.flush(), rest.deltas)
+        text, stop_strings = self._detokenizer.flush(), self._stop_strings
+        rest = Parsed(text) if self._parser is None else self._parsed(self._parser, text, is_last=True)
+        return rest if stop_strings is None else Parsed(self._shown(stop_strings, rest.text, is_last=True), rest.deltas)
 
-    @property
-    def _is_reasoning(self) -> bool:
-        return self._parser is not None and self._parser.is_reasoning
-
-    def _text_of(self, token_id: int) -> str:
-        mark = None if self._parser is None else self._parser.mark_by_id.get(token_id)
-        return self._detokenizer.push(token_id) if mark is None else self._detokenizer.flush() + mark
-
-    def _parsed(self, text: str, *, is_last: bool) -> Parsed:
-        if (parser := self._parser) is None:
-            return Parsed(text)
+    def _parsed(self, parser: Parser, text: str, *, is_last: bool) -> Parsed:
         found = parser.push(text)
         if not is_last:
             return found
         rest = parser.flush()
         return Parsed(found.text + rest.text, found.deltas + rest.deltas)
 
-    def _shown(self, text: str, *, is_last: bool) -> str:
-        if self.num_tokens >= self._params.min_new_tokens:
-            shown = self._stop_strings.push(text)
-            text = shown.text
-            if shown.matched is not None and self.finish_reason is None:
-                self.finish("stop", shown.matched)
-            elif is_last:
-                text += self._stop_strings.flush()
-        if is_last and self.finish_reason is None:
-            self.finish(*self._limit_reason)
+    def _shown(self, stop_strings: StopStrings, text: str, *, is_last: bool) -> str:
+        text, matched = stop_strings.push(text)
+        if matched is not None and self.finish_reason is None:
+            self.finish("stop", matched)
+        elif is_last:
+            text += stop_strings.flush()
         return text

@@ -13,7 +13,7 @@ class AnswerTimer:
 
     def __init__(self) -> None:
         self.began: float | None = None  # when the wait for the tokens began, by time.perf_counter
-        self.arrivals = list[float]()  # when each token arrived, by the same clock
+        self.arrivals = list[float]()  # when each token arrived, forced or sampled, by the same clock
         self._waited = 0.0
         self._prefill_s: float | None = None
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
@@ -22,10 +22,6 @@ class AnswerTimer:
         """Note at the first call that the wait for the tokens begins."""
         if self.began is None:
             self.began = time.perf_counter()
-
-    def arrived(self) -> None:
-        """Note the arrival of a token, forced or sampled."""
-        self.arrivals.append(time.perf_counter())
 
     def waited(self, seconds: float) -> None:
         """Add time that gave no token. It counts as a part of the next forward."""

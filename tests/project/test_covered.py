@@ -21,7 +21,7 @@ import torch
 import infer
 import test_house
 from infer.compute.backends.cpu.host import kernel_cache
-from infer.engine.prefixes import prefix_fingerprint
+from infer.engine.prefixes import prefix_disk
 from infer.engine.runner.runner import Runner
 from path_cases import World
 from shapes import SOURCE, checked_modules
@@ -100,7 +100,7 @@ def words_of(module: str) -> frozenset[str]:
 
 
 def test_prefixes_name_the_code_of_all_packages() -> None:
-    found = prefix_fingerprint.sources()
+    found = prefix_disk.sources()
     assert len(found) >= NUM_PREFIX_SOURCES
     assert {path.suffix for path in found.values()} == {".py", ".cl"}
     assert all(path.is_file() and path.is_relative_to(SOURCE) for path in found.values())
@@ -110,7 +110,7 @@ def test_prefixes_name_the_code_of_all_packages() -> None:
 def test_prefixes_name_the_code_of_all_that_the_runner_uses() -> None:
     """A change of any module from which the runner computes keys and values makes the stored pages useless."""
     starts = ("infer.engine.runner", "infer.engine.tensor_parallel", "infer.models")
-    used = {m for m in trees() if is_in(m, *starts) and not is_in(m, *prefix_fingerprint.WITHOUT_VALUES)}
+    used = {m for m in trees() if is_in(m, *starts) and not is_in(m, *prefix_disk.WITHOUT_VALUES)}
     waiting = list(used)
     while waiting:
         new = {module for module, _ in imports(waiting.pop())} - used - {"infer"}
@@ -118,17 +118,17 @@ def test_prefixes_name_the_code_of_all_that_the_runner_uses() -> None:
         waiting += new
     assert len(used) > 200
     used -= {module for module in used if len(trees()[module].body) == 1}  # a docstring computes nothing
-    assert sorted(m for m in used if not is_in(m, *prefix_fingerprint.PACKAGES, *COMPUTE_NO_VALUES)) == []
-    assert [module for module in used if is_in(module, *prefix_fingerprint.WITHOUT_VALUES)] == []
+    assert sorted(m for m in used if not is_in(m, *prefix_disk.PACKAGES, *COMPUTE_NO_VALUES)) == []
+    assert [module for module in used if is_in(module, *prefix_disk.WITHOUT_VALUES)] == []
 
 
 def test_a_missing_package_of_prefixes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "infer_without_sources").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     for package in ("infer.no_such_package", "infer_without_sources"):
-        monkeypatch.setattr(prefix_fingerprint, "PACKAGES", ("infer.system", package))
+        monkeypatch.setattr(prefix_disk, "PACKAGES", ("infer.system", package))
         with pytest.raises(ModuleNotFoundError, match=f"{package} has no sources"):
-            prefix_fingerprint.sources()
+            prefix_disk.sources()
 
 
 @pytest.mark.parametrize("name", ["inner/kernel.py", "kernel.cl"])
@@ -137,8 +137,8 @@ def test_prefixes_of_changed_code_have_another_name(name: str, tmp_path: Path, m
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(prefix_fingerprint, "PACKAGES", ("infer_changing_package",))
-    code = prefix_fingerprint._code.__wrapped__
+    monkeypatch.setattr(prefix_disk, "PACKAGES", ("infer_changing_package",))
+    code = prefix_disk._code.__wrapped__
     found = [code(), code()]
     for text in ("x = 1", "x = 2"):
         (package / name).write_text(text)
@@ -150,21 +150,21 @@ def test_prefixes_of_changed_code_have_another_name(name: str, tmp_path: Path, m
 def test_prefixes_of_other_libraries_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for library in ("none", "torch", "numpy", "numba", "llvmlite", "triton"):
-        monkeypatch.setattr(prefix_fingerprint, "version", lambda name, own=library: "2" if name == own else "1")
-        found.append(prefix_fingerprint._code.__wrapped__())
+        monkeypatch.setattr(prefix_disk, "version", lambda name, own=library: "2" if name == own else "1")
+        found.append(prefix_disk._code.__wrapped__())
     assert len(set(found)) == 6
 
 
 def test_prefixes_of_other_machines_and_layouts_have_other_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of another instruction set may have other bits, and pages of another size have other tokens."""
     runner = Runner(world.model, 256, num_slots=1, pool_pages=4, settings=world.settings)
-    found = [prefix_fingerprint.prefix_fingerprint({}, runner)]
+    found = [prefix_disk.prefix_fingerprint({}, runner)]
     backend, memory = type(runner.model.backend), type(runner.cache.memory)
     others = ((backend, "instruction_set"), (torch.backends.cpu, "get_cpu_capability"), (memory, "page_bytes"))
     for target, name in others:
         with monkeypatch.context() as patch:
             patch.setattr(target, name, lambda *given: 1)
-            found.append(prefix_fingerprint.prefix_fingerprint({}, runner))
+            found.append(prefix_disk.prefix_fingerprint({}, runner))
     assert len(set(found)) == 4
 
 

@@ -21,7 +21,7 @@ from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import main
 from infer.cli.commands.permalink import read_permalink
-from infer.engine.prefixes import prefix_fingerprint
+from infer.engine.prefixes import prefix_disk
 from infer.engine.session import session_file
 
 OLD = Path(__file__).parents[1] / "data" / "old"
@@ -105,7 +105,7 @@ def test_prefixes_of_other_kernels_are_not_used(
     assert (len(old), answer(folder)) == (2, 0)
     assert old < stored(prefixes)
     assert answer(folder) == 128  # the pages of these kernels
-    monkeypatch.setattr(prefix_fingerprint, "_code", lambda: "other kernels")
+    monkeypatch.setattr(prefix_disk, "_code", lambda: "other kernels")
     assert (answer(folder), caplog.records) == (0, [])
 
 

@@ -17,8 +17,7 @@ from infer.cli import main
 from infer.compute import ops
 from infer.compute.backends import gpus
 from infer.engine.tensor_parallel import ranks as ranks_module
-from infer.engine.tensor_parallel.ranks import ModelSource, rank_devices
-from infer.engine.tensor_parallel.torch_group import TorchGroup
+from infer.engine.tensor_parallel.ranks import ModelSource, TorchGroup, rank_devices
 from infer.errors import InferError, InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture

@@ -14,8 +14,7 @@ from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.compute.sampling.defaults import SamplingDefaults
 from infer.engine.engine import Engine
-from infer.engine.prefixes.prefix_disk import PrefixDisk
-from infer.engine.prefixes.prefix_fingerprint import prefix_fingerprint
+from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
 from infer.engine.requests.answer import Answer
 from infer.engine.requests.async_answers import AsyncAnswers
 from infer.engine.requests.loop import Loop

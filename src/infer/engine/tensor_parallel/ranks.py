@@ -17,12 +17,13 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, distributed
 
@@ -40,6 +41,7 @@ Transport = Literal["memory", "gloo", "nccl"]
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
 PROGRAM = ("-m", "infer.engine.tensor_parallel.follower")  # the program of every rank except the first
 _HEADER_BYTES, _SPARE = 1 << 14, 16  # kernels may read _SPARE tokens after the last one of a step
+_TIMEOUT = timedelta(minutes=10)  # a rank that takes longer for a step hangs
 
 
 @final
@@ -300,12 +302,55 @@ def make_group(rank: int, size: int, transport: Transport, place: str) -> Group:
     """
     if transport == "memory":
         return ops.backend_of(torch.device("cpu")).make_group(rank, size, mmap.mmap(int(place), 0))
-    made: Group = import_module("infer.engine.tensor_parallel.torch_group").TorchGroup(
-        rank, size, Path(place), transport
-    )
-    return made
+    return TorchGroup(rank, size, Path(place), transport)
 
 
 def digest_of(logits: Float[Tensor, "logits vocab"]) -> bytes:
     """Return a digest of logits: a few bytes that ranks compare."""
     return hashlib.blake2b(logits.float().contiguous().cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+@final
+class TorchGroup(Group):
+    """Ranks that torch connects, through a file that all can write: NCCL between GPUs, gloo between CPUs.
+
+    An op gathers by a call of torch. A CUDA graph records NCCL's kernels with the ops'. On a CPU's own backend, whose
+    recordings hold no calls of torch, nothing is captured.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Path, transport: Literal["gloo", "nccl"] = "gloo") -> None:
+        super().__init__(rank, size)
+        torch_distributed: Any = distributed  # a torch without CUDA has no NCCL
+        make = torch_distributed.ProcessGroupNCCL if transport == "nccl" else torch_distributed.ProcessGroupGloo
+        self._ranks: Any = make(torch_distributed.FileStore(str(meeting), size), rank, size, _TIMEOUT)
+        self._transport, self._has_failed = transport, False
+
+    @property
+    def has_failed(self) -> bool:
+        return self._has_failed
+
+    def fail(self) -> None:
+        self._has_failed = True
+        if self._transport == "nccl":  # its kernels would wait on the device for a rank that has ended
+            with suppress(RuntimeError):
+                self._ranks.abort()
+
+    def begin_anew(self) -> None:
+        if self._has_failed:
+            raise InferError("a step was interrupted, and ranks that torch connects cannot leave it: load again")
+
+    def mend(self) -> None:
+        return
+
+    def gather(self, own: Float[Tensor, "rows own"], widths: Sequence[int]) -> Float[Tensor, "rows width"]:
+        """Gather each rank's columns, padded to the width of the widest rank for the transfer."""
+        if not len(own):
+            return own.new_empty(0, sum(widths))
+        padded = F.pad(own.contiguous(), (0, max(widths) - own.shape[1]))
+        parts = [torch.empty_like(padded) for _ in widths]
+        try:
+            self._ranks.allgather([parts], [padded]).wait()
+        except RuntimeError as error:
+            self._has_failed = True
+            raise InferError(f"another rank of this model has ended ({str(error).splitlines()[0]:.80})") from error
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)

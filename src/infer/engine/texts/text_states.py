@@ -1,13 +1,13 @@
-"""Hidden states of texts, computed between the engine's steps, and pooled to one vector per text.
+"""Texts and pairs as ids within the context, and their hidden states, pooled to one vector per text.
 
-While the engine has work, their steps are as short as the engine's. A text's vector has the same bits, whatever its
-neighbours and its steps are.
+The states are computed between the engine's steps. While the engine has work, their steps are as short as the engine's.
+A text's vector has the same bits, whatever its neighbours and its steps are.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from jaxtyping import Float
@@ -16,14 +16,18 @@ from torch import Tensor
 from infer.compute.operands.limits import MAX_STEP_TEXTS
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop_calls import GIVE_WAY, Work
+from infer.engine.requests.prompt_encoding import Prompt, prompt_ids
 from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
+from infer.engine.step.request import check_prompt
 from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
-from infer.engine.texts.text_ids import TextIds
-from infer.errors import ModelError
+from infer.engine.texts.text_ids import ReadText, TextIds
+from infer.errors import ContextLengthError, InvalidRequestError, ModelError
 from infer.outputs import Pooling
+from infer.text.tokenizer.pairs import EncodedPair
 
 _Value = TypeVar("_Value")
 _TextStates = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of a step: places in the batch, and next states
+Check = Callable[[], None]
 
 
 def values_of(host: Host, pooling: Pooling, value_of: Callable[[Tensor], _Value], texts: TextIds) -> Work[list[_Value]]:
@@ -156,3 +160,72 @@ class PooledStates:
             case _:
                 return self._vectors
         return self._vectors / torch.tensor(divisors, dtype=torch.float64).reshape(-1, 1)
+
+
+def read_texts(
+    host: Host, given: Iterable[Any], read: Callable[[Any], ReadText], check: Check, name: str = "text"
+) -> TextIds:
+    """Return what the model reads for each text. `check` is called before each, and may raise.
+
+    Raises the errors of `read` and of `check_prompt` with the number of the text. `name` is the word for a text there.
+    """
+    limits, texts = host.requests.limits, list[ReadText]()
+    for index, each in enumerate(given):
+        check()
+        try:
+            text = read(each)
+            texts.append(text._replace(ids=check_prompt(limits, text.ids, room=0)))
+        except InvalidRequestError as error:
+            raise type(error)(f"{name} {index}: {error}") from error
+    return TextIds(texts, limits.max_seq_len)
+
+
+def read_text(host: Host, text: Prompt, *, truncate: bool) -> ReadText:
+    """Return a text, ids or messages as the model reads them, cut to the context.
+
+    The tokens that the tokenizer adds after each text stay at the end. Raises ContextLengthError without `truncate`.
+    """
+    most = host.requests.limits.max_seq_len
+    if not truncate and isinstance(text, str) and (least := host.tokenizer.least_num_tokens(text)) > most:
+        raise _too_long(f"at least {least}", most)
+    ids = prompt_ids(text, host.tokenizer, None)
+    if len(ids) <= most:
+        return ReadText(ids)
+    if not truncate:
+        raise _too_long(str(len(ids)), most)
+    end = host.tokenizer.ending_ids if isinstance(text, str) else []
+    return ReadText(ids[: most - len(end)] + end, is_cut=True)
+
+
+def read_pair(
+    host: Host, encode: Callable[[str, str], EncodedPair], first: str, second: str, *, truncate: bool
+) -> ReadText:
+    """Return what `encode` makes of two texts, with the second text cut to the context.
+
+    Raises ContextLengthError for a pair that does not fit the context, or, with `truncate`, if the first is too long.
+    """
+    tokenizer, most = host.tokenizer, host.requests.limits.max_seq_len
+    if not truncate and (least := tokenizer.least_num_tokens(first + second)) > most:
+        raise _too_long(f"at least {least}", most)
+    pair, own = encode(first, second), list[int]()
+    if len(pair.ids) <= most:
+        return ReadText(pair.ids, second_start=pair.second_start)
+    if truncate:
+        own = tokenizer.encode(second, add_special_tokens=False, parse_special=False)
+    while (surplus := len(pair.ids) - most) > 0:
+        if len(own) < surplus:
+            if not truncate:
+                raise _too_long(str(len(pair.ids)), most)
+            problem = f"the first text of the pair has {len(pair.ids) - len(own)} tokens with its prompt"
+            raise ContextLengthError(
+                f"{problem} and the context holds {most}: only the second text is cut, so shorten the first or raise "
+                "max_seq_len"
+            )
+        own = own[: len(own) - surplus]
+        pair = encode(first, tokenizer.decode(own, skip_special_tokens=False))
+    return ReadText(pair.ids, is_cut=True, second_start=pair.second_start)
+
+
+def _too_long(count: str, most: int) -> ContextLengthError:
+    message = f"the text has {count} tokens and the context holds {most}"
+    return ContextLengthError(f"{message}: shorten it, raise max_seq_len or pass truncate=True")

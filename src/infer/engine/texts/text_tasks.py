@@ -20,8 +20,7 @@ from infer.engine.requests.loop_calls import Work
 from infer.engine.requests.prompt_encoding import Prompt, is_conversation, pairs_of
 from infer.engine.requests.text_heads import Classifier, Embedder, Reranker
 from infer.engine.texts.text_ids import Computed, ReadText, TextIds, VectorOptions
-from infer.engine.texts.text_reading import Check, read_pair, read_text, read_texts
-from infer.engine.texts.text_states import values_of
+from infer.engine.texts.text_states import Check, read_pair, read_text, read_texts, values_of
 from infer.engine.texts.token_trace import ids_to_score, score_prompt
 from infer.errors import InvalidRequestError, TruncationWarning
 from infer.outputs import Classification, RankedDocument, TokenLogprob, ranked

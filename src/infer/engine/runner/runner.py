@@ -236,7 +236,8 @@ class Runner:
 
     def starts(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the position of the first token of each chunk."""
-        return [self._cache.lengths[chunk.slot] for chunk in chunks]
+        lengths = self.lengths
+        return [lengths[chunk.slot] for chunk in chunks]
 
     @torch.inference_mode()
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:

@@ -77,14 +77,29 @@ class Steps:
 
     def take_turns(self, wanting: list[Sequence], resting_tenants: Collection[str] = ()) -> list[Sequence]:
         """Return the sequences that take part in the next step. Those of some tenants rest if there are others."""
-        wanting = [each for each in wanting if each.tenant not in resting_tenants] or wanting
-        is_shared = len({each.tenant for each in wanting}) > 1
-        chosen = self._shares.choose(StepPart(each.tenant, 1, each.num_computed) for each in wanting if is_shared)
-        if not is_shared:
+        if resting_tenants:
+            wanting = [each for each in wanting if each.tenant not in resting_tenants] or wanting
+        if len({each.tenant for each in wanting}) <= 1:
+            self._shares.choose(())
             self._resting = []
             return wanting
+        chosen = self._shares.choose([StepPart(each.tenant, 1, each.num_computed) for each in wanting])
         self._resting = [each for each in wanting if each.tenant not in chosen]
         return [each for each in wanting if each.tenant in chosen]
+
+    def force(self, slots: Slots, active: list[Sequence]) -> list[Sequence]:
+        """Accept forced tokens: a grammar may allow exactly one token. Return the sequences that have not ended."""
+        if not (constrained := [sequence for sequence in active if sequence.grammar is not None]):
+            return active
+        for sequence in constrained:
+            forced, forcing = list[int](), sequence.force()
+            while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
+                if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:
+                    break
+                forced.append(token_id)
+            slots.params.extend(sequence, forced)
+        self._drafting.observe(constrained)
+        return [sequence for sequence in active if not sequence.is_finished]
 
     def plan(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
         """Return a plan and its work, without sequences that failed meanwhile or got no pages."""

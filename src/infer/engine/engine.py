@@ -24,7 +24,6 @@ from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Drafter
-from infer.engine.step.drafting import Drafting
 from infer.engine.step.fairness import Queue
 from infer.engine.step.faults import Faults, make_probe
 from infer.engine.step.grammar_masks import MaskFiller
@@ -33,7 +32,7 @@ from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
 from infer.engine.step.step_costs import context_of
-from infer.engine.step.steps import LaunchedStep, Steps, Work
+from infer.engine.step.steps import Drafting, LaunchedStep, Steps, Work
 from infer.errors import InferError, OutOfPagesError, closed
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts

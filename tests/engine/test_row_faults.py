@@ -188,8 +188,7 @@ def run_with_faults(
     runner = Runner(world.model, CONTEXT, num_slots=3, capture=way.capture, settings=settings)
     if is_behind:
         RunsOnItsOwn.replace(runner)
-    rows = range(len(asked))
-    plant_in_steps(runner, lambda slots: is_faulty({i: len(asked[i].pieces) for i in rows if asked[i].slot in slots}))
+    plant_in_steps(runner, lambda slots: is_faulty({i: len(s.pieces) for i, s in enumerate(asked) if s.slot in slots}))
     loop, have_come = loop_of(Engine(runner, max_steps=way.chain)), threading.Event()
     loop.call(once(have_come.wait, 60))
     streams = [open_stream(loop, sequence) for sequence in asked]
@@ -206,7 +205,7 @@ def run_with_faults(
 
 @pytest.mark.slow(cases=6)
 @pytest.mark.parametrize("num_tokens", [0, 3])
-@pytest.mark.parametrize("guilty", [{1}, {0, 4}], ids=str)
+@pytest.mark.parametrize("guilty", [{1}, {0, 4}, {0, 1, 2, 3, 4}], ids=str)
 @pytest.mark.parametrize(("way", "is_behind"), [*((way, False) for way in STEP_WAYS), (STEP_WAYS[1], True)], ids=str)
 def test_a_row_whose_steps_fail_ends_and_the_others_continue(
     world: World, way: Way, is_behind: bool, guilty: set[int], num_tokens: int
@@ -225,19 +224,20 @@ def test_rows_whose_steps_fail_only_together_are_all_answered(world: World, way:
         assert Outcome.of(sequence.result()) == said
 
 
-def test_rows_that_are_cancelled_while_others_run_alone_end(world: World) -> None:
-    """The first is found guilty, and the second leaves before its turn: nobody shows that the engine still works."""
+@pytest.mark.parametrize("cancelled", ["ab", "b"])
+def test_rows_that_are_cancelled_while_others_run_alone_end(world: World, cancelled: str) -> None:
+    """The first is found guilty, and the second leaves before its turn: only a row of the engine's own is left."""
     runner = make_runner(world, Way(), num_slots=2)
     engine = Engine(runner)
     guilty, other = (make_sequence(world, Case(name, PROMPT, LONG), Way()) for name in "ab")
 
-    def cancel_both_when_alone(slots: set[int]) -> bool:
+    def cancel_when_alone(slots: set[int]) -> bool:
         if guilty.slot in slots and engine._faults.alone is guilty and engine._faults._num_in_a_row:
-            engine.cancel(guilty)
-            engine.cancel(other)
+            for name in cancelled:
+                engine.cancel({"a": guilty, "b": other}[name])
         return guilty.slot in slots
 
-    plant_in_steps(runner, cancel_both_when_alone)
+    plant_in_steps(runner, cancel_when_alone)
     loop, have_come = loop_of(engine), threading.Event()
     loop.call(once(have_come.wait, 60))
     streams = [open_stream(loop, sequence) for sequence in (guilty, other)]
@@ -247,7 +247,7 @@ def test_rows_that_are_cancelled_while_others_run_alone_end(world: World) -> Non
     assert loop.drain(60)
     for stream in streams:
         stream.close()
-    assert other.finish_reason == "abort"
+    assert (guilty.finish_reason, other.finish_reason) == ("abort" if "a" in cancelled else "error", "abort")
     loop.close()
 
 

@@ -1,5 +1,5 @@
 """Claims about drafts that are verified on a GPU, in Triton's interpreter: all lines at once give what
-`runner.sample_loop` gives one by one."""
+`runner.runner` gives one by one."""
 
 from copy import deepcopy
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.compute.operands.step import Chunk, Masks
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
-from infer.engine.runner.sample_loop import verify
+from infer.engine.runner.runner import verify
 from infer.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -35,10 +35,10 @@ from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Guess
-from infer.engine.step.drafting import Drafting
+from infer.engine.step.answer_parts import TextOutput
 from infer.engine.step.sequence import Lease
 from infer.engine.step.sequence import Sequence as Answering
-from infer.engine.step.text_output import TextOutput
+from infer.engine.step.steps import Drafting
 from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.text.grammar.constraint import Constraint

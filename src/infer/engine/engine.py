@@ -24,16 +24,15 @@ from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.drafter import Drafter
-from infer.engine.step.drafting import Drafting
 from infer.engine.step.fairness import Queue
-from infer.engine.step.faults import Faults
+from infer.engine.step.faults import Faults, make_probe
 from infer.engine.step.grammar_masks import MaskFiller
 from infer.engine.step.scheduler import Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
 from infer.engine.step.step_costs import context_of
-from infer.engine.step.steps import LaunchedStep, Steps, Work
+from infer.engine.step.steps import Drafting, LaunchedStep, Steps, Work
 from infer.errors import InferError, OutOfPagesError, closed
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
@@ -238,8 +237,8 @@ class Engine:
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
-        self._rejoin()
         self._filler = MaskFiller(self.runner.model.backend)
+        self._rejoin()
 
     # A step
 
@@ -249,9 +248,13 @@ class Engine:
         Return the sequences that took part or ended; their new `pieces` are the last.
         """
         launched, self._pending = self._pending or self.launch(), None
-        self._pending = self._launch_behind(launched)
-        sequences = self.collect(launched)
+        # The next step runs behind this one if the host does not need this one's tokens for it.
+        if launched is not None and launched.may_be_followed and self._grows_evenly:
+            self._steps.keep_early(launched, self.runner)
+            self._pending = self.launch(launched)
+        self.collect(launched)
         self._try_suspects()  # if it raises, the next step returns them
+        sequences = list(self._taking_part)
         self._taking_part.clear()
         return sequences
 
@@ -265,11 +268,32 @@ class Engine:
             self._rejoin()
 
     def _rejoin(self) -> None:
-        """Let the sequences that may run wait for slots, and drop those that faults ended."""
+        """Let the sequences that may run wait for slots, and end the culprits of faults.
+
+        Raises an error if the engine has failed, and not only the steps of the culprits.
+        """
         self._queue.clear()
+        for index, (culprit, error) in enumerate(self._faults.take_culprits().items()):
+            if index == 0:
+                self._try(make_probe(culprit), error)
+            culprit.blame(error)
         self._leaving.update(self._sequences)
         for sequence in self._sequences:
             self._want_slot(sequence)
+
+    def _try(self, probe: Sequence, error: Exception) -> None:
+        """Compute the token of a probe, while no other sequence runs or waits. Raise its error, or the given one."""
+        self._queue.join(probe, time.perf_counter())
+        self._sequences[probe] = None
+        self._queue.wait(probe)
+        try:
+            self.collect(self.launch())
+        finally:
+            self.cancel(probe)
+            self._drop_finished()
+            del self._taking_part[probe]
+        if not probe.pieces:
+            raise error
 
     def launch(self, behind: LaunchedStep | None = None) -> LaunchedStep | None:
         """Choose the sequences of a step, plan it, and run the forward. Return None if there is nothing to compute.
@@ -282,41 +306,30 @@ class Engine:
         wanting = [each for each in self._slots.sequences if not each.is_paused]
         if behind is not None:
             wanting = [each for each in wanting if not each.awaited or each.room > 0]
-            return self._run(self._steps.take_turns(wanting, self.resting_tenants), behind)
         active = self._steps.take_turns(wanting, self.resting_tenants)
-        self._taking_part.update(dict.fromkeys(active))
-        self._leaving.update(dict.fromkeys(active))
-        if constrained := [sequence for sequence in active if sequence.grammar is not None]:
-            for sequence in constrained:
-                self._force(sequence)
-            active = [sequence for sequence in active if not sequence.is_finished]
-        return self._run(active, None)
-
-    def _launch_behind(self, launched: LaunchedStep | None) -> LaunchedStep | None:
-        """Launch the next step while this one runs, if the host does not need this one's tokens for it."""
-        if launched is None or not launched.may_be_followed or not self._grows_evenly:
-            return None
-        self._steps.keep_early(launched, self.runner)
-        return self.launch(launched)
+        if behind is None:
+            self._taking_part.update(dict.fromkeys(active))
+            self._leaving.update(dict.fromkeys(active))
+            active = self._steps.force(self._slots, active)
+        return self._run(active, behind)
 
     @property
     def _grows_evenly(self) -> bool:
         """True if a row's length after a step is known before the step's tokens are sampled."""
         return not self.runner.compresses_prompts and self.runner.model.rope_border is None
 
-    def collect(self, launched: LaunchedStep | None) -> list[Sequence]:
+    def collect(self, launched: LaunchedStep | None) -> None:
         """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""
         if launched is not None:
             self._steps.settle(launched, self._slots, self._filler)
-            for sequence, _ in launched.works:
-                if not sequence.has_ended:
-                    self._taking_part[sequence] = self._leaving[sequence] = None
+            took_part = dict.fromkeys([sequence for sequence, _ in launched.works if not sequence.has_ended])
+            self._taking_part.update(took_part)
+            self._leaving.update(took_part)
         self._drop_finished()
         if self._pending is not None and not self._pending.counts:
             self._pending = None
         if self.prefixes is not None:
             self.prefixes.notify()
-        return list(self._taking_part)
 
     def _drop_finished(self) -> None:
         """Remove sequences that are finished or cancelled. The next `collect` returns them."""
@@ -342,36 +355,28 @@ class Engine:
             if self.runner.shares_prefixes:
                 self._prefix_ends.look(sequence)
 
-    def _force(self, sequence: Sequence) -> None:
-        """Accept forced tokens: a grammar may allow exactly one token."""
-        forced, forcing = list[int](), sequence.force()
-        while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
-            if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:
-                break
-            forced.append(token_id)
-        self._slots.params.extend(sequence, forced)
-        self._drafting.observe([sequence])
-
     def _run(self, active: list[Sequence], behind: LaunchedStep | None) -> LaunchedStep | None:
         """Plan a step of these sequences and launch it."""
         started = time.perf_counter()
-        plan, works = (self._steps.plan if behind is None else self._steps.plan_behind)(self._slots, active)
+        slots = self._slots
+        plan, works = (self._steps.plan if behind is None else self._steps.plan_behind)(slots, active)
         if not works:
             return None
-        columns = self._slots.params.select([sequence for sequence, _ in works])
-        if behind is not None and not self.runner.takes([chunk for _, chunk in works], columns):
+        columns = slots.params.select([sequence for sequence, _ in works])
+        if behind is not None and not slots.runner.takes([chunk for _, chunk in works], columns):
             return None
         parts = list[StepPart]()
         if self._shares.is_shared:
             parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         masks = self._filler.start(works)
-        pending, is_multi_step = self._sample(plan, works, columns, masks, behind)
+        pending, is_multi_step = self._sample(slots, plan, works, columns, masks, behind)
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
         return LaunchedStep(plan, works, pending, masks, parts, started, is_multi_step, behind is not None)
 
     def _sample(
         self,
+        slots: Slots,
         plan: Plan,
         works: Items[Work],
         columns: SamplingColumns,
@@ -379,12 +384,12 @@ class Engine:
         behind: LaunchedStep | None,
     ) -> tuple[PendingStep, bool]:
         """Launch a step, or run a multi-step. Return it, and whether it is a multi-step."""
-        chunks, history = [work.chunk for work in works], self._slots.params.history
+        chunks, history, runner = [work.chunk for work in works], slots.params.history, slots.runner
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
             interrupt = self._interrupt
-            generated = self.runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
+            generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
             if generated.ends:
                 return PendingStep.ended(generated), True
         before = None if behind is None else behind.pending
-        return self.runner.launch(chunks, columns, history, masks, before), False
+        return runner.launch(chunks, columns, history, masks, before), False

@@ -18,7 +18,7 @@ from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_
 from infer.compute.sampling.integer_probs import target
 from infer.compute.sampling.masks import num_mask_words, pack_masks, unpack_bits
 from infer.compute.sampling.sampler import Sampled
-from infer.engine.runner import sample_loop
+from infer.engine.runner import runner
 from refusals import check_refused
 
 INF = math.inf
@@ -249,12 +249,12 @@ def test_masks_on_the_host_serve_logits_on_a_device_and_follow_rows(name: str, m
         asked.append((logits, allowed))
         return Sampled(torch.tensor([5, 9]))
 
-    monkeypatch.setattr(sample_loop.ops, "sample", sample)
+    monkeypatch.setattr(runner.ops, "sample", sample)
     monkeypatch.setitem(device.MODULE_BY_NAME, "meta", "infer.compute.backends.torch_backend")
     columns = SamplingColumns.of([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
     parts = [Chunk(0, [1, 5], num_drafts=1), Chunk(1, [2])]
     logits, masks = torch.zeros(3, VOCAB, device=name), torch.arange(6, dtype=torch.int32).reshape(3, 2)
-    drawn, ended, _ = sample_loop.verify(
+    drawn, ended, _ = runner.verify(
         logits, parts, [1, 1], columns, None, Masks(masks, np.ones(1, np.int64), lambda: None, lambda *_: False)
     )
     assert drawn == [[5, 5], [9]]

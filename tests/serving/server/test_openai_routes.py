@@ -12,7 +12,7 @@ import pytest
 from cases import cases
 from idle import until
 from infer import LLM, SamplingParams
-from infer.engine.step.text_output import TextOutput
+from infer.engine.step.answer_parts import TextOutput
 from infer.serving.protocols.bodies import ChatBody, CompletionBody, ResponseBody
 from infer.serving.protocols.read_body import read_body
 from infer.serving.protocols.refusals import BodyError

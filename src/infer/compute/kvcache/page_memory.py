@@ -94,9 +94,9 @@ class PageMemory:
 
     def publish(self) -> None:
         """Publish the current tables and windows to the kernels."""
-        for index, (rows, tables) in enumerate(zip(self._groups, self._tables, strict=True)):
+        for index, rows in enumerate(self._groups):
             if self._published[index] != rows.version:
-                arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
+                arrays, tables = (rows.table.table, rows.shifts, rows.sinks, rows.windows), self._tables[index]
                 tensors = (tables.table, tables.shifts, tables.sinks, tables.windows)
                 with self._backend.threads():
                     for tensor, array in zip(tensors, arrays, strict=True):

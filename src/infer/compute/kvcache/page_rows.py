@@ -136,8 +136,8 @@ class GroupRows:
         self.version += 1
         return self.table.reserve(row, start, end, self._first_seen(row, start))
 
-    def is_ready(self, row: int, slot: int, count: int) -> bool:
-        return self.table.is_ready(row, slot, slot + count)
+    def is_ready(self, row: int, position: int, count: int) -> bool:
+        return self.table.is_ready(row, slot := position - self.shifts.item(row), slot + count)
 
     def pages_needed(self, row: int, start: int, end: int) -> int:
         """Return `PageTable.num_needed` for tokens with the slots [start, end)."""

@@ -186,7 +186,7 @@ class PagedCache:
         end = start + num_tokens
         if end > self.capacity:
             raise InvalidRequestError(f"a row has room for {self.capacity} tokens, got {end}")
-        if not all(rows.is_ready(row, rows.slot_of(row, start), num_tokens) for rows in self.groups):
+        if not all(rows.is_ready(row, start, num_tokens) for rows in self.groups):
             positions = self._next(row, num_tokens)
             if what := self.shortage(row, positions):
                 return what

@@ -207,10 +207,10 @@ class PageTable:
 
         Their pages must belong to this row only, and must not have a key.
         """
-        held, pool = self._held[row], self.pool
-        for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
+        held, is_writable, page_tokens = self._held[row], self.pool.is_writable, self.page_tokens
+        for index in range(start // page_tokens, (end - 1) // page_tokens + 1):
             page = held.get(index)
-            if page is None or not pool.is_writable(page):
+            if page is None or not is_writable(page):
                 return False
         return True
 
@@ -281,7 +281,7 @@ class PageTable:
             self.pool.remember(page, key)
 
     def adopt(self, row: int, key_by_index: Mapping[int, bytes]) -> None:
-        """Add pages that `pool.find` has found to an empty row."""
+        """Add pages that `PagePool.find` has found to an empty row."""
         for index, key in key_by_index.items():
             page = self.pool.find(key)
             assert page is not None

@@ -3,9 +3,12 @@
 What a step computes is provisional until `commit` keeps the first tokens of a chunk.
 """
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,11 +17,10 @@ from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.kvcache.snapkv import PromptCompression
-from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
+from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History
+from infer.compute.sampling.history import History, remember
 from infer.engine.runner.caches import make_cache
-from infer.engine.runner.sample_loop import verify
 from infer.errors import InvalidRequestError
 from infer.models.transformer import Transformer
 from infer.sampling_params import SamplingParams
@@ -236,7 +238,8 @@ class Runner:
 
     def starts(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the position of the first token of each chunk."""
-        return [self._cache.lengths[chunk.slot] for chunk in chunks]
+        lengths = self.lengths
+        return [lengths[chunk.slot] for chunk in chunks]
 
     @torch.inference_mode()
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -331,3 +334,44 @@ class Runner:
             return self._captured.profile(Step.of(token_ids, length))
         finally:
             self._cache.truncate(0, length)  # so that a step of another length finds free pages
+
+
+def verify(
+    logits: Float[Tensor, "lines vocab"],
+    chunks: Sequence[Chunk],
+    positions: Sequence[int],
+    columns: SamplingColumns,
+    history: History | None,
+    masks: Masks | None = None,
+) -> ops.Generated:
+    """Sample line by line, now that the logits are known: `backends.cpu.capture.sampled` in plain torch.
+
+    A chunk continues with its next line while the sampled token equals the draft. So its tokens are the accepted drafts
+    and the token after them, or the code of a failed row. `masks` are on the host.
+    """
+    generated = ops.Generated([[] for _ in chunks], [], [[] for _ in chunks])
+    starts = np.cumsum([0, *(chunk.num_logits for chunk in chunks)]).tolist()
+    alive = [index for index, chunk in enumerate(chunks) if chunk.has_logits]
+    entry, times = 0, [time.perf_counter()]
+    if masks is not None:
+        masks.wait()
+    while alive:
+        # Every row takes part. A row that is done takes any line, and its token is ignored.
+        lines = torch.full((len(chunks),), starts[alive[0]] + entry)
+        for index in alive:
+            lines[index] = starts[index] + entry
+        where = torch.tensor(positions, device=logits.device) + entry
+        allowed = None if masks is None else masks.words[lines].to(logits.device)
+        sampled = ops.sample(logits[lines.to(logits.device)], columns, history, where, allowed)
+        token_ids = sampled.token_ids.tolist()
+        for index in alive:
+            generated.token_ids[index].append(token_ids[index])
+            if (num_logprobs := columns.num_logprobs[index]) is not None and token_ids[index] >= 0:
+                generated.logprobs[index].append(sampled.logprob_of(index, num_logprobs))
+        remember(history, columns, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
+        alive = [i for i in alive if entry < chunks[i].num_drafts and token_ids[i] == chunks[i].drafts[entry]]
+        ops.backend_of(logits.device).synchronize()
+        times.append(time.perf_counter())
+        entry += 1
+    generated.ends.extend(StepEnd(*pair) for pair in pairwise(times))
+    return generated

@@ -15,11 +15,9 @@ from typing import TypeVar, final
 
 from infer.compute.operands.step import Chunk, Clock
 from infer.compute.sampling.sampler import message_of
+from infer.engine.step.answer_parts import AnswerTimer, SequenceGrammar, TextOutput
 from infer.engine.step.request import Request
 from infer.engine.step.scheduler import MAX_STEPS
-from infer.engine.step.sequence_grammar import SequenceGrammar
-from infer.engine.step.text_output import TextOutput
-from infer.engine.step.timing import AnswerTimer
 from infer.errors import ConstraintError, InvalidRequestError
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.text.grammar.constraint import Mask

@@ -1,10 +1,10 @@
-"""Steps of one engine: the sequences of each, its plan and its pages, and its end.
+"""Steps of one engine: the sequences of each, its drafts, its plan and its pages, and its end.
 
 At the end of a step each sequence accepts its tokens, the cache keeps the right ones, and costs are learnt.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +14,107 @@ from typing import NamedTuple, final
 from infer.compute.operands.step import Chunk, Clock, Masks, StepEnd, sampled_after
 from infer.compute.ops import Generated, PendingStep
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.policy import StepTimes
-from infer.engine.step.drafting import Drafting
+from infer.engine.speculation.drafter import Drafter
+from infer.engine.speculation.ngram import NgramDrafter
+from infer.engine.speculation.policy import DraftPolicy, StepTimes
 from infer.engine.step.grammar_masks import MaskFiller
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import SlotParams, Slots
 from infer.engine.step.step_costs import StepKind
 from infer.errors import OutOfPagesError
+
+
+@final
+class Drafting:
+    """The drafts of an engine's sequences: its drafter proposes them, and a policy per sequence limits them.
+
+    A fault of the drafter ends only the sequence for which it drafts.
+    """
+
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        self._drafter: Drafter = NgramDrafter() if drafter is None else drafter
+        self._policies: dict[Sequence, DraftPolicy] = {}  # of active sequences
+        self._begun = set[int]()  # slots for which the drafter has begun
+
+    def enter(self, sequence: Sequence) -> None:
+        """Begin to draft for a sequence that has got its slot, if its request wants drafts."""
+        if not sequence.request.num_draft_tokens:
+            return
+        if sequence not in self._policies:
+            self._policies[sequence] = DraftPolicy(sequence.request.num_draft_tokens, self._drafter.priors)
+        self._begun.add(sequence.slot)
+        sequence.attempt(partial(self._drafter.begin, sequence.slot, sequence.token_ids), None)
+
+    def drafted(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return the sequences that are drafted for."""
+        return [each for each in sequences if each.slot in self._begun] if self._begun else []
+
+    def steps_to_draft(self, active: Iterable[Sequence], times: StepTimes) -> list[int]:
+        """Return the number of steps without drafts before the drafter is called again, per drafted sequence."""
+        return [self._policies[each].tokens_between(times) for each in self.drafted(active)]
+
+    def propose(self, active: Iterable[Sequence], most: int, times: StepTimes) -> None:
+        """Give each sequence its drafts for the next step. Their number is the one that pays off at the measured times.
+
+        Each sequence gets at most `most` drafts, and never more than its room.
+        """
+        counts: dict[Sequence, int] = {}
+        for sequence in self.drafted(active):
+            sequence.take_drafts(())
+            if sequence.pieces and not sequence.must_end_prompt:
+                limit = min(most, sequence.room - 1)
+                counts[sequence] = sequence.attempt(partial(self._num_drafts, sequence, limit, times), 0)
+        counts = {sequence: count for sequence, count in counts.items() if count > 0}
+        for sequence, drafts in self._proposed(counts).items():
+            sequence.attempt(partial(sequence.take_drafts, drafts), None)
+
+    def _num_drafts(self, sequence: Sequence, limit: int, times: StepTimes) -> int:
+        confidence = self._drafter.confidence(sequence.slot)
+        if not confidence:
+            return 0
+        return min(self._policies[sequence].num_draft_tokens(times, confidence, sequence.num_pending), limit)
+
+    def _proposed(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Items[int]]:
+        """Return the drafts of all sequences, made in one batch. If that raises, draft for each sequence separately."""
+        if not counts:
+            return {}
+        propose, found = self._drafter.propose, dict[int, Items[int]]()
+        nothing: Mapping[int, Items[int]] = {}
+        try:
+            found |= propose({sequence.slot: count for sequence, count in counts.items()})
+        except Exception:
+            for sequence, count in counts.items():
+                found |= sequence.attempt(partial(propose, {sequence.slot: count}), nothing)
+        return {sequence: found.get(sequence.slot, ()) for sequence in counts}
+
+    def observe(self, sequences: Iterable[Sequence]) -> None:
+        """Show the drafter the tokens that sequences accepted. Policies learn from those that were not forced."""
+        for sequence in self.drafted(sequences):
+            if not sequence.is_finished:
+                sequence.attempt(partial(self._observe, sequence), None)
+
+    def _observe(self, sequence: Sequence) -> None:
+        policy, guesses = self._policies[sequence], self._drafter.observe(sequence.slot)
+        for guess, piece in zip(guesses, sequence.pieces[len(sequence.pieces) - len(guesses) :], strict=False):
+            if piece.origin != "forced":
+                policy.observe(*guess)
+
+    def release(self, slot: int) -> None:
+        """Free the drafter's state of a slot that a sequence loses."""
+        if slot in self._begun:
+            self._begun.remove(slot)
+            self._drafter.release(slot)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the policy of a finished sequence."""
+        self._policies.pop(sequence, None)
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        for slot in tuple(self._begun):
+            self.release(slot)
+        self._policies.clear()
 
 
 class Work(NamedTuple):
@@ -77,14 +170,29 @@ class Steps:
 
     def take_turns(self, wanting: list[Sequence], resting_tenants: Collection[str] = ()) -> list[Sequence]:
         """Return the sequences that take part in the next step. Those of some tenants rest if there are others."""
-        wanting = [each for each in wanting if each.tenant not in resting_tenants] or wanting
-        is_shared = len({each.tenant for each in wanting}) > 1
-        chosen = self._shares.choose(StepPart(each.tenant, 1, each.num_computed) for each in wanting if is_shared)
-        if not is_shared:
+        if resting_tenants:
+            wanting = [each for each in wanting if each.tenant not in resting_tenants] or wanting
+        if len({each.tenant for each in wanting}) <= 1:
+            self._shares.choose(())
             self._resting = []
             return wanting
+        chosen = self._shares.choose([StepPart(each.tenant, 1, each.num_computed) for each in wanting])
         self._resting = [each for each in wanting if each.tenant not in chosen]
         return [each for each in wanting if each.tenant in chosen]
+
+    def force(self, slots: Slots, active: list[Sequence]) -> list[Sequence]:
+        """Accept forced tokens: a grammar may allow exactly one token. Return the sequences that have not ended."""
+        if not (constrained := [sequence for sequence in active if sequence.grammar is not None]):
+            return active
+        for sequence in constrained:
+            forced, forcing = list[int](), sequence.force()
+            while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
+                if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:
+                    break
+                forced.append(token_id)
+            slots.params.extend(sequence, forced)
+        self._drafting.observe(constrained)
+        return [sequence for sequence in active if not sequence.is_finished]
 
     def plan(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
         """Return a plan and its work, without sequences that failed meanwhile or got no pages."""

@@ -14,7 +14,7 @@ from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop_calls import once
-from infer.engine.requests.prompt_batch import answer_all_as_task, check_batch_size
+from infer.engine.requests.prompt_batch import Results, answer_all_as_task, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.request import Request
@@ -278,14 +278,11 @@ class AsyncLLM:
         ask = Ask.of((), None, batch["options"], batch["keywords"])
         pairs = pairs_of(batch["prompts"], batch["params"])
         requests = await host.answers.prepare(lambda check: list(host.requests.numbered(pairs, ask, check=check)))
-        results: dict[int, GenerationResult] = {}
+        results = Results(len(requests), batch["on_progress"], batch["on_result"])
         async with aclosing(answer_all_as_task(host.answers, requests, batch["batch_size"])) as answers:
-            async for number, result in answers:
-                results[number] = result
-                if batch["on_result"] is not None:
-                    batch["on_result"](number, result)
-                batch["on_progress"](len(results), len(requests))
-        return [results[number] for number, _ in requests]
+            async for ended in answers:
+                results.add(*ended)
+        return [results.by_number[number] for number, _ in requests]
 
     @_as_in(LLM.embed)
     async def embed(self, texts: Any, pooling: Any = None, **keywords: Any) -> Tensor:

@@ -18,7 +18,7 @@ from infer.compute.sampling.defaults import default_params
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host, load_host
-from infer.engine.requests.prompt_batch import BATCH_SIZE, Ended, answer_all, begun, check_batch_size
+from infer.engine.requests.prompt_batch import BATCH_SIZE, Ended, OnResult, Results, answer_all, begun, check_batch_size
 from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.requests.request_maker import OnError
 from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
@@ -386,7 +386,7 @@ class LLM:
         *,
         batch_size: int = BATCH_SIZE,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_result: Callable[[int, GenerationResult], None] | None = None,
+        on_result: OnResult | None = None,
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> list[GenerationResult]:
@@ -414,15 +414,11 @@ class LLM:
         """
         host = self._opened
         check_batch_size(host, batch_size)
-        ask = Ask.of((), None, options, keywords)
-        requests = list(host.requests.numbered(pairs_of(prompts, params), ask))
-        results: dict[int, GenerationResult] = {}
-        for number, result in answer_all(host.loop, begun(requests), batch_size):
-            results[number] = result
-            if on_result is not None:
-                on_result(number, result)
-            on_progress(len(results), len(requests))
-        return [results[number] for number, _ in requests]
+        requests = list(host.requests.numbered(pairs_of(prompts, params), Ask.of((), None, options, keywords)))
+        results = Results(len(requests), on_progress, on_result)
+        for ended in answer_all(host.loop, begun(requests), batch_size):
+            results.add(*ended)
+        return [results.by_number[number] for number, _ in requests]
 
     def generate_iter(
         self,

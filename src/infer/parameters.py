@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
@@ -364,7 +365,7 @@ ANY = Other("checked where it is used", lambda value: True)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """The declaration of a parameter. Its name, type and default are those of the field.
+    """The declaration of a parameter. Its name and type are those of the field.
 
     `help` describes it in one sentence. `none` are numbers that mean None in bodies and on the command line. If
     the kind excludes 0, `zero` is the value that 0 means in bodies and in files. The option of a setting is shown with
@@ -372,6 +373,7 @@ class Parameter:
     """
 
     kind: Kind
+    default: Any
     help: str
     none: tuple[int, ...] = ()
     zero: float | None = None
@@ -387,10 +389,16 @@ class Parameter:
     envvar: str | None = None  # environment variable that its option reads
     takes: str = ""  # type of its keyword, if the kind converts it
 
+    @cached_property
+    def stored_default(self) -> Any:
+        """The default as `kind` stores it."""
+        return self.kind.check("the default", self.default)
+
 
 def parameter(default: Any, kind: Kind, help: str, **others: Any) -> Any:
     """Return a dataclass field with the declaration of a parameter."""
-    return field(default=default, metadata={"parameter": Parameter(kind=kind, help=help, **others)})
+    declared = Parameter(kind=kind, default=default, help=help, **others)
+    return field(default=default, metadata={"parameter": declared})
 
 
 def parameters_of(cls: type) -> dict[str, Parameter]:
@@ -399,9 +407,11 @@ def parameters_of(cls: type) -> dict[str, Parameter]:
 
 
 def check_fields(values: Any, parameters: Mapping[str, Parameter]) -> None:
-    """Check all fields of a frozen dataclass, and store the checked values. Raises InvalidRequestError."""
+    """Check the fields of a frozen dataclass that have no default, and store all. Raises InvalidRequestError."""
     for name, declared in parameters.items():
-        object.__setattr__(values, name, declared.kind.check(name, getattr(values, name)))
+        value, stored = getattr(values, name), declared.stored_default
+        is_default = value is declared.default or value is stored
+        object.__setattr__(values, name, stored if is_default else declared.kind.check(name, value))
 
 
 def broken(name: str, rule: str, value: object) -> InvalidRequestError:

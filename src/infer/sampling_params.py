@@ -242,7 +242,7 @@ class SamplingParams:
 
 PARAMETERS = parameters_of(SamplingParams)
 PARAMETER_NAMES = tuple(PARAMETERS)
-_DEFAULTS = {each.name: PARAMETERS[each.name].kind.check(each.name, each.default) for each in fields(SamplingParams)}
+_DEFAULTS = {name: declared.stored_default for name, declared in PARAMETERS.items()}
 
 
 def without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,11 +110,12 @@ def test_a_long_text_keeps_its_last_tokens_and_the_answer_its_room(llm: LLM) -> 
 
 
 @pytest.mark.parametrize(("limit", "room"), [(6, 6), (10_000, CONTEXT // 2), (None, CONTEXT // 2), (1, 1)])
-def test_the_answers_room_is_its_limit_and_half_of_the_context_at_most(limit: int | None, room: int) -> None:
+def test_the_answers_room_is_its_limit_and_half_of_the_context_at_most(llm: LLM, limit: int | None, room: int) -> None:
     params = SamplingParams(max_new_tokens=limit)
     ids = list(range(10_000))
     for begins_with, kept in ((None, ids[-(CONTEXT - room) :]), (0, [0, *ids[len(ids) - (CONTEXT - room) + 1 :]])):
-        found = fitted(ids, list, begins_with, CONTEXT, params, "truncate_left")
+        limits = llm._opened.requests.limits._replace(bos_token_id=begins_with)
+        found = fitted(ids, list, limits, params, "truncate_left")
         assert found[:2] == (kept, 10_000 - len(kept)), "BOS stays"
 
 

@@ -13,11 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from cases import cases
-from infer import LLM, InvalidRequestError, SamplingParams
+from infer import LLM, InvalidRequestError, SamplingParams, Stream
 from infer.cli.chat.chat_commands import run_command
 from infer.cli.chat.chat_session import ChatSession
 from infer.compute import ops
-from infer.engine.requests.stream import Stream
 from infer.engine.session import session_file
 from infer.engine.session.session import Session
 from programs import Programs

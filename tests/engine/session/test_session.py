@@ -13,8 +13,7 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from cases import cases
-from infer import LLM, InvalidRequestError, SamplingParams, Session
-from infer.engine.requests.stream import Stream
+from infer import LLM, InvalidRequestError, SamplingParams, Session, Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.session.transcript import keep_spelling
 from infer.engine.step.sequence import Sequence as Answering

@@ -6,13 +6,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
 
 from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
-from infer.compute.sampling.defaults import SamplingDefaults
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
 from infer.engine.requests.answer import Answer
@@ -21,7 +20,7 @@ from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_calls import EngineCall, once
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.stream import OnPrefill, Stream
-from infer.engine.requests.text_heads import TextHeads, make_text_heads
+from infer.engine.requests.text_heads import ModelFacts, make_text_heads
 from infer.engine.runner.caches import plan_rows
 from infer.engine.runner.hidden_states import HiddenStates
 from infer.engine.runner.runner import Runner
@@ -43,21 +42,6 @@ from infer.text.tokenizer import Tokenizer
 
 _Found = TypeVar("_Found")
 log = logging.getLogger("infer.server")
-
-
-@final
-@dataclass(frozen=True)
-class ModelFacts:
-    """The part of a model that its files define, beside its network.
-
-    `weights` is the fingerprint of the weights in their number formats.
-    """
-
-    tokenizer: Tokenizer
-    weights: str
-    sampling_defaults: SamplingDefaults
-    heads: TextHeads
-    modified_ns: tuple[int, ...]  # times of the files, which distinguish weights of the same name for prefixes on disk
 
 
 @final
@@ -84,14 +68,9 @@ class Host:
             self.engine_if_any = Engine(self._open_runner, prefixes=self._open_prefixes(self._open_runner))
             loop.own(self.engine_if_any, model.backend)
         self.answers = AsyncAnswers(loop)
-        self.requests = RequestMaker(
-            limits,
-            self.tokenizer,
-            facts.sampling_defaults,
-            settings.grammar_backend,
-            0 if self._open_runner is None else self._open_runner.checkpoint_tokens,
-            self._refusal if self.reads_whole_texts else None,
-        )
+        checkpoint_tokens = 0 if self._open_runner is None else self._open_runner.checkpoint_tokens
+        refusal = self._refusal if self.reads_whole_texts else None
+        self.requests = RequestMaker(limits, facts, settings.grammar_backend, checkpoint_tokens, refusal)
 
     def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
         """Return the prefixes on disk, or None if they are off, or if the cache cannot use them."""

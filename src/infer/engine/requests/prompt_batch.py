@@ -1,6 +1,6 @@
 """Many prompts, of which a few are answered at a time: the loop takes the next one whenever a slot is free."""
 
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import NamedTuple, final
 
 from infer.engine.requests.answer import Answer, Backlog, Waiters
@@ -12,6 +12,8 @@ from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Sequence
 from infer.outputs import GenerationResult
 
+OnProgress = Callable[[int, int], None]
+OnResult = Callable[[int, GenerationResult], None]
 BATCH_SIZE = 8  # prompts answered together
 
 
@@ -25,6 +27,22 @@ class Ended(NamedTuple):
 
     number: int
     result: GenerationResult
+
+
+@final
+class Results:
+    """The results of a batch, by the numbers of their prompts. Callbacks hear of each."""
+
+    def __init__(self, num_all: int, on_progress: OnProgress, on_result: OnResult | None) -> None:
+        """Begin without results, of which there will be `num_all`."""
+        self.by_number: dict[int, GenerationResult] = {}
+        self._num_all, self._on_progress, self._on_result = num_all, on_progress, on_result
+
+    def add(self, number: int, result: GenerationResult) -> None:
+        self.by_number[number] = result
+        if self._on_result is not None:
+            self._on_result(number, result)
+        self._on_progress(len(self.by_number), self._num_all)
 
 
 def begun(requests: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Sequence]]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from infer.compute.sampling.keywords import Params
+from infer.engine.step.request import Limits
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.model_settings import Overflow
 from infer.request_limits import NUM_TOKENS_OF_CALLS
@@ -98,12 +99,7 @@ def system_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def fitted(
-    prompt: Prompt,
-    encode: Callable[[Prompt], list[int]],
-    bos_token_id: int | None,
-    max_seq_len: int,
-    params: SamplingParams,
-    overflow: Overflow,
+    prompt: Prompt, encode: Callable[[Prompt], list[int]], limits: Limits, params: SamplingParams, overflow: Overflow
 ) -> tuple[list[int], int, Sequence[Message]]:
     """Return the ids of a prompt, the number of truncated ids, and the messages that remain of a conversation.
 
@@ -116,12 +112,12 @@ def fitted(
     token_ids = encode(prompt)
     messages: list[Any] = list(prompt) if is_conversation(prompt) else []
     room = params.max_new_tokens or NUM_TOKENS_OF_CALLS
-    most = max_seq_len - min(room, max_seq_len // 2)
+    most = limits.max_seq_len - min(room, limits.max_seq_len // 2)
     if overflow == "error" or len(token_ids) <= most:
         return token_ids, 0, messages
     if messages:
         return _last_turns(messages, encode, len(token_ids), most)
-    head = token_ids[:1] if token_ids[0] == bos_token_id else []
+    head = token_ids[:1] if token_ids[0] == limits.bos_token_id else []
     kept = [*head, *token_ids[len(token_ids) - most + len(head) :]]
     return kept, len(token_ids) - len(kept), ()
 

@@ -17,6 +17,7 @@ from infer.engine.requests.ask import Ask
 from infer.engine.requests.async_answers import Check
 from infer.engine.requests.conversation import Conversation, TemplateProbes
 from infer.engine.requests.prompt_encoding import Message, Prompt, fitted, is_conversation, prompt_ids
+from infer.engine.requests.text_heads import ModelFacts
 from infer.engine.step.request import Limits, Request, check_ids, check_prompt, checked_params
 from infer.engine.step.request_options import RequestOptions, check_count, split_options
 from infer.engine.step.sequence import Sequence
@@ -27,7 +28,6 @@ from infer.text.grammar.budget import Budget, BudgetConstraint
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of
 from infer.text.grammar.grammar_compiler import make_compiler
-from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.answer_format import AnswerFormat
 from infer.text.toolcalls.past_calls import with_values
 
@@ -53,13 +53,7 @@ class RequestMaker:
     """Makes requests of one model. For any thread."""
 
     def __init__(
-        self,
-        limits: Limits,
-        tokenizer: Tokenizer,
-        sampling_defaults: Mapping[str, Any],
-        grammar_backend: str,
-        checkpoint_tokens: int = 0,
-        refusal: str | None = None,
+        self, limits: Limits, facts: ModelFacts, grammar_backend: str, checkpoint_tokens: int, refusal: str | None
     ) -> None:
         """Begin with the model's limits.
 
@@ -67,7 +61,8 @@ class RequestMaker:
         """
         self._refusal = refusal
         self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # one step keeps all states of shorter prompts
-        self.limits, self._tokenizer, self._sampling_defaults = limits, tokenizer, sampling_defaults
+        self.limits, self._sampling_defaults = limits, facts.sampling_defaults
+        self._tokenizer = tokenizer = facts.tokenizer
         self._compiler = make_compiler(tokenizer, limits.vocab_size, backend=grammar_backend)
         self._answer_grammars = AnswerGrammars(self._compiler)
         self._probes = TemplateProbes(tokenizer)
@@ -202,16 +197,17 @@ class RequestMaker:
         self, ask: Ask, number: int, params: SamplingParams, conversation: Conversation | None
     ) -> tuple[list[int], int, Items[Message]]:
         """Return what `fitted` returns for the rendered and tokenised prompt."""
-        most, overflow = self.limits.max_seq_len, ask.options.overflow
+        overflow = ask.options.overflow
+        most = self.limits.max_seq_len if overflow == "error" else None
 
         def encode(prompt: Prompt) -> list[int]:
             if conversation is None or ask.token_ids is not None:
-                return prompt_ids(prompt, self._tokenizer, most if overflow == "error" else None)
+                return prompt_ids(prompt, self._tokenizer, most)
             token_ids = conversation.encode(prompt)
             return token_ids if ask.respell is None else ask.respell(token_ids)
 
         prompt = ask.prompts[number] if ask.token_ids is None else ask.token_ids
-        return fitted(prompt, encode, self.limits.bos_token_id, most, params, overflow)
+        return fitted(prompt, encode, self.limits, params, overflow)
 
     def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
         """Warn once about each text."""

@@ -1,4 +1,4 @@
-"""The heads of a model for whole texts: how its files define vectors, scores and labels."""
+"""The facts that a model's files define, and its heads for whole texts: how to make vectors, scores and labels."""
 
 import math
 import re
@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute.operands.architecture import Architecture
+from infer.compute.sampling.defaults import SamplingDefaults
 from infer.errors import ModelError
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
@@ -121,6 +122,21 @@ class TextHeads:
         if self.embedder or self.classifier or not architecture.reads_whole_texts:
             return self
         return replace(self, embedder=Embedder(architecture.hidden_size))
+
+
+@final
+@dataclass(frozen=True)
+class ModelFacts:
+    """The part of a model that its files define, beside its network.
+
+    `weights` is the fingerprint of the weights in their number formats.
+    """
+
+    tokenizer: Tokenizer
+    weights: str
+    sampling_defaults: SamplingDefaults
+    heads: TextHeads
+    modified_ns: tuple[int, ...]  # times of the files, which distinguish weights of the same name for prefixes on disk
 
 
 def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: RerankerName) -> TextHeads:

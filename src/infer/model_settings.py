@@ -11,9 +11,8 @@ from typing import Any, Literal, Self, final, get_args, no_type_check
 
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InvalidRequestError
-from infer.parameters import ANY, Flag, Kind, OneOf, Other, Whole, check_fields, parameter, parameters_of
+from infer.parameters import ANY, Flag, OneOf, Other, Size, Whole, check_fields, parameter, parameters_of
 from infer.sampling_params import ALIASES, PARAMETER_NAMES
-from infer.system.byte_size import parse_size
 from infer.system.extras import install_extra
 
 WeightsType = Literal["auto", "bf16", "q8", "q4"]
@@ -51,20 +50,8 @@ def _one_of(kind: Any, prefix: str = "") -> OneOf:
     return OneOf(get_args(kind), is_list=True, prefix=prefix)
 
 
-@final
-@dataclass(frozen=True)
-class Size(Kind):
-    """A number of bytes, or a size such as "8GB", which is stored as its number of bytes. None stays None."""
-
-    rule = 'a number of bytes or a size such as "8GB"'
-
-    def check(self, name: str, value: Any) -> int | None:
-        num_bytes = parse_size(value) if isinstance(value, str) else value
-        if num_bytes is None and value is None:
-            return None
-        if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 0:
-            raise self.broken(name, value)
-        return num_bytes
+DEVICE = Other("checked where it is used", lambda value: True)  # a name, or a device of torch
+TEMPLATE = Other("a template's text or None", lambda value: value is None or isinstance(value, str))
 
 
 # The checks of this class name the broken rule; the type checks of the tests' import hook would raise before them.
@@ -126,13 +113,12 @@ class ModelSettings:
     capture: bool = parameter(
         True, Flag(), "Run each operation separately: slower, with the same tokens.", group="running")
     chat_template: str | None = parameter(
-        None, Other("a template's text or None", lambda value: value is None or isinstance(value, str)),
-        "A Jinja template for conversations, in place of the model's own.",
+        None, TEMPLATE, "A Jinja template for conversations, in place of the model's own.",
         group="running", metavar="FILE", other_names=("chat_format",))
     allow_special: bool = parameter(
         False, Flag(), "Read control tokens in a message as control tokens, not as text.", group="running")
     device: str = parameter(  # or a device of torch
-        "cpu", ANY, "", group="device", flags=("--device", "--backend"), takes="DeviceName | str | torch.device",
+        "cpu", DEVICE, "", group="device", flags=("--device", "--backend"), takes="DeviceName | str | torch.device",
         other_names=("n_gpu_layers", "device_map", "backend"))
     reranker: RerankerName = parameter(
         "auto", _one_of(RerankerName),

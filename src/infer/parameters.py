@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, Protocol, final, runtime_checkable
 
 from infer.errors import InvalidRequestError
+from infer.system.byte_size import parse_size
 
 Bodies = Literal["generating", "completions", "conversations"]
 _MOST_SHOWN = 80  # most characters of a value in a message
@@ -182,6 +183,22 @@ class Whole(Kind):
         if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
             raise self.broken(name, value)
         return value
+
+
+@final
+@dataclass(frozen=True)
+class Size(Kind):
+    """A number of bytes, or a size such as "8GB", which is stored as its number of bytes. None stays None."""
+
+    rule = 'a number of bytes or a size such as "8GB"'
+
+    def check(self, name: str, value: Any) -> int | None:
+        num_bytes = parse_size(value) if isinstance(value, str) else value
+        if num_bytes is None and value is None:
+            return None
+        if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 0:
+            raise self.broken(name, value)
+        return num_bytes
 
 
 @final

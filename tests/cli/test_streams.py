@@ -173,7 +173,7 @@ end_process(7)
     (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
 )
 def test_refusals_of_the_system_are_not_faults_of_infer(error: Exception, line: str, monkeypatch: Any) -> None:
-    def refuse(**options: object) -> None:
+    def refuse(options: object) -> None:
         raise error
 
     monkeypatch.setattr("infer.cli.commands.models_command.run_models", refuse)

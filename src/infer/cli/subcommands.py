@@ -1,27 +1,38 @@
-"""The group of all commands, and the commands that run a model: `file_subcommands` has the others.
+"""The group of all commands.
 
 Every sampling option has the name of its field in `SamplingParams`. The command line takes precedence over the model's
 values, and these over the defaults shown in the help.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from inspect import get_annotations
 from pathlib import Path
+from typing import Any
 
 import click
 
 import infer as package
-from infer.cli.file_subcommands import COMMANDS
 from infer.cli.options.command_options import (
     BatchOptions,
     BenchOptions,
     ChatOptions,
     ClassifyOptions,
     CompareOptions,
+    CompileOptions,
+    DoctorOptions,
     EmbedOptions,
+    EstimateOptions,
+    ExplainOptions,
     GenerateOptions,
     ImatrixOptions,
+    ListOptions,
     PerplexityOptions,
+    PullOptions,
+    QuantizeOptions,
+    RemovalOptions,
     ReplayOptions,
     RerankOptions,
     TraceOptions,
@@ -34,12 +45,13 @@ from infer.cli.options.model_loading import (
     choose_model,
     choose_models,
     kernels_ahead,
-    load_for_server,
     load_model,
+    load_quietly,
     needs_extra,
     take_named,
 )
 from infer.cli.options.option_fields import TolerantCommand, takes_options, what_to_type
+from infer.cli.options.option_files import MAX_PROMPTS_BYTES, GivenText, read_text, read_texts
 from infer.cli.options.prompts import (
     given_values,
     is_given,
@@ -49,7 +61,13 @@ from infer.cli.options.prompts import (
     one_prompt,
     own_params,
 )
-from infer.cli.options.server_options import DeployOptions, ServeOptions, serves_several
+from infer.cli.options.server_options import (
+    DeployOptions,
+    RunningServerOptions,
+    ServeOptions,
+    StopOptions,
+    serves_several,
+)
 from infer.cli.terminal.process_streams import exit_on_signal
 from infer.cli.terminal.terminal import Spinner
 from infer.compute.sampling.defaults import neutral_values
@@ -102,8 +120,26 @@ def infer(context: click.Context, /, is_version: bool, verbose: bool) -> None:
         click.echo(context.get_help())
 
 
-@infer.command()
-@takes_options(GenerateOptions)
+def _command(run: Callable[[click.Context, Any], int | None]) -> click.Command:
+    """Add the command that a function runs. Its options are those of the class that the function takes."""
+    return infer.command()(takes_options(get_annotations(run)["options"])(run))
+
+
+def _add(name: str, kind: type, path: str) -> None:
+    """Add a command that calls the function at a dotted path. Ctrl-C ends the imports immediately."""
+
+    def run(context: click.Context, options: Any) -> int | None:
+        module, _, function = path.rpartition(".")
+        with exit_on_signal():
+            imported = import_module(module)
+        status: int | None = getattr(imported, function)(options)
+        return status
+
+    run.__doc__ = kind.__doc__
+    infer.command(name)(takes_options(kind)(run))
+
+
+@_command
 def generate(context: click.Context, options: GenerateOptions) -> int:
     """Continue a PROMPT, or a text on stdin. The text goes to stdout while it is generated, the times to stderr."""
     check_constraints(context)
@@ -133,8 +169,7 @@ def generate(context: click.Context, options: GenerateOptions) -> int:
     return answer_one(model, prompt, params, options)
 
 
-@infer.command()
-@takes_options(BatchOptions)
+@_command
 def batch(context: click.Context, options: BatchOptions) -> int:
     """Answer a file of rows, {"id": …, "prompt": …} or OpenAI's batch format, into a file of lines.
 
@@ -149,66 +184,56 @@ def batch(context: click.Context, options: BatchOptions) -> int:
     return run_batch(options, given, partial(load_model, options))
 
 
-@infer.command()
-@takes_options(EmbedOptions)
+def _texts_and_model(options: EmbedOptions | RerankOptions | ClassifyOptions) -> tuple[list[GivenText], "package.LLM"]:
+    check_options(options, [])
+    return read_texts(options.source), load_model(options)
+
+
+@_command
 def embed(context: click.Context, options: EmbedOptions) -> None:
     """Convert the lines of FILE, or of stdin, to vectors.
 
     The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
     """
-    check_options(options, [])
-    from infer.cli.options.option_files import read_texts
-
-    texts, model = read_texts(options.source), load_model(options)
+    texts, model = _texts_and_model(options)
     from infer.cli.commands.text_commands import run_embed
 
     run_embed(model, texts, options)
 
 
-@infer.command()
-@takes_options(RerankOptions)
+@_command
 def rerank(context: click.Context, options: RerankOptions) -> None:
     """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
-    check_options(options, [])
-    from infer.cli.options.option_files import read_texts
-
-    texts, model = read_texts(options.source), load_model(options)
+    texts, model = _texts_and_model(options)
     from infer.cli.commands.text_commands import run_rerank
 
     run_rerank(model, texts, options)
 
 
-@infer.command()
-@takes_options(ClassifyOptions)
+@_command
 def classify(context: click.Context, options: ClassifyOptions) -> None:
     """Label the lines of FILE, or of stdin, with a classifier.
 
     The lines of a .jsonl file are strings, or objects {"text": …, "text_pair": …, "id": …}.
     """
-    check_options(options, [])
-    from infer.cli.options.option_files import read_texts
-
-    texts, model = read_texts(options.source), load_model(options)
+    texts, model = _texts_and_model(options)
     from infer.cli.commands.text_commands import run_classify
 
     run_classify(model, texts, options)
 
 
-@infer.command()
-@takes_options(PerplexityOptions)
+@_command
 def perplexity(context: click.Context, options: PerplexityOptions) -> None:
     """Measure how well a MODEL predicts a text, as llama.cpp does."""
     options = take_named(context, options)
     check_options(options, [])
     from infer.cli.commands.quality_commands import run_perplexity
-    from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text
 
     text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
     run_perplexity(load_model(options), text, options)
 
 
-@infer.command()
-@takes_options(CompareOptions)
+@_command
 def compare(context: click.Context, options: CompareOptions) -> None:
     """Measure how far the predictions of a MODEL are from those of a REFERENCE, over a text.
 
@@ -219,7 +244,6 @@ def compare(context: click.Context, options: CompareOptions) -> None:
         options = replace(options, model=options.reference)
     from infer.cli.commands.quality_commands import reference_options, run_compare
     from infer.cli.commands.report_pages import check_page
-    from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text
 
     check_page(options.html)
     plain = reference_options(context, options)
@@ -229,20 +253,7 @@ def compare(context: click.Context, options: CompareOptions) -> None:
     run_compare(load_model(plain), load_model(options), text, options)
 
 
-@infer.command()
-@takes_options(ImatrixOptions)
-def imatrix(context: click.Context, options: ImatrixOptions) -> None:
-    """Collect the importance matrix of a MODEL over texts, for quantisation, as llama.cpp does.
-
-    Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
-    """
-    from infer.cli.commands.quantize_command import run_imatrix
-
-    run_imatrix(options)
-
-
-@infer.command()
-@takes_options(ChatOptions)
+@_command
 def chat(context: click.Context, options: ChatOptions) -> int:
     """Talk to a MODEL. /help lists the commands; messages may also come from a pipe.
 
@@ -254,8 +265,7 @@ def chat(context: click.Context, options: ChatOptions) -> int:
     return run_chat(options, given_values(context, context.params), load_model)
 
 
-@infer.command()
-@takes_options(ReplayOptions)
+@_command
 def replay(context: click.Context, options: ReplayOptions) -> int:
     """Answer a PERMALINK again, from generate --permalink, /link in a chat, or the server's page; - is stdin.
 
@@ -263,7 +273,6 @@ def replay(context: click.Context, options: ReplayOptions) -> int:
     machine.
     """
     from infer.cli.commands.permalink import read_permalink
-    from infer.cli.options.option_files import read_text
 
     is_stdin = options.permalink == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)
@@ -277,8 +286,7 @@ def replay(context: click.Context, options: ReplayOptions) -> int:
     return run_replay(load_model(options), link, body, quiet=options.quiet)
 
 
-@infer.command()
-@takes_options(ServeOptions)
+@_command
 def serve(context: click.Context, options: ServeOptions) -> int:
     """Serve one MODEL or several over HTTP, with OpenAI's API. SIGTERM and Ctrl-C drain; a second one ends it now.
 
@@ -292,7 +300,7 @@ def serve(context: click.Context, options: ServeOptions) -> int:
     with needs_extra():
         from infer.cli.commands.serve_command import run_models, run_serve
 
-    return run_models(options) if is_shelf else run_serve(options, partial(load_for_server, options))
+    return run_models(options) if is_shelf else run_serve(options, partial(load_quietly, options))
 
 
 @infer.group(name="ray", cls=click.Group)
@@ -315,8 +323,7 @@ def deploy(context: click.Context, options: DeployOptions) -> int:
     return run_deploy(options)
 
 
-@infer.command()
-@takes_options(TraceOptions)
+@_command
 def sample_trace(context: click.Context, options: TraceOptions) -> None:
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = given_values(context, context.params)
@@ -329,8 +336,7 @@ def sample_trace(context: click.Context, options: TraceOptions) -> None:
     run_trace(model, prompt, merge_params(defaults, given, is_chat=options.chat, quiet=quiet), options)
 
 
-@infer.command()
-@takes_options(BenchOptions)
+@_command
 def bench(context: click.Context, options: BenchOptions) -> None:
     """Measure a MODEL here: prefill, decode, latency, memory, and the share of the memory's speed."""
     check_suite(context)
@@ -343,6 +349,16 @@ def bench(context: click.Context, options: BenchOptions) -> None:
         run_bench(options)
 
 
-for command in COMMANDS:
-    infer.add_command(command)
-infer.add_command(infer.commands["models"], "list")
+# The commands that only call one function, which is imported when it is called. Most are about files and servers.
+_add("explain", ExplainOptions, "infer.cli.commands.explain_command.run_explain")
+_add("doctor", DoctorOptions, "infer.cli.commands.quality_commands.run_doctor")
+_add("quantize", QuantizeOptions, "infer.cli.commands.quantize_command.run_quantize")
+_add("imatrix", ImatrixOptions, "infer.cli.commands.quantize_command.run_imatrix")
+_add("estimate", EstimateOptions, "infer.cli.commands.explain_command.run_estimate")
+_add("compile", CompileOptions, "infer.cli.commands.machine_report.run_compile")
+_add("models", ListOptions, "infer.cli.commands.models_command.run_models")
+_add("list", ListOptions, "infer.cli.commands.models_command.run_models")
+_add("pull", PullOptions, "infer.cli.commands.models_command.run_pull")
+_add("rm", RemovalOptions, "infer.cli.commands.models_command.run_rm")
+_add("ps", RunningServerOptions, "infer.cli.commands.models_command.run_ps")
+_add("stop", StopOptions, "infer.cli.commands.models_command.run_stop")

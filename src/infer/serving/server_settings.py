@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, final
 
 from infer.compute.operands.limits import GPU_STEP, HOST_STEP
 from infer.engine.step.scheduler import GAP_SECONDS
-from infer.parameters import ANY, Number, Whole, parameter
+from infer.parameters import ANY, Number, Size, Whole, parameter
 
 UnknownFields = Literal["warn", "refuse", "ignore"]
 AgentPrompts = Literal["adapt", "keep"]
@@ -41,7 +41,7 @@ class ServerSettings:
 
     # fmt: off
     memory: int | None = parameter(
-        None, ANY, "Memory for all models together, such as 12GB; the least recently used ones are unloaded for "
+        None, Size(), "Memory for all models together, such as 12GB; the least recently used ones are unloaded for "
         "others.  [default: 9/10 of the available memory]", group="memory", metavar="SIZE")
     idle_unload: float | None = parameter(
         None, _SECONDS, "Unload a model that has been idle for this time.", group="idle", metavar="SECONDS")

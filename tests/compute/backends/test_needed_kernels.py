@@ -18,6 +18,7 @@ import pytest
 from cases import cases
 from infer import InferError, SamplingParams, Tokenizer
 from infer.cli.commands.machine_report import run_compile
+from infer.cli.options.command_options import CompileOptions
 from infer.compute.backends.cpu import records
 from infer.compute.backends.cpu.backend import CpuBackend
 from infer.compute.backends.cpu.compile import addresses, compiler, linked_code
@@ -196,10 +197,10 @@ def test_compile_prints_its_result_or_the_reason(
     monkeypatch.setattr(CpuBackend, "compiling", compiling)
     if missing and trouble:
         with pytest.raises(InferError, match=said):
-            run_compile(str(folder), is_all=False)
+            run_compile(CompileOptions(str(folder), is_all=False, quiet=True, verbose=False))
         return
     for is_all in (False, True):
-        run_compile(str(folder), is_all=is_all)
+        run_compile(CompileOptions(str(folder), is_all=is_all, quiet=True, verbose=False))
     assert capsys.readouterr().out == f"{folder}: {said}\n" * 2
     assert counts == sorted(set(counts))  # more settings need more kernels
 

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from statistics import fmean, median
 from typing import Any, NamedTuple, final
@@ -28,7 +28,6 @@ from infer.outputs import GenerationTiming, percentile
 from infer.sampling_params import SamplingParams
 
 OnProgress = Callable[[int, int], None]
-_GREEDY = {"temperature": 0.0}
 _SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 
@@ -253,20 +252,14 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Config(NamedTuple):
-    prompt_tokens: int
-    new_tokens: int
-    sampling: Mapping[str, Any] = _GREEDY
-
-
 CONFIGS = {
-    "short-greedy": Config(64, 64),
-    "medium-greedy": Config(256, 256),
-    "prefill-heavy": Config(1024, 64),
-    "decode-heavy": Config(64, 1024),
-    "medium-sampled": Config(256, 256, _SAMPLED),
-    "long-context": Config(1024, 1024),
-    "medium-full-pipeline": Config(256, 256, {**_SAMPLED, "repetition_penalty": 1.1}),
+    "short-greedy": Workload(64, 64),
+    "medium-greedy": Workload(256, 256),
+    "prefill-heavy": Workload(1024, 64),
+    "decode-heavy": Workload(64, 1024),
+    "medium-sampled": Workload(256, 256, sampling=_SAMPLED),
+    "long-context": Workload(1024, 1024),
+    "medium-full-pipeline": Workload(256, 256, sampling={**_SAMPLED, "repetition_penalty": 1.1}),
 }
 _NUM_CONFIGS: Mapping[str, int] = {"quick": 2, "standard": 5, "full": len(CONFIGS)}  # the first ones
 
@@ -274,14 +267,4 @@ _NUM_CONFIGS: Mapping[str, int] = {"quick": 2, "standard": 5, "full": len(CONFIG
 def workloads(suite: str, *, repeats: int, warmups: int, seed: int) -> dict[str, Workload]:
     """Return the workloads of a suite's configs, by name."""
     found = list(CONFIGS.items())[: _NUM_CONFIGS[suite]]
-    return {
-        name: Workload(
-            config.prompt_tokens,
-            config.new_tokens,
-            repeats=repeats,
-            warmups=warmups,
-            seed=seed,
-            sampling=config.sampling,
-        )
-        for name, config in found
-    }
+    return {name: replace(work, repeats=repeats, warmups=warmups, seed=seed) for name, work in found}

@@ -41,21 +41,15 @@ def run_bench(options: BenchOptions) -> None:
     """Load the model, measure it, and print the results."""
     check_report(options.report)
     before = None if options.compare is None else read_report(options.compare)
-    workload = Workload(
-        options.prompt_tokens,
-        options.num_tokens,
-        options.context,
-        repeats=options.repeats,
-        warmups=options.warmup,
-        seed=options.seed,
-    )
+    runs: dict[str, Any] = {"repeats": options.repeats, "warmups": options.warmup, "seed": options.seed}
+    workload = Workload(options.prompt_tokens, options.num_tokens, options.context, **runs)
     architecture = make_architecture(open_checkpoint(options.model).config)
     if architecture.reads_whole_texts:
         raise InvalidRequestError(f"{options.model} is an encoder and generates no text: name a decoder")
     if options.suite is None:
         works, skipped = {_name_of(workload): workload}, dict[str, str]()
     else:
-        works = workloads(options.suite, repeats=options.repeats, warmups=options.warmup, seed=options.seed)
+        works = workloads(options.suite, **runs)
         works, skipped = _that_fit(options, works, architecture.most_positions)
     backend = device_backend(options.settings.device)
     llm = _load(options, max(each.max_seq_len for each in works.values()))
@@ -233,29 +227,16 @@ def config_lines(name: str, speed: Speed) -> Iterator[str]:
     """Yield a config's row, and the latency of its steps."""
     peak = speed.peak_resident_bytes if speed.peak_gpu_bytes is None else speed.peak_gpu_bytes
     rates = speed.prefill_tokens_per_second, speed.decode_tokens_per_second, speed.end_to_end_tokens_per_second
-    yield _suite_row(
-        name,
-        f"{speed.workload.prompt_tokens}",
-        f"{speed.workload.new_tokens}",
-        f"{1e3 * speed.ttft_s:.1f}",
-        *(f"{rate:.1f}" for rate in rates),
-        f"{speed.wall_s:.2f}",
-        f"{peak / 1e6:.0f}",
-    )
+    sizes = f"{speed.workload.prompt_tokens}", f"{speed.workload.new_tokens}"
+    figures = (f"{figure:.1f}" for figure in (1e3 * speed.ttft_s, *rates))
+    yield _suite_row(name, *sizes, *figures, f"{speed.wall_s:.2f}", f"{peak / 1e6:.0f}")
     yield f"  steps in ms: {latencies(speed)}"
 
 
 def latencies(speed: Speed) -> str:
-    means = {
-        "mean": speed.inter_token_mean_s,
-        "p50": speed.inter_token_p50_s,
-        "p95": speed.inter_token_p95_s,
-        "p99": speed.inter_token_p99_s,
-    }
-    shown = [f"{name} {1e3 * seconds:.2f}" for name, seconds in means.items()]
-    return ", ".join(
-        [*shown, *(_step_text(*each) for each in (("min", speed.fastest_step), ("max", speed.slowest_step)))]
-    )
+    times = speed.inter_token_mean_s, speed.inter_token_p50_s, speed.inter_token_p95_s, speed.inter_token_p99_s
+    shown = [f"{name} {1e3 * each:.2f}" for name, each in zip(("mean", "p50", "p95", "p99"), times, strict=True)]
+    return ", ".join([*shown, _step_text("min", speed.fastest_step), _step_text("max", speed.slowest_step)])
 
 
 def _step_text(name: str, step: StepTime | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from infer.cli.options.command_options import EstimateOptions
+from infer.cli.options.command_options import EstimateOptions, ExplainOptions
 from infer.cli.terminal.terminal import columns_of_rows
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
@@ -49,9 +49,9 @@ _IN_FILES = ("is_decay_log", "are_heads_tiled", "are_parts_apart")
 _MAX_ENDS = 8
 
 
-def run_explain(model: str, *, as_json: bool) -> None:
-    found = explain(model)
-    click.echo(json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(lines(found)))
+def run_explain(options: ExplainOptions) -> None:
+    found = explain(options.model)
+    click.echo(json.dumps(found.to_json(), ensure_ascii=False) if options.as_json else "\n".join(lines(found)))
 
 
 def lines(found: Explanation) -> Iterator[str]:

@@ -11,6 +11,8 @@ import click
 import torch
 
 import infer
+from infer.cli.options.command_options import CompileOptions
+from infer.cli.terminal.process_streams import exit_on_signal
 from infer.compute import ops
 from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.errors import InferError
@@ -67,13 +69,14 @@ def _memory() -> str:
     return "memory unknown" if available is None else f"{available / 2**30:.1f} GiB of memory available"
 
 
-def run_compile(model: str, *, is_all: bool) -> None:
+@exit_on_signal()
+def run_compile(options: CompileOptions) -> None:
     """Compile the missing kernels of a model. Raises InferError if they cannot be stored."""
-    checkpoint = open_checkpoint(model)
+    model, checkpoint = options.model, open_checkpoint(options.model)
     architecture = make_architecture(checkpoint.config)
     check_tensors(architecture, checkpoint.tensors)
 
-    kinds = product(("exact", "fast"), KV_TYPES) if is_all else [("exact", "auto")]
+    kinds = product(("exact", "fast"), KV_TYPES) if options.is_all else [("exact", "auto")]
     settings = [ModelSettings.of({"precision": precision, "kv_type": kv_type}) for precision, kv_type in kinds]
     outlines = [make_outline(architecture, checkpoint.tensors, each) for each in settings]
     backend = ops.backend_of(torch.device("cpu"))

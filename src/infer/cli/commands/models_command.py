@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from infer.cli.options.command_options import ListOptions, PullOptions, RemovalOptions
 from infer.cli.options.server_options import RunningServerOptions, StopOptions
 from infer.cli.terminal.terminal import columns_of_rows
 from infer.errors import InferError, InvalidRequestError
@@ -37,16 +38,19 @@ def run_supported(*, as_json: bool) -> None:
     click.echo("\n".join(columns_of_rows(rows, "<<<")))
 
 
-def run_models(*, as_json: bool, with_devices: bool) -> None:
+def run_models(options: ListOptions) -> None:
+    if options.supported:
+        run_supported(as_json=options.as_json)
+        return
     found = list(models_at_hand())
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps([model.to_json() for model in found], ensure_ascii=False))
     elif found:
         rows = [("name", "size", "weights", "context", "family", "from"), *map(_row, found)]
         click.echo("\n".join(columns_of_rows(rows, "<><><<")))
     else:
         click.echo(_NONE, err=True)
-    if with_devices and not as_json:
+    if options.verbose and not options.as_json:
         from infer.cli.commands.machine_report import device_lines
 
         click.echo("\n".join(["", *device_lines()]))
@@ -60,12 +64,12 @@ def _row(model: ModelAtHand) -> tuple[str, str, str, str, str, str]:
     return model.name, size, model.weights or "", context, model.family or "", model.source
 
 
-def run_pull(model: str) -> None:
-    click.echo(fetch(_hub_name(model)))
+def run_pull(options: PullOptions) -> None:
+    click.echo(fetch(_hub_name(options.model)))
 
 
-def run_rm(model: str) -> None:
-    name = _hub_name(model)
+def run_rm(options: RemovalOptions) -> None:
+    name = _hub_name(options.model)
     click.echo(f"{name} is removed: {remove_cached(name) / 1e6:,.0f} MB are free", err=True)
 
 

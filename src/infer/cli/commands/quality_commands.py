@@ -8,14 +8,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
 import infer
 from infer.cli.bench.text_quality import Divergence, Perplexity, measure_divergence, measure_perplexity
-from infer.cli.commands.report_pages import comparison_page, doctor_page, write_page
-from infer.cli.options.command_options import CompareOptions, PerplexityOptions
+from infer.cli.commands.report_pages import check_page, comparison_page, doctor_page, write_page
+from infer.cli.options.command_options import CompareOptions, DoctorOptions, PerplexityOptions
 from infer.cli.options.prompts import is_given
 from infer.cli.terminal.process_streams import exit_on_signal
 from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows
@@ -90,13 +89,14 @@ def _write(found: Perplexity | Divergence, rows: list[tuple[str, str]], *, as_js
     TextWriter(sys.stdout).write("".join(f"{line}\n" for line in lines))
 
 
-def run_doctor(model: str, *, as_json: bool, html: Path | None = None) -> int:
-    """Write the findings, and a page to `html`. Return the exit status: 1 if there are findings."""
+def run_doctor(options: DoctorOptions) -> int:
+    """Write the findings, and a page to --html. Return the exit status: 1 if there are findings."""
+    check_page(options.html)
     with exit_on_signal(), Spinner("reading") as spinner:
-        found = examine(model, spinner.progress)
-    if html is not None:
-        write_page(html, doctor_page(found))
-    text = json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(finding_lines(found))
+        found = examine(options.model, spinner.progress)
+    if options.html is not None:
+        write_page(options.html, doctor_page(found))
+    text = json.dumps(found.to_json(), ensure_ascii=False) if options.as_json else "\n".join(finding_lines(found))
     TextWriter(sys.stdout).write(f"{text}\n")
     return 1 if found.findings else 0
 

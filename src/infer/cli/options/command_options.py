@@ -1,6 +1,7 @@
 """The options of each command: one frozen dataclass per command, made of groups that commands share.
 
-The options of a model's settings, and of a server's, are declared by `ModelSettings` and `ServerSettings`.
+The options of a model's settings, and of a server's, are declared by `ModelSettings` and `ServerSettings`. If a command
+only calls one function with its options, the docstring of their class is its help.
 """
 
 from collections.abc import Callable
@@ -216,6 +217,11 @@ class CompareOptions(PerplexityOptions):
 
 @dataclass(frozen=True)
 class ImatrixOptions:
+    """Collect the importance matrix of a MODEL over texts, for quantisation, as llama.cpp does.
+
+    Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
+    """
+
     model: str = argument()
     texts: tuple[Path, ...] = argument(metavar="[TEXT]...", type=FILE)
     output: Path = option("-o", "--output", type=FILE, metavar="OUT", required=True,
@@ -284,16 +290,26 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class ExplainOptions(NamedModel, InspectionOptions):
-    pass
+    """Describe a model from its headers: its layers, tokenizer, defaults and memory."""
 
 
 @dataclass(frozen=True)
 class DoctorOptions(NamedModel, InspectionOptions):
+    """Search a model's files for faults: the tokenizer, the chat template, and the values of all tensors.
+
+    Exit status: 0 without faults, 1 with faults, 2 or 3 if the files cannot be read.
+    """
+
     html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
+    """Write a MODEL as a GGUF file of another type, with llama.cpp's mixture of types.
+
+    Only a few rows are in memory at a time. OUT.gguf appears when it is complete.
+    """
+
     source: str = argument(metavar="MODEL")
     output: Path = argument(metavar="OUT.gguf", type=FILE)
     type: str = option("-t", "--type", default="Q4_K_M", metavar="TYPE",
@@ -316,6 +332,8 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
+    """Estimate from headers how much memory a model and its cache need, whether they fit here, and the speed."""
+
     max_seq_len: int | None = option(type=AT_LEAST_1, help="Tokens of a row.  [default: the model's own, at most 8192]")
     batch: int = option(type=AT_LEAST_1, default=1, help="Number of rows in the cache.")
     pool_pages: int | None = option(type=AT_LEAST_1,
@@ -325,14 +343,16 @@ class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions
 
 @dataclass(frozen=True)
 class CompileOptions(NamedModel):
+    """Compile the CPU kernels that a model needs, so that its first use is fast: for images and Dockerfiles."""
+
     is_all: bool = option("--all", help="Compile for every kv type and precision, not only the usual ones.")
     quiet: bool = option("-q", "--quiet", help="Print no progress.")
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 @dataclass(frozen=True)
-class HubModelOptions:
-    """The options of a command about a model in the hub's local cache."""
+class PullOptions:
+    """Download a model, or its missing files, from the Hugging Face hub into the hub's local cache."""
 
     model: str = argument(metavar="ORG/REPO[:Q4_K_M]")
     quiet: bool = option("-q", "--quiet", help="Print no progress.")
@@ -340,7 +360,14 @@ class HubModelOptions:
 
 
 @dataclass(frozen=True)
-class ModelsOptions:
+class RemovalOptions(PullOptions):
+    """Remove a model from the hub's local cache."""
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """List the models on this machine: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
+
     as_json: bool = option("--json", help="Print one JSON array instead of a table.")
     supported: bool = option("--supported", help="List the families of models that load, with a tested model each.")
     verbose: bool = option("-v", "--verbose", help="Also list the names for --device; a traceback with an error.")

@@ -298,15 +298,12 @@ def _check_headers(model: str, settings: ModelSettings, named: Collection[tuple[
 
 def load_model(options: LoadOptions) -> "infer.LLM":
     """Return the LLM that the options describe."""
-    spinner = Spinner(f"loading {options.model}", shown=not options.quiet)
-    with exit_on_signal(), keeping_garbage(), spinner, kernels_ahead(options):
-        from infer.llm import LLM
-
-        return LLM(options.model, **vars(model_settings(options)), on_progress=spinner.progress)
+    with exit_on_signal(), Spinner(f"loading {options.model}", shown=not options.quiet) as spinner:
+        return load_quietly(options, spinner.progress)
 
 
-def load_for_server(options: ServeOptions, on_progress: Callable[[int, int], None]) -> "infer.LLM":
-    """Return the LLM of a server. May be called on any thread."""
+def load_quietly(options: LoadOptions | ServeOptions, on_progress: Callable[[int, int], None]) -> "infer.LLM":
+    """Return the LLM that the options describe. May be called on any thread."""
     with keeping_garbage(), kernels_ahead(options):
         from infer.llm import LLM
 

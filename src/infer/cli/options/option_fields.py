@@ -9,6 +9,7 @@ A `TolerantCommand` also accepts the options of other programs under their names
 """
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
@@ -20,7 +21,8 @@ from typing import Any, Literal, TypeVar, Union, final, get_args, get_origin
 import click
 
 from infer.cli.options.option_files import read_named_file
-from infer.parameters import Number, Parameter, Whole, parameters_of
+from infer.model_settings import DEVICE, TEMPLATE
+from infer.parameters import Kind, Number, Parameter, Size, Whole, parameters_of
 from infer.system.byte_size import parse_size
 from infer.system.status_line import silence
 
@@ -180,7 +182,7 @@ def _type_of(annotation: Any, setting: Field[Any], declared: Parameter) -> dict[
             return {"type": click.IntRange(least, most)}
         case Number(least=least):
             return {"type": click.FloatRange(least)}
-    return _READ_OTHERWISE.get(setting.name) or _settings_of(annotation, is_option=True)
+    return _TYPE_BY_KIND.get(declared.kind) or _settings_of(annotation, is_option=True)
 
 
 class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
@@ -252,6 +254,7 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of
     """auto, cpu, cuda, cuda:N, cuda:N,N, opencl or opencl:NAME. The error for another name lists the known kinds."""
 
     name = "device"
+    _KNOWN = re.compile(r"auto|cpu(:\d+)?|cuda(:\d+(,\d+)*)?|opencl(:.*)?", re.DOTALL)
     _ELSEWHERE: Mapping[str, str] = {
         "vulkan": "Vulkan is not supported",
         "metal": "Metal is not supported",
@@ -264,21 +267,15 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of
         return "[auto|cpu|cuda|opencl[:NAME]]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        kind, colon, index = str(value).partition(":")
-        if kind in ("cpu", "cuda") and (not colon or index.isdecimal()):
+        if self._KNOWN.fullmatch(str(value)):
             return str(value)
-        if kind == "cuda" and all(each.isdecimal() for each in index.split(",")):
-            return str(value)
-        if kind == "opencl" or value == "auto":
-            return str(value)
-        why = self._ELSEWHERE.get(kind.lower())
+        why = self._ELSEWHERE.get(str(value).partition(":")[0].lower())
         message = f"{value!r} is not one of 'auto', 'cpu', 'cuda', 'opencl'" + (f": {why}" if why else "")
         raise click.BadParameter(message, ctx, param)
 
 
-_READ_OTHERWISE: Mapping[str, dict[str, Any]] = {  # settings by name
-    "device": {"type": Device()},
-    "prefix_disk": {"type": ByteSize()},
-    "memory": {"type": ByteSize()},
-    "chat_template": {"type": click.Path(path_type=Path), "callback": read_named_file},
+_TYPE_BY_KIND: Mapping[Kind, dict[str, Any]] = {
+    DEVICE: {"type": Device()},
+    Size(): {"type": ByteSize()},
+    TEMPLATE: {"type": click.Path(path_type=Path), "callback": read_named_file},
 }

@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -156,16 +156,21 @@ def read_texts(path: Path) -> list[GivenText]:
     return [GivenText(line.removesuffix("\r")) for line in lines]
 
 
-def _json_text(line: str, where: str) -> GivenText:
+def read_row(line: str, where: str, key: str) -> tuple[str, dict[str, Any]]:
+    """Return the text of a line of JSON, which is a string or has it at `key`, and the other values of an object."""
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{where} is not JSON: {error}") from error
-    if isinstance(found, str):
-        return GivenText(found)
-    if isinstance(found, dict) and isinstance(text := found.get("text"), str):
-        row_id, second = found.get("id"), found.get("text_pair")
-        return GivenText(
-            text, row_id if isinstance(row_id, str | int) else None, second if isinstance(second, str) else None
-        )
-    raise InvalidRequestError(f'{where} must be a string or an object with "text", got {line.strip():.60}')
+    if isinstance(row, str):
+        return row, {}
+    if not isinstance(row, dict) or not isinstance(row.get(key), str):
+        raise InvalidRequestError(f'{where} must be a string or an object with "{key}", got {line.strip():.60}')
+    return row.pop(key), row
+
+
+def _json_text(line: str, where: str) -> GivenText:
+    text, others = read_row(line, where, "text")
+    row_id, second = others.get("id"), others.get("text_pair")
+    row_id = row_id if isinstance(row_id, str | int) else None
+    return GivenText(text, row_id, second if isinstance(second, str) else None)

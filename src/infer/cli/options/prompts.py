@@ -5,7 +5,6 @@ is: the command line, a `--preset`, the model's own values, neutral values.
 """
 
 import fcntl
-import json
 import os
 import select
 import stat
@@ -22,7 +21,14 @@ from click.core import ParameterSource
 
 import infer
 from infer.cli.options.option_fields import Function, apply_options, argument, option
-from infer.cli.options.option_files import MAX_PROMPT_BYTES, MAX_PROMPTS_BYTES, is_stdin_taken, read_stdin, read_text
+from infer.cli.options.option_files import (
+    MAX_PROMPT_BYTES,
+    MAX_PROMPTS_BYTES,
+    is_stdin_taken,
+    read_row,
+    read_stdin,
+    read_text,
+)
 from infer.compute.sampling.defaults import NEUTRAL, NEUTRAL_CHAT, PRESETS, SamplingDefaults, beside, neutral_values
 from infer.errors import InvalidRequestError
 from infer.parameters import Bias, Flag, Number, OneOf, Texts, TokenIds
@@ -104,8 +110,9 @@ def many_prompts(path: Path, options: PromptOptions) -> list[FilePrompt]:
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        text, values = _json_line(line, where) if path.suffix == ".jsonl" else (line, {})
-        asked.append(FilePrompt(where, _framed(text, options), values))
+        text, values = read_row(line, where, "prompt") if path.suffix == ".jsonl" else (line, {})
+        named = {ALIASES.get(name, name): value for name, value in values.items()}
+        asked.append(FilePrompt(where, _framed(text, options), named))
     if not asked:
         raise InvalidRequestError(f"the prompts file {path} has no prompt: write one per line")
     return asked
@@ -116,19 +123,6 @@ def _framed(text: str, options: PromptOptions) -> Prompt:
         return text
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [*system, {"role": "user", "content": text}]
-
-
-def _json_line(line: str, where: str) -> tuple[str, dict[str, Any]]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{where} is not JSON: {error}") from error
-    if isinstance(found, str):
-        return found, {}
-    if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
-        raise InvalidRequestError(f'{where} must be a string or an object with "prompt", got {line.strip():.60}')
-    text = found.pop("prompt")
-    return text, {ALIASES.get(str(name), str(name)): value for name, value in found.items()}
 
 
 def _piped_text(*, is_needed: bool, quiet: bool) -> str | None:

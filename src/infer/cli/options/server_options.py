@@ -116,7 +116,7 @@ class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions
 
 @dataclass(frozen=True)
 class RunningServerOptions:
-    """The server that a command asks."""
+    """List the models of a running server: their state and their memory."""
 
     url: str = option(default="http://127.0.0.1:8000", envvar="INFER_URL", show_envvar=True, help="Server's URL.")
     api_key: str | None = option(envvar="INFER_API_KEY", show_envvar=True, metavar="KEY",
@@ -127,6 +127,8 @@ class RunningServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StopOptions(RunningServerOptions):
+    """Unload a MODEL of a running server of several models, after its current answers have ended."""
+
     model: str = argument()
 # fmt: on
 

@@ -1,15 +1,12 @@
 """`infer explain` and `infer estimate`: a model and the memory that it needs, as lines for a terminal or as JSON."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import click
-
 from infer.cli.options.command_options import EstimateOptions, ExplainOptions
-from infer.cli.terminal.terminal import columns_of_rows
+from infer.cli.terminal.terminal import columns_of_rows, print_report
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
@@ -51,7 +48,7 @@ _MAX_ENDS = 8
 
 def run_explain(options: ExplainOptions) -> None:
     found = explain(options.model)
-    click.echo(json.dumps(found.to_json(), ensure_ascii=False) if options.as_json else "\n".join(lines(found)))
+    print_report(found.to_json(), lines(found), as_json=options.as_json)
 
 
 def lines(found: Explanation) -> Iterator[str]:
@@ -228,7 +225,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "option_that_fits": option,
         "largest_context": None if available is None else found.largest_context(rest, most),
     }
-    click.echo(json.dumps(report, ensure_ascii=False) if options.as_json else "\n".join(estimate_lines(report)))
+    print_report(report, estimate_lines(report), as_json=options.as_json)
 
 
 def _free_on_gpu() -> int | None:

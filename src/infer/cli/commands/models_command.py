@@ -12,7 +12,7 @@ import click
 
 from infer.cli.options.command_options import ListOptions, PullOptions, RemovalOptions
 from infer.cli.options.server_options import RunningServerOptions, StopOptions
-from infer.cli.terminal.terminal import columns_of_rows
+from infer.cli.terminal.terminal import columns_of_rows, print_report
 from infer.errors import InferError, InvalidRequestError
 from infer.files.hub.find import INSTALLED_MODELS
 from infer.files.hub.hub import HubName, parse_hub_name
@@ -30,12 +30,9 @@ _SECONDS = 600.0  # a model is unloaded only after its answers have ended
 
 
 def run_supported(*, as_json: bool) -> None:
-    if as_json:
-        found = [{**each._asdict(), "proof": each.proof} for each in SUPPORTED]
-        click.echo(json.dumps(found, ensure_ascii=False))
-        return
     rows = [("models", "model_type", "proven on"), *((each.models, each.model_type, each.proof) for each in SUPPORTED)]
-    click.echo("\n".join(columns_of_rows(rows, "<<<")))
+    records = [{**each._asdict(), "proof": each.proof} for each in SUPPORTED]
+    print_report(records, columns_of_rows(rows, "<<<"), as_json=as_json)
 
 
 def run_models(options: ListOptions) -> None:
@@ -43,11 +40,10 @@ def run_models(options: ListOptions) -> None:
         run_supported(as_json=options.as_json)
         return
     found = list(models_at_hand())
-    if options.as_json:
-        click.echo(json.dumps([model.to_json() for model in found], ensure_ascii=False))
-    elif found:
+    if found or options.as_json:
         rows = [("name", "size", "weights", "context", "family", "from"), *map(_row, found)]
-        click.echo("\n".join(columns_of_rows(rows, "<><><<")))
+        records = [model.to_json() for model in found]
+        print_report(records, columns_of_rows(rows, "<><><<"), as_json=options.as_json)
     else:
         click.echo(_NONE, err=True)
     if options.verbose and not options.as_json:
@@ -88,16 +84,14 @@ def _hub_name(model: str) -> HubName:
 
 def run_ps(options: RunningServerOptions) -> None:
     found = _ask(options, "/v1/models")
-    if options.as_json:
-        click.echo(json.dumps(found, ensure_ascii=False))
-        return
-    rows = [("name", "state", "memory", "context", "takes"), *map(_served_row, found["data"])]
-    click.echo("\n".join(columns_of_rows(rows, "<<>><")))
+    rows = [("name", "state", "memory", "context", "takes")]
+    rows += () if options.as_json else map(_served_row, found["data"])
+    print_report(found, columns_of_rows(rows, "<<>><"), as_json=options.as_json)
 
 
 def run_stop(options: StopOptions) -> None:
     found = _ask(options, "/models/unload", {"model": options.model})
-    click.echo(json.dumps(found, ensure_ascii=False) if options.as_json else f"{options.model} is unloaded")
+    print_report(found, [f"{options.model} is unloaded"], as_json=options.as_json)
 
 
 def _served_row(model: Mapping[str, Any]) -> tuple[str, str, str, str, str]:

@@ -3,7 +3,6 @@
 Each prints rows or lines, or one JSON object, and the last two can also write a page.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from infer.cli.commands.report_pages import check_page, comparison_page, doctor_
 from infer.cli.options.command_options import CompareOptions, DoctorOptions, PerplexityOptions
 from infer.cli.options.prompts import is_given
 from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows
+from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows, json_text
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings
@@ -85,7 +84,7 @@ def _perplexity_row(name: str, found: Perplexity) -> tuple[str, str]:
 
 
 def _write(found: Perplexity | Divergence, rows: list[tuple[str, str]], *, as_json: bool) -> None:
-    lines = [json.dumps(found.to_json())] if as_json else columns_of_rows(rows, "<<")
+    lines = [json_text(found.to_json())] if as_json else columns_of_rows(rows, "<<")
     TextWriter(sys.stdout).write("".join(f"{line}\n" for line in lines))
 
 
@@ -96,7 +95,7 @@ def run_doctor(options: DoctorOptions) -> int:
         found = examine(options.model, spinner.progress)
     if options.html is not None:
         write_page(options.html, doctor_page(found))
-    text = json.dumps(found.to_json(), ensure_ascii=False) if options.as_json else "\n".join(finding_lines(found))
+    text = json_text(found.to_json()) if options.as_json else "\n".join(finding_lines(found))
     TextWriter(sys.stdout).write(f"{text}\n")
     return 1 if found.findings else 0
 

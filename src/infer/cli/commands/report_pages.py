@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from infer.cli.bench.text_quality import Divergence
+from infer.cli.options.option_files import refusing
 from infer.errors import InvalidRequestError
 from infer.models.catalog.doctor import Diagnosis
 from infer.models.catalog.tensor_checks import TensorSummary
@@ -53,11 +54,8 @@ def check_page(path: Path | None) -> None:
 
 def write_page(path: Path, content: str) -> None:
     """Write a page, replacing any file of this name. Raises InvalidRequestError if it cannot be written."""
-    try:
-        with replacing(path, 0o666) as file:
-            file.write(content.encode())
-    except OSError as error:
-        raise InvalidRequestError(f"the page {path} cannot be written: {error.strerror}") from error
+    with refusing(f"the page {path} cannot be written"), replacing(path, 0o666) as file:
+        file.write(content.encode())
 
 
 def comparison_page(

@@ -3,7 +3,6 @@
 This module does not load torch: the thread that loads the model does, or the process of the model.
 """
 
-import json
 import logging
 import shlex
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 import infer
 from infer.cli.options.model_loading import bytes_for_prefixes, check_loading
 from infer.cli.options.server_options import DeployOptions, ServeOptions
+from infer.cli.terminal.terminal import json_text
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.file_versions import file_versions
@@ -202,7 +202,7 @@ def client_lines(url: str, model: str, *, has_keys: bool) -> Iterator[tuple[str,
     given = f"INFER_API_KEY={key} " if has_keys else ""
     yield "Codex", f"{given}codex -c model_provider=infer -c 'model_providers.infer={provider}' -m {name}"
     values = {"name": model, "provider": "openai", "model": model, "apiBase": f"{base}/v1", "apiKey": key}
-    yield "Continue", f"models: [{json.dumps(values, ensure_ascii=False)}]"
+    yield "Continue", f"models: [{json_text(values)}]"
     yield "Open WebUI", f"OPENAI_API_BASE_URL={base}/v1 OPENAI_API_KEY={key} open-webui serve"
 
 

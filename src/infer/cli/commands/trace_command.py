@@ -1,6 +1,5 @@
 """`infer sample-trace`: show how one token was sampled, as a table or as one JSON object."""
 
-import json
 import os
 import shutil
 import sys
@@ -14,7 +13,7 @@ import infer
 from infer.cli.options.command_options import TraceOptions
 from infer.cli.options.prompts import Prompt
 from infer.cli.terminal.streamed_text import display_width, shortened
-from infer.cli.terminal.terminal import Spinner, TextWriter
+from infer.cli.terminal.terminal import Spinner, TextWriter, json_text
 from infer.outputs import SampleTrace, TraceCandidate
 from infer.sampling_params import PARAMETERS, SamplingParams
 
@@ -46,7 +45,7 @@ def run_trace(model: "infer.LLM", prompt: Prompt, params: SamplingParams, option
         trace = model.sample_trace(prompt, params, step=options.step, num_candidates=options.num_candidates)
     if options.as_json:
         writer = TextWriter(sys.stdout)
-        writer.write(json.dumps({"model": options.model} | trace.to_json(), ensure_ascii=False))
+        writer.write(json_text({"model": options.model} | trace.to_json()))
         writer.end_line()
         return
     is_terminal = sys.stdout.isatty()

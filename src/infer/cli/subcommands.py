@@ -242,8 +242,7 @@ def compare(context: click.Context, options: CompareOptions) -> None:
     options = take_named(context, options)
     if not (options.named or is_given(context, "model")):
         options = replace(options, model=options.reference)
-    from infer.cli.commands.quality_commands import reference_options, run_compare
-    from infer.cli.commands.report_pages import check_page
+    from infer.cli.commands.quality_commands import check_page, reference_options, run_compare
 
     check_page(options.html)
     plain = reference_options(context, options)

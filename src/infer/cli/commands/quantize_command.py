@@ -8,7 +8,7 @@ from functools import reduce
 from math import prod
 from pathlib import Path
 
-from infer.cli.bench.importance import collect_importance
+from infer.cli.bench.text_measures import collect_importance
 from infer.cli.options.command_options import ImatrixOptions, QuantizeOptions
 from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text, refusing
 from infer.cli.terminal.process_streams import exit_on_signal, keeping_garbage

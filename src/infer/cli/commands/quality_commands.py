@@ -176,32 +176,22 @@ def comparison_page(
         errors: Relative errors of matrices by our names, empty if the two are not files of the same model.
     """
     first = found.reference.context // 2 + 1
-    positions, windows = _labels("position", first, found.kl_by_position), _labels("window", 1, found.kl_by_window)
+    by_position = "The mean Kullback-Leibler divergence of the tokens at each position of a window, in nats."
+    by_window = "The mean of each part of the text, from beginning to end. A part of another kind is easy to see."
     sections = [
         facts(rows),
-        section(
-            "Divergence by position",
-            "The mean Kullback-Leibler divergence of the tokens at each position of a window, in nats.",
-            tall_chart(Bars("mean KL", _means(found.kl_by_position), positions)),
-        ),
-        section(
-            "Divergence by window",
-            "The mean of each part of the text, from beginning to end. A part of another kind is easy to see.",
-            tall_chart(Bars("mean KL", _means(found.kl_by_window), windows)),
-        ),
+        section("Divergence by position", by_position, _divergence_chart("position", first, found.kl_by_position)),
+        section("Divergence by window", by_window, _divergence_chart("window", 1, found.kl_by_window)),
     ]
     kinds = by_kind_and_layer(errors)
     if kinds:
         explanation = "The norm of the difference, as a share of the norm of the reference's matrix. One bar per layer."
         charts = [_error_row(kind, by_layer) for kind, by_layer in kinds.items()]
         sections.append(section("Error of the weights", explanation, chart_rows(charts)))
-    others = [
-        (name.removesuffix(".weight"), f"{100 * error:.3g} %")
-        for name, error in errors.items()
-        if "layers." not in name
-    ]
+    others = {name.removesuffix(".weight"): error for name, error in errors.items() if "layers." not in name}
     if others:
-        sections.append(section("Error outside of layers", "", facts(others)))
+        tiles = [(name, f"{100 * error:.3g} %") for name, error in others.items()]
+        sections.append(section("Error outside of layers", "", facts(tiles)))
     return page(f"infer compare: {names[0]}", f"reference: {names[1]}", sections)
 
 
@@ -213,19 +203,14 @@ def _error_row(kind: str, by_layer: dict[int, list[float]]) -> ChartRow:
     )
 
 
-def _labels(thing: str, first: int, values: Sequence[float]) -> list[str]:
-    ranges = [(first + start, first + end - 1) for start, end in _ranges(len(values))]
-    return [f"{thing} {low}" if low == high else f"{thing}s {low} to {high}" for low, high in ranges]
-
-
-def _ranges(count: int) -> list[tuple[int, int]]:
-    """Return ranges that cover `count` values, at most `_MOST_BARS`."""
-    size = -(-count // _MOST_BARS)
-    return [(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _means(values: Sequence[float]) -> list[float]:
-    return [sum(values[start:end]) / (end - start) for start, end in _ranges(len(values))]
+def _divergence_chart(thing: str, first: int, values: Sequence[float]) -> str:
+    """Return a chart of the means over ranges of values, which are at most `_MOST_BARS`."""
+    size = -(-len(values) // _MOST_BARS)
+    ranges = [(start, min(start + size, len(values))) for start in range(0, len(values), size)]
+    means = [sum(values[start:end]) / (end - start) for start, end in ranges]
+    places = [(first + start, first + end - 1) for start, end in ranges]
+    labels = [f"{thing} {low}" if low == high else f"{thing}s {low} to {high}" for low, high in places]
+    return tall_chart(Bars("mean KL", means, labels))
 
 
 def doctor_page(found: Diagnosis) -> str:
@@ -234,25 +219,16 @@ def doctor_page(found: Diagnosis) -> str:
     num_bytes = sum(each.info.file_bytes for each in found.summaries)
     num_values = sum(prod(each.info.shape) for each in found.summaries)
     name = Path(found.path).name
-    sections = [
-        facts(
-            [
-                ("parameters", f"{num_values:,}"),
-                ("size", _megabytes(num_bytes)),
-                ("bits per weight", f"{8 * num_bytes / max(num_values, 1):.2f}"),
-                ("tensors", f"{found.num_tensors:,}"),
-                ("tokens", f"{found.num_tokens:,}"),
-                ("findings", f"{len(found.findings):,}"),
-            ]
-        ),
-        section(
-            "Findings",
-            "",
-            remarks(
-                [(each.place, f"{each.problem}: {each.fix}") for each in found.findings], instead="No faults found."
-            ),
-        ),
+    tiles = [
+        ("parameters", f"{num_values:,}"),
+        ("size", _megabytes(num_bytes)),
+        ("bits per weight", f"{8 * num_bytes / max(num_values, 1):.2f}"),
+        ("tensors", f"{found.num_tensors:,}"),
+        ("tokens", f"{found.num_tokens:,}"),
+        ("findings", f"{len(found.findings):,}"),
     ]
+    texts = [(each.place, f"{each.problem}: {each.fix}") for each in found.findings]
+    sections = [facts(tiles), section("Findings", "", remarks(texts, instead="No faults found."))]
     layers = by_kind_and_layer({each.name: each for each in matrices})
     if layers:
         bad = {each.requantise or each.place.partition(" ")[0] for each in found.findings}

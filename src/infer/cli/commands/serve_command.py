@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -220,7 +220,10 @@ def run_models(options: ServeOptions) -> int:
     listener = bind(settings)
     port = listener.getsockname()[1]
     work = ShelfWork(
-        partial(_plan, options, share), partial(_command, options, port), partial(_find_models, options), _version
+        partial(_plan, options, share),
+        partial(_command, options, port),
+        partial(_find_models, options),
+        lambda source: file_versions(source.path),
     )
     url = url_of(settings, port)
     write_notice(f"url      {url}/v1; the page is {page_url(url)}")
@@ -289,10 +292,6 @@ def _budget(options: ServeOptions) -> int:
     if available is None:
         raise InvalidRequestError("the memory of this machine is unknown: set the memory for all models with --memory")
     return int(_BUDGET_SHARE * available)
-
-
-def _version(source: ModelSource) -> Hashable:
-    return file_versions(source.path)
 
 
 def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_bytes: int) -> ModelPlan:

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from harness import make_parser, say, write_report
 from infer import LLM
-from infer.cli.bench.importance import collect_importance
-from infer.cli.bench.text_quality import cut, measure_divergence
+from infer.cli.bench.text_measures import collect_importance, cut, measure_divergence
 from infer.compute.quantization.ggml_blocks import dequantize
 from infer.files import resolve
 from infer.files.gguf.gguf import TypedValue, read_gguf

@@ -20,7 +20,7 @@ from classifier_model import make_classifier
 from commands import Ran, run
 from infer import LLM, ModelError
 from infer.cli import subcommands
-from infer.cli.bench.text_quality import measure_divergence, measure_perplexity
+from infer.cli.bench.text_measures import measure_divergence, measure_perplexity
 from quantised_folders import save, set_config
 from test_doctor import NUM_LAYERS, write_file
 from test_session import make_model

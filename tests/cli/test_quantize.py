@@ -18,7 +18,7 @@ from converted import convert
 from converted_encoders import write_gguf
 from encoder_models import BY_NAME, make_encoder
 from gguf_files import random_tensors, write_model
-from infer.cli.bench.importance import squares_of_inputs
+from infer.cli.bench.text_measures import squares_of_inputs
 from infer.compute.backends.base import Backend
 from infer.compute.operands.limits import HOST_STEP
 from infer.files import open_checkpoint

@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any
 
 import click
 
@@ -95,14 +95,7 @@ def _refusal(error: Exception) -> str | None:
     return f"{STDOUT}: {error.strerror}" if isinstance(error, OSError) and error.filename == STDOUT else None
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *where: Any, **also: Any) -> None:
     """Print a warning on one line, as errors are printed."""
     print("infer:", " ".join(str(message).split()), file=sys.stderr)
 

@@ -184,7 +184,7 @@ def batch(context: click.Context, options: BatchOptions) -> int:
     return run_batch(options, given, partial(load_model, options))
 
 
-def _texts_and_model(options: EmbedOptions | RerankOptions | ClassifyOptions) -> tuple[list[GivenText], package.LLM]:
+def _texts_and_model(options: EmbedOptions | RerankOptions | ClassifyOptions) -> tuple[list[GivenText], "package.LLM"]:
     check_options(options, [])
     return read_texts(options.source), load_model(options)
 
@@ -242,8 +242,7 @@ def compare(context: click.Context, options: CompareOptions) -> None:
     options = take_named(context, options)
     if not (options.named or is_given(context, "model")):
         options = replace(options, model=options.reference)
-    from infer.cli.commands.quality_commands import reference_options, run_compare
-    from infer.cli.commands.report_pages import check_page
+    from infer.cli.commands.quality_commands import check_page, reference_options, run_compare
 
     check_page(options.html)
     plain = reference_options(context, options)
@@ -360,5 +359,5 @@ _add("models", ListOptions, "infer.cli.commands.models_command.run_models")
 _add("list", ListOptions, "infer.cli.commands.models_command.run_models")
 _add("pull", PullOptions, "infer.cli.commands.models_command.run_pull")
 _add("rm", RemovalOptions, "infer.cli.commands.models_command.run_rm")
-_add("ps", RunningServerOptions, "infer.cli.commands.models_command.run_ps")
-_add("stop", StopOptions, "infer.cli.commands.models_command.run_stop")
+_add("ps", RunningServerOptions, "infer.cli.commands.server_commands.run_ps")
+_add("stop", StopOptions, "infer.cli.commands.server_commands.run_stop")

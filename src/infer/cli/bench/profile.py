@@ -84,11 +84,7 @@ class Profile:
 
 @torch.inference_mode()
 def profile(
-    llm: LLM,
-    workload: Workload,
-    on_progress: OnProgress = lambda done, total: None,
-    *,
-    read_bytes: int | None = None,
+    llm: LLM, workload: Workload, on_progress: OnProgress = lambda done, total: None, *, read_bytes: int | None = None
 ) -> tuple[Profile, Profile]:
     """Return the profiles of the prefill and of a decode step, without its sampling.
 

@@ -116,11 +116,7 @@ class Speed:
 
 
 def measure(
-    llm: LLM,
-    workload: Workload,
-    on_progress: OnProgress = lambda done, total: None,
-    *,
-    read_bytes: int | None = None,
+    llm: LLM, workload: Workload, on_progress: OnProgress = lambda done, total: None, *, read_bytes: int | None = None
 ) -> Speed:
     """Warm up, then measure the repeats, with the bandwidth before, between and after them.
 

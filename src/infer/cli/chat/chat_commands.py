@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,6 @@ def complete_file(typed: str, is_meant: Callable[[Path], bool] = Path.is_file) -
             yield folder + slash + path.name
 
 
-def complete_saved_chat(typed: str) -> Iterator[str]:
-    return complete_file(typed, is_saved_chat)
-
-
-def complete_json(typed: str) -> Iterator[str]:
-    return complete_file(typed, lambda path: path.suffix.lower() == ".json")
-
-
 def complete_model(typed: str) -> Iterator[str]:
     """Yield the names of available models, or paths if no name matches."""
     names = [name for name in _model_names() if name.startswith(typed)]
@@ -84,13 +76,9 @@ def complete_model(typed: str) -> Iterator[str]:
 def complete_parameter(typed: str) -> Iterator[str]:
     name, space, value = typed.partition(" ")
     if space:
-        yield from (f"{name} {word}" for word in (OFF[1],) if word.startswith(value))
+        yield from [f"{name} {OFF[1]}"] * OFF[1].startswith(value)
     else:
         yield from (f"{each} " for each in PARAMETER_NAMES if each.startswith(name))
-
-
-def complete_system(typed: str) -> Iterator[str]:
-    yield from (word for word in (OFF[0],) if word.startswith(typed))
 
 
 @cache
@@ -358,19 +346,21 @@ COMMANDS = (
     ChatCommand("/undo", "forget the last question and its answer", _undo),
     ChatCommand("/reset", "forget the conversation, keep the system message", _reset, ("/clear", "/new")),
     ChatCommand("/history", "show the conversation", _history),
-    ChatCommand("/system TEXT", "set the system message; /system none removes it", _system, complete=complete_system),
+    ChatCommand("/system TEXT", "set the system message; /system none removes it", _system,
+            complete=lambda typed: [OFF[0]] * OFF[0].startswith(typed)),
     ChatCommand("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists all", _set,
             complete=complete_parameter),
     ChatCommand("/model NAME", "continue with another model; /model lists them", _model, complete=complete_model),
     ChatCommand("/tools FILE.json", "let the model call functions, in OpenAI's format; /tools off removes them", _tools,
-            complete=complete_json),
+            complete=partial(complete_file, is_meant=is_json_name)),
     ChatCommand("/result TEXT", "give the result of a call, because nothing is run", _result),
     ChatCommand("/reasoning", "show the reasoning before the last answer", _reasoning),
     ChatCommand("/trace [N]", "show how the N-th token of the last answer was chosen", _trace),
     ChatCommand("/link", "show a permalink of the last answer, for infer replay and the server's page", _link),
     ChatCommand("/save FILE", "save the conversation and the model's cache; FILE.json: only the messages", _save,
             complete=complete_file),
-    ChatCommand("/load FILE", "continue a saved conversation", _load, complete=complete_saved_chat),
+    ChatCommand("/load FILE", "continue a saved conversation", _load,
+            complete=partial(complete_file, is_meant=is_saved_chat)),
     ChatCommand("/stats", "show tokens and times", _stats),
     ChatCommand("/quit", "leave the chat, like Ctrl-D", _quit, ("/exit", "/bye", "/q")),
 )  # fmt: skip

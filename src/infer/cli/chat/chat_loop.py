@@ -205,17 +205,12 @@ def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[Cha
         own = replace(options, model=name)
         check_options(own, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
         model = load(own)
-        if model.architecture.reads_whole_texts:
+        if not model.can_chat or model.architecture.reads_whole_texts:
             model.close()
-            raise InvalidRequestError(
-                f"the model {name} is an encoder and generates no text: use infer embed, rerank or classify"
-            )
-        if not model.can_chat:
-            model.close()
-            raise InvalidRequestError(
-                f"the model {name} has no chat template: use infer generate for plain text, or an instruct "
-                "version of the model"
-            )
+            template = "has no chat template: use infer generate for plain text, or an instruct version of the model"
+            encoder = "is an encoder and generates no text: use infer embed, rerank or classify"
+            problem = encoder if model.architecture.reads_whole_texts else template
+            raise InvalidRequestError(f"the model {name} {problem}")
         return Opened(model, merge_params(model_defaults(model, vars(own)), given, is_chat=True, quiet=quiet))
 
     model, params = open_model(options.model)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 import infer
 from infer.cli.commands.permalink import Permalink, body_of
+from infer.cli.options.option_files import refusing
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter, without_zeros
@@ -238,11 +239,8 @@ class ChatSession:
             self.memory.save(path, note=record)
             return
         content = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "surrogatepass")
-        try:
-            with replacing(path) as file:
-                file.write(content)
-        except OSError as error:
-            raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
+        with refusing(f"{path} cannot be written"), replacing(path) as file:
+            file.write(content)
 
     def load(self, path: Path) -> None:
         """Replace the conversation with a saved one.
@@ -296,11 +294,8 @@ def _holds_json(path: Path) -> bool:
     """
     if is_json_name(path) or not path.is_file():
         return True
-    try:
-        with path.open("rb") as file:
-            return b"\0" not in file.read(8)
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from error
+    with refusing(f"{path} cannot be read"), path.open("rb") as file:
+        return b"\0" not in file.read(8)
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from threading import Event
 from typing import Any, final
 
 from infer.cli.options.command_options import BatchOptions
+from infer.cli.options.option_files import refusing
 from infer.cli.terminal.process_streams import cancel_on_signal
 from infer.cli.terminal.terminal import has_cursor, note
 from infer.engine.step.request_options import RequestOptions
@@ -117,10 +118,8 @@ def _rows(path: Path) -> Iterator[Row]:
     if path.exists() and not path.is_file():
         raise InvalidRequestError(f"the input {path} must be a regular file, because it is read twice")
     try:
-        with path.open(encoding="utf-8") as file:
+        with refusing(f"the input {path} cannot be read"), path.open(encoding="utf-8") as file:
             yield from read_rows(file)
-    except OSError as error:
-        raise InvalidRequestError(f"the input {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"the input {path} is not UTF-8: {error.reason}") from error
 

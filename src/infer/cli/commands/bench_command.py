@@ -3,7 +3,6 @@
 With --suite, each config has a row, which is printed when it is measured.
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from infer.cli.bench.report import (
 )
 from infer.cli.bench.speed import Speed, StepTime, Workload, measure, workloads
 from infer.cli.options.command_options import BenchOptions
-from infer.cli.terminal.terminal import Spinner, TextWriter
+from infer.cli.terminal.terminal import Spinner, TextWriter, json_text
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.llm import LLM
@@ -70,7 +69,7 @@ def run_bench(options: BenchOptions) -> None:
         compared = {} if before is None else {
             "compared": compare(before, report), "differences": list(differences(before, report))
         }  # fmt: skip
-        writer.write(json.dumps((report if options.suite else single) | compared, ensure_ascii=False))
+        writer.write(json_text((report if options.suite else single) | compared))
     elif before is not None:
         writer.write("\n" + "\n".join(comparison_lines(before, report)))
     writer.end_line()
@@ -136,7 +135,7 @@ def _show_profile(
         measured = profile(llm, workload, spinner.progress)
     if as_json:
         found = {"infer_version": __version__, **setting, "profile": [each.to_json() for each in measured]}
-        writer.write(json.dumps(found, ensure_ascii=False))
+        writer.write(json_text(found))
     else:
         width = shutil.get_terminal_size((100, 24)).columns
         writer.write("\n\n".join("\n".join(profile_lines(each, width)) for each in measured))

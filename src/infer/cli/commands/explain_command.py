@@ -1,15 +1,12 @@
 """`infer explain` and `infer estimate`: a model and the memory that it needs, as lines for a terminal or as JSON."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-import click
-
 from infer.cli.options.command_options import EstimateOptions, ExplainOptions
-from infer.cli.terminal.terminal import columns_of_rows
+from infer.cli.terminal.terminal import columns_of_rows, print_report
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
@@ -42,7 +39,13 @@ _FLAGS |= {"has_v_norm": "norm of values", "are_values_keys": "keys as values", 
 _FLAGS |= {"per_layer_input": "per-layer inputs"}
 _FLAGS |= {"are_gates_of_heads": "one gate per head", "norms_of_sum": "norms of sums", "norms_are_centred": "LayerNorm"}
 _FLAGS |= {"norms_have_bias": "norms with bias", "norms_skip_mixer": "no norm before attention"}
-_WITHOUT = {"is_causal": "no mask", "is_gated": "no gate in the mlp"}  # named if the value is False
+_USUAL = {  # the usual value, and words for any other
+    "shared_from": (None, "keys and values of layer {}"),
+    "is_causal": (True, "no mask"),
+    "is_gated": (True, "no gate in the mlp"),
+    "beta_scale": (1.0, "beta up to {:g}"),
+    "gate_curve": ("sigmoid", "gates of {}"),
+}
 # Differences in a file's layout, which do not change the computation.
 _IN_FILES = ("is_decay_log", "are_heads_tiled", "are_parts_apart")
 _MAX_ENDS = 8
@@ -50,7 +53,7 @@ _MAX_ENDS = 8
 
 def run_explain(options: ExplainOptions) -> None:
     found = explain(options.model)
-    click.echo(json.dumps(found.to_json(), ensure_ascii=False) if options.as_json else "\n".join(lines(found)))
+    print_report(found.to_json(), lines(found), as_json=options.as_json)
 
 
 def lines(found: Explanation) -> Iterator[str]:
@@ -121,20 +124,12 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
         if name in _IN_FILES:
             continue
         plain = _FLAGS.get(name, name.removeprefix("has_").replace("_", " "))
-        if name == "shared_from":  # 0 is a valid layer
-            if value is not None:
-                yield f"keys and values of layer {value}"
-        elif name in _WITHOUT:
-            if not value:
-                yield _WITHOUT[name]
+        if name in _USUAL:
+            usual, words = _USUAL[name]
+            if value != usual:
+                yield words.format(value)
         elif name == "rope" and value is not None:
             yield _rope(value)
-        elif name == "beta_scale":
-            if value != 1.0:
-                yield f"beta up to {value:g}"
-        elif name == "gate_curve":
-            if value != "sigmoid":
-                yield f"gates of {value}"
         elif name == "query_scale" and value is not None:
             yield f"queries that grow every {value['period']:,} tokens"
         elif name == "router" and value is not None:
@@ -227,7 +222,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "option_that_fits": option,
         "largest_context": None if available is None else found.largest_context(rest, most),
     }
-    click.echo(json.dumps(report, ensure_ascii=False) if options.as_json else "\n".join(estimate_lines(report)))
+    print_report(report, estimate_lines(report), as_json=options.as_json)
 
 
 def _free_on_gpu() -> int | None:

@@ -3,10 +3,9 @@
 The report on stderr has the times of an answer and, with --stats, its path.
 """
 
-import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -15,7 +14,7 @@ from infer.cli.commands.permalink import Permalink, body_of
 from infer.cli.options.command_options import GenerateOptions
 from infer.cli.options.prompts import Prompt
 from infer.cli.terminal.process_streams import cancel_on_signal
-from infer.cli.terminal.terminal import PrefillLine, Spinner, TextWriter, columns_of_rows
+from infer.cli.terminal.terminal import PrefillLine, Spinner, TextWriter, columns_of_rows, json_text
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, percentile
 from infer.sampling_params import CONSTRAINTS, SamplingParams
@@ -32,7 +31,7 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
         if is_text:
             writer.write(text)
         elif options.as_lines:
-            writer.write(_json_line({"token_id": token_id, "text": text}))
+            writer.write(f"{json_text({'token_id': token_id, 'text': text})}\n")
 
     with cancel_on_signal() as cancellation:
         try:
@@ -42,7 +41,7 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
         finally:
             line.close()
     if not is_text:
-        writer.write(_json_line(_record(result, options)))
+        writer.write(f"{json_text(_record(result, options))}\n")
     writer.end_line()
     _raise_failure([result], "the generation")
     if not cancellation.exit_status:
@@ -65,7 +64,7 @@ def answer_many(
     spinner = Spinner(f"answering {len(prompts)} prompts", shown=not options.quiet)
 
     def on_result(index: int, result: GenerationResult) -> None:
-        writer.write(_json_line({"index": index} | _record(result, options)))
+        writer.write(f"{json_text({'index': index} | _record(result, options))}\n")
 
     with cancel_on_signal() as cancellation:
         with spinner:
@@ -91,27 +90,19 @@ def answer_many(
 def _write_all(results: Sequence[GenerationResult], writer: TextWriter, options: GenerateOptions) -> None:
     for index, result in enumerate(results):
         if options.as_json:
-            writer.write(_json_line(_record(result, options)))
+            writer.write(f"{json_text(_record(result, options))}\n")
         else:
             writer.write("\n" * (index > 0) + result.text)
         writer.end_line()
 
 
 def _path(options: GenerateOptions) -> dict[str, Any]:
-    return {
-        "speculation": options.speculation,
-        "num_draft_tokens": options.num_draft_tokens,
-        "prefill_chunk": options.prefill_chunk,
-        "overflow": options.overflow,
-    }
+    names = ("speculation", "num_draft_tokens", "prefill_chunk", "overflow")
+    return {name: getattr(options, name) for name in names}
 
 
 def _record(result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
     return {"model": options.model} | result.to_json()
-
-
-def _json_line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def _raise_failure(results: Sequence[GenerationResult], what: str) -> None:

@@ -1,34 +1,49 @@
 """`infer perplexity`, `compare` and `doctor`: how well models predict a text, and the faults of their files.
 
-Each prints rows or lines, or one JSON object, and the last two can also write a page.
+Each prints rows or lines, or one JSON object. The last two can also write a page with charts by layer: the first shows
+where the predictions and the weights of two models differ, the second the findings, and the size and the values of each
+kind of matrix. The file of a page is checked before the work and written at its end.
 """
 
-import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod, sqrt
+from pathlib import Path
+from typing import TypeVar
 
 import click
 
 import infer
-from infer.cli.bench.text_quality import Divergence, Perplexity, measure_divergence, measure_perplexity
-from infer.cli.commands.report_pages import check_page, comparison_page, doctor_page, write_page
+from infer.cli.bench.text_measures import Divergence, Perplexity, measure_divergence, measure_perplexity
 from infer.cli.options.command_options import CompareOptions, DoctorOptions, PerplexityOptions
+from infer.cli.options.option_files import refusing
 from infer.cli.options.prompts import is_given
 from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows
+from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows, json_text
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings
 from infer.models.catalog.doctor import Diagnosis, examine
+from infer.models.catalog.tensor_checks import TensorSummary
 from infer.models.catalog.weight_errors import weight_errors
+from infer.serving.web_ui.report_page import Bars, ChartRow, chart_rows, facts, page, remarks, section, tall_chart
+from infer.system.files.atomic import replacing
 
 _OF_BOTH = frozenset(
     {"reference", "named", "model", "text", "context", "as_json", "html", "threads", "device", "quiet", "verbose"}
 )
-
 _MAX_LINES = 20  # shown per kind of finding
+Item = TypeVar("Item")
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
+_NUMBER = re.compile(r"\.[0-9]+(?=\.)")
+_MOST_BARS = 128
+_EXPLANATION = (
+    "One bar per layer. The largest value is divided by the root mean square: a bar far above its neighbours is an "
+    "outlier, which costs the other values of its block precision. Orange: a finding."
+)
 
 
 def run_perplexity(model: "infer.LLM", text: str, options: PerplexityOptions) -> None:
@@ -85,7 +100,7 @@ def _perplexity_row(name: str, found: Perplexity) -> tuple[str, str]:
 
 
 def _write(found: Perplexity | Divergence, rows: list[tuple[str, str]], *, as_json: bool) -> None:
-    lines = [json.dumps(found.to_json())] if as_json else columns_of_rows(rows, "<<")
+    lines = [json_text(found.to_json())] if as_json else columns_of_rows(rows, "<<")
     TextWriter(sys.stdout).write("".join(f"{line}\n" for line in lines))
 
 
@@ -96,7 +111,7 @@ def run_doctor(options: DoctorOptions) -> int:
         found = examine(options.model, spinner.progress)
     if options.html is not None:
         write_page(options.html, doctor_page(found))
-    text = json.dumps(found.to_json(), ensure_ascii=False) if options.as_json else "\n".join(finding_lines(found))
+    text = json_text(found.to_json()) if options.as_json else "\n".join(finding_lines(found))
     TextWriter(sys.stdout).write(f"{text}\n")
     return 1 if found.findings else 0
 
@@ -117,3 +132,141 @@ def finding_lines(found: Diagnosis) -> Iterator[str]:
     if names := found.requantise:
         more = f" and {len(names) - _MAX_LINES:,} more" if len(names) > _MAX_LINES else ""
         yield f"quantise again: {', '.join(names[:_MAX_LINES])}{more}"
+
+
+def by_kind_and_layer(items: Mapping[str, Item]) -> dict[str, dict[int, list[Item]]]:
+    """Return the items of layers by kind and then by layer, according to the names of tensors.
+
+    All experts of a layer are of one kind.
+    """
+    found: dict[str, dict[int, list[Item]]] = {}
+    for name, item in items.items():
+        if (match := _LAYER.fullmatch(name)) is not None:
+            kind = _NUMBER.sub("", f".{match[2]}").removeprefix(".").removesuffix(".weight")
+            found.setdefault(kind, {}).setdefault(int(match[1]), []).append(item)
+    return found
+
+
+def labels_of(layers: Iterable[int]) -> list[str]:
+    return [f"layer {layer}" for layer in layers]
+
+
+def check_page(path: Path | None) -> None:
+    """Raise InvalidRequestError, before anything is computed, if a page cannot have this name."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        problem = "it is a folder" if path.is_dir() else f"{path.parent} is not a folder"
+        raise InvalidRequestError(f"the page {path} cannot be written: {problem}")
+
+
+def write_page(path: Path, content: str) -> None:
+    """Write a page, replacing any file of this name. Raises InvalidRequestError if it cannot be written."""
+    with refusing(f"the page {path} cannot be written"), replacing(path, 0o666) as file:
+        file.write(content.encode())
+
+
+def comparison_page(
+    names: tuple[str, str], found: Divergence, rows: Sequence[tuple[str, str]], errors: Mapping[str, float]
+) -> str:
+    """Return the page of a comparison.
+
+    Args:
+        names: The model and the reference.
+        found: The measures.
+        rows: The measures as rows of names and values.
+        errors: Relative errors of matrices by our names, empty if the two are not files of the same model.
+    """
+    first = found.reference.context // 2 + 1
+    by_position = "The mean Kullback-Leibler divergence of the tokens at each position of a window, in nats."
+    by_window = "The mean of each part of the text, from beginning to end. A part of another kind is easy to see."
+    sections = [
+        facts(rows),
+        section("Divergence by position", by_position, _divergence_chart("position", first, found.kl_by_position)),
+        section("Divergence by window", by_window, _divergence_chart("window", 1, found.kl_by_window)),
+    ]
+    kinds = by_kind_and_layer(errors)
+    if kinds:
+        explanation = "The norm of the difference, as a share of the norm of the reference's matrix. One bar per layer."
+        charts = [_error_row(kind, by_layer) for kind, by_layer in kinds.items()]
+        sections.append(section("Error of the weights", explanation, chart_rows(charts)))
+    others = {name.removesuffix(".weight"): error for name, error in errors.items() if "layers." not in name}
+    if others:
+        tiles = [(name, f"{100 * error:.3g} %") for name, error in others.items()]
+        sections.append(section("Error outside of layers", "", facts(tiles)))
+    return page(f"infer compare: {names[0]}", f"reference: {names[1]}", sections)
+
+
+def _error_row(kind: str, by_layer: dict[int, list[float]]) -> ChartRow:
+    layers = sorted(by_layer)
+    errors = [100 * sqrt(sum(each**2 for each in by_layer[layer]) / len(by_layer[layer])) for layer in layers]
+    return ChartRow(
+        kind, f"{sum(errors) / len(errors):.3g} % on average", [Bars("error in %", errors, labels_of(layers))]
+    )
+
+
+def _divergence_chart(thing: str, first: int, values: Sequence[float]) -> str:
+    """Return a chart of the means over ranges of values, which are at most `_MOST_BARS`."""
+    size = -(-len(values) // _MOST_BARS)
+    ranges = [(start, min(start + size, len(values))) for start in range(0, len(values), size)]
+    means = [sum(values[start:end]) / (end - start) for start, end in ranges]
+    places = [(first + start, first + end - 1) for start, end in ranges]
+    labels = [f"{thing} {low}" if low == high else f"{thing}s {low} to {high}" for low, high in places]
+    return tall_chart(Bars("mean KL", means, labels))
+
+
+def doctor_page(found: Diagnosis) -> str:
+    """Return the page of a diagnosis."""
+    matrices = [each for each in found.summaries if len(each.info.shape) > 1]
+    num_bytes = sum(each.info.file_bytes for each in found.summaries)
+    num_values = sum(prod(each.info.shape) for each in found.summaries)
+    name = Path(found.path).name
+    tiles = [
+        ("parameters", f"{num_values:,}"),
+        ("size", _megabytes(num_bytes)),
+        ("bits per weight", f"{8 * num_bytes / max(num_values, 1):.2f}"),
+        ("tensors", f"{found.num_tensors:,}"),
+        ("tokens", f"{found.num_tokens:,}"),
+        ("findings", f"{len(found.findings):,}"),
+    ]
+    texts = [(each.place, f"{each.problem}: {each.fix}") for each in found.findings]
+    sections = [facts(tiles), section("Findings", "", remarks(texts, instead="No faults found."))]
+    layers = by_kind_and_layer({each.name: each for each in matrices})
+    if layers:
+        bad = {each.requantise or each.place.partition(" ")[0] for each in found.findings}
+        sections.append(section("Size by layer", "", tall_chart(_sizes(list(layers.values())))))
+        rows = [_kind_row(kind, by_layer, bad) for kind, by_layer in layers.items()]
+        sections.append(section("Kinds of matrices", _EXPLANATION, chart_rows(rows)))
+    others = [each for each in matrices if not each.name.startswith("model.layers.")]
+    if others:
+        tiles = [(each.info.name, f"{each.info.type}, {_megabytes(each.info.file_bytes)}") for each in others]
+        sections.append(section("Matrices outside of layers", "", facts(tiles)))
+    return page(f"infer doctor: {name}", found.path, sections)
+
+
+def _sizes(kinds: Sequence[dict[int, list[TensorSummary]]]) -> Bars:
+    """Return the bytes of all matrices of each layer."""
+    layers = sorted({layer for kind in kinds for layer in kind})
+    sizes = [sum(each.info.file_bytes for kind in kinds for each in kind.get(layer, ())) / 1e6 for layer in layers]
+    return Bars("MB of matrices", sizes, labels_of(layers))
+
+
+def _kind_row(kind: str, by_layer: dict[int, list[TensorSummary]], bad: set[str]) -> ChartRow:
+    """Return the charts of a kind. `bad` has the names of tensors with findings, as the files name them."""
+    layers = sorted(by_layer)
+    labels, groups = labels_of(layers), [by_layer[layer] for layer in layers]
+    marked = {index for index, group in enumerate(groups) if any(each.info.name in bad for each in group)}
+    counts = [max(sum(each.num_values for each in group), 1) for group in groups]
+    sizes = [sum(each.info.file_bytes for each in group) for group in groups]
+    rms = [sqrt(sum(each.squares for each in group) / count) for group, count in zip(groups, counts, strict=True)]
+    peaks = [max(each.largest for each in group) / (own or 1.0) for group, own in zip(groups, rms, strict=True)]
+    bits = [8 * size / count for size, count in zip(sizes, counts, strict=True)]
+    types = ", ".join(sorted({each.info.type for group in groups for each in group}))
+    charts = [
+        Bars("bits per weight", bits, labels, marked),
+        Bars("root mean square", rms, labels, marked),
+        Bars("largest value / root mean square", peaks, labels, marked),
+    ]
+    return ChartRow(kind, f"{types}, {_megabytes(sum(sizes))}", charts)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

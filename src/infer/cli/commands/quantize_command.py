@@ -8,9 +8,9 @@ from functools import reduce
 from math import prod
 from pathlib import Path
 
-from infer.cli.bench.importance import collect_importance
+from infer.cli.bench.text_measures import collect_importance
 from infer.cli.options.command_options import ImatrixOptions, QuantizeOptions
-from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text
+from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text, refusing
 from infer.cli.terminal.process_streams import exit_on_signal, keeping_garbage
 from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows, note
 from infer.compute.quantization.file_types import FILE_TYPES
@@ -155,10 +155,8 @@ def run_imatrix(options: ImatrixOptions) -> None:
         if options.texts:
             matrices.insert(0, _collect(options))
     total = reduce(ImportanceMatrix.merged, matrices)
-    try:
+    with refusing(f"{options.output} cannot be written"):
         total.write(options.output)
-    except OSError as error:
-        raise InvalidRequestError(f"{options.output} cannot be written: {error.strerror}") from error
     if not options.quiet:
         note(f"{len(total.squares)} tensors over {total.num_chunks:,} chunks of {total.chunk_size}: {options.output}")
 

@@ -74,10 +74,7 @@ def _join(num_cpus: int) -> bool:
                 "RAY_AUTH_MODE=token if it asks for the token in ~/.ray/auth_token, or unset RAY_ADDRESS"
             ) from error
         ray.init(
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
+            num_cpus=num_cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=False
         )
         return True
     return False

@@ -3,7 +3,6 @@
 The body is read as the server's routes read it.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import msgspec
 import infer
 from infer.cli.commands.permalink import Permalink, sha256_of
 from infer.cli.terminal.process_streams import cancel_on_signal
-from infer.cli.terminal.terminal import PrefillLine, TextWriter
+from infer.cli.terminal.terminal import PrefillLine, TextWriter, json_text
 from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
@@ -80,7 +79,7 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
             line.close()
     for call in result.tool_calls:
         writer.end_line()
-        writer.write(json.dumps(call.to_json(), ensure_ascii=False))
+        writer.write(json_text(call.to_json()))
     writer.end_line()
     if result.error is not None:
         raise InvalidRequestError(f"the answer ended early: {result.error}")

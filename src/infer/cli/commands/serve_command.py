@@ -3,13 +3,12 @@
 This module does not load torch: the thread that loads the model does, or the process of the model.
 """
 
-import json
 import logging
 import shlex
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 import infer
 from infer.cli.options.model_loading import bytes_for_prefixes, check_loading
 from infer.cli.options.server_options import DeployOptions, ServeOptions
+from infer.cli.terminal.terminal import json_text
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.file_versions import file_versions
@@ -201,7 +201,7 @@ def client_lines(url: str, model: str, *, has_keys: bool) -> Iterator[tuple[str,
     given = f"INFER_API_KEY={key} " if has_keys else ""
     yield "Codex", f"{given}codex -c model_provider=infer -c 'model_providers.infer={provider}' -m {name}"
     values = {"name": model, "provider": "openai", "model": model, "apiBase": f"{base}/v1", "apiKey": key}
-    yield "Continue", f"models: [{json.dumps(values, ensure_ascii=False)}]"
+    yield "Continue", f"models: [{json_text(values)}]"
     yield "Open WebUI", f"OPENAI_API_BASE_URL={base}/v1 OPENAI_API_KEY={key} open-webui serve"
 
 
@@ -219,7 +219,10 @@ def run_models(options: ServeOptions) -> int:
     listener = bind(settings)
     port = listener.getsockname()[1]
     work = ShelfWork(
-        partial(_plan, options, share), partial(_command, options, port), partial(_find_models, options), _version
+        partial(_plan, options, share),
+        partial(_command, options, port),
+        partial(_find_models, options),
+        lambda source: file_versions(source.path),
     )
     url = url_of(settings, port)
     write_notice(f"url      {url}/v1; the page is {page_url(url)}")
@@ -288,10 +291,6 @@ def _budget(options: ServeOptions) -> int:
     if available is None:
         raise InvalidRequestError("the memory of this machine is unknown: set the memory for all models with --memory")
     return int(_BUDGET_SHARE * available)
-
-
-def _version(source: ModelSource) -> Hashable:
-    return file_versions(source.path)
 
 
 def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_bytes: int) -> ModelPlan:

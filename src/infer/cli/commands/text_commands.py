@@ -1,6 +1,5 @@
 """`infer embed`, `rerank` and `classify`: texts as vectors, sorted by their relevance to a query, or labelled."""
 
-import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,12 +12,12 @@ import torch
 
 import infer
 from infer.cli.options.command_options import ClassifyOptions, EmbedOptions, RerankOptions
-from infer.cli.options.option_files import GivenText
+from infer.cli.options.option_files import GivenText, refusing
 from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import Spinner, TextWriter, note
+from infer.cli.terminal.terminal import Spinner, TextWriter, json_text, note
 from infer.engine.texts.text_ids import VectorOptions
 from infer.engine.texts.text_tasks import embed, together
-from infer.errors import InvalidRequestError, TruncationWarning
+from infer.errors import TruncationWarning
 
 _TEXTS_PER_CALL = 64  # per update of the progress bar
 
@@ -53,7 +52,7 @@ def write_lines(texts: Sequence[GivenText], found: Iterable[dict[str, Any]], out
         {"index": index} | ({} if each.id is None else {"id": each.id}) | own
         for index, (each, own) in enumerate(zip(texts, found, strict=True))
     )
-    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    lines = (json_text(record) + "\n" for record in records)
     if output is not None:
         with _opened(output, "w") as file:
             file.writelines(lines)
@@ -65,10 +64,8 @@ def write_lines(texts: Sequence[GivenText], found: Iterable[dict[str, Any]], out
 
 def _opened(path: Path, mode: str) -> Any:
     """Open an output. Raises InvalidRequestError if it cannot be written."""
-    try:
+    with refusing(f"the output {path} cannot be written"):
         return path.open(mode, encoding=None if "b" in mode else "utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"the output {path} cannot be written: {error.strerror}") from error
 
 
 def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOptions) -> None:
@@ -79,7 +76,7 @@ def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOption
     for each in found:
         own = {} if (row_id := texts[each.index].id) is None else {"id": row_id}
         record = {"index": each.index, **own, "score": each.score, "document": each.document}
-        line = json.dumps(record, ensure_ascii=False) if options.as_json else f"{each.score:.4f}  {each.document}"
+        line = json_text(record) if options.as_json else f"{each.score:.4f}  {each.document}"
         writer.write(f"{line}\n")
 
 

@@ -1,6 +1,5 @@
 """`infer sample-trace`: show how one token was sampled, as a table or as one JSON object."""
 
-import json
 import os
 import shutil
 import sys
@@ -14,7 +13,7 @@ import infer
 from infer.cli.options.command_options import TraceOptions
 from infer.cli.options.prompts import Prompt
 from infer.cli.terminal.streamed_text import display_width, shortened
-from infer.cli.terminal.terminal import Spinner, TextWriter
+from infer.cli.terminal.terminal import Spinner, TextWriter, json_text
 from infer.outputs import SampleTrace, TraceCandidate
 from infer.sampling_params import PARAMETERS, SamplingParams
 
@@ -34,19 +33,13 @@ class Cell:
     color: int = BLUE
 
 
-@dataclass(frozen=True)
-class TraceLine:
-    label: Cell
-    cells: Sequence[Cell]
-
-
 def run_trace(model: "infer.LLM", prompt: Prompt, params: SamplingParams, options: TraceOptions) -> None:
     """Trace one token, and print the table."""
     with Spinner(f"step {options.step}", shown=not options.quiet):
         trace = model.sample_trace(prompt, params, step=options.step, num_candidates=options.num_candidates)
     if options.as_json:
         writer = TextWriter(sys.stdout)
-        writer.write(json.dumps({"model": options.model} | trace.to_json(), ensure_ascii=False))
+        writer.write(json_text({"model": options.model} | trace.to_json()))
         writer.end_line()
         return
     is_terminal = sys.stdout.isatty()
@@ -63,16 +56,12 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
     seed = "greedy" if trace.seed is None else f"seed {trace.seed}"
     yield f"step {trace.step}, after {_quoted(_tail(trace.text_before, 48))}: position {trace.position}, {seed}"
     lines = _lines(trace)
-    label_width = max(display_width(line.label.text) for line in lines)
-    widths = [
-        max(display_width(cell.text) for cell in column) for column in zip(*(x.cells for x in lines), strict=True)
-    ]
+    label_width, *widths = (max(display_width(cell.text) for cell in column) for column in zip(*lines, strict=True))
     for columns in _fitting(widths, None if width is None else width - label_width):
         yield ""
-        for line in lines:
-            cells = "".join(f"  {_styled(line.cells[i], widths[i])}" for i in columns)
-            label = _styled(line.label, label_width, left=True)
-            yield f"{label}{cells}".rstrip()
+        for label, *cells in lines:
+            shown = "".join(f"  {_styled(cells[i], widths[i])}" for i in columns)
+            yield f"{_styled(label, label_width, left=True)}{shown}".rstrip()
     yield ""
     chosen = trace.chosen
     yield (
@@ -81,7 +70,8 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
     )
 
 
-def _lines(trace: SampleTrace) -> list[TraceLine]:
+def _lines(trace: SampleTrace) -> list[list[Cell]]:
+    """Return the lines of the table: a label, and a cell per stage and per number of the race."""
     is_greedy = trace.seed is None
     names = [Cell(_heading(stage.name), is_bold=True) for stage in trace.stages]
     values = [Cell("" if stage.value is None else f"{stage.value:g}", is_dim=True) for stage in trace.stages]
@@ -92,17 +82,17 @@ def _lines(trace: SampleTrace) -> list[TraceLine]:
     rest = [Cell(_percent(stage.others) if stage.others else "", stage.others, is_dim=True) for stage in trace.stages]
     moved = [Cell(_percent(stage.moved) if stage.moved else "", is_dim=True) for stage in trace.stages]
     return [
-        TraceLine(Cell(""), [*names, *(Cell(name, is_bold=True) for name in race)]),
-        TraceLine(Cell(""), [*values, *blank]),
+        [Cell(""), *names, *(Cell(name, is_bold=True) for name in race)],
+        [Cell(""), *values, *blank],
         *(_candidate_line(trace, candidate) for candidate in trace.candidates),
-        TraceLine(Cell("others", is_dim=True), [*rest, *blank]),
-        TraceLine(Cell("tokens left"), [*kept, *blank]),
-        TraceLine(Cell("mass removed"), [*removed, *blank]),
-        TraceLine(Cell("mass moved"), [*moved, *blank]),
+        [Cell("others", is_dim=True), *rest, *blank],
+        [Cell("tokens left"), *kept, *blank],
+        [Cell("mass removed"), *removed, *blank],
+        [Cell("mass moved"), *moved, *blank],
     ]
 
 
-def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> TraceLine:
+def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> list[Cell]:
     is_chosen = candidate.token_id == trace.token_id
     cells = []
     for stage, logit, probability in zip(trace.stages, candidate.logits, candidate.probabilities, strict=True):
@@ -116,7 +106,7 @@ def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> TraceLine:
     cells += [Cell("" if value is None else f"{value:.2f}", is_bold=is_chosen) for value in race]
     mark = "→" if is_chosen else " "
     label = f"{mark}{candidate.rank:>3} {shortened(_quoted(candidate.text), LABEL_WIDTH)}"
-    return TraceLine(Cell(label, is_bold=is_chosen), cells)
+    return [Cell(label, is_bold=is_chosen), *cells]
 
 
 def _styled(cell: Cell, width: int, *, left: bool = False) -> str:

@@ -7,6 +7,8 @@ import json
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +37,8 @@ def read_text(path: Path, what: str, limit: int = MAX_PROMPT_BYTES) -> str:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidRequestError(f"{what} {path} cannot be read: {reason}") from error
     try:
-        return _decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}")
-    except OSError as error:
-        raise InvalidRequestError(f"{what} {path} cannot be read: {error.strerror}") from error
+        with refusing(f"{what} {path} cannot be read"):
+            return _decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}")
     finally:
         os.close(descriptor)
 
@@ -46,13 +47,20 @@ def read_stdin(what: str, limit: int) -> str:
     """Return all of stdin. Raises InvalidRequestError unless it is UTF-8 text of at most `limit` bytes."""
     if sys.stdin is None:  # closed before the process began
         return ""
-    try:
+    with refusing(f"{what} cannot be read"):
         content = sys.stdin.buffer.read(limit + 1)
-    except OSError as error:
-        raise InvalidRequestError(f"{what} cannot be read: {error.strerror}") from error
     if len(content) > limit:
         raise InvalidRequestError(_too_long(what, limit))
     return _decode(content, what)
+
+
+@contextmanager
+def refusing(problem: str) -> Iterator[None]:
+    """Raise InvalidRequestError with the problem and the system's reason if it refuses a file within the context."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidRequestError(f"{problem}: {error.strerror}") from error
 
 
 def _decode(content: bytes, what: str) -> str:

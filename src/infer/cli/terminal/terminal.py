@@ -1,10 +1,11 @@
 """Output of the command line: streaming text, notes, tables, bars and a spinner. Pipes get no bars or spinners."""
 
 import itertools
+import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol, Self, TextIO, final, runtime_checkable
 
@@ -144,6 +145,15 @@ def columns_of_rows(rows: Sequence[Sequence[str]], alignments: str) -> Iterator[
     for row in rows:
         cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True))
         yield "  ".join(cells).rstrip()
+
+
+def print_report(record: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print a record as one line of JSON, or the lines."""
+    click.echo(json_text(record) if as_json else "\n".join(lines))
+
+
+def json_text(record: object) -> str:
+    return json.dumps(record, ensure_ascii=False)
 
 
 def has_cursor(stream: TextStream) -> bool:

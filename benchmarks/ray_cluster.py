@@ -51,9 +51,9 @@ class RayCluster(NamedTuple):
         """Return True while Ray's control service (GCS) runs. Without it, the cluster does not work."""
         return any(words.split(" ", 1)[0].endswith("/gcs_server") for _, words in self._commands())
 
-    def head_log(self) -> str:
-        """Return the last lines that the control service has logged."""
-        files = sorted(self.folder.rglob("gcs_server.*"))
+    def logs(self) -> str:
+        """Return the last lines that the control service, the raylet and the engines have logged."""
+        files = sorted(file for name in ("gcs_server", "raylet", "worker") for file in self.folder.rglob(f"{name}*.*"))
         return "\n".join("\n".join([file.name, *file.read_text().splitlines()[-_LOG_LINES:]]) for file in files)
 
     def kill(self) -> None:

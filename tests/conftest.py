@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator
 from functools import _lru_cache_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -111,27 +111,18 @@ def _restore_signals() -> Generator[None, None, None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Fail tests and modules that CI may not skip."""
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
-        _fail_unless_allowed(report, report.longrepr[2])
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(ALLOWED_IN_CI):
+            report.outcome = "failed"
+            report.longrepr = f"{report.nodeid} was skipped, which CI does not allow: {reason}"
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Apply the rule for skips to modules."""
-    report = yield
-    if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
-        _fail_unless_allowed(report, report.longrepr[2])
-    return report
-
-
-def _fail_unless_allowed(report: pytest.TestReport | pytest.CollectReport, skipped: str) -> None:
-    reason = skipped.removeprefix("Skipped: ")
-    if not reason.startswith(ALLOWED_IN_CI):
-        report.outcome = "failed"
-        report.longrepr = f"{report.nodeid} was skipped, which CI does not allow: {reason}"
+pytest_make_collect_report = pytest_runtest_makereport
 
 
 # Fixtures of many tests. A module that needs another fixture of the same name defines its own.

@@ -3,7 +3,6 @@ the definition says, on every path."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,14 +38,10 @@ FAMILIES = [*TINY, LONGROPE] if IS_WHOLE else [BY_NAME[name] for name in (*REPLA
 NAMES = ("greedy, free", "filtered, regex", "counted, schema", "ending, free", "stopped, choice", "seeded, free")
 
 
-def capture(model: Transformer, cache: Any, capacity: int = 16) -> CapturedForward:
-    return CapturedForward(lambda step: model.forward(step, cache), capacity, capacity, CPU, Repeats())
-
-
 @torch.inference_mode()
 def logits_of(model: Transformer, ids: list[int], *, is_captured: bool) -> Tensor:
     cache, start, found = make_reserved(model), 0, []
-    captured = capture(model, cache)
+    captured = CapturedForward(lambda step: model.forward(step, cache), 16, 16, CPU, Repeats())
     for length in LENGTHS:
         step = Step.of(ids[start : start + length], start, logit_indices=range(length))
         found.append(captured.run(step).clone() if is_captured else model.forward(step, cache))
@@ -97,7 +92,6 @@ def cases(world: World) -> list[tuple[Case, Outcome]]:
     return [(case, replace(outcome, logprobs=None)) for case, outcome in zip(short, outcomes, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_answers_are_what_the_definition_says(device_world: World, cases: list[tuple[Case, Outcome]], way: Way) -> None:
     index = WAYS.index(way)

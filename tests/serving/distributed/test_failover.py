@@ -32,11 +32,10 @@ from infer.serving.distributed.replica import Replica
 from infer.serving.distributed.replicas import Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.serving.server.app import make_app
-from infer.serving.server.call import FINGERPRINT_HEADER, Call, call_of, put_call
+from infer.serving.server.call import FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, put_call, unpack
 from infer.serving.server.http_errors import ENGINE_FAILED, ApiError
-from infer.serving.server.resumption import FAILED, SentPart, note_of, unpack
+from infer.serving.server.replies import failure_events
 from infer.serving.server.server_state import ServerState
-from infer.serving.server.sse import failure_events
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
 from test_session import make_model

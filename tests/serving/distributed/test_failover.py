@@ -24,7 +24,7 @@ from idle import in_event_loop
 from infer import LLM
 from infer.compute import ops
 from infer.outputs import Piece
-from infer.serving.distributed.asked_body import AskedBody, with_seed
+from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.serving.distributed.failover import Answering
 from infer.serving.distributed.front import Front, follow
@@ -212,9 +212,9 @@ def test_a_request_that_three_replicas_died_of_is_given_up() -> None:
 
 def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -> None:
     for body in (b'{"prompt": "a", "seed": 3}', b"[1]", b"{", b""):
-        assert with_seed(body) == body
+        assert read_asked(body, "", "", is_repeatable=True).content == body
     for body in (b'{"prompt": "a"}', b'{"prompt": "a", "seed": null}'):
-        assert with_seed(body).startswith(b'{"prompt":"a","seed":')
+        assert read_asked(body, "", "", is_repeatable=True).content.startswith(b'{"prompt":"a","seed":')
 
 
 def test_the_note_that_an_engine_has_failed_is_not_for_the_client() -> None:

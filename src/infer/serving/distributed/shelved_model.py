@@ -127,11 +127,6 @@ class ShelvedModel:
         used = [used_at for name, used_at in self._used_at_by_tenant.items() if name != tenant]
         return max(0.0, max(used, default=-math.inf) + _KEPT_SECONDS - time.monotonic())
 
-    def begin_answer(self) -> float:
-        """Count a request, and return the time for `end_answer`."""
-        self.num_requests += 1
-        return time.monotonic()
-
     def end_answer(self, began_at: float) -> None:
         self.num_requests -= 1
         self.used_at = time.monotonic()

@@ -32,7 +32,8 @@ from infer.serving.protocols.chat_messages import (
 from infer.serving.protocols.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
-_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 # Kinds of calls, with the field of their arguments and the name of a tool without a name.
 _CALLS = {
     "function_call": ("arguments", ""),
@@ -42,7 +43,6 @@ _CALLS = {
     "apply_patch_call": ("operation", "apply_patch"),
     "mcp_call": ("arguments", "mcp_tool"),
 }
-_LOGPROBS = "message.output_text.logprobs"
 
 
 def complete_response(given: Any, reading: Reading) -> Any:

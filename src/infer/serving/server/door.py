@@ -14,6 +14,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple, final
@@ -93,14 +94,9 @@ class Forecast:
         self._known_token_seconds: float | None = None
 
     def copy(self) -> "Forecast":
-        copied = Forecast(self._costs, self._max_slots, self._fitting, self._reading_tokens)
+        copied = copy(self)
         copied._loads = {tenant: replace(load, running=list(load.running)) for tenant, load in self._loads.items()}
-        copied._reading, copied._count = list(self._reading), self._count
-        copied._num_pending, copied._num_answer, copied._num_tokens = (
-            self._num_pending,
-            self._num_answer,
-            self._num_tokens,
-        )
+        copied._reading = list(self._reading)
         return copied
 
     def add(self, demand: RemainingWork, count: int = 1) -> None:

@@ -52,11 +52,7 @@ from infer.serving.server.replies import ReplyFormat, json_response, make_head, 
 from infer.serving.server.server_state import ServerState
 
 # Fields of the completions that have no meaning here, with their neutral values.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "prompt_logprobs": (),
-    "return_token_ids": (True,),
-}
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (True,)}
 
 
 _OF_MESSAGES = [name for name in ConversationBody.__struct_fields__ if name not in CompletingBody.__struct_fields__]

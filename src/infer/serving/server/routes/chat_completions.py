@@ -119,12 +119,7 @@ class StoredChats(Struct, tag_field="object", tag="list"):
 @final
 class ChatShape(ReplyFormat):
     def __init__(
-        self,
-        head: AnswerHead,
-        body: ChatBody,
-        spelling: Spelling,
-        prompt_ids: Sequence[int],
-        scores: Scores,
+        self, head: AnswerHead, body: ChatBody, spelling: Spelling, prompt_ids: Sequence[int], scores: Scores
     ) -> None:
         self._head, self._body, self._spelling, self._usage = head, body, spelling, StreamUsage.of(body)
         self._num_prompt_tokens, self._num_tokens = len(prompt_ids), 0

@@ -131,11 +131,7 @@ class Prompt(NamedTuple):
 @final
 class CompletionShape(ReplyFormat):
     def __init__(
-        self,
-        head: AnswerHead,
-        body: CompletionBody,
-        tokenizer: "infer.Tokenizer",
-        prompts: Sequence[Prompt],
+        self, head: AnswerHead, body: CompletionBody, tokenizer: "infer.Tokenizer", prompts: Sequence[Prompt]
     ) -> None:
         self._head, self._body, self._tokenizer, self._usage = head, body, tokenizer, StreamUsage.of(body)
         self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0

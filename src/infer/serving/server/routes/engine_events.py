@@ -60,11 +60,7 @@ async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGe
         await asyncio.sleep(seconds)
 
 
-_INTERVAL: Json = {
-    "name": "interval",
-    "in": "query",
-    "schema": {"type": "number", "minimum": _LEAST, "maximum": _MOST},
-}
+_INTERVAL: Json = {"name": "interval", "in": "query", "schema": {"type": "number", "minimum": _LEAST, "maximum": _MOST}}
 ROUTES = [
     get(
         "/v1/engine/events",

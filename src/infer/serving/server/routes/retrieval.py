@@ -154,13 +154,7 @@ async def _score(
     return computed.found, computed.texts.num_tokens
 
 
-async def _compute(
-    request: Request,
-    state: ServerState,
-    texts: Any,
-    name: str,
-    call: _Call,
-) -> Any:
+async def _compute(request: Request, state: ServerState, texts: Any, name: str, call: _Call) -> Any:
     """Return the `Computed` of a call. `texts` count at the door; `name` is their field, for errors."""
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
     try:

@@ -22,8 +22,7 @@ from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, Stream
 from infer.engine.requests.conversation import Conversation, TemplateProbes
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError
-from infer.serving.server.asking import while_connected
-from infer.serving.server.endpoint import ClientGoneError
+from infer.serving.server.endpoint import ClientGoneError, while_connected
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from looping import in_threads

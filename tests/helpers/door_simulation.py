@@ -6,9 +6,8 @@ from functools import partial
 from math import inf
 from typing import final
 
-from infer.serving.server.door import Arrival, Door, Entry
+from infer.serving.server.door import Arrival, Door, Entry, Forecast, RemainingWork
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.wait_forecast import Forecast, RemainingWork
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request, Simulation
 

@@ -12,8 +12,7 @@ import pytest
 from infer import LLM, AsyncLLM
 from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute
-from infer.serving.server.http_server import make_http_server
-from infer.serving.server.process import bind
+from infer.serving.server.process import bind, make_http_server
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 

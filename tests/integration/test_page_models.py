@@ -16,7 +16,7 @@ from infer.errors import InferError
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
-from infer.serving.server.routes import ollama_pull
+from infer.serving.server.routes import ollama
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS, serving
 from shelves import FakeReplicas, OneReplica
@@ -50,9 +50,9 @@ class Download(NamedTuple):
 @pytest.fixture
 def download(monkeypatch: pytest.MonkeyPatch) -> Download:
     found = Download(threading.Event(), threading.Event(), ["first"])
-    monkeypatch.setattr(ollama_pull, "fetch", found.fetch)
-    monkeypatch.setattr(ollama_pull, "is_at_hand", lambda name: False)
-    monkeypatch.setattr(ollama_pull, "is_fetched", lambda name: False if "/" in name else None)
+    monkeypatch.setattr(ollama, "fetch", found.fetch)
+    monkeypatch.setattr(ollama, "is_at_hand", lambda name: False)
+    monkeypatch.setattr(ollama, "is_fetched", lambda name: False if "/" in name else None)
     return found
 
 

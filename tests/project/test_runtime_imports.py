@@ -45,14 +45,14 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "asyncio": {  # answers for programs that use it, the server and its replicas
         "": ("async_llm", "engine/requests/answer", "engine/requests/async_answers"),
         "serving/server/": (
-            *("asking", "choices", "endpoint", "connection", "loading", "model_catalog", "process", "sse", "turns"),
-            *("http_server", "body_limits", "server_state", "routes/engine_events", "routes/ollama_pull"),
+            *("choices", "endpoint", "connection", "process", "replies", "server_state"),
+            *("routes/engine_events", "routes/ollama", "routes/served_models"),
         ),
         "serving/distributed/": (*("exchange", "front", "replica", "replicas", "shelf", "shelf_front", "ray_serve"),),
     },
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
         "": (RANKS[0], "cli/commands/serve_command"),
-        "serving/server/": ("process", "http_server", "auth"),
+        "serving/server/": ("process", "auth"),
         "serving/distributed/": ("front", "replica", "replicas", "shelf", "shelf_front", "shelved_model"),
     },
 }

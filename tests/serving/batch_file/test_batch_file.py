@@ -23,15 +23,14 @@ from infer.engine.step.request_options import RequestOptions
 from infer.engine.texts.text_tasks import together
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
-from infer.serving.batch_file import texts, workers
+from infer.serving.batch_file import answering, workers
 from infer.serving.batch_file.answering import answer_rows
 from infer.serving.batch_file.output_file import OutputFile
-from infer.serving.batch_file.result_line import error_line, result_line
+from infer.serving.batch_file.result_line import BatchSettings, Line, error_line, result_line
 from infer.serving.batch_file.row import Row, read_rows
-from infer.serving.batch_file.settings import BatchSettings, Line
 from infer.serving.batch_file.workers import answer_by_workers
-from infer.serving.protocols.params import seed_of
-from infer.serving.protocols.token_logprobs import Spelling
+from infer.serving.protocols.asked import seed_of
+from infer.serving.protocols.chat_answers import Spelling
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})
@@ -362,7 +361,7 @@ def test_a_row_that_fails_among_others_fails_alone(embedder: LLM, monkeypatch: p
         return together(asked)
 
     lines, rows = list[Line](), text_rows([("embeddings", {"input": [[5] * length]}) for length in (3, 9, 4)])
-    monkeypatch.setattr(texts, "together", computed)
+    monkeypatch.setattr(answering, "together", computed)
     answer_rows(embedder, rows, TEXT_SETTINGS, lines.append)
     assert [line.has_failed for line in lines] == [False, True, False]
     assert "there is no memory" in lines[1].text
@@ -370,7 +369,7 @@ def test_a_row_that_fails_among_others_fails_alone(embedder: LLM, monkeypatch: p
 
 @pytest.mark.parametrize(("name", "limit"), [("MAX_TEXTS", 2), ("MAX_TOKENS", 8)])
 def test_few_rows_wait_for_their_lines(embedder: LLM, name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, name, limit)
+    monkeypatch.setattr(answering, name, limit)
     lines, cancel, num_lines = list[Line](), threading.Event(), list[int]()
 
     def rows() -> Iterator[Row]:

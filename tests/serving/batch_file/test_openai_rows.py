@@ -13,10 +13,10 @@ from infer import LLM
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.row import ENDPOINTS, Row, read_row, row_of
 from infer.serving.protocols.bodies import ChatBody
+from infer.serving.protocols.body_fields import BodyError
+from infer.serving.protocols.chat_answers import LEAST_LOGPROB, Spelling, completion_columns, without_end
 from infer.serving.protocols.chat_messages import complete_chat
 from infer.serving.protocols.read_body import read_body
-from infer.serving.protocols.refusals import BodyError
-from infer.serving.protocols.token_logprobs import LEAST_LOGPROB, Spelling, completion_columns, without_end
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -24,7 +24,7 @@ from idle import in_event_loop
 from infer import LLM
 from infer.compute import ops
 from infer.outputs import Piece
-from infer.serving.distributed.asked_body import AskedBody, with_seed
+from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.serving.distributed.failover import Answering
 from infer.serving.distributed.front import Front, follow
@@ -32,11 +32,10 @@ from infer.serving.distributed.replica import Replica
 from infer.serving.distributed.replicas import Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.serving.server.app import make_app
-from infer.serving.server.call import FINGERPRINT_HEADER, Call, call_of, put_call
+from infer.serving.server.call import FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, put_call, unpack
 from infer.serving.server.http_errors import ENGINE_FAILED, ApiError
-from infer.serving.server.resumption import FAILED, SentPart, note_of, unpack
+from infer.serving.server.replies import failure_events
 from infer.serving.server.server_state import ServerState
-from infer.serving.server.sse import failure_events
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
 from test_session import make_model
@@ -213,9 +212,9 @@ def test_a_request_that_three_replicas_died_of_is_given_up() -> None:
 
 def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -> None:
     for body in (b'{"prompt": "a", "seed": 3}', b"[1]", b"{", b""):
-        assert with_seed(body) == body
+        assert read_asked(body, "", "", is_repeatable=True).content == body
     for body in (b'{"prompt": "a"}', b'{"prompt": "a", "seed": null}'):
-        assert with_seed(body).startswith(b'{"prompt":"a","seed":')
+        assert read_asked(body, "", "", is_repeatable=True).content.startswith(b'{"prompt":"a","seed":')
 
 
 def test_the_note_that_an_engine_has_failed_is_not_for_the_client() -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Self
@@ -25,7 +26,7 @@ import infer
 from commands import refused, run
 from idle import until
 from infer import LLM, BatchEngine, InvalidRequestError
-from infer.serving.distributed.asked_body import prompt_of_body
+from infer.serving.distributed.asked_body import read_asked
 from infer.serving.distributed.replica import Replica
 from infer.serving.server.metrics import Metrics
 from infer.serving.server.server_state import ServerState
@@ -201,21 +202,24 @@ def _cores_as_they_were() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
+read = partial(read_asked, is_repeatable=True)
+
+
 def test_bodies_that_begin_alike_have_the_same_first_keys() -> None:
     asked = [{"messages": [{"role": "user", "content": LONG + last}], "model": last} for last in "ab"]
-    first, second = (prompt_of_body(json.dumps(each).encode(), "", "") for each in asked)
+    first, second = (read(json.dumps(each).encode(), "", "").prompt for each in asked)
     assert (first.keys, len(first.keys) >= 3, first.num_tokens > 200) == (second.keys, True, True)
-    other = prompt_of_body(json.dumps(asked[0]).encode(), "", "another key's name")
+    other = read(json.dumps(asked[0]).encode(), "", "another key's name").prompt
     assert not set(first.keys) & set(other.keys)
 
 
 def test_a_session_is_a_header_or_a_cache_key_of_one_tenant() -> None:
     body = json.dumps({"prompt": "a", "prompt_cache_key": "k"}).encode()
-    assert prompt_of_body(body, "", "t") == prompt_of_body(b'{"prompt": "a"}', "k", "t")
-    assert prompt_of_body(body, "", "t").session != prompt_of_body(body, "", "u").session
-    assert prompt_of_body(b'{"prompt": "a"}', "", "t").session == ""
+    assert read(body, "", "t").prompt == read(b'{"prompt": "a"}', "k", "t").prompt
+    assert read(body, "", "t").prompt.session != read(body, "", "u").prompt.session
+    assert read(b'{"prompt": "a"}', "", "t").prompt.session == ""
     for none in (b"", b"[]", b"\xff"):
-        assert prompt_of_body(none, "k", "t").num_tokens == 0
+        assert read(none, "k", "t").prompt.num_tokens == 0
 
 
 def test_the_engine_of_a_data_set_writes_the_lines_of_infer_batch(folder: Path, tmp_path: Path) -> None:

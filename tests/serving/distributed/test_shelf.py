@@ -23,10 +23,8 @@ from idle import in_event_loop
 from infer import LLM
 from infer.errors import InferError
 from infer.serving.distributed.shelf import Shelf, ShelfWork
-from infer.serving.distributed.shelf_waits import wait_seconds
-from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
-from infer.serving.distributed.unloading import Resident, models_to_unload
-from infer.serving.distributed.wishes import Wishes
+from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, wait_seconds
+from infer.serving.distributed.unloading import Resident, Wishes, models_to_unload
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS

@@ -10,9 +10,8 @@ import pytest
 
 from cases import cases
 from idle import until_idle
-from infer.serving.protocols.anthropic.message_bodies import MessagesBody
-from infer.serving.protocols.anthropic.message_history import complete_messages
-from infer.serving.protocols.anthropic.message_request import messages_of
+from infer.serving.protocols.anthropic_bodies import MessagesBody
+from infer.serving.protocols.anthropic_request import complete_messages, messages_of
 from infer.serving.protocols.read_body import read_body
 from served import Served, served_model
 

@@ -18,8 +18,8 @@ from extent import usual_or_all
 from idle import until, until_idle
 from infer import LLM
 from infer.serving.server.endpoint import get
+from infer.serving.server.replies import EventStream
 from infer.serving.server.server_state import ServerState
-from infer.serving.server.sse import EventStream
 from openai_shapes import check
 from raw_http import Answer, Connection, post
 from served import Served, serving

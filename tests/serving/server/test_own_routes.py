@@ -17,7 +17,7 @@ import embedding_model
 from cases import cases
 from classifier_model import LABELS
 from infer import LLM
-from infer.serving.protocols.refusals import BodyError
+from infer.serving.protocols.body_fields import BodyError
 from infer.serving.protocols.retrieval_bodies import EmbeddingsBody, texts_of
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.engine_events import OTHERS, interval_of, seen_by

@@ -3,8 +3,7 @@
 import re
 
 from cases import cases
-from infer.serving.server.routes.web_files import served_files
-from infer.serving.web_ui.files import FOLDER
+from infer.serving.server.routes.web_files import FOLDER, served_files
 from served import Served, served_model
 
 FILES = sorted(path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file())

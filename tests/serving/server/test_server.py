@@ -26,7 +26,7 @@ from infer import LLM, InvalidRequestError
 from infer.serving.server.auth import read_keys
 from infer.serving.server.metrics import Tally
 from infer.serving.server.process import bind, check_certificate
-from infer.serving.server.sse import event
+from infer.serving.server.replies import event
 from infer.serving.server_settings import ServerSettings
 from openai_shapes import check
 from raw_http import Connection, post

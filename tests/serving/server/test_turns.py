@@ -16,7 +16,7 @@ from infer import LLM
 from infer.engine.step.step_costs import Costs
 from infer.engine.texts import token_trace
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.turns import Turns
+from infer.serving.server.server_state import Turns
 from looping import beside
 from served import Served, serving
 

@@ -122,11 +122,7 @@ class PrefixDisk:
         return self._store.folder
 
     def begin(
-        self,
-        token_ids: Sequence[int],
-        salt: bytes,
-        is_wanted: Callable[[], bool],
-        on_end: Callable[[int | None], None],
+        self, token_ids: Sequence[int], salt: bytes, is_wanted: Callable[[], bool], on_end: Callable[[int | None], None]
     ) -> bool:
         """Begin to load the pages of a prompt that are not in memory. Return False if all are, and after `close`.
 
@@ -312,7 +308,8 @@ def prefix_fingerprint(model: dict[str, str], runner: Runner) -> str:
     cache, device = runner.cache, runner.model.device
     layout = [(rows.group.layers, cache.memory.page_bytes(rows), cache.settings.page_tokens) for rows in cache.groups]
     machine = device.type, runner.model.backend.instruction_set(), torch.backends.cpu.get_cpu_capability()
-    return _digest(repr((sorted(model.items()), layout, machine, _code())))
+    identity = repr((sorted(model.items()), layout, machine, _code()))
+    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 @cache
@@ -336,7 +333,7 @@ def sources() -> dict[str, Path]:
             f"{package}/{path.relative_to(folder).as_posix()}": path
             for folder in folders
             for path in Path(folder).rglob("*")
-            if path.suffix in _SUFFIXES and not _is_without_values(package, path.relative_to(folder))
+            if path.suffix in _SUFFIXES and f"{package}.{path.relative_to(folder).parts[0]}" not in WITHOUT_VALUES
         }
         if not paths:
             raise ModuleNotFoundError(f"{package} has no sources, so prefixes on disk cannot name it", name=package)
@@ -344,16 +341,8 @@ def sources() -> dict[str, Path]:
     return found
 
 
-def _is_without_values(package: str, path: Path) -> bool:
-    return ".".join([package, *path.parts[:1]]) in WITHOUT_VALUES
-
-
 def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -285,9 +285,8 @@ def _start(
     rank: int, size: int, transport: Transport, place: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     """Start the process of a rank. The first descriptor is the rank's pipe."""
-    program = [sys.executable, *PROGRAM]
     return subprocess.Popen(
-        [*program, str(rank), str(size), transport, place, str(descriptors[0])],
+        [sys.executable, *PROGRAM, str(rank), str(size), transport, place, str(descriptors[0])],
         stdin=subprocess.DEVNULL,
         pass_fds=descriptors,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

@@ -1,24 +1,40 @@
-"""Answer rows with one model in this process, as a batch of the engine. Each row gets a line, also after a failure."""
+"""Answer rows with one model in this process, as a batch of the engine. Each row gets a line, also after a failure.
+
+Neighbouring rows of one task about texts with equal options are computed together. A row's line is the same as alone.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from infer.compute.sampling.defaults import default_params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.step.sequence import Sequence
-from infer.errors import InvalidRequestError
+from infer.engine.texts.text_ids import TextIds
+from infer.engine.texts.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
+from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
 from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
 from infer.sampling_params import values_from, without_zeros
-from infer.serving.batch_file.result_line import refusal_line, result_line
+from infer.serving.batch_file.result_line import BatchSettings, Line, Write, refusal_line, result_line, texts_line
 from infer.serving.batch_file.row import ENDPOINTS, Row
-from infer.serving.batch_file.settings import BatchSettings, Write
-from infer.serving.batch_file.texts import answer_texts
-from infer.serving.protocols.params import seed_of
-from infer.serving.protocols.token_logprobs import Spelling
-from infer.serving.protocols.tool_options import effort_variables
+from infer.serving.protocols.asked import effort_variables, seed_of
+from infer.serving.protocols.chat_answers import Spelling
+from infer.serving.protocols.retrieval_bodies import (
+    ClassifyBody,
+    EmbeddingsBody,
+    RerankBody,
+    texts_of,
+    texts_or_pairs_of,
+)
+
+MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
+
+_Prepared = tuple[Row, TextTask[Any], TextIds]
 
 
 def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> None:
@@ -59,3 +75,79 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
     variables = {**effort_variables(row.effort, llm.tokenizer.chat_template), **row.variables}
     options = replace(settings.options, **row.options)
     return llm._opened.requests.sequence(Ask([row.prompt], [params], options, variables=variables))
+
+
+def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
+    """Write the line of each row of texts, and yield all other rows."""
+    waiting, cancel = list[_Prepared](), settings.options.cancel
+
+    def write_waiting() -> None:
+        if not (cancel and cancel.is_set()):
+            _write_lines(llm, waiting, settings.model, write)
+        waiting.clear()
+
+    for row in rows:
+        if row.texts is None or row.problem is not None:
+            write_waiting()
+            yield row
+            continue
+        try:
+            task = _task_of(llm, row)
+            texts = task.prepare(lambda: None)
+        except InvalidRequestError as error:
+            write_waiting()
+            write(refusal_line(row, error, settings.model))
+            continue
+        if waiting and (task.group is None or task.group != waiting[0][1].group):
+            write_waiting()
+        waiting.append((row, task, texts))
+        all_texts = [each for _, _, texts in waiting for each in texts.texts]
+        if len(all_texts) >= MAX_TEXTS or sum(len(each.ids) for each in all_texts) >= MAX_TOKENS:
+            write_waiting()
+    write_waiting()
+
+
+def _write_lines(llm: LLM, rows: Items[_Prepared], model: str, write: Write) -> None:
+    """Compute rows together, and write their lines. If that fails, compute each alone, because it has its own error."""
+    if not rows:
+        return
+    try:
+        results = llm._opened.loop.call(together([(task, texts) for _, task, texts in rows])).get()
+    except InferError as error:
+        if len(rows) > 1:
+            for each in rows:
+                _write_lines(llm, [each], model, write)
+        elif isinstance(error, InvalidRequestError):
+            write(refusal_line(rows[0][0], error, model))
+        else:
+            raise
+    else:
+        for (row, _, texts), result in zip(rows, results, strict=True):
+            write(_line_of(llm, row, result, texts, model))
+
+
+def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
+    """Return the task of a row. Raises InvalidRequestError if the model cannot compute it."""
+    host, body = llm._opened, row.texts
+    if isinstance(body, EmbeddingsBody):
+        if host.facts.heads.embedder is None and body.pooling is None:
+            raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
+        return embed(host, texts_of(body.input), body.options())
+    assert body is not None
+    if isinstance(body, ClassifyBody):
+        return classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
+    documents, truncate = body.document_texts(), bool(body.truncate)
+    return rerank(host, body.query, documents, body.top_n, body.instruction, truncate=truncate)
+
+
+def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:
+    """Return the line of a row. `result` is that of its task."""
+    body = row.texts
+    assert body is not None
+    if isinstance(body, EmbeddingsBody):
+        result = result.numpy()
+    given = (result, classifier_of(llm._opened).labels) if isinstance(body, ClassifyBody) else (result,)
+    items = msgspec.to_builtins(body.items(*given))
+    field = "results" if isinstance(body, RerankBody) else "data"
+    warnings = [*row.warnings, *([texts.warning] if texts.warning else [])]
+    return texts_line(row, {field: items}, texts.num_tokens, model, warnings)

@@ -1,16 +1,53 @@
-"""The line that answers a row. The same row always gives the same bytes, independent of time and chance."""
+"""The line that answers a row, and the settings that all rows of a run share.
+
+The same row always gives the same bytes, independent of time and chance. This loads no torch, because the process that
+writes the lines needs none.
+"""
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, finite
 from infer.serving.batch_file.row import ENDPOINTS, Row
-from infer.serving.batch_file.settings import Line
-from infer.serving.protocols.chat_answers import finish_reason_of, message_of
-from infer.serving.protocols.token_logprobs import Spelling, chat_entries, completion_columns, without_end
+from infer.serving.protocols.chat_answers import (
+    Spelling,
+    chat_entries,
+    completion_columns,
+    finish_reason_of,
+    message_of,
+    without_end,
+)
+
+
+class Line(NamedTuple):
+    """The line that is written for a row."""
+
+    row_id: str
+    text: str
+    has_failed: bool
+
+
+Write = Callable[[Line], None]
+
+
+@final
+@dataclass(frozen=True)
+class BatchSettings:
+    """The settings of a run. `model` is the model's name in the lines.
+
+    `values` are fields of `SamplingParams`, for rows that do not set them.
+    """
+
+    model: str
+    seed: int
+    batch_size: int
+    values: Mapping[str, Any]
+    options: RequestOptions
 
 
 def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelling) -> Line:

@@ -15,16 +15,19 @@ import msgspec
 
 from infer.engine.step.request_options import OPTIONS
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.asked import chat_values, completion_values, refuse_unless_neutral
+from infer.serving.protocols.asked import (
+    chat_values,
+    completion_values,
+    option_values,
+    prompts_of,
+    refuse_unless_neutral,
+    template_variables,
+)
 from infer.serving.protocols.bodies import ChatBody, CompletionBody
+from infer.serving.protocols.body_fields import Reading, refuse, values_of
 from infer.serving.protocols.chat_messages import complete_chat, messages_of
-from infer.serving.protocols.declared_fields import values_of
-from infer.serving.protocols.params import prompts_of, template_variables
 from infer.serving.protocols.read_body import as_given, body_from
-from infer.serving.protocols.refusals import refuse
 from infer.serving.protocols.retrieval_bodies import ClassifyBody, EmbeddingsBody, RerankBody
-from infer.serving.protocols.tool_options import option_values
-from infer.serving.protocols.unknown_fields import Reading
 from infer.system.files.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]

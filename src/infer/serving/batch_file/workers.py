@@ -18,8 +18,8 @@ from threading import Thread
 from typing import Any, final
 
 from infer.errors import InferError
+from infer.serving.batch_file.result_line import BatchSettings, Line, Write
 from infer.serving.batch_file.row import Row
-from infer.serving.batch_file.settings import BatchSettings, Line, Write
 
 _CHUNKS_AHEAD = 2  # chunks per process: while it answers one, it already has the next
 _MOST_DEATHS = 3  # deaths in a row, without an answer between them

@@ -1,7 +1,7 @@
 """An answer that survives the death of its replica.
 
 If a replica dies, hangs, or reports that its engine has failed, the request is sent to another one. It includes the
-parts of the stream that the client has (`server.resumption`). The events are repeated byte by byte, and those that were
+parts of the stream that the client has (`server.call`). The events are repeated byte by byte, and those that were
 sent are dropped. An answer that is not a stream is requested again from its beginning. If the model's files were
 replaced meanwhile, no stream is continued: its parts would be of two models.
 """
@@ -25,20 +25,23 @@ from infer.serving.distributed.exchange import (
     media_type_of,
     request_bytes,
 )
-from infer.serving.server.asking import while_connected
 from infer.serving.server.call import (
     CREATED_HEADER,
+    FAILED,
     FINGERPRINT_HEADER,
     ID_HEADER,
     KEY_NAME_HEADER,
     LOAD_HEADER,
+    NOTE,
     SENT_HEADER,
+    SentPart,
     call_of,
+    pack,
+    read_note,
 )
-from infer.serving.server.endpoint import EVENTS, LINES
+from infer.serving.server.endpoint import EVENTS, LINES, while_connected
 from infer.serving.server.http_errors import ENGINE_FAILED, ApiError
-from infer.serving.server.resumption import FAILED, NOTE, SentPart, pack, read_note
-from infer.serving.server.sse import EventStream
+from infer.serving.server.replies import EventStream
 
 Fail = Callable[[ApiError], bytes]
 _MOST_DEATHS = 3  # replicas that may die while they answer one request, because the request may be the cause

@@ -17,14 +17,13 @@ from infer.serving.distributed.replicas import Replicas
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart
-from infer.serving.server.llamacpp_events import failure_of_llamacpp
-from infer.serving.server.message_events import failure_event
-from infer.serving.server.ollama_events import failure_line
+from infer.serving.server.ollama_answers import failure_line
 from infer.serving.server.process import Life, run_process
-from infer.serving.server.routes.health import health, ready
-from infer.serving.server.routes.prometheus import metrics_response
+from infer.serving.server.replies import failure_events
+from infer.serving.server.routes.anthropic_messages import failure_event
+from infer.serving.server.routes.health import health, metrics_response, ready
+from infer.serving.server.routes.llamacpp import failure_of_llamacpp
 from infer.serving.server.server_state import ServerState
-from infer.serving.server.sse import failure_events
 from infer.system.files.atomic import locked_folder
 
 _OF_TEXTS = ("embeddings", "rerank", "classify")

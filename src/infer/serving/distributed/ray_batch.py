@@ -17,8 +17,8 @@ from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.serving.batch_file.answering import answer_rows
+from infer.serving.batch_file.result_line import BatchSettings, Line
 from infer.serving.batch_file.row import Row, read_row, row_of
-from infer.serving.batch_file.settings import BatchSettings, Line
 from infer.system.cores.cores import default_num_threads, take_cores
 
 _TEXT = "text"  # the column of `ray.data.read_text`

@@ -1,7 +1,8 @@
 """A Ray Serve application: a `RayFront` receives the clients' requests, and each `RayEngine` has the model.
 
 Ray places, watches, counts and restarts engines. Requests pass through Ray as HTTP's bytes, as they are sent to any
-replica. An engine hands them to the server in its own process, which listens on no address.
+replica. An engine hands them to the server in its own process, which listens on no address. Each process that sends
+requests has its own `PrefixRouter`, which learns from them.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import ASGIApp
 
 import infer
@@ -25,12 +27,11 @@ from infer.compute.backends.before_load import step_limits
 from infer.errors import InferError, InvalidRequestError
 from infer.serving.distributed.exchange import Exchange, ReplicaFailedError
 from infer.serving.distributed.front import Front
-from infer.serving.distributed.router import RoutedPrompt
+from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.serving.server.app import make_app
 from infer.serving.server.auth import read_keys
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.http_server import make_http_server
-from infer.serving.server.loading import OnProgress, load_model, warmed
+from infer.serving.server.process import OnProgress, load_model, make_http_server, warmed
 from infer.serving.server.routes.health import is_alive
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
@@ -41,7 +42,54 @@ _HEALTH_SECONDS = 2.0
 _ANSWER_SECONDS = 3.0  # for an engine's answer about its health
 _ENDING_SECONDS = 2.0  # until a process has ended whose engine has failed
 DRAIN_SECONDS = 600.0  # at most, for answers in progress: a long one takes minutes on a CPU
-_ROUTER = "infer.serving.distributed.ray_router.PrefixRouter"
+_ROUTER = "infer.serving.distributed.ray_serve.PrefixRouter"
+
+
+@final
+class PrefixRouter(RequestRouter):
+    """A router for calls whose second argument is a `RoutedPrompt`."""
+
+    def initialize_state(self, num_pages: int = NUM_PAGES) -> None:
+        self._router = ReplicaRouter(num_pages)
+        self._under_way: dict[str, tuple[str, RoutedPrompt]] = {}  # replica and prompt, by request
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the best replica, then all others. Ray uses the first one that is not full."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
+        queued = dict.fromkeys(replicas, 0.0)
+        for name, prompt in self._under_way.values():
+            if name in queued:
+                queued[name] += prompt.work
+        best = replicas.pop(self._router.choose(_prompt_of(pending_request), queued))
+        return [[best], list(replicas.values())]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+        prompt, name = _prompt_of(pending_request), replica_id.unique_id
+        self._under_way[pending_request.metadata.internal_request_id] = name, prompt
+        self._router.sent(prompt, name)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._under_way.pop(internal_request_id, None)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        gone = self.curr_replicas.keys() - {each.replica_id for each in replicas}
+        super().update_replicas(replicas)
+        for replica_id in gone:
+            self._router.forget(replica_id.unique_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._router.forget(replica_id.unique_id)
+
+
+def _prompt_of(pending_request: PendingRequest) -> RoutedPrompt:
+    prompt: RoutedPrompt = pending_request.args[1]
+    return prompt
 
 
 @final

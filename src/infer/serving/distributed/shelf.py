@@ -16,15 +16,12 @@ from typing import Any, NamedTuple, final
 
 from infer.errors import InferError
 from infer.serving.distributed.replicas import Replicas
-from infer.serving.distributed.shelf_tasks import refusal
-from infer.serving.distributed.shelf_waits import wait_seconds
-from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel
-from infer.serving.distributed.unloading import models_to_unload
-from infer.serving.distributed.wishes import SLACK_SECONDS
+from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, refusal, wait_seconds
+from infer.serving.distributed.unloading import SLACK_SECONDS, models_to_unload
 from infer.serving.server.door import retry_headers
+from infer.serving.server.endpoint import known_name
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.model_catalog import cached_path
-from infer.serving.server.routes.served_models import known_name
+from infer.serving.server.routes.served_models import cached_path
 from infer.serving.server_settings import ServerSettings
 
 _LOOK_SECONDS = 1.0  # between two looks for models

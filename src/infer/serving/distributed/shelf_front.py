@@ -19,9 +19,8 @@ from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
-from infer.serving.distributed.shelf_tasks import tasks_of_route
-from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel
-from infer.serving.protocols.unknown_fields import Parameters
+from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel, tasks_of_route
+from infer.serving.protocols.body_fields import Parameters
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Handler, post
@@ -29,14 +28,14 @@ from infer.serving.server.http_errors import ApiError
 from infer.serving.server.process import Life, run_process
 from infer.serving.server.replies import json_response
 from infer.serving.server.routes import health, web_files
+from infer.serving.server.routes.health import metrics_response
 from infer.serving.server.routes.openapi import description_routes
-from infer.serving.server.routes.prometheus import metrics_response
 from infer.serving.server.routes.served_models import ModelStatus, ServedModel, ServedModels, StatusValue, served_model
 from infer.serving.server.server_state import ServerState
 from infer.system.files.atomic import locked_folder
 
 _EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
-_OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model
+_OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model, if this server has no other handler
 _STATUS_BY_PHASE: Mapping[ModelPhase, StatusValue] = {  # llama.cpp's names
     "unloaded": "unloaded", "loading": "loading", "ready": "loaded", "unloading": "unloading", "failed": "failed",
 }  # fmt: skip
@@ -110,12 +109,9 @@ class ShelfFront:
 
     @property
     def table(self) -> list[ApiRoute]:
-        own: dict[str, Handler] = {
-            "/v1/models": self._list,
-            "/v1/models/{id:path}": self._show,
-            "/metrics": self._read_metrics,
-        }
-        own |= {each.path: each.handler for each in _OWN} | self._ollama.handlers | {"/ready": self._ready}
+        own: dict[str, Handler] = {each.path: each.handler for each in _OWN}
+        own |= self._ollama.handlers | {"/metrics": self._read_metrics, "/ready": self._ready}
+        own |= {"/v1/models": self._list, "/v1/models/{id:path}": self._show}
         answering = dict.fromkeys(OLLAMA_ANSWERS, self._ollama.answer)
         handed_on = [each for each in ROUTES if each.path not in ("/docs", "/openapi.json")]
         table = [

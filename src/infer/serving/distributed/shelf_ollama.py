@@ -11,18 +11,14 @@ from starlette.responses import Response
 from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.shelf import Shelf
-from infer.serving.distributed.shelf_tasks import tasks_of_route
-from infer.serving.distributed.shelved_model import ShelvedModel
-from infer.serving.protocols.ollama.ollama_bodies import OllamaModelBody
-from infer.serving.protocols.ollama.ollama_request import MOST_SECONDS, seconds_of
+from infer.serving.distributed.shelved_model import ShelvedModel, tasks_of_route
+from infer.serving.protocols.ollama_bodies import MOST_SECONDS, OllamaModelBody, seconds_of
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import Handler
-from infer.serving.server.model_catalog import facts_of
-from infer.serving.server.ollama_events import OllamaShape, time_text
-from infer.serving.server.ollama_models import LoadedModel, OllamaModels, listed
+from infer.serving.server.ollama_answers import LoadedModel, OllamaModels, OllamaShape, listed, time_text
 from infer.serving.server.replies import json_response
-from infer.serving.server.routes.ollama import ROUTES, refuse_change, shown_response, version
-from infer.serving.server.routes.ollama_pull import pull_unless
+from infer.serving.server.routes.ollama import ROUTES, pull_unless, refuse_change, shown_response, version
+from infer.serving.server.routes.served_models import facts_of
 from infer.serving.server.server_state import ServerState
 
 OLLAMA_ANSWERS = [route.path for route in ROUTES if route.operation]  # the routes that use a model

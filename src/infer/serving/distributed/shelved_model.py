@@ -1,22 +1,34 @@
-"""One model of a server of several: its process, its phase, and the requests that it answers. Event loop only."""
+"""One model of a server of several: its process, its phase, its tasks, and the requests that it answers or lets wait.
+
+For the event loop only. Tasks have the names of `ModelPlan.takes`.
+"""
 
 import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
 from infer.errors import InferError
 from infer.serving.distributed.replicas import Replicas
-from infer.serving.distributed.unloading import Resident
-from infer.serving.distributed.wishes import Wishes
+from infer.serving.distributed.unloading import Resident, Wishes
+from infer.serving.server.app import ROUTES
+from infer.serving.server.http_errors import ApiError
 
 log = logging.getLogger("infer.server")
 _START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # estimates for a model that was never loaded here
 _KEPT_SECONDS = 60.0  # after a key's use, in which no other key unloads the model
 _ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer before one has ended; weight of the newest answer in the mean
 ModelPhase = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+_TASKS_BY_OPERATION: Mapping[str, Sequence[str]] = {
+    "embeddings": ("embed",),
+    "rerank": ("rerank", "embed"),  # a model for embeddings compares its vectors
+    "classify": ("classify",),
+}
+_TASKS_BY_PATH = {
+    route.path: _TASKS_BY_OPERATION.get(route.operation, ("generate",)) for route in ROUTES if route.operation
+}
 
 
 class ModelSource(NamedTuple):
@@ -115,11 +127,6 @@ class ShelvedModel:
         used = [used_at for name, used_at in self._used_at_by_tenant.items() if name != tenant]
         return max(0.0, max(used, default=-math.inf) + _KEPT_SECONDS - time.monotonic())
 
-    def begin_answer(self) -> float:
-        """Count a request, and return the time for `end_answer`."""
-        self.num_requests += 1
-        return time.monotonic()
-
     def end_answer(self, began_at: float) -> None:
         self.num_requests -= 1
         self.used_at = time.monotonic()
@@ -156,3 +163,44 @@ class ShelvedModel:
         if replicas.failure is not None:
             self.fail(InferError(f"the model {self.name} cannot be loaded: {replicas.failure}"))
             self._on_failure()
+
+
+def wait_seconds(model: ShelvedModel, models: Collection[ShelvedModel], waiting: Collection[str], budget: int) -> float:
+    """Return the expected seconds until the model is ready.
+
+    `waiting` are the names of the models for which requests wait. Models are loaded one after the other, and a model
+    makes room only after its answers have ended. A model that is kept for clients makes no room before they can be
+    back.
+    """
+    if model.phase == "loading":
+        return model.load_seconds
+    others = [each for each in models if each is not model]
+    ahead = [each for each in others if not each.is_in_memory and (each.is_wanted or each.name in waiting)]
+    loads = [model, *ahead, *(each for each in others if each.phase == "loading")]
+    answering = max((each.busy_seconds for each in others if each.must_go), default=0.0)
+    return sum(each.load_seconds for each in loads) + max(answering, _kept_seconds(model, others, budget))
+
+
+def _kept_seconds(model: ShelvedModel, others: Sequence[ShelvedModel], budget: int) -> float:
+    """Return for how long models that are kept for clients prevent the load of this one."""
+    kept = [each for each in others if each.is_in_memory and (each.is_wanted or each.source.is_pinned)]
+    if model.num_bytes + sum(each.num_bytes for each in kept) <= budget:
+        return 0.0
+    now = time.monotonic()
+    return max((each.wishes.seconds_left(now) for each in kept), default=0.0)
+
+
+def tasks_of_route(path: str) -> Sequence[str]:
+    """Return the tasks of which a model must take one to answer on this route. Any model answers if there are none."""
+    return _TASKS_BY_PATH.get(path, ())
+
+
+def refusal(model: ShelvedModel | None, tasks: Sequence[str], able: Sequence[str]) -> ApiError:
+    """Return the error for a model that takes none of the tasks, or for None if no model does.
+
+    `able` are the names of the models that take one.
+    """
+    takes = () if model is None or model.plan is None else model.plan.takes
+    does = "no model here can" if model is None else f"the model {model.name!r:.80} can {' and '.join(takes)}, and not"
+    fix = f"name {' or '.join(map(repr, able))}" if able else f"serve a model that can {' or '.join(tasks)}"
+    return ApiError(400, f"{does} {tasks[0]}: {fix:.400}", param="model", code="unsupported_model")

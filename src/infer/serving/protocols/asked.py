@@ -1,16 +1,59 @@
-"""A body's prompts, parameters and options as plain values, for the server, `infer batch` and `infer replay`."""
+"""Convert a body to prompts, parameters, options and template variables, as plain values of the library.
 
-from collections.abc import Mapping
+The server, `infer batch` and `infer replay` use them.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+
+from infer.compute.sampling.defaults import default_params
 from infer.engine.requests.ask import Ask
-from infer.request_limits import MAX_ANSWERS, NUM_TOKENS_OF_COMPLETIONS
-from infer.serving.protocols.bodies import ChatBody, CompletingBody, CompletionBody
+from infer.engine.step.request_options import OPTIONS, RequestOptions
+from infer.errors import ContextLengthError, InvalidRequestError
+from infer.request_limits import MAX_ANSWERS, MAX_BIAS, MAX_KEYS, NUM_TOKENS_OF_COMPLETIONS
+from infer.sampling_params import (
+    ALIASES,
+    PARAMETER_NAMES,
+    PARAMETERS,
+    SEED_BITS,
+    SamplingParams,
+    UnknownParameterError,
+    without_zeros,
+)
+from infer.serving.protocols.bodies import (
+    ChatBody,
+    CompletingBody,
+    CompletionBody,
+    ConversationBody,
+    Format,
+    GeneratingBody,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedSchemaFormat,
+    ResponseBody,
+)
+from infer.serving.protocols.body_fields import DECLARED, BodyError, refuse, shown, values_of
 from infer.serving.protocols.chat_messages import messages_of
 from infer.serving.protocols.llamacpp_bodies import InfillBody
-from infer.serving.protocols.params import make_options, make_params, prompts_of, sampling_values, seeds_of
-from infer.serving.protocols.refusals import refuse, shown
-from infer.serving.protocols.tool_options import conversation_options, conversation_variables
+from infer.text.grammar.grammar import not_strict
+from infer.text.toolcalls.template_formats import reasoning_of
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
+_BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() if declared.body_name}
+_SCHEMA_NAMES = {"json_schema": "response_format.json_schema.schema"}
+_NAMES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens"}
+_SCHEMA_NAMES_OF_RESPONSES = {"json_schema": "text.format.schema"}
+_MOST_ID_DIGITS = 20
+_NOT_FOR_TEMPLATES = frozenset(
+    {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
+)
 
 
 def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Ask:
@@ -60,3 +103,213 @@ def refuse_unless_neutral(body: CompletingBody, neutral: Mapping[str, tuple[obje
     for name, values in neutral.items():
         if (value := getattr(body, name, None)) is not None and value not in values:
             raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")
+
+
+def conversation_options(
+    body: ConversationBody | ResponseBody, effort: str | None, prompt_name: str = "messages", **others: Any
+) -> RequestOptions:
+    """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
+    try:
+        return RequestOptions(**option_values(body, effort), **others)
+    except InvalidRequestError as error:
+        raise refusal(error, prompt_name) from error
+
+
+def option_values(body: ConversationBody | ResponseBody, effort: str | None) -> dict[str, Any]:
+    """Return the fields of RequestOptions that a body sets. Raises BodyError."""
+    given = {
+        "tools": plain(body.tools) or None,
+        "tool_choice": plain(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_budget": budget_of(body.thinking_token_budget, effort),
+    }
+    return values_of(body, OPTIONS) | {name: value for name, value in given.items() if value is not None}
+
+
+def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
+    """Return the variables of the model's chat template. Raises BodyError."""
+    given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
+    return effort_variables(body.reasoning_effort, template) | given
+
+
+def budget_of(budget: int | None, effort: str | None) -> int | None:
+    """Return the budget of reasoning: 0 for the effort "none". Raises BodyError if both are given and differ."""
+    if effort != "none":
+        return budget
+    if budget:
+        name = "thinking_token_budget"
+        raise refuse(f"{name} is {budget}, but the effort of reasoning is none: give only one", name)
+    return 0
+
+
+def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
+    """Return the template's variables for an effort, which is a hint.
+
+    A template without reasoning has no such variable, unless the effort is "none".
+    """
+    reasoning = reasoning_of(template or "")
+    if effort is None or (effort != "none" and reasoning is None):
+        return {}
+    known = effort if reasoning is None else reasoning.nearest_effort(effort)
+    return {"enable_thinking": effort != "none", "reasoning_effort": known}
+
+
+def plain(value: Any) -> Any:
+    """Return the value as plain objects, without fields that are null."""
+    return _without_nulls(msgspec.to_builtins(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a tool without its null fields. Its schema stays unchanged."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: each if key == "parameters" else _without_nulls(each) for key, each in value.items() if each is not None
+    }
+
+
+def sampling_values(body: GeneratingBody) -> dict[str, Any]:
+    """Return the fields of SamplingParams that the body names, except the seed and log-probabilities."""
+    values = values_of(body, PARAMETERS)
+    for name in _LENGTHS:
+        if (length := getattr(body, name, None)) is not None:
+            values["max_new_tokens"] = token_limit(length)
+    if "stop" in values:
+        values["stop"] = stops_of(values["stop"])
+    if "logit_bias" in values:
+        values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
+    if isinstance(body, CompletingBody):
+        values |= constraint_of(body.response_format)
+    return values
+
+
+def token_limit(given: int) -> int | None:
+    """Return the limit of an answer's tokens, at least 1. -1 gives None, which is the end of the context."""
+    return None if given < 0 else max(given, 1)
+
+
+def stops_of(given: str | Sequence[str]) -> list[str]:
+    """Return the stop strings that are not empty."""
+    return [each for each in ([given] if isinstance(given, str) else given) if each]
+
+
+def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
+    """Return the constraint of a format as a field of SamplingParams, or {} if there is none."""
+    match asked:
+        case JsonObjectFormat(schema=schema):
+            return {"json_schema": {"type": "object"} if schema is None else schema}
+        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema, strict=strict)):
+            return _schema({"type": "object"} if schema is None else schema, strict)
+        case NamedSchemaFormat(schema=schema, strict=strict):
+            return _schema(schema, strict)
+    return {}
+
+
+def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {"json_schema": schema if strict else not_strict(schema)}
+
+
+def make_params(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], prompt_name: str
+) -> list[SamplingParams]:
+    """Return one SamplingParams per seed, with the model's own defaults. Raises BodyError.
+
+    If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
+    """
+    try:
+        first = default_params(defaults, is_chat=prompt_name != "prompt", **without_zeros(values))
+        return [replace(first, seed=seed) for seed in seeds]
+    except InvalidRequestError as error:
+        raise refusal(error, prompt_name) from error
+
+
+def make_options(body: GeneratingBody) -> RequestOptions:
+    """Return the options that the body sets."""
+    return RequestOptions(**values_of(body, OPTIONS))
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of a row or a choice: 64 bits of a hash, which is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
+
+
+def seeds_of(seed: int | None, num_choices: int) -> list[int]:
+    """Return one seed per choice. The first is `seed` modulo 2⁶⁴, or random if it is None.
+
+    The other seeds are hashes of the first one and the choice's index.
+    """
+    first = secrets.randbits(SEED_BITS) if seed is None else seed % 2**64
+    others = [seed_of(first, str(index)) >> (64 - SEED_BITS) for index in range(1, num_choices)]
+    return [first, *others]
+
+
+def template_variables(
+    given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> dict[str, Any]:
+    """Return the template's variables, with both flags if they are given.
+
+    Raises BodyError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable.
+    """
+    if given is not None and len(given) > MAX_KEYS:
+        raise refuse(
+            f"chat_template_kwargs must have at most {MAX_KEYS} fields, got {len(given)}", "chat_template_kwargs"
+        )
+    for name in given or {}:
+        param = f"chat_template_kwargs.{name}"
+        if name in _NOT_FOR_TEMPLATES:
+            raise refuse(f"{param} must not be given: leave it out", param)
+        if name in PARAMETER_NAMES or name in ALIASES:
+            raise refuse(f"{param} is a sampling parameter: move it out of chat_template_kwargs", param)
+    own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
+
+
+def refusal(error: InvalidRequestError, prompt_name: str) -> BodyError:
+    """Return the library's error with the names of a body's fields. `prompt_name` is the field with the prompt."""
+    if isinstance(error, BodyError):
+        return error
+    message, param = str(error), error.param or ""
+    if isinstance(error, ContextLengthError):
+        return refuse(message, prompt_name, "context_length_exceeded")
+    if isinstance(error, UnknownParameterError):
+        return refuse(message, "chat_template_kwargs")
+    is_response = prompt_name == "input"
+    names = _BODY_NAMES | _NAMES_OF_RESPONSES if is_response else _BODY_NAMES
+    if param in names and message.startswith(param):
+        message = names[param] + message[len(param) :]
+    names = names | (_SCHEMA_NAMES_OF_RESPONSES if is_response else _SCHEMA_NAMES)
+    return refuse(message, names.get(param, param if param in DECLARED else prompt_name))
+
+
+def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:
+    """Return the prompts of a body's field as texts or lists of ids. Raises BodyError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if set(map(type, prompt)) == {int}:
+        return [prompt]
+    for index, each in enumerate(prompt):
+        if not isinstance(each, type(prompt[0])) or not isinstance(each, str | list) or each == []:
+            raise _no_prompt(name, f"{name}[{index}]", each)
+        if isinstance(each, list):
+            for place, token_id in enumerate(each):
+                if type(token_id) is not int:
+                    raise _no_prompt(name, f"{name}[{index}][{place}]", token_id)
+    if not prompt:
+        raise _no_prompt(name, name, prompt)
+    return list(prompt)
+
+
+def _no_prompt(name: str, path: str, value: object) -> BodyError:
+    message = f"{name} must be a text, token ids, or a list of texts or of token ids, got {shown(value)} at {path}"
+    return refuse(message, path, "invalid_type")
+
+
+def _bias_id(key: str, value: float) -> int:
+    param = f"logit_bias.{key}"[:80]
+    if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS):
+        raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
+    if abs(value) > MAX_BIAS:
+        raise refuse(f"{param} must be a number from -{MAX_BIAS} to {MAX_BIAS}, got {value:g}", param)
+    return int(key)

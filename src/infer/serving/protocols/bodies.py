@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, final
 from msgspec import Meta, Struct
 
 from infer.request_limits import MAX_BUDGET, MAX_CHOICES, MAX_LOGPROBS, MAX_TOKENS, MAX_TOOLS
-from infer.serving.protocols.declared_fields import declares
+from infer.serving.protocols.body_fields import Parameters, ToolKeys, declares
 from infer.serving.protocols.foreign import FOREIGN
 from infer.serving.protocols.response_items import (
     Function,
@@ -17,7 +17,6 @@ from infer.serving.protocols.response_items import (
     ResponseToolChoice,
     ResponseTools,
 )
-from infer.serving.protocols.unknown_fields import Parameters, ToolKeys
 
 TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # number of an answer's tokens; -1: to the end of the context
 _Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]

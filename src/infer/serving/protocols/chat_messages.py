@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from infer.serving.protocols.bodies import AssistantMessage, DeveloperMessage, Message, TextPart, ToolMessage
-from infer.serving.protocols.refusals import refuse
+from infer.serving.protocols.body_fields import Reading, refuse
 from infer.serving.protocols.response_items import OutputRefusal
-from infer.serving.protocols.unknown_fields import Reading
 from infer.text.toolcalls import past_calls
 
 _WORDS = ("image", "audio", "video", "file", "document")

@@ -92,14 +92,8 @@ FOREIGN: Mapping[str, Foreign] = {
         (
             *("service_tier", "prediction", "verbosity", "store", "prompt_cache_options", "prompt_cache_retention"),
             *("prompt_cache_key", "safety_identifier", "user", "metadata", "max_tool_calls", "keep_alive"),
-            *(
-                "client_metadata",
-                "cache_prompt",
-                "id_slot",
-                "provider",
-                "guided_decoding_backend",
-                "spaces_between_special_tokens",
-            ),
+            *("client_metadata", "cache_prompt", "id_slot", "provider", "guided_decoding_backend"),
+            "spaces_between_special_tokens",
             # Ollama's settings of a loaded model, and settings of samplers that are off.
             *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "use_mmap", "use_mlock", "f16_kv"),
             *("num_keep", "vocab_only", "logits_all", "embedding_only", "penalize_newline", "draft_num_predict"),

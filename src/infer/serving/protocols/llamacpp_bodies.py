@@ -5,8 +5,7 @@ from typing import Any, final
 from msgspec import Struct
 
 from infer.serving.protocols.bodies import Alternatives, CompletingBody, TokenLimit
-from infer.serving.protocols.refusals import refuse
-from infer.serving.protocols.unknown_fields import Reading
+from infer.serving.protocols.body_fields import Reading, refuse
 
 _NEW_NAMES = {"n_predict": "max_tokens", "n_probs": "logprobs", "return_tokens": "return_token_ids", "n_cmpl": "n"}
 _BANNED = -100.0  # the smallest bias of a body, for a token whose bias is false

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from infer.serving.protocols.refusals import BodyError, refuse, shown
-from infer.serving.protocols.unknown_fields import Reading, settle
+from infer.serving.protocols.body_fields import BodyError, Reading, refuse, settle, shown
 from infer.system.files.json_limits import JsonLimitError, check_limits
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, final
 from msgspec import Meta, Struct
 
 from infer.request_limits import MAX_TOOLS
-from infer.serving.protocols.unknown_fields import Parameters, ToolKeys
+from infer.serving.protocols.body_fields import Parameters, ToolKeys
 
 
 class _Part(Struct, tag_field="type", kw_only=True):

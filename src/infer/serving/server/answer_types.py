@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from infer.outputs import GenerationResult, Piece, TokenLogprob
-from infer.serving.protocols.token_logprobs import Spelling
+from infer.serving.protocols.chat_answers import Spelling
 
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0)]

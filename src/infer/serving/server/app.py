@@ -12,22 +12,19 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from infer.serving.server.access_log import with_calls
-from infer.serving.server.auth import guarded
+from infer.serving.server.auth import guarded, no_route
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Endpoint
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.paths import no_route
 from infer.serving.server.routes import (
     answer_trace,
     anthropic_messages,
-    branch,
     chat_completions,
     completions,
     engine_events,
     health,
     llamacpp,
     ollama,
-    prometheus,
     props,
     responses,
     retrieval,
@@ -39,8 +36,8 @@ from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.server_state import ServerState
 
 _MODULES = (
-    *(health, prometheus, served_models, chat_completions, completions, responses, retrieval),
-    *(anthropic_messages, ollama, llamacpp, tokens, answer_trace, branch, engine_events, props, web_files),
+    *(health, served_models, chat_completions, completions, responses, retrieval),
+    *(anthropic_messages, ollama, llamacpp, tokens, answer_trace, engine_events, props, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)

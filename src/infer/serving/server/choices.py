@@ -18,12 +18,11 @@ from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.protocols.params import refusal
-from infer.serving.server.asking import check_result, enter, of_tenant, text_tokens, while_connected
-from infer.serving.server.call import Call, call_of
+from infer.serving.protocols.asked import refusal
+from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
+from infer.serving.server.endpoint import check_result, enter, of_tenant, text_tokens, while_connected
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.resumption import given_to, note_of
 from infer.serving.server.server_state import ServerState
 
 

@@ -1,8 +1,13 @@
-"""A route: its handler, and how it is called. Every exception is answered in OpenAI's error format."""
+"""A route: its handler, and how it is called. Every exception is answered in OpenAI's error format.
+
+The body of a request is limited in bytes and in time, and the body of a POST must be JSON. The model is asked on behalf
+of a key, for a client that may disconnect.
+"""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -11,22 +16,34 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from infer.engine.step.request_options import RequestOptions
 from infer.errors import InferError
+from infer.outputs import GenerationResult
+from infer.serving.protocols.body_fields import Reading
 from infer.serving.protocols.read_body import Complete, as_given, read_body
-from infer.serving.protocols.unknown_fields import Reading
 from infer.serving.server.answer_types import Json
-from infer.serving.server.body_limits import receive_body
-from infer.serving.server.call import Call, call_of
-from infer.serving.server.http_errors import ApiError, api_error
-from infer.serving.server.resumption import unpack
+from infer.serving.server.call import Call, call_of, unpack
+from infer.serving.server.door import Arrival
+from infer.serving.server.http_errors import ENGINE_FAILED, ApiError, api_error
 from infer.serving.server.server_state import ServerState
+from infer.serving.server_settings import ServerSettings
 from infer.system.processes.child_process import asking_for
+from infer.system.spellings import plain_name
 
 log = logging.getLogger("infer.server")
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 _INLINE_BYTES = 1 << 15  # of a body that is read on the event loop, in a few milliseconds
 _Read = TypeVar("_Read")
 Handler = Callable[..., Awaitable[Response]]  # arguments: the request, the state and, if the route has one, the body
+_BYTES_PER_TOKEN = 3  # an estimate, for prompts that are not tokenised yet
+_Found = TypeVar("_Found")
+# A larger body is read and dropped up to this multiple of the limit, so that its sender sees the answer.
+_DRAINED = 8
+_MOST_DIGITS = 20  # of a Content-Length: a number with more digits exceeds every limit
+_CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
+_CURLS = {"", "application/x-www-form-urlencoded"}
+_OF_BROWSERS = ("origin", "sec-fetch-site")  # a browser's page cannot leave out either of them
+_CLOSE = {"Connection": "close"}
 
 
 class ApiRoute(NamedTuple):
@@ -117,3 +134,159 @@ def refusal_of(error: Exception, call: Call, shape: Callable[[Exception], ApiErr
     refusal = shape(error)
     call.error_code = refusal.code or refusal.type
     return refusal
+
+
+def check_result(result: GenerationResult, state: ServerState) -> None:
+    """Raise ApiError if the answer failed, or if the server cancelled it for a reason other than a timeout."""
+    if result.finish_reason == "error":
+        has_engine_failed = result.stop_reason == "internal" and state.has_engine_failed
+        code, headers = ENGINE_FAILED if has_engine_failed else None, {"x-should-retry": "false"}
+        raise ApiError(500, result.error or "the answer failed", code=code, headers=headers)
+    if result.finish_reason == "abort" and result.stop_reason != "timeout":
+        state.llm()  # raises if the server is shutting down
+        raise ApiError(500, "the answer was cancelled")
+
+
+async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Found]) -> _Found:
+    """Return the coroutine's result.
+
+    If the client disconnects first, cancel the coroutine and raise ClientGoneError.
+    """
+    working, leaving = asyncio.create_task(coroutine), asyncio.create_task(until_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+            task.add_done_callback(_retrieve)
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Retrieve the error of a task whose client has disconnected, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def until_gone(request: Request) -> None:
+    """Return when the client disconnects. The request's body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def text_tokens(value: Any) -> int:
+    """Estimate the number of tokens of a prompt: a text, ids, messages, or tools. All texts inside count."""
+    match value:
+        case str():
+            return -(-len(value.encode(errors="replace")) // _BYTES_PER_TOKEN)
+        case dict():
+            return sum(text_tokens(key) + text_tokens(each) for key, each in value.items())
+        case list() | tuple():
+            if set(map(type, value)) == {int}:  # the ids of a prompt
+                return len(value)
+            return sum(1 if type(each) is int else text_tokens(each) for each in value)
+    return 0
+
+
+async def enter(request: Request, state: ServerState, arrival: Arrival) -> None:
+    """Count the request at the door until it is answered. Raises ApiError 429."""
+    call = call_of(request)
+    if not call.sent and call.entry is None:  # the client of a continued stream has already waited
+        call.entry = state.door.enter(arrival._replace(tenant=call.key_name), await request.body(), state.look)
+
+
+def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:
+    """Return the options with the key as tenant, so that each key has its own turns and its own cached prefixes."""
+    if not key_name:
+        return options
+    return replace(options, tenant=key_name, cache_salt=f"{key_name}\0{options.cache_salt}")
+
+
+async def receive_body(request: Request, settings: ServerSettings) -> bytes:
+    """Return the request's body. Raises ApiError 408, 413 or 415, and ClientDisconnect."""
+    if request.method == "POST":
+        _check_type(request)
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            return await _count(request, settings.max_body_bytes)
+    except TimeoutError:
+        message = f"the body did not arrive within {settings.body_seconds:g} s"
+        raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
+
+
+def _check_type(request: Request) -> None:
+    """Raise ApiError 415 unless the type is JSON, or one that curl sends by itself, and the body is not compressed.
+
+    A page of another origin can send curl's types without a preflight. But the browser then names the page's origin.
+    """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding must be identity, got {coding!r:.60}: send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_media_type")
+    sent = request.headers.get("content-type", "")
+    if sent in _CURLS and not any(name in request.headers for name in _OF_BROWSERS):
+        return
+    kind, *parameters = (part.strip().lower() for part in sent.split(";"))
+    charsets = {part.partition("=")[2].strip('"') for part in parameters if part.startswith("charset=")}
+    if kind != "application/json" or charsets - _CHARSETS:
+        given = f"got {sent!r:.60}" if sent else "got none"
+        message = f"Content-Type must be application/json, in UTF-8, {given}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+async def _count(request: Request, most: int) -> bytes:
+    digits = request.headers.get("content-length", "").lstrip("0")
+    announced = int(digits[:_MOST_DIGITS]) if digits.isdecimal() else 0
+    if announced > _DRAINED * most or (announced > most and "expect" in request.headers):
+        raise _too_large(most)
+    body, num_bytes = bytearray(), 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > _DRAINED * most:
+            break
+        if num_bytes <= most:
+            body += chunk
+    if num_bytes > most:
+        raise _too_large(most)
+    return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body must have at most {most} bytes", code="body_too_large", headers=_CLOSE)
+
+
+def check_model(request: Request, state: ServerState, name: str | None) -> None:
+    """Note the name that the request uses for the model; None means its first name. Raises ApiError 404 for another
+    model.
+    """
+    names = names_of(state)
+    name = known_name(name, names)
+    if name is not None and name not in names:
+        served = " or ".join(map(repr, names))
+        message = f"the model {name!r:.80} is not served here: name {served}"
+        raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
+    call_of(request).model = name or names[0]
+
+
+def answer_any_model(request: Request, state: ServerState, name: str | None) -> None:
+    """Note the name that the request uses for the model. Another model's name is accepted with a warning."""
+    names = names_of(state)
+    name = known_name(name, names)
+    if name is not None and name not in names:
+        call_of(request).warnings.append(f"the model {name!r:.80} is not served here: {names[0]!r} answers")
+        name = None
+    call_of(request).model = name or names[0]
+
+
+def known_name(name: str | None, known: Container[str]) -> str | None:
+    """Return the known spelling of a model's name: as it is, or plain, or without the ending of its file."""
+    if name is None or name in known:
+        return name
+    plain = plain_name(name)
+    return stem if (stem := plain.removesuffix(".gguf")) in known else plain
+
+
+def names_of(state: ServerState) -> tuple[str, ...]:
+    return (state.settings.model, *state.settings.aliases)

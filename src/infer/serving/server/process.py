@@ -1,32 +1,119 @@
 """The process of a server: it binds its port before it loads anything large, and ends when a supervisor asks.
 
-uvicorn reads and writes HTTP, but its signal handlers are not used. The first SIGTERM, SIGINT or SIGHUP drains the
-server; the second ends it immediately.
+uvicorn reads and writes HTTP with our own connections, and without its signal handlers. The first SIGTERM, SIGINT or
+SIGHUP drains the server; the second ends it immediately. The model is loaded on its own thread, so that the port
+answers meanwhile. This thread is the first to import torch.
+
+If a step or the event loop hangs, a watchdog writes all stacks and ends the process for a supervisor. Code that holds
+Python's lock stops the watchdog's thread too. Then a thread of `faulthandler`, which needs no lock, does the same, with
+status 1.
 """
 
 import asyncio
+import ctypes
+import faulthandler
+import logging
+import os
 import signal
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError
-from infer.serving.server.app import ROUTES
+import uvicorn
+
+import infer
+from infer.errors import InferError, InvalidRequestError
+from infer.serving.server.access_log import count_call
+from infer.serving.server.app import ROUTES, make_app
+from infer.serving.server.connection import Connection
 from infer.serving.server.endpoint import ApiRoute
-from infer.serving.server.http_server import HttpServer, make_http_server
-from infer.serving.server.loading import Load, load_model
 from infer.serving.server.server_state import ServerState
-from infer.serving.server.watchdog import start_watchdog
 from infer.serving.server_settings import ServerSettings
+from infer.text.grammar.trial import trial_lane
 
 _BACKLOG = 2048
 _POLL_SECONDS = 0.05  # between two checks while the server drains
 _LAST_SECONDS = 1.0  # to send the errors that end late answers
 OnReady = Callable[[ServerState], None]
+STATUS = 3  # exit status of a process that hangs
+_NUM_CHECKS = 8  # checks within the time limit of a step
+log = logging.getLogger("infer.server")
+OnProgress = Callable[[int, int], None]
+Load = Callable[[OnProgress], "infer.AsyncLLM"]
+_WARM_UP_TOKENS = 64
+_TICK_SECONDS = 1.0  # the longest tick: an idle process should rarely wake
+
+
+@final
+class HttpServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+        settings = state.settings
+        self._tick_seconds = min(_TICK_SECONDS, settings.watchdog_seconds / 4, settings.reader_seconds / 4)
+        self.listening, self._stopping = asyncio.Event(), asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Stop the server. Must be called on the event loop's thread."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return a connection from this process, over a pair of sockets.
+
+        The server must be `listening`, but needs no address to listen on.
+        """
+        ours, theirs = socket.socketpair()
+        protocol: Any = self.config.http_protocol_class
+        accept = partial(protocol, config=self.config, server_state=self.server_state, app_state={})
+        await asyncio.get_running_loop().connect_accepted_socket(accept, theirs)
+        return await asyncio.open_connection(sock=ours)
+
+    async def main_loop(self) -> None:
+        self.listening.set()
+        while not self.should_exit:
+            await self.on_tick(0)  # sets the date that answers have
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.check_reader()
+            due = time.monotonic() + self._tick_seconds
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self._tick_seconds)
+            self._state.tick(time.monotonic() - due)
+        self._state.ticked_at = None
+
+
+def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> HttpServer:
+    settings = state.settings
+    http: Any = partial(Connection, settings, partial(count_call, state))
+    config = uvicorn.Config(
+        make_app(state, table),
+        loop="asyncio",
+        http=http,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",  # a malformed request has a line in the access log
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        timeout_graceful_shutdown=round(settings.drain_seconds),
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+    return HttpServer(config, state)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -151,3 +238,83 @@ class _Process:
         for call in state.calls:
             call.cancel()
         server.config.timeout_graceful_shutdown = round(max(_LAST_SECONDS, deadline - time.monotonic()))
+
+
+def start_watchdog(state: ServerState) -> None:
+    """Start the watchdog on its own thread, which runs until the process ends."""
+    threading.Thread(target=_watch, args=[state], name="infer-watchdog", daemon=True).start()
+
+
+def _watch(state: ServerState) -> None:
+    """End the process if the event loop or a step hangs.
+
+    Time is counted in checks, so a process that was stopped meanwhile does not count as hanging, unless it was stopped
+    for the whole limit.
+    """
+    loop, step = _Stillness(), _Stillness()
+    while True:
+        faulthandler.dump_traceback_later(state.settings.watchdog_seconds, exit=True)
+        time.sleep(state.settings.watchdog_seconds / _NUM_CHECKS)
+        if max(loop.count(state.ticked_at), step.count(state.step_began)) >= _NUM_CHECKS:
+            faulthandler.dump_traceback()
+            os._exit(STATUS)
+
+
+@final
+class _Stillness:
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._count = 0
+
+    def count(self, seen: float | None) -> int:
+        """Return how often in a row this value was seen before. None resets the count to 0."""
+        self._count = self._count + 1 if seen is not None and seen == self._last else 0
+        self._last = seen
+        return self._count
+
+
+async def load_model(state: ServerState, load: Load) -> None:
+    """Load the model, and return when it is ready. If it cannot be loaded, mark the state as failed and return."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def count(num_done: int, total: int) -> None:
+        state.progress = num_done / max(total, 1)
+
+    def run() -> None:
+        try:
+            _link_torch()
+            if find_spec("llguidance") is not None:
+                trial_lane("llguidance").start()
+            llm = load(count)
+            log.debug("fingerprint %s", llm.host.system_fingerprint)  # computed now, because it takes some time
+        except Exception as error:
+            if not isinstance(error, InferError):
+                log.exception("the model cannot be loaded")
+            loop.call_soon_threadsafe(state.fail, error)
+        else:
+            loop.call_soon_threadsafe(state.become_ready, llm)
+        loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, name="infer-load", daemon=True).start()
+    await done.wait()
+
+
+def warmed(llm: "infer.LLM") -> "infer.AsyncLLM":
+    """Return the model for asynchronous use after one short answer or text, so that the first request is fast."""
+    token_ids = [0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2)
+    if llm.architecture.reads_whole_texts:
+        llm.embed([token_ids])
+    else:
+        llm.generate(token_ids, max_new_tokens=4, ignore_eos=True, temperature=0)
+    return infer.AsyncLLM(llm)
+
+
+def _link_torch() -> None:
+    """Link torch's library with a call of C, which does not hold the interpreter's lock.
+
+    An import would hold it for a quarter of a second while the linker works, and the port would not answer.
+    """
+    if (spec := find_spec("torch")) is not None and spec.origin is not None:
+        library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
+        if library.exists():
+            ctypes.CDLL(None).dlopen(str(library).encode(), os.RTLD_LAZY)

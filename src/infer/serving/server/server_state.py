@@ -1,30 +1,35 @@
-"""The state that all requests of a server share: its settings, its model, and its phase."""
+"""The state that all requests of a server share: its settings, its model, and its phase.
+
+The routes that count tokens take `Turns`: one piece of work at a time per tenant, and a few in total. A text of 2 MB
+takes one core for a second, and one client's texts must not occupy the threads that prepare all requests.
+"""
 
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import infer
 from infer.engine.step.scheduler import StepTaken
 from infer.engine.step.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.serving.server.call import Call
-from infer.serving.server.door import Door
+from infer.serving.server.door import Door, Forecast, RemainingWork, retry_headers
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.metrics import Metrics
-from infer.serving.server.turns import Turns
-from infer.serving.server.wait_forecast import Forecast, RemainingWork
 from infer.serving.server_settings import ServerSettings
+from infer.system.processes.child_process import asking_for
 
 CHANGEABLE = ("slots", "step_ms", "max_queue", "max_ttft")  # settings that may change while requests are served
 Phase = Literal["loading", "ready", "draining", "failed"]
 _SNAPSHOT_SECONDS = 0.1  # for which a snapshot is used again
+_Found = TypeVar("_Found")
+_RETRY_SECONDS = 1.0
 
 
 @final
@@ -196,3 +201,62 @@ def _taken(steps: deque[StepTaken]) -> Iterator[StepTaken]:
     with suppress(IndexError):
         while True:
             yield steps.popleft()
+
+
+@final
+class Turns:
+    """For the event loop only. The tenant that has waited longest is next, unless it already has a turn."""
+
+    def __init__(self, most_running: int = 2, most_waiting: int = 32) -> None:
+        """Let at most `most_running` pieces of work run, and at most `most_waiting` per tenant wait."""
+        self._most_running, self._most_waiting = most_running, most_waiting
+        self._running = set[str]()
+        self._waiting = deque[tuple[str, asyncio.Future[None]]]()
+
+    async def run(self, tenant: str, work: Callable[[], _Found]) -> _Found:
+        """Return the result of `work`, which runs on a thread.
+
+        If the caller is cancelled, its turn ends when the thread has finished. Raises ApiError 429 if too much work of
+        the tenant is waiting.
+        """
+        await self._enter(tenant)
+
+        def run() -> _Found:
+            with asking_for(tenant):
+                return work()
+
+        task = asyncio.ensure_future(asyncio.to_thread(run))
+        task.add_done_callback(lambda done: self._leave(tenant, done))
+        return await asyncio.shield(task)
+
+    async def _enter(self, tenant: str) -> None:
+        if Counter(name for name, _ in self._waiting)[tenant] >= self._most_waiting:
+            message = f"the server is busy: {self._most_waiting} of your texts already wait, try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=retry_headers(_RETRY_SECONDS))
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((tenant, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting = deque(each for each in self._waiting if each[1] is not turn)
+            else:  # the turn was given at the same moment
+                self._end(tenant)
+            raise
+
+    def _admit(self) -> None:
+        for entry in list(self._waiting):
+            tenant, turn = entry
+            if len(self._running) < self._most_running and tenant not in self._running:
+                self._running.add(tenant)
+                self._waiting.remove(entry)
+                turn.set_result(None)
+
+    def _leave(self, tenant: str, done: "asyncio.Future[_Found]") -> None:
+        done.cancelled() or done.exception()  # mark the error as retrieved, because the caller may be gone
+        self._end(tenant)
+
+    def _end(self, tenant: str) -> None:
+        self._running.discard(tenant)
+        self._admit()

@@ -222,8 +222,7 @@ class Lane:
         self._children = tuple(self._free)
         self._asking = list[str]()  # the tenant of each question that is being answered
         self._changed = threading.Condition()
-        lane = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(lane))
+        os.register_at_fork(after_in_child=_unless_gone(weakref.WeakMethod(self._forget)))
 
     def start(self) -> None:
         """Let the first process start while the caller continues."""
@@ -249,12 +248,7 @@ class Lane:
         """Return True if a process is free, and another one remains free if a named tenant already asks."""
         return len(self._free) > bool(tenant and tenant in self._asking)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Reset the lane in a fork, where no thread is asking, whatever the parent's threads did."""
         self._changed, self._asking = threading.Condition(), []
         self._free = list(self._children)
-
-
-def _forget(lane: "weakref.ref[Lane]") -> None:
-    if (found := lane()) is not None:
-        found.forget()

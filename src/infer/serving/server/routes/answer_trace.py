@@ -1,30 +1,99 @@
-"""`/v1/trace`: a generated or given answer, and how each of its tokens was sampled, stage by stage."""
+"""`/v1/trace` and `/v1/branch`: how the tokens of one answer were sampled, and an answer that goes on from one of them.
 
-from collections.abc import Sequence
+A trace shows a generated or given answer, and how each of its tokens was sampled, stage by stage. A branch continues an
+answer from one of its tokens, or with another token in its place. With the answer's own parameters and seed, it equals
+the answer bit by bit up to that place. Without another token, it equals the whole answer.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
-from infer.outputs import SampleTrace, TraceCandidate, TraceStage
-from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES
-from infer.serving.protocols.chat_answers import reasoning_and_calls
-from infer.serving.protocols.chat_messages import complete_chat
-from infer.serving.protocols.declared_fields import TokenId
-from infer.serving.protocols.params import refusal
-from infer.serving.protocols.refusals import refuse
-from infer.serving.server.answer_types import Answer, Bytes, CalledTool, ChatFinishReason, Count, StopReason, Usage
-from infer.serving.server.asking import while_connected
+from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
+from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES, NUM_TOKENS_OF_COMPLETIONS
+from infer.serving.protocols.asked import (
+    conversation_options,
+    conversation_variables,
+    make_params,
+    refusal,
+    refuse_unless_neutral,
+    sampling_values,
+    seeds_of,
+)
+from infer.serving.protocols.bodies import CompletingBody, ConversationBody, Message
+from infer.serving.protocols.body_fields import TokenId, refuse
+from infer.serving.protocols.chat_answers import delta_fields, finish_reason_of, reasoning_and_calls
+from infer.serving.protocols.chat_messages import complete_chat, messages_of
+from infer.serving.server.answer_types import (
+    Answer,
+    AnswerHead,
+    Bytes,
+    CalledTool,
+    ChatFinishReason,
+    Count,
+    HeadedAnswer,
+    Json,
+    StopReason,
+    Usage,
+    token_columns,
+    usage_of,
+)
 from infer.serving.server.call import call_of
-from infer.serving.server.choices import accept
-from infer.serving.server.endpoint import post
-from infer.serving.server.replies import json_response
-from infer.serving.server.routes.one_answer import OneAnswerBody, ask_one, end_of
-from infer.serving.server.routes.served_models import answer_any_model
+from infer.serving.server.choices import ChoicePart, accept
+from infer.serving.server.endpoint import answer_any_model, post, while_connected
+from infer.serving.server.replies import ReplyFormat, json_response, make_head, reply
 from infer.serving.server.server_state import ServerState
+
+# Fields of the completions that have no meaning here, with their neutral values.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (True,)}
+
+
+_OF_MESSAGES = [name for name in ConversationBody.__struct_fields__ if name not in CompletingBody.__struct_fields__]
+
+
+class OneAnswerBody(ConversationBody, kw_only=True):
+    """A request for one answer: either `prompt` or `messages`, with the fields that belong to it."""
+
+    prompt: str | list[TokenId] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+
+
+def ask_one(
+    body: OneAnswerBody, defaults: Mapping[str, Any], template: str | None, answer_prefix: Sequence[int] = ()
+) -> Ask:
+    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
+    refuse_unless_neutral(body, _NEUTRAL)
+    values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | sampling_values(body)
+    (params,) = make_params(values, defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages")
+    options = conversation_options(body, body.reasoning_effort, answer_prefix=tuple(answer_prefix))
+    if (body.prompt is None) == (body.messages is None):
+        code = "missing_required_parameter" if body.prompt is None else "invalid_value"
+        raise refuse("give one of prompt and messages", "prompt", code)
+    if body.messages is not None:
+        variables = conversation_variables(body, template)
+        return Ask([messages_of(body.messages)], [params], options, variables=variables, prompt_name="messages")
+    for name in _OF_MESSAGES:
+        if getattr(body, name) is not None:
+            raise refuse(f"{name} belongs to messages: leave it out", name)
+    return Ask([body.prompt], [params], options)
+
+
+def end_of(result: GenerationResult) -> Json:
+    """Return the fields of an answer, or of its last chunk, that are known at its end."""
+    return {
+        "finish_reason": finish_reason_of(result),
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "usage": usage_of([result], 1),
+    }
 
 
 @final
@@ -136,6 +205,89 @@ def _token(each: SampleTrace, spelling: Bytes) -> TracedToken:
     return TracedToken(each.stages, each.candidates, each.token_id, each.position, each.step, each.seed, spelling)
 
 
+@final
+class BranchBody(OneAnswerBody, kw_only=True):
+    """The answer's tokens, the number of tokens to keep, and the next token, which is sampled if `token_id` is None."""
+
+    answer_token_ids: list[TokenId]
+    position: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    token_id: TokenId | None = None
+
+
+async def branch(request: Request, state: ServerState, body: BranchBody) -> Response:
+    llm = state.llm().llm
+    answer_any_model(request, state, body.model)
+    prefix = prefix_of(body)
+    asked = ask_one(body, llm.sampling_defaults, llm.tokenizer.chat_template, prefix)
+    choices = await accept(request, state, asked)
+    shape = BranchShape(make_head("branch-", request, state), len(prefix), llm.tokenizer.token_bytes)
+    return await reply(request, state, choices, shape, is_streamed=body.stream)
+
+
+def prefix_of(body: BranchBody) -> list[int]:
+    """Return the ids with which the branch begins. Raises ApiError."""
+    if body.position > len(body.answer_token_ids):
+        rule = f"at most {len(body.answer_token_ids)}, the length of answer_token_ids"
+        raise refuse(f"position must be {rule}, got {body.position}", "position")
+    return body.answer_token_ids[: body.position] + ([] if body.token_id is None else [body.token_id])
+
+
+class BranchFields(HeadedAnswer, kw_only=True):
+    """The fields of a branch and of its chunks. `num_given` of its tokens were not sampled."""
+
+    text: str
+    reasoning_content: str | UnsetType = UNSET
+    token_ids: list[Count]
+    token_bytes: list[Bytes]
+    num_given: Count
+
+
+class Branch(BranchFields, kw_only=True, tag_field="object", tag="branch"):
+    """The whole branch."""
+
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+    finish_reason: ChatFinishReason
+    stop_reason: StopReason
+    seed: int | None
+    usage: Usage
+
+
+class BranchChunk(BranchFields, kw_only=True, tag_field="object", tag="branch.chunk"):
+    tool_calls: list[Json] | UnsetType = UNSET
+    token_origins: list[str]
+    finish_reason: ChatFinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    seed: int | UnsetType | None = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+@final
+class BranchShape(ReplyFormat):
+    """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
+
+    def __init__(self, head: AnswerHead, num_given: int, spelling: Sequence[bytes]) -> None:
+        self._fields = head._asdict() | {"num_given": num_given}
+        self._spelling = spelling
+
+    def whole(self, results: Sequence[GenerationResult]) -> Branch:
+        (result,) = results
+        return Branch(
+            **self._fields,
+            text=result.text,
+            **reasoning_and_calls(result),
+            token_ids=result.token_ids,
+            token_bytes=[list(self._spelling[each]) for each in result.token_ids],
+            **end_of(result),
+        )
+
+    def chunks(self, part: ChoicePart) -> list[BranchChunk]:
+        columns = token_columns(part.pieces, self._spelling)
+        end = {} if part.result is None else end_of(part.result)
+        return [BranchChunk(**self._fields, text=part.text, **delta_fields(part.deltas), **columns, **end)]
+
+
+_of_chat = partial(post, complete=complete_chat)
 ROUTES = [
-    post("/v1/trace", trace, "Record how an answer is sampled", TraceBody, Trace, "trace", complete=complete_chat)
+    _of_chat("/v1/trace", trace, "Record how an answer is sampled", TraceBody, Trace, "trace"),
+    _of_chat("/v1/branch", branch, "Continue an answer from a token", BranchBody, Branch, "branch", streams=True),
 ]

@@ -1,23 +1,229 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, with its events and its errors."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, with its blocks, events and errors."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any, Literal, NamedTuple, Self, final
 
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace as replace_fields
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.protocols.anthropic.message_bodies import CountTokensBody, MessagesBody
-from infer.serving.protocols.anthropic.message_history import complete_messages
-from infer.serving.protocols.anthropic.message_request import ask_message, ask_prompt
-from infer.serving.server.answer_types import Answer, Count
+import infer
+from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
+from infer.serving.protocols.anthropic_bodies import CountTokensBody, MessagesBody
+from infer.serving.protocols.anthropic_request import ask_message, ask_prompt, complete_messages
+from infer.serving.protocols.chat_answers import call_values
+from infer.serving.server.answer_types import Answer, AnswerHead, Count, Json
 from infer.serving.server.call import call_of
-from infer.serving.server.choices import accept
-from infer.serving.server.endpoint import post
+from infer.serving.server.choices import ChoicePart, accept
+from infer.serving.server.endpoint import answer_any_model, post
 from infer.serving.server.http_errors import ApiError, api_error
-from infer.serving.server.message_events import AnthropicMessage, MessagesError, MessageShape
-from infer.serving.server.replies import json_response, make_head, reply
-from infer.serving.server.routes.served_models import answer_any_model
+from infer.serving.server.replies import ReplyFormat, event, json_response, make_head, reply
 from infer.serving.server.routes.tokens import count_prompt
 from infer.serving.server.server_state import ServerState
+
+_TYPE_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ITS_NAMES = {
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
+# A client that receives this sends all messages.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+EndReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+_STOP_REASONS: dict[str, EndReason] = {
+    "eos": "end_turn",
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "abort": "max_tokens",
+}
+
+
+class MessageText(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class MessageThinking(Struct, tag_field="type", tag="thinking"):
+    """A block of reasoning. It has no signature: a block that a client sends back is accepted as it is."""
+
+    thinking: str
+    signature: str
+
+
+class MessageToolUse(Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: Json
+
+
+MessageBlock = MessageText | MessageThinking | MessageToolUse
+
+
+class MessagesUsage(Struct, kw_only=True):
+    """The numbers of tokens. Cached prompt tokens are counted separately from the prompt's other tokens."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Count | UnsetType = UNSET
+    cache_read_input_tokens: Count | UnsetType = UNSET
+    output_tokens: Count
+
+
+class Stop(NamedTuple):
+    """Why and where the answer ended. Both are null before its end."""
+
+    stop_reason: EndReason | None = None
+    stop_sequence: str | None = None
+
+
+class AnthropicMessage(Answer, tag_field="type", tag="message"):
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: EndReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class MessagesError(ApiError):
+    """An error in Anthropic's format, which contains OpenAI's error."""
+
+    @classmethod
+    def of(cls, error: ApiError) -> Self:
+        type_ = _TYPE_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        message, param = error.message, error.param
+        if param in _ITS_NAMES:
+            given, param = param, _ITS_NAMES[param]
+            message = param + message[len(given) :] if message.startswith(given) else message
+        return cls(error.status, message, type_, param, error.code, error.headers)
+
+    def to_json(self) -> dict[str, Any]:
+        error: dict[str, Any] = dict(super().to_json()["error"])
+        return {"type": "error", "error": error | ({"details": _NO_THREADS} if self.param == "thread" else {})}
+
+
+def failure_event(error: ApiError) -> bytes:
+    return event(MessagesError.of(error).body, "error")
+
+
+@final
+class MessageShape(ReplyFormat):
+    """The answer, whole or as events. At most one block of a stream is open at a time.
+
+    `stops` are the request's stop sequences. `warnings` are about its body. The first event has the number of cached
+    tokens, so it is sent when the prompt has been read.
+    """
+
+    last = b""
+
+    def __init__(
+        self, head: AnswerHead, stops: frozenset[str], warnings: Sequence[str], stream: "infer.AsyncStream"
+    ) -> None:
+        self._head, self._stops, self._warnings, self._stream = head, stops, warnings, stream
+        self._usage: MessagesUsage | None = None  # of the first event
+        self._index = -1  # index of the open block
+        self._open: str | None = None  # kind of the open block
+
+    def whole(self, results: Sequence[GenerationResult]) -> AnthropicMessage:
+        (result,) = results
+        blocks = list[MessageBlock]()
+        if result.reasoning is not None:
+            blocks.append(MessageThinking(result.reasoning, ""))
+        if result.text or not (result.reasoning or result.tool_calls):
+            blocks.append(MessageText(result.text))
+        blocks += [MessageToolUse(call.id, call.name, call_values(call)) for call in result.tool_calls]
+        usage = _usage(result.prompt_tokens, result.reused_tokens, result.generated_tokens)
+        return self._message(blocks, self._stop(result), usage)
+
+    def chunks(self, part: ChoicePart) -> list[Json]:
+        found = list[Json]()
+        if self._usage is None:
+            sequence = self._stream.sequence
+            self._usage = _usage(sequence.num_prompt_tokens, sequence.num_reused, 0)
+            found.append({"type": "message_start", "message": self._message([], Stop(), self._usage)})
+        found += self._deltas(part)
+        if (result := part.result) is not None:
+            if self._index < 0:
+                found += self._begin("text", MessageText(""))
+            usage = replace_fields(self._usage, output_tokens=result.generated_tokens)
+            end: Json = {"type": "message_delta", "delta": self._stop(result)._asdict(), "usage": usage}
+            if self._warnings:
+                end["infer"] = {"warnings": self._warnings}
+            found += [*self._close(), end]
+        return found
+
+    def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
+        return [{"type": "message_stop"}]
+
+    def fail(self, error: ApiError) -> bytes:
+        return failure_event(error)
+
+    def _message(self, content: list[MessageBlock], stop: Stop, usage: MessagesUsage) -> AnthropicMessage:
+        return AnthropicMessage(self._head.id, "assistant", self._head.model, content, *stop, usage)
+
+    def _stop(self, result: GenerationResult) -> Stop:
+        reason = _STOP_REASONS[result.finish_reason]
+        if result.finish_reason == "stop" and result.stop_reason in self._stops:
+            return Stop("stop_sequence", str(result.stop_reason))
+        if result.finish_reason == "length" and result.stop_reason == "context":
+            reason = "model_context_window_exceeded"
+        elif reason == "end_turn" and result.tool_calls:
+            reason = "tool_use"
+        return Stop(reason, None)
+
+    def _deltas(self, part: ChoicePart) -> list[Json]:
+        """Return the events of a part: reasoning first, then text, then calls."""
+        found = list[Json]()
+        for delta in part.deltas:
+            if isinstance(delta, ReasoningDelta):
+                found += self._begin("thinking", MessageThinking("", ""))
+                found.append(self._delta({"type": "thinking_delta", "thinking": delta.text}))
+        if part.text:
+            found += self._begin("text", MessageText(""))
+            found.append(self._delta({"type": "text_delta", "text": part.text}))
+        for delta in part.deltas:
+            if isinstance(delta, ToolCallDelta):
+                if delta.id is not None:
+                    found += self._begin(delta.id, MessageToolUse(delta.id, delta.name or "", {}))
+                if delta.arguments:
+                    found.append(self._delta({"type": "input_json_delta", "partial_json": delta.arguments}))
+        return found
+
+    def _begin(self, what: str, block: MessageBlock) -> list[Json]:
+        """Return the events that close the open block and begin another, or none if it is already open."""
+        if self._open == what:
+            return []
+        ping: list[Json] = [{"type": "ping"}] if self._index < 0 else []
+        closed = self._close()
+        self._index += 1
+        self._open = what
+        return [*closed, {"type": "content_block_start", "index": self._index, "content_block": block}, *ping]
+
+    def _close(self) -> list[Json]:
+        if self._open is None:
+            return []
+        self._open = None
+        return [{"type": "content_block_stop", "index": self._index}]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _usage(num_prompt_tokens: int, num_reused: int, num_answer_tokens: int) -> MessagesUsage:
+    return MessagesUsage(
+        input_tokens=num_prompt_tokens - num_reused,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=num_reused,
+        output_tokens=num_answer_tokens,
+    )
 
 
 class InputTokens(Answer):

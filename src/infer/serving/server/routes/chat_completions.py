@@ -11,9 +11,15 @@ from starlette.responses import Response
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
 from infer.serving.protocols.asked import ask_chat
 from infer.serving.protocols.bodies import ChatBody
-from infer.serving.protocols.chat_answers import delta_fields, finish_reason_of, message_of
+from infer.serving.protocols.chat_answers import (
+    Spelling,
+    chat_entries,
+    delta_fields,
+    finish_reason_of,
+    message_of,
+    without_end,
+)
 from infer.serving.protocols.chat_messages import complete_chat
-from infer.serving.protocols.token_logprobs import Spelling, chat_entries, without_end
 from infer.serving.server.answer_types import (
     AnswerHead,
     Bytes,
@@ -31,7 +37,7 @@ from infer.serving.server.answer_types import (
     usage_of,
 )
 from infer.serving.server.choices import ChoicePart, accept
-from infer.serving.server.endpoint import get, post
+from infer.serving.server.endpoint import answer_any_model, get, post
 from infer.serving.server.replies import (
     ReplyFormat,
     Scores,
@@ -41,7 +47,6 @@ from infer.serving.server.replies import (
     reply,
     score_prompts,
 )
-from infer.serving.server.routes.served_models import answer_any_model
 from infer.serving.server.server_state import ServerState
 
 
@@ -114,12 +119,7 @@ class StoredChats(Struct, tag_field="object", tag="list"):
 @final
 class ChatShape(ReplyFormat):
     def __init__(
-        self,
-        head: AnswerHead,
-        body: ChatBody,
-        spelling: Spelling,
-        prompt_ids: Sequence[int],
-        scores: Scores,
+        self, head: AnswerHead, body: ChatBody, spelling: Spelling, prompt_ids: Sequence[int], scores: Scores
     ) -> None:
         self._head, self._body, self._spelling, self._usage = head, body, spelling, StreamUsage.of(body)
         self._num_prompt_tokens, self._num_tokens = len(prompt_ids), 0

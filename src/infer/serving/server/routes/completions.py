@@ -15,10 +15,8 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.serving.protocols.asked import ask_completion
 from infer.serving.protocols.bodies import CompletionBody
-from infer.serving.protocols.chat_answers import FINISH_REASONS
-from infer.serving.protocols.refusals import refuse
-from infer.serving.protocols.token_logprobs import Spelling, completion_columns
-from infer.serving.protocols.unknown_fields import Reading
+from infer.serving.protocols.body_fields import Reading, refuse
+from infer.serving.protocols.chat_answers import FINISH_REASONS, Spelling, completion_columns
 from infer.serving.server.answer_types import (
     AnswerHead,
     Bytes,
@@ -35,9 +33,8 @@ from infer.serving.server.answer_types import (
 )
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import ChoicePart, accept
-from infer.serving.server.endpoint import post
+from infer.serving.server.endpoint import answer_any_model, post
 from infer.serving.server.replies import ReplyFormat, Scores, StreamUsage, make_head, reply, score_prompts
-from infer.serving.server.routes.served_models import answer_any_model
 from infer.serving.server.routes.tokens import prepared
 from infer.serving.server.server_state import ServerState
 
@@ -134,11 +131,7 @@ class Prompt(NamedTuple):
 @final
 class CompletionShape(ReplyFormat):
     def __init__(
-        self,
-        head: AnswerHead,
-        body: CompletionBody,
-        tokenizer: "infer.Tokenizer",
-        prompts: Sequence[Prompt],
+        self, head: AnswerHead, body: CompletionBody, tokenizer: "infer.Tokenizer", prompts: Sequence[Prompt]
     ) -> None:
         self._head, self._body, self._tokenizer, self._usage = head, body, tokenizer, StreamUsage.of(body)
         self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0

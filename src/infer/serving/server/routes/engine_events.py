@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.protocols.refusals import refuse
+from infer.serving.protocols.body_fields import refuse
 from infer.serving.server.answer_types import Json
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import get
+from infer.serving.server.replies import EventStream, event
 from infer.serving.server.server_state import ServerState
-from infer.serving.server.sse import EventStream, event
 
 _SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # the next snapshot shows a drain
 OTHERS = "(other)"
@@ -60,11 +60,7 @@ async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGe
         await asyncio.sleep(seconds)
 
 
-_INTERVAL: Json = {
-    "name": "interval",
-    "in": "query",
-    "schema": {"type": "number", "minimum": _LEAST, "maximum": _MOST},
-}
+_INTERVAL: Json = {"name": "interval", "in": "query", "schema": {"type": "number", "minimum": _LEAST, "maximum": _MOST}}
 ROUTES = [
     get(
         "/v1/engine/events",

@@ -1,4 +1,4 @@
-"""`/health` reports if the process is alive, and `/ready` if it accepts requests."""
+"""`/health` reports if the process is alive, `/ready` if it accepts requests, and `/metrics` what it counts."""
 
 import time
 from typing import Literal
@@ -11,6 +11,7 @@ from infer.serving.server.endpoint import get
 from infer.serving.server.replies import json_response
 from infer.serving.server.server_state import ServerState
 
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STUCK = 4  # /health is bad after 1/4 of the time after which the watchdog ends the process
 
 
@@ -54,7 +55,20 @@ def _report(state: ServerState) -> Health:
     return Health("hung" if _is_hung(state) else "ok" if state.phase == "ready" else state.phase, progress)
 
 
+async def read_metrics(request: Request, state: ServerState) -> Response:
+    if (llm := state.loaded) is None:
+        return metrics_response(state.metrics.text())
+    engine = llm.host.engine_if_any
+    snapshot = None if engine is None else await llm.host.answers.run(engine.snapshot)
+    return metrics_response(state.metrics.text(llm.host, snapshot))
+
+
+def metrics_response(text: str) -> Response:
+    return Response(text, headers={"Content-Type": _TYPE})
+
+
 ROUTES = [
     get("/health", health, "200 while the model can answer", answer=Health, is_open=True),
     get("/ready", ready, "200 while requests are accepted", answer=Health, is_open=True),
+    get("/metrics", read_metrics, "List the metrics, for Prometheus", answer="text/plain"),
 ]

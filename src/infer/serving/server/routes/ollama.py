@@ -1,43 +1,75 @@
-"""`/api/…`: Ollama's API. `distributed.shelf_ollama` has the lists of a server of several models."""
+"""`/api/…`: Ollama's API. `distributed.shelf_ollama` has the lists of a server of several models.
 
+`/api/pull` downloads a model from the hub into its local cache, with its progress as lines.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from functools import partial
+from math import inf
 from typing import Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
 from infer.engine.requests.ask import Ask
+from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.protocols.asked import ask_chat, refuse_unless_neutral
 from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.ollama.ollama_bodies import (
+from infer.serving.protocols.body_fields import Reading, refuse
+from infer.serving.protocols.chat_answers import Spelling
+from infer.serving.protocols.ollama_bodies import (
     AnsweringBody,
     OllamaChatBody,
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
     OllamaGenerateBody,
     OllamaModelBody,
+    chat_of,
+    embeddings_of,
+    generation_of,
+    seconds_of,
 )
-from infer.serving.protocols.ollama.ollama_request import chat_of, embeddings_of, generation_of, seconds_of
 from infer.serving.protocols.retrieval_bodies import EmbeddingsBody
-from infer.serving.protocols.token_logprobs import Spelling
-from infer.serving.protocols.unknown_fields import Reading
 from infer.serving.server.answer_types import Answer, Count
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import accept
-from infer.serving.server.endpoint import LINES, ApiRoute, get, post
+from infer.serving.server.endpoint import (
+    LINES,
+    ApiRoute,
+    answer_any_model,
+    check_model,
+    get,
+    known_name,
+    post,
+    while_connected,
+)
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.model_catalog import facts_of
-from infer.serving.server.ollama_events import OllamaChat, OllamaGeneration, OllamaShape, nanoseconds, ollama_error
-from infer.serving.server.ollama_models import LoadedModel, OllamaModels, ShownModel, listed, shown
-from infer.serving.server.replies import json_response, reply
+from infer.serving.server.ollama_answers import (
+    LoadedModel,
+    OllamaChat,
+    OllamaGeneration,
+    OllamaModels,
+    OllamaShape,
+    ShownModel,
+    failure_line,
+    listed,
+    nanoseconds,
+    ollama_error,
+    shown,
+)
+from infer.serving.server.replies import EventStream, json_response, line, reply
 from infer.serving.server.routes.completions import ask_to_complete
-from infer.serving.server.routes.ollama_pull import OllamaStatus, pull
 from infer.serving.server.routes.retrieval import embed
-from infer.serving.server.routes.served_models import answer_any_model, check_model
+from infer.serving.server.routes.served_models import facts_of, fetch, is_at_hand, is_fetched
 from infer.serving.server.server_state import ServerState
+from infer.system.spellings import plain_name
 
 API_VERSION = "0.14.0"  # the first Ollama with all of its routes that are here, /v1/messages too; clients compare it
 _ONE_ANSWER: dict[str, tuple[object, ...]] = dict.fromkeys(("prompt_logprobs", "return_token_ids", "echo"), ())
@@ -48,6 +80,86 @@ _REFUSALS = {
     "/api/delete": "models are not deleted over HTTP: delete the file, or use the hub's own tool for its cache",
     "/api/push": "models are not uploaded here: use the hub's own tool",
 }
+
+
+class OllamaStatus(Struct, kw_only=True):
+    """The state of a download or another change of models. A download has its bytes; `digest` is the model's name."""
+
+    status: str
+    digest: str | UnsetType = UNSET
+    total: Count | UnsetType = UNSET
+    completed: Count | UnsetType = UNSET
+
+
+_SUCCESS = OllamaStatus(status="success")
+
+
+async def pull(request: Request, state: ServerState, body: OllamaModelBody) -> Response:
+    return await pull_unless(request, state, body, {state.settings.model, *state.settings.aliases})
+
+
+async def pull_unless(request: Request, state: ServerState, body: OllamaModelBody, known: Collection[str]) -> Response:
+    """Download a model, unless it is already served or on this machine.
+
+    If the client disconnects, the download ends, and the next download of this model resumes it. Raises ApiError 403 if
+    clients may not download.
+    """
+    name = await asyncio.to_thread(_name_to_fetch, known_name(body.model, known) or "", known)
+    if name is not None and not state.settings.allow_pull:
+        message = f"clients may not download {name!r:.80} here: run infer pull, or start the server with --allow-pull"
+        raise ApiError(403, message, code="pull_not_allowed")
+    if body.stream is False:
+        await while_connected(request, _last_of(_progress(name)))
+        return json_response(_SUCCESS)
+    return EventStream(_lines(_progress(name)), comment_seconds=inf, fail=failure_line, media_type=LINES)
+
+
+def _name_to_fetch(model: str, known: Collection[str]) -> str | None:
+    """Return the name of a model on the hub, or None if it is on this machine. Raises BodyError for any other name."""
+    plain = plain_name(model)
+    if model in known or is_at_hand(plain):
+        return None
+    if (has_files := is_fetched(plain)) is None:
+        message = f"{model!r:.80} is not a name on the hub: write org/repo, or org/repo:Q4_K_M for a GGUF file"
+        raise refuse(message, "model")
+    return None if has_files else plain
+
+
+async def _progress(name: str | None) -> AsyncGenerator[OllamaStatus, None]:
+    """Yield the states of a download until its end. Raises the errors of `fetch`."""
+    yield OllamaStatus(status="pulling manifest")
+    if name is not None:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[OllamaStatus | None]()
+        has_left = threading.Event()
+
+        def report(num_done: int, total: int) -> None:
+            if has_left.is_set():
+                raise InferError(f"the download of {name} was cancelled")
+            status = OllamaStatus(status=f"pulling {name}", digest=name, total=total, completed=num_done)
+            loop.call_soon_threadsafe(arrived.put_nowait, status)
+
+        fetching = asyncio.create_task(asyncio.to_thread(fetch, name, report))
+        fetching.add_done_callback(lambda task: arrived.put_nowait(None))
+        try:
+            while (status := await arrived.get()) is not None:
+                yield status
+            await fetching
+        finally:
+            has_left.set()
+            fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
+    yield _SUCCESS
+
+
+async def _last_of(states: AsyncGenerator[OllamaStatus, None]) -> None:
+    async with aclosing(states):
+        async for _ in states:
+            pass
+
+
+async def _lines(states: AsyncGenerator[OllamaStatus, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(states):
+        async for state in states:
+            yield line(msgspec.json.encode(state))
 
 
 class OllamaVersion(Struct):

@@ -16,7 +16,7 @@ from starlette.responses import Response
 import infer
 from infer.errors import InvalidRequestError
 from infer.outputs import ranked
-from infer.serving.protocols.refusals import refuse
+from infer.serving.protocols.body_fields import refuse
 from infer.serving.protocols.retrieval_bodies import (
     ClassifyBody,
     Embedding,
@@ -30,12 +30,10 @@ from infer.serving.protocols.retrieval_bodies import (
     texts_or_pairs_of,
 )
 from infer.serving.server.answer_types import Answer, Count
-from infer.serving.server.asking import enter, text_tokens, while_connected
 from infer.serving.server.call import call_of
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import post
+from infer.serving.server.endpoint import check_model, enter, post, text_tokens, while_connected
 from infer.serving.server.replies import json_response, with_warnings
-from infer.serving.server.routes.served_models import check_model
 from infer.serving.server.server_state import ServerState
 
 _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
@@ -156,13 +154,7 @@ async def _score(
     return computed.found, computed.texts.num_tokens
 
 
-async def _compute(
-    request: Request,
-    state: ServerState,
-    texts: Any,
-    name: str,
-    call: _Call,
-) -> Any:
+async def _compute(request: Request, state: ServerState, texts: Any, name: str, call: _Call) -> Any:
     """Return the `Computed` of a call. `texts` count at the door; `name` is their field, for errors."""
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
     try:

@@ -1,21 +1,28 @@
-"""`/v1/models`: the served model, under each of its names. `distributed.shelf_front` shows several models."""
+"""`/v1/models`: the served model, under each of its names, and models on this machine and on the hub.
 
-from collections.abc import Container
+`distributed.shelf_front` shows several models. The modules that read headers load numpy and tokenizers. They are
+imported when a route first needs them, so that the port answers before that.
+"""
+
+import asyncio
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.errors import InferError
+from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.server.answer_types import Count
-from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import get
-from infer.serving.server.http_errors import ApiError
+from infer.serving.server.endpoint import check_model, get, names_of
 from infer.serving.server.replies import json_response
 from infer.serving.server.server_state import ServerState
-from infer.system.spellings import plain_name
 
 StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+Report = Callable[[int, int], None]  # bytes: done, and in total
 
 
 class ModelStatus(Struct, omit_defaults=True):
@@ -54,48 +61,13 @@ class ServedModels(Struct, tag_field="object", tag="list"):
 
 
 async def list_models(request: Request, state: ServerState) -> Response:
-    return json_response(ServedModels([_model(state, name) for name in _names(state)]))
+    return json_response(ServedModels([_model(state, name) for name in names_of(state)]))
 
 
 async def get_model(request: Request, state: ServerState) -> Response:
     name = request.path_params["id"]
     check_model(request, state, name)
     return json_response(_model(state, name))
-
-
-def check_model(request: Request, state: ServerState, name: str | None) -> None:
-    """Note the name that the request uses for the model; None means its first name. Raises ApiError 404 for another
-    model.
-    """
-    names = _names(state)
-    name = known_name(name, names)
-    if name is not None and name not in names:
-        served = " or ".join(map(repr, names))
-        message = f"the model {name!r:.80} is not served here: name {served}"
-        raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
-    call_of(request).model = name or names[0]
-
-
-def answer_any_model(request: Request, state: ServerState, name: str | None) -> None:
-    """Note the name that the request uses for the model. Another model's name is accepted with a warning."""
-    names = _names(state)
-    name = known_name(name, names)
-    if name is not None and name not in names:
-        call_of(request).warnings.append(f"the model {name!r:.80} is not served here: {names[0]!r} answers")
-        name = None
-    call_of(request).model = name or names[0]
-
-
-def known_name(name: str | None, known: Container[str]) -> str | None:
-    """Return the known spelling of a model's name: as it is, or plain, or without the ending of its file."""
-    if name is None or name in known:
-        return name
-    plain = plain_name(name)
-    return stem if (stem := plain.removesuffix(".gguf")) in known else plain
-
-
-def _names(state: ServerState) -> tuple[str, ...]:
-    return (state.settings.model, *state.settings.aliases)
 
 
 def _model(state: ServerState, name: str) -> ServedModel:
@@ -116,6 +88,47 @@ def served_model(state: ServerState, name: str, *, root: str, context: int | Non
         max_model_len=length,
         context_length=length,
     )
+
+
+async def facts_of(model: str) -> ModelFacts | None:
+    """Return the facts about a model, the value of `--model`, or None if its headers cannot be read."""
+
+    def read() -> ModelFacts:
+        found: ModelFacts = import_module("infer.models.catalog.header_facts").read_facts(model)
+        return found
+
+    try:
+        return await asyncio.to_thread(read)
+    except InferError:
+        return None
+
+
+def is_at_hand(name: str) -> bool:
+    """Return True if `infer models` lists the name, or a GGUF file with this name."""
+    names: set[str] = {each for each, _ in import_module("infer.models.catalog.models_at_hand").names_at_hand()}
+    return not names.isdisjoint((name, f"{name}.gguf"))
+
+
+def cached_path(name: str) -> str | None:
+    """Return the path of a model in the local cache of the hub, or None if it is not there."""
+    hub = import_module("infer.files.hub.hub")
+    parsed = hub.parse_hub_name(name)
+    path = None if parsed is None else hub.find_cached(parsed)
+    return None if path is None else str(path)
+
+
+def fetch(repository: str, report: Report) -> Path:
+    """Return the place of a model on the hub, after it was downloaded. Raises InferError."""
+    hub, download = import_module("infer.files.hub.hub"), import_module("infer.files.hub.hub_download")
+    found: Path = download.fetch(hub.parse_hub_name(repository), report)
+    return found
+
+
+def is_fetched(repository: str) -> bool | None:
+    """Return True if the local cache of the hub has the model, or None if this cannot be a name on the hub."""
+    hub = import_module("infer.files.hub.hub")
+    name = hub.parse_hub_name(repository)
+    return None if name is None else hub.find_cached(name) is not None
 
 
 ROUTES = [

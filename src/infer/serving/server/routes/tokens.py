@@ -17,18 +17,14 @@ import infer
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
+from infer.serving.protocols.asked import plain, refusal, template_variables
 from infer.serving.protocols.bodies import Body, Message, Tools
+from infer.serving.protocols.body_fields import TokenId, refuse
 from infer.serving.protocols.chat_messages import complete_chat, messages_of
-from infer.serving.protocols.declared_fields import TokenId
-from infer.serving.protocols.params import refusal, template_variables
-from infer.serving.protocols.refusals import refuse
-from infer.serving.protocols.tool_options import plain
 from infer.serving.server.answer_types import Answer, Bytes, Count
-from infer.serving.server.asking import while_connected
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import post
+from infer.serving.server.endpoint import check_model, post, while_connected
 from infer.serving.server.replies import json_response
-from infer.serving.server.routes.served_models import check_model
 from infer.serving.server.server_state import ServerState
 
 _Found = TypeVar("_Found")

@@ -1,16 +1,23 @@
-"""Serve the page at `/`: the files of `web_ui`, and the declared parameters. No key is needed, and no other host."""
+"""Serve the page at `/`: the files of `web_ui`, and the declared parameters, from which the page builds its controls.
 
+No key is needed, and no other host.
+"""
+
+import hashlib
 from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.request_limits import NUM_TOKENS_OF_CALLS
+from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.server.endpoint import get
 from infer.serving.server.http_errors import ApiError
-from infer.serving.server.routes.page_parameters import page_parameters
+from infer.serving.server.routes.answer_trace import OneAnswerBody
 from infer.serving.server.server_state import ServerState
-from infer.serving.web_ui.files import PageFile, page_files
 
 _HEADERS = {
     "Cache-Control": "no-cache",  # revalidated each time, answered with 304
@@ -19,11 +26,24 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+_NOT_SHARED = frozenset({"model", "user", "stream", "stream_options", "n", "prompt_logprobs", "return_token_ids"})
+FOLDER = Path(__file__).parents[2] / "web_ui"
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
+                ".json": "application/json"}  # fmt: skip
+
+
+class PageFile(NamedTuple):
+    content: bytes
+    media_type: str
+    etag: str
 
 
 @cache
 def served_files() -> dict[str, PageFile]:
-    return page_files(parameters=msgspec.json.encode(page_parameters()))
+    """Return the files of the page by name, and the parameters as `parameters.json`."""
+    found = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
+    found["parameters.json"] = msgspec.json.encode(page_parameters())
+    return {name: _file(name, content) for name, content in found.items()}
 
 
 async def page(request: Request, state: ServerState) -> Response:
@@ -34,6 +54,35 @@ async def page(request: Request, state: ServerState) -> Response:
     if found.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(found.content, media_type=found.media_type, headers=headers)
+
+
+def page_parameters() -> dict[str, Any]:
+    """Return the sliders, the headings of a trace's stages, and the fields that `/v1/trace` and `/v1/branch` have."""
+    return {
+        "numbers": [_slider(name) for name, declared in PARAMETERS.items() if declared.slider is not None],
+        "headings": {name: declared.stage for name, declared in PARAMETERS.items() if declared.stage},
+        "shared": [name for name in OneAnswerBody.__struct_fields__ if name not in _NOT_SHARED],
+    }
+
+
+def _slider(name: str) -> dict[str, Any]:
+    declared, standard = PARAMETERS[name], getattr(SamplingParams(max_new_tokens=NUM_TOKENS_OF_CALLS), name)
+    assert declared.slider is not None
+    least, most, step = declared.slider
+    label = declared.stage if "-" in declared.stage else (declared.body_name or name).replace("_", " ")
+    return {
+        "name": declared.body_name or name,
+        "label": label.capitalize(),
+        "hint": declared.help,
+        "min": least,
+        "max": most,
+        "step": step,
+        "off": declared.none[0] if standard is None else standard,
+    }
+
+
+def _file(name: str, content: bytes) -> PageFile:
+    return PageFile(content, _MEDIA_TYPES[Path(name).suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
 
 
 ROUTES = [

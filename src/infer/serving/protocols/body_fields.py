@@ -1,27 +1,122 @@
-"""The rules for the keys of a body: accepted, renamed, ignored with a warning, or refused.
+"""The fields of a body: those that are declared, and the rules for all keys: accepted, renamed, ignored or refused.
 
 The caller chose the keys of `Parameters`, so each unknown key there is checked. Other programs wrote the contents of
-messages, calls and tools, so unknown keys there are ignored.
+messages, calls and tools, so unknown keys there are ignored. A refusal has the field's path, and a message that names
+the value, the rule and the fix.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, final
 
 import msgspec
-from msgspec import Struct, inspect
+from msgspec import Meta, Struct, inspect
 
-from infer.request_limits import MAX_KEYS, MAX_WARNINGS
+from infer.engine.step.request_options import OPTIONS
+from infer.errors import InvalidRequestError
+from infer.parameters import Bias, Bodies, Count, Flag, Kind, Number, OneOf, Parameter, Text, Texts, TokenIds
+from infer.request_limits import MAX_KEYS, MAX_STOPS, MAX_TOKENS, MAX_WARNINGS
+from infer.sampling_params import PARAMETERS
 from infer.serving.protocols.foreign import Foreign
-from infer.serving.protocols.refusals import BodyError, refuse, shown
 from infer.serving.server_settings import UnknownFields
 from infer.system.files.json_limits import JsonLimitError
 
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+DECLARED: dict[str, Parameter] = {**PARAMETERS, **OPTIONS}
 Step = str | int  # a step of a path: a key or an index
 # Smallest difflib ratio of similar names: "temprature" is similar to "temperature", "top_n" not to "top_k".
 _NEAR = 0.82
+
+
+@final
+class BodyError(InvalidRequestError):
+    """A body breaks a rule. `param` is the path of the field in the body, `code` one of OpenAI's."""
+
+    def __init__(self, message: str, param: str | None, code: str = "invalid_value") -> None:
+        super().__init__(message, param=param)
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.param, self.code)
+
+
+def refuse(message: str, param: str | None, code: str = "invalid_value") -> BodyError:
+    return BodyError(message, param, code)
+
+
+def shown(value: Any) -> str:
+    """Return a JSON value as text for a message, without long contents."""
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return f"a list of {len(value)}"
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+    return f"{value!r:.80}"
+
+
+def declares(*bodies: Bodies) -> Callable[[type[_Body]], type[_Body]]:
+    """Return a decorator that adds the fields of all parameters and options that are declared for these bodies.
+
+    Each field may be null, which means absent.
+    """
+
+    def extend(cls: type[_Body]) -> type[_Body]:
+        fields = [
+            (each.body_name or name, _described(_type_of(each), each.help) | None, None)
+            for name, each in DECLARED.items()
+            if each.bodies in bodies
+        ]
+        namespace = {"__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+        made: Any = msgspec.defstruct(
+            cls.__name__, fields, bases=(cls,), namespace=namespace, module=cls.__module__, kw_only=True
+        )
+        return made  # type: ignore[no-any-return]
+
+    return extend
+
+
+def values_of(body: msgspec.Struct, declared: dict[str, Parameter]) -> dict[str, Any]:
+    """Return the values that a body gives, by their declared names. Null means absent."""
+    given = {name: getattr(body, each.body_name or name, None) for name, each in declared.items() if each.bodies}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _described(kind: Any, help: str) -> Any:
+    """Return the type with its description, which `/openapi.json` has."""
+    return Annotated[kind, Meta(description=help)]
+
+
+def _type_of(declared: Parameter) -> Any:
+    kind: Kind = declared.kind
+    match kind:
+        case Number():
+            bounds: dict[str, Any] = {"gt" if kind.excludes_least and declared.zero is None else "ge": kind.least}
+            bounds["lt" if kind.excludes_most else "le"] = MAX_TOKENS if math.isinf(kind.most) else kind.most
+            return Annotated[float, Meta(**bounds)]
+        case Count():
+            most = MAX_TOKENS if kind.most is None else kind.most
+            return Annotated[int, Meta(ge=min(kind.least, *declared.none, kind.least), le=most)]
+        case Flag():
+            return bool
+        case Text():
+            return str if kind.may_be_empty else Annotated[str, Meta(min_length=1)]
+        case OneOf():
+            return Literal.__getitem__(kind.values)
+        case Texts(required=True):
+            return Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+        case Texts():
+            return str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
+        case TokenIds():
+            return Annotated[list[TokenId], Meta(min_length=int(kind.required))]
+        case Bias():
+            return dict[str, float]  # `params` names the id of a number that is out of range
+    raise TypeError(f"no body has values of the kind {kind}")
 
 
 class Parameters(Struct, kw_only=True):

@@ -1,1 +1,0 @@
-"""Anthropic's Messages API: its bodies, and how they become requests."""

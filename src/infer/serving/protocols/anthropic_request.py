@@ -1,0 +1,343 @@
+"""Convert bodies of `/v1/messages` to messages, parameters and options of the library.
+
+Before that, blocks and tools of other programs become those that this server reads. The parts of a coding agent's
+prompt that change with each request are moved or dropped, so that prefixes are reused. Claude Code begins its system
+prompt with a billing line, in which `cch=` differs for each request. It ends the system prompt and each tool result
+with the number of tokens left in its context.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import msgspec
+
+from infer.engine.requests.ask import Ask
+from infer.engine.step.request_options import RequestOptions
+from infer.errors import InvalidRequestError
+from infer.serving.protocols.anthropic_bodies import (
+    AnyChoice,
+    AutoChoice,
+    Choice,
+    MessagesBody,
+    MessagesTool,
+    MessagesTools,
+    MessageTurn,
+    NoChoice,
+    PromptBody,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ThinkingOff,
+    ThinkingOn,
+    ToolByName,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from infer.serving.protocols.asked import make_params, refusal, seeds_of, stops_of
+from infer.serving.protocols.body_fields import Reading, refuse
+from infer.serving.protocols.chat_messages import (
+    call_of_message,
+    complete_each,
+    own_tools,
+    past_arguments,
+    placeholder,
+    text_of,
+)
+from infer.serving.server_settings import AgentPrompts
+from infer.text.toolcalls.template_formats import reasoning_of
+
+_KNOWN = ("text", "tool_use", "tool_result", "thinking")
+_EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*")
+_MOST_BUDGET = 200  # the longest budget reminder with its frame, in characters
+_BUDGET = re.compile(
+    r"(?:<system-reminder>\s{0,4})?(?P<budget><total_tokens>[^<>\n]{1,60}</total_tokens>)(?:\s{0,4}</system-reminder>)?"
+)
+
+
+@final
+class TokenBudgets:
+    """The budget reminders of one prompt, which are removed from the ends of its texts.
+
+    The newest one is appended after all messages.
+    """
+
+    def __init__(self, prompts: AgentPrompts) -> None:
+        self._is_kept = prompts == "keep"
+        self._newest: str | None = None
+
+    def taken_from(self, text: str) -> str:
+        """Return the text without a reminder at its end, and remember the reminder."""
+        if self._is_kept:
+            return text
+        begin = max(0, len(text.rstrip()) - _MOST_BUDGET)
+        for found in _BUDGET.finditer(text, begin):
+            if not text[found.end() :].strip():
+                self._newest = found["budget"]
+                return text[: found.start()].rstrip()
+        return text
+
+    def put_behind(self, messages: list[dict[str, Any]]) -> None:
+        """Append the newest reminder to the last message that the assistant did not write."""
+        if self._newest is None:
+            return
+        for message in reversed(messages):
+            if message["role"] != "assistant":
+                text = message["content"]
+                message["content"] = f"{text}\n\n{self._newest}" if text else self._newest
+                return
+
+
+def is_billing(text: str, prompts: AgentPrompts) -> bool:
+    """Return True for a system block that is only the billing line and must be dropped."""
+    return prompts == "adapt" and _BILLING.fullmatch(text.strip()) is not None
+
+
+def complete_messages(given: Any, reading: Reading) -> Any:
+    """Return the body whose messages and tools have only known kinds of blocks and tools.
+
+    Raises BodyError for an image or a file in the user's last message, unless it answers a tool's call.
+    """
+    if not isinstance(given, dict):
+        return given
+    given = dict(given)
+    if isinstance(system := given.get("system"), list):
+        given["system"] = _blocks(system, "system", reading, is_refused=False)
+    if isinstance(turns := given.get("messages"), list):
+        given["messages"] = complete_each(turns, reading, _turn)
+    if isinstance(tools := given.get("tools"), list):
+        given["tools"] = own_tools(tools, reading, "custom")  # Anthropic itself runs tools of the other kinds
+    return given
+
+
+def _turn(turn: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
+    content = turn.get("content")
+    if content is None:
+        return {**turn, "content": ""} if "content" in turn else turn
+    if not isinstance(content, list):
+        return turn
+    has_results = any(isinstance(each, dict) and each.get("type") == "tool_result" for each in content)
+    blocks = _blocks(content, f"{path}.content", reading, is_refused=is_last and not has_results)
+    return {**turn, "content": blocks}
+
+
+def _blocks(given: list[Any], path: str, reading: Reading, *, is_refused: bool) -> list[Any]:
+    found = list[Any]()
+    for index, block in enumerate(given):
+        if isinstance(block, str):
+            found.append(_text(block))
+        elif not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
+            found.append(block)
+        elif (kept := _block(block, kind, f"{path}[{index}]", reading, is_refused=is_refused)) is not None:
+            found.append(kept)
+    return found
+
+
+def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_refused: bool) -> dict[str, Any] | None:
+    """Return the block in a known kind, or None if it must be left out. Raises BodyError."""
+    match kind:
+        case "text" if block.get("text") is None and "text" in block:
+            return {**block, "text": ""}
+        case "tool_use":
+            return {**block, "input": _input(block.get("input"), f"{path}.input", reading)}
+        case "tool_result":
+            return _result(block, path, reading)
+        case "thinking" if not isinstance(block.get("thinking"), str):
+            reading.warn(f"{path} was left out: its thinking cannot be read")
+            return None
+        case "redacted_thinking":
+            reading.warn(f"{path} was left out: its thinking is encrypted for another provider")
+            return None
+    if kind in _KNOWN:
+        return block
+    if (text := _readable(block, kind)) is not None:
+        return _text(text)
+    if is_refused and block.get("source") is None and kind not in ("image", "document", "container_upload"):
+        raise refuse(f"{path} is of type {kind!r:.40}, which is not known here: leave it out", path)
+    return _text(placeholder(kind, path, reading, is_refused=is_refused))
+
+
+def _result(block: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
+    content = block.get("content")
+    if isinstance(content, list):
+        content = _blocks(content, f"{path}.content", reading, is_refused=False)
+    elif isinstance(content, dict):
+        content = msgspec.json.encode(content).decode()
+    if not content and block.get("is_error") is True:
+        content = "[error]"  # the tool returned nothing but the error flag
+    return {**block, "content": content}
+
+
+def _input(given: Any, path: str, reading: Reading) -> Any:
+    """Return the input of an earlier call as an object."""
+    return given if isinstance(given, dict) else msgspec.json.decode(past_arguments(given, path, reading))
+
+
+def _readable(block: dict[str, Any], kind: str) -> str | None:
+    """Return the text of a document or a search result if it is plain text, else None."""
+    match kind, block.get("source"):
+        case "document", {"type": "text", "data": str(text)}:
+            return _titled(block, text)
+        case "document", {"type": "content", "content": content}:
+            return _titled(block, _joined(content))
+        case "search_result", _:
+            return _titled(block, _joined(block.get("content")))
+    return None
+
+
+def _joined(content: Any) -> str | None:
+    """Return the joined texts of a list of text blocks, or None if a block is of another kind."""
+    match content:
+        case str():
+            return content
+        case [*blocks] if all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in blocks):
+            return "".join(each["text"] for each in blocks)
+    return None
+
+
+def _titled(block: dict[str, Any], text: str | None) -> str | None:
+    title = block.get("title")
+    return f"{title}\n{text}" if text is not None and isinstance(title, str) and title else text
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def ask_message(
+    body: MessagesBody, defaults: Mapping[str, Any], template: str | None, agent_prompts: AgentPrompts
+) -> Ask:
+    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
+    params = make_params(sampling_of(body), defaults, seeds_of(body.seed, 1), "messages")
+    return replace(ask_prompt(body, template, agent_prompts), params=params)
+
+
+def ask_prompt(body: PromptBody, template: str | None, agent_prompts: AgentPrompts) -> Ask:
+    """Return the prompt of a body and its options, without parameters. Raises BodyError."""
+    messages = messages_of(body.messages, body.system, agent_prompts)
+    return Ask(
+        [messages],
+        options=options_of(body, template),
+        variables=variables_of(body, messages, template),
+        prompt_name="messages",
+    )
+
+
+def options_of(body: PromptBody, template: str | None) -> RequestOptions:
+    """Return the options of a body. Raises BodyError.
+
+    A thinking budget is an upper limit, so it is ignored if the template has no reasoning.
+    """
+    budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
+    try:
+        return RequestOptions(**tool_fields(body.tools, body.tool_choice), reasoning_budget=budget)
+    except InvalidRequestError as error:
+        raise refusal(error, "messages") from error
+
+
+def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:
+    """Return the template's variables. If the assistant has the last turn, that turn is continued."""
+    found: dict[str, Any] = {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is not None and (reasoning := reasoning_of(template or "")) is not None:
+        found["reasoning_effort"] = reasoning.nearest_effort(_EFFORTS.get(effort, effort))
+    return found if body.thinking is None else found | {"enable_thinking": not isinstance(body.thinking, ThinkingOff)}
+
+
+def sampling_of(body: MessagesBody) -> dict[str, Any]:
+    given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
+    values = {name: value for name, value in given.items() if value is not None} | {"max_tokens": body.max_tokens}
+    if stops := stops_of(body.stop_sequences or ()):
+        values["stop"] = stops
+    if body.output_config is not None and body.output_config.format is not None:
+        values["json_schema"] = body.output_config.format.schema
+    return values
+
+
+def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str, Any]:
+    """Return the tools and the tool choice as fields of RequestOptions."""
+    found: dict[str, Any] = {}
+    if tools:
+        found["tools"] = [_tool(each) for each in tools]
+    match choice:
+        case AnyChoice():
+            found["tool_choice"] = "required"
+        case ToolByName(name=name):
+            found["tool_choice"] = {"type": "function", "function": {"name": name}}
+        case NoChoice():
+            found["tool_choice"] = "none"
+    if isinstance(choice, AutoChoice | AnyChoice | ToolByName) and choice.disable_parallel_tool_use:
+        found["parallel_tool_calls"] = False
+    return found
+
+
+def _tool(given: MessagesTool) -> dict[str, Any]:
+    found = {"name": given.name, "description": given.description, "parameters": given.input_schema}
+    return found | ({"strict": True} if given.strict else {})
+
+
+def budget_of(thinking: Thinking | None) -> int | None:
+    """Return the maximum number of reasoning tokens, or None if there is no limit."""
+    match thinking:
+        case ThinkingOff():
+            return 0
+        case ThinkingOn(budget_tokens=budget):
+            return budget
+    return None
+
+
+def messages_of(
+    turns: Sequence[MessageTurn], system: str | list[TextBlock] | None, prompts: AgentPrompts = "adapt"
+) -> list[dict[str, Any]]:
+    """Return messages for chat templates: the system prompt first, each tool result as its own message.
+
+    Consecutive texts of the user or the assistant become one message.
+    """
+    budgets = TokenBudgets(prompts)
+    found = list[dict[str, Any]]()
+    if system is not None:
+        blocks = [TextBlock(text=system)] if isinstance(system, str) else system
+        texts = [budgets.taken_from(each.text) for each in blocks if not is_billing(each.text, prompts)]
+        found.append({"role": "system", "content": "".join(texts)})
+    for turn in turns:
+        for message in _messages_of_turn(turn, budgets):
+            if message["role"] == "system" and not message["content"]:
+                continue
+            is_turn = message["role"] != "system" and set(message) == {"role", "content"}
+            if is_turn and found and set(found[-1]) == set(message) and found[-1]["role"] == message["role"]:
+                texts = [text for text in (found[-1]["content"], message["content"]) if text]
+                found[-1] = {"role": message["role"], "content": "\n".join(texts)}
+            else:
+                found.append(message)
+    found = found or [{"role": "user", "content": ""}]
+    budgets.put_behind(found)
+    return found
+
+
+def _messages_of_turn(turn: MessageTurn, budgets: TokenBudgets) -> list[dict[str, Any]]:
+    if turn.role == "assistant":
+        return [_answer(turn)]
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": budgets.taken_from(turn.content)}]
+    found = [
+        {"role": "tool", "tool_call_id": each.tool_use_id, "content": budgets.taken_from(text_of(each.content))}
+        for each in turn.content
+        if isinstance(each, ToolResultBlock)
+    ]
+    text = "".join(budgets.taken_from(each.text) for each in turn.content if isinstance(each, TextBlock))
+    return found if found and not text else [*found, {"role": turn.role, "content": text}]
+
+
+def _answer(turn: MessageTurn) -> dict[str, Any]:
+    """Return an earlier answer of the assistant as a message."""
+    if isinstance(turn.content, str):
+        return {"role": "assistant", "content": turn.content}
+    texts = [each for each in turn.content if isinstance(each, TextBlock)]
+    message: dict[str, Any] = {"role": "assistant", "content": text_of(texts)}
+    if thoughts := [each.thinking for each in turn.content if isinstance(each, ThinkingBlock)]:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls := [each for each in turn.content if isinstance(each, ToolUseBlock)]:
+        message["tool_calls"] = [call_of_message(each.id, each.name, each.input) for each in calls]
+    return message

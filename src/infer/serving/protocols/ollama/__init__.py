@@ -1,1 +1,0 @@
-"""Ollama's API: its bodies, and how they become bodies of OpenAI's routes."""

@@ -1,1 +1,0 @@
-"""OpenAI's Responses API: how older turns and bodies become requests."""

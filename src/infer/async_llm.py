@@ -40,7 +40,6 @@ from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.outputs import Classification, GenerationResult, RankedDocument, SampleTrace, TokenLogprob
 from infer.sampling_params import SamplingParams
-from infer.text.grammar.grammar import grammar_of
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -167,8 +166,7 @@ class AsyncLLM:
             ' Paris'
             '.'
         """
-        ask = Ask.of(prompt, params, options, keywords)
-        return self.host.answers.stream(partial(self.host.requests.sequence, ask))
+        return self._stream(Ask.of(prompt, params, options, keywords))
 
     async def chat(
         self,
@@ -205,8 +203,7 @@ class AsyncLLM:
             >>> "".join([piece.text async for piece in stream])
             'The capital of France is Paris.'
         """
-        ask = Ask.of(messages, params, options, keywords, has_variables=True)
-        return self.host.answers.stream(partial(self.host.requests.sequence, ask))
+        return self._stream(Ask.of(messages, params, options, keywords, has_variables=True))
 
     async def choices(
         self,
@@ -240,9 +237,9 @@ class AsyncLLM:
         if not params:
             raise InvalidRequestError("params must have the sampling of at least one answer")
         answers, options = self.host.answers, options or RequestOptions()
-        asked = partial(self.host.requests.sequences, Ask([prompt], params, options, variables=variables), 0)
-        is_constrained = bool(options.tools) or any(grammar_of(each) for each in params)
-        sequences = await answers.prepare(asked, is_constrained=is_constrained)
+        ask = Ask([prompt], params, options, variables=variables)
+        asked = partial(self.host.requests.sequences, ask, 0)
+        sequences = await answers.prepare(asked, is_constrained=ask.is_constrained)
         return [answers.stream(sequence) for sequence in sequences]
 
     @_as_in(LLM.prompt_logprobs)
@@ -364,7 +361,7 @@ class AsyncLLM:
         host, ask = self.host, Ask.of(prompt, params, options, keywords)
         check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)
         check_traceable(host)
-        stream = host.answers.stream(partial(host.requests.sequence, ask))
+        stream = self._stream(ask)
         result, request = await stream.result(), stream.sequence.request
         first = 1 + len(ask.options.answer_prefix)
         traces = await self.trace_answer(request, result.token_ids, first=first, num_candidates=num_candidates)
@@ -400,6 +397,10 @@ class AsyncLLM:
             host, request, answer, first=first, last=last, num_candidates=num_candidates, is_given=is_given
         )
         return await host.answers.call(work)
+
+    def _stream(self, ask: Ask) -> AsyncStream:
+        asked = partial(self.host.requests.sequence, ask)
+        return self.host.answers.stream(asked, is_constrained=ask.is_constrained)
 
     async def _run(self, task: TextTask[Result]) -> Result:
         """Return the result of a task. The caller's caller is warned if texts were cut."""

@@ -18,6 +18,7 @@ import pytest
 from idle import in_event_loop
 from infer import LLM, AsyncLLM, AsyncStream, InvalidRequestError, SamplingParams
 from infer.engine.requests.answer import Relay
+from infer.engine.requests.async_answers import NUM_PREPARING
 from infer.engine.requests.request_maker import RequestMaker
 from infer.errors import ClosedError
 from infer.outputs import GenerationResult, Piece
@@ -297,6 +298,25 @@ async def test_closing_a_stream_from_another_task_ends_its_reader(llm: LLM, step
     await asyncio.gather(*closing)
     assert cancels_reader or len(await reader) < 119
     assert stream.sequence.has_ended
+
+
+@in_event_loop
+async def test_slow_schemas_do_not_delay_a_plain_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_compile, constrained = threading.Event(), RequestMaker._constrained
+
+    def wait_for_schema(maker: RequestMaker, grammar: object, form: object) -> object:
+        assert grammar is None or may_compile.wait(60)
+        return constrained(maker, grammar, form)
+
+    monkeypatch.setattr(RequestMaker, "_constrained", wait_for_schema)
+    model = AsyncLLM(llm)
+    slow = [
+        asyncio.create_task(model.generate("hello", replace(SHORT, regex="[ab]*"))) for _ in range(2 * NUM_PREPARING)
+    ]
+    await asyncio.sleep(0)
+    await model.generate("hello", SHORT)
+    may_compile.set()
+    await asyncio.gather(*slow)
 
 
 @in_event_loop

@@ -6,7 +6,8 @@ from typing import Any, Self, final
 
 from infer.compute.sampling.keywords import Params
 from infer.engine.step.request_options import RequestOptions, split_options
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import CONSTRAINTS, SamplingParams
+from infer.text.grammar.grammar import grammar_of
 
 
 @final
@@ -31,6 +32,13 @@ class Ask:
     respell: Callable[[list[int]], list[int]] | None = None
     prompt_name: str = "prompt"  # of the body's field
     is_answered: bool = True
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if a grammar or tools may constrain an answer, which takes time to prepare."""
+        params = [each for each in (*self.params, self.given) if isinstance(each, SamplingParams)]
+        names = {*self.sampling, *(self.given if isinstance(self.given, Mapping) else ())}
+        return bool(self.options.tools) or any(map(grammar_of, params)) or not names.isdisjoint(CONSTRAINTS)
 
     @classmethod
     def of(

@@ -68,13 +68,13 @@ class AsyncAnswers:
         """Return `function(*arguments)`, called on the loop's thread between two steps."""
         return await self.call(once(function, *arguments))
 
-    def stream(self, prepare: Callable[[Check], Sequence] | Sequence) -> AsyncStream:
+    def stream(self, prepare: Callable[[Check], Sequence] | Sequence, *, is_constrained: bool = False) -> AsyncStream:
         """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""
         if isinstance(prepare, Sequence):
             return AsyncStream(self._open(prepare))
 
         async def prepared() -> Answer:
-            return self._open(await self.prepare(prepare))
+            return self._open(await self.prepare(prepare, is_constrained=is_constrained))
 
         return AsyncStream(prepared)
 

@@ -59,4 +59,4 @@ def in_threads(calls: Iterable[Callable[[], object]]) -> None:
 
 def open_stream(loop: Loop, sequence: Sequence, lease: Lease | None = None, on_prefill: Any = None) -> Stream:
     """Return a stream of a sequence, which is submitted when it is first read."""
-    return Stream(Answer(loop, sequence, lease=lease, shows_prefill=on_prefill is not None), on_prefill)
+    return Stream(Answer(loop, sequence, lease=lease), on_prefill)

@@ -144,14 +144,14 @@ class Answer:
         lease: Lease | None = None,
         on_end: Callable[[], None] = lambda: None,
         only_end: bool = False,
-        shows_prefill: bool = False,
     ) -> None:
         """Begin without pieces. Several answers with the same reader may share `waiters`."""
         self.loop, self.sequence, self.lease, self.only_end = loop, sequence, lease, only_end
         self.num_put = self.num_taken = self.num_prefilled = 0
         self.has_ended = self.is_dropped = self.is_paused = self.is_settled = False
         self._failure: BaseException | None = None
-        self._on_end, self._shows_prefill = on_end, shows_prefill
+        self.shows_prefill = False  # True if the reader is woken when tokens of the prompt are computed
+        self._on_end = on_end
         self._unread = deque[Piece]()
         self._waiters = waiters or Waiters()
         self.relay = self._waiters.relay  # wakes the reader, if that is a task
@@ -167,7 +167,7 @@ class Answer:
         self._unread.extend(pieces)
         self.num_put += len(pieces)
         has_news = bool(pieces) and not self.only_end
-        if self._shows_prefill and sequence.num_computed > self.num_prefilled:
+        if self.shows_prefill and sequence.num_computed > self.num_prefilled:
             self.num_prefilled, has_news = sequence.num_computed, True
         if sequence.has_ended:
             self.has_ended = True

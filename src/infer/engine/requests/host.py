@@ -206,8 +206,7 @@ class Host:
     ) -> Stream:
         """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
         check_callback("on_prefill", on_prefill)
-        shows_prefill = on_prefill is not None
-        return Stream(Answer(self.loop, sequence, lease=lease, on_end=on_end, shows_prefill=shows_prefill), on_prefill)
+        return Stream(Answer(self.loop, sequence, lease=lease, on_end=on_end), on_prefill)
 
     def limit(self, max_running: int, gap_seconds: float) -> None:
         """Set `Engine.limit` before the next step. Does not wait."""

@@ -33,6 +33,7 @@ class Stream(Iterator[Piece]):
 
     def __init__(self, answer: Answer, on_prefill: OnPrefill | None = None) -> None:
         self.answer, self._on_prefill = answer, on_prefill
+        answer.shows_prefill = on_prefill is not None
         self._num_shown = 0  # tokens of the prompt that `on_prefill` knows of
         self._entering = threading.RLock()
         self._reader: object | None = None  # the call that is reading
@@ -154,18 +155,18 @@ class Stream(Iterator[Piece]):
             answer.begin()
         while (pieces := answer.take(1)) is None:
             answer.wait(self._num_shown)
-            self._show_prefill()
+            if self._on_prefill is not None:
+                self._show_prefill(self._on_prefill)
         if not pieces:
             raise StopIteration
         return pieces[0]
 
-    def _show_prefill(self) -> None:
-        sequence, num_prefilled = self.answer.sequence, self.answer.num_prefilled
-        if self._on_prefill is None or num_prefilled <= self._num_shown:
-            return
-        self._num_shown = num_prefilled
-        if num_prefilled < sequence.num_prompt_tokens:
-            self._on_prefill(num_prefilled, sequence.num_prompt_tokens)
+    def _show_prefill(self, on_prefill: OnPrefill) -> None:
+        num_prompt_tokens, num_prefilled = self.answer.sequence.num_prompt_tokens, self.answer.num_prefilled
+        if num_prefilled > self._num_shown:
+            self._num_shown = num_prefilled
+            if num_prefilled < num_prompt_tokens:
+                on_prefill(num_prefilled, num_prompt_tokens)
 
 
 @final

@@ -137,7 +137,7 @@ def test_the_time_of_a_step_with_prompts_is_that_which_was_set_last() -> None:
     """A token of a prompt takes a millisecond, and so does a sequence, and a step."""
     scheduler, prompt = Scheduler(HOST_STEP), Demand(8000, entry=1)
     scheduler.costs.learn(StepWork(1, 1, 0), 2e-3)
-    scheduler.costs._costs = Costs(1e-3, 1e-3, 1e-3, 0.0)
+    scheduler.costs.costs = Costs(1e-3, 1e-3, 1e-3, 0.0)
     assert plan_of(scheduler, [prompt], 512).num_tokens == [512]
     found = list[int]()
     for seconds in (0.05, 0.1, 0.2, inf):
@@ -168,7 +168,7 @@ ALL = [LOUD, LOUD, LOUD, QUIET]
 def make_shares() -> StepShares:
     """Return shares. A step takes 1 ms, and 1 ms per sequence: 5 ms for all four, 2 ms for only the quiet tenant."""
     costs = StepCosts()
-    costs._costs = Costs(1e-3, 1e-3, 0.0, 0.0)
+    costs.costs = Costs(1e-3, 1e-3, 0.0, 0.0)
     return StepShares(costs, lambda tenant: 1.0)
 
 

@@ -200,7 +200,7 @@ def test_a_prompt_whose_tokens_cost_their_positions_alone_keeps_to_the_time_too(
     """Late in a prompt all steps are alike, so their whole cost may be ascribed to the positions."""
     scheduler = Scheduler(HOST_STEP)
     scheduler.costs.learn(StepWork(1, 1, 0), 0.01)
-    scheduler.costs._costs = Costs(0.01, 0.0, 0.0, 1e-3)
+    scheduler.costs.costs = Costs(0.01, 0.0, 0.0, 1e-3)
     streams = [Demand(1, is_streamed=True, entry=number) for number in range(3)]
     assert plan_of(scheduler, [*streams, Demand(500, num_computed=7500, entry=9)], 512).num_tokens[3] <= 8
 

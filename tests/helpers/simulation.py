@@ -131,7 +131,7 @@ def most_work_before(queue: Queue[Request], one: Request, waiting: Items[Request
     """
     tenants, own = queue.tenants, queue.work_of(one)
     before = (each for each in waiting if each.tenant == one.tenant and rank_of(each) <= rank_of(one))
-    ahead, accounts = sum(map(queue.work_of, before)) - own, tenants._accounts
+    ahead, accounts = sum(map(queue.work_of, before)) - own, tenants.accounts
     least, reached = tenants._least_active(), accounts[one.tenant] + ahead / tenants.weight(one.tenant)
     others = {*accounts, *tenants._weights} - {one.tenant}
     gaps = [max(0.0, reached - max(accounts.get(tenant, least), least)) for tenant in others]

@@ -17,9 +17,8 @@ from functools import partial
 from typing import TypeVar, final
 
 from infer.compute.operands.limits import STATE_TOKENS
-from infer.compute.operands.step import Interrupt, Masks
+from infer.compute.operands.step import Interrupt
 from infer.compute.ops import PendingStep
-from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
@@ -27,12 +26,12 @@ from infer.engine.speculation.drafter import Drafter
 from infer.engine.step.fairness import Queue
 from infer.engine.step.faults import Faults, make_probe
 from infer.engine.step.grammar_masks import MaskFiller
-from infer.engine.step.scheduler import Plan, Scheduler, StepPart, StepShares
+from infer.engine.step.scheduler import Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
 from infer.engine.step.step_costs import context_of
-from infer.engine.step.steps import Drafting, LaunchedStep, Steps, Work
+from infer.engine.step.steps import Drafting, LaunchedStep, Steps
 from infer.errors import InferError, OutOfPagesError, closed
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
@@ -356,40 +355,26 @@ class Engine:
                 self._prefix_ends.look(sequence)
 
     def _run(self, active: list[Sequence], behind: LaunchedStep | None) -> LaunchedStep | None:
-        """Plan a step of these sequences and launch it."""
-        started = time.perf_counter()
-        slots = self._slots
+        """Plan a step of these sequences and launch it, or run a multi-step."""
+        started, slots, pending = time.perf_counter(), self._slots, None
         plan, works = (self._steps.plan if behind is None else self._steps.plan_behind)(slots, active)
         if not works:
             return None
+        runner, history, chunks = slots.runner, slots.params.history, [chunk for _, chunk in works]
         columns = slots.params.select([sequence for sequence, _ in works])
-        if behind is not None and not slots.runner.takes([chunk for _, chunk in works], columns):
+        if behind is not None and not runner.takes(chunks, columns):
             return None
         parts = list[StepPart]()
         if self._shares.is_shared:
             parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         masks = self._filler.start(works)
-        pending, is_multi_step = self._sample(slots, plan, works, columns, masks, behind)
+        if plan.num_steps > 1:
+            stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
+            generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)
+            pending = PendingStep.ended(generated) if generated.ends else None
+        is_multi_step = pending is not None
+        if pending is None:
+            pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
         return LaunchedStep(plan, works, pending, masks, parts, started, is_multi_step, behind is not None)
-
-    def _sample(
-        self,
-        slots: Slots,
-        plan: Plan,
-        works: Items[Work],
-        columns: SamplingColumns,
-        masks: Masks | None,
-        behind: LaunchedStep | None,
-    ) -> tuple[PendingStep, bool]:
-        """Launch a step, or run a multi-step. Return it, and whether it is a multi-step."""
-        chunks, history, runner = [work.chunk for work in works], slots.params.history, slots.runner
-        if plan.num_steps > 1:
-            stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
-            interrupt = self._interrupt
-            generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, interrupt)
-            if generated.ends:
-                return PendingStep.ended(generated), True
-        before = None if behind is None else behind.pending
-        return runner.launch(chunks, columns, history, masks, before), False

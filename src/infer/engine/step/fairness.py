@@ -154,18 +154,14 @@ class Tenants:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
-        self._accounts: dict[str, float] = {}
+        self.accounts: dict[str, float] = {}
         self._num_active: dict[str, int] = {}  # waiting and running sequences
-
-    @property
-    def accounts(self) -> Mapping[str, float]:
-        return self._accounts
 
     def come(self, tenant: str) -> None:
         """Add a sequence of a tenant."""
         if not self._num_active.get(tenant):
             least = self._least_active()
-            self._accounts[tenant] = max(self._accounts.get(tenant, least), least)
+            self.accounts[tenant] = max(self.accounts.get(tenant, least), least)
         self._num_active[tenant] = self._num_active.get(tenant, 0) + 1
 
     def go(self, tenant: str) -> None:
@@ -174,24 +170,24 @@ class Tenants:
         if not self._num_active[tenant]:
             del self._num_active[tenant]
             least = self._least_active()
-            self._accounts = {
-                name: account for name, account in self._accounts.items() if name in self._num_active or account > least
+            self.accounts = {
+                name: account for name, account in self.accounts.items() if name in self._num_active or account > least
             }
 
     def charge(self, tenant: str, work: int) -> None:
         """Charge a tenant for `work`. A negative value refunds work that a sequence was charged for and did not use."""
-        if tenant in self._accounts:
-            self._accounts[tenant] += work / self.weight(tenant)
+        if tenant in self.accounts:
+            self.accounts[tenant] += work / self.weight(tenant)
 
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
     def is_owed(self, tenant: str, others: Iterable[str]) -> bool:
         """Return True if the tenant has had at most as much work as each of the others."""
-        return all(self._accounts[tenant] <= self._accounts[other] for other in others)
+        return all(self.accounts[tenant] <= self.accounts[other] for other in others)
 
     def _least_active(self) -> float:
-        return min((self._accounts[tenant] for tenant in self._num_active), default=0.0)
+        return min((self.accounts[tenant] for tenant in self._num_active), default=0.0)
 
 
 @final

@@ -220,12 +220,10 @@ class Scheduler:
 
     def _seconds_beside(self, others: StepWork, is_streamed: bool) -> float:
         """Return the seconds for tokens of prompts in a step that also computes `others`."""
-        seconds = min(self._prompt_seconds, self._stream_seconds()) if is_streamed else self._prompt_seconds
+        seconds, gap = self._prompt_seconds, self.gap_seconds
+        if is_streamed:
+            seconds = min(seconds, max(min(LEAST_GAP_SECONDS, gap), gap * self.costs.low_ratio))
         return seconds - self.costs.predict(others)
-
-    def _stream_seconds(self) -> float:
-        """Return the planned seconds of a step with prompts while others stream."""
-        return max(min(LEAST_GAP_SECONDS, self.gap_seconds), self.gap_seconds * self.costs.low_ratio)
 
     def _shares(
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
@@ -239,7 +237,7 @@ class Scheduler:
         start, num_pending = demands[oldest].num_computed, demands[oldest].num_schedulable
         kept = self._fitting(start, num_pending, num_tokens // 4, seconds / 4)
         shares, is_first = {oldest: kept}, True
-        num_tokens, seconds = num_tokens - kept, seconds - self._seconds_of(start, kept)
+        num_tokens, seconds = num_tokens - kept, seconds - self.costs.predict_further(kept, context_of(kept, start))
         for index in shortest:
             start, num_pending = demands[index].num_computed, demands[index].num_schedulable
             if index == oldest:
@@ -249,7 +247,8 @@ class Scheduler:
                 least = self._fitting(start, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS / 2)
                 count, is_first = min(num_tokens, max(least, count)), False
             shares[index] = shares.get(index, 0) + count
-            num_tokens, seconds = num_tokens - count, seconds - self._seconds_of(start, count)
+            num_tokens -= count
+            seconds -= self.costs.predict_further(count, context_of(count, start))
         if not any(shares.values()):
             shares[shortest[0]] = min(num_tokens, 1)
         return [(index, self._up_to_checkpoint(demands[index], count)) for index, count in shares.items()]
@@ -271,9 +270,6 @@ class Scheduler:
         """Return how many tokens of a prompt, from position `start`, fit into this many tokens and seconds."""
         most = min(num_pending, num_tokens)
         return most if seconds == inf else min(most, self.costs.tokens_in(seconds, start))
-
-    def _seconds_of(self, start: int, num_tokens: int) -> float:
-        return self.costs.predict_further(num_tokens, context_of(num_tokens, start))
 
 
 def _num_steps(demands: Sequence[Demand], longest: int) -> int:
@@ -317,12 +313,8 @@ class StepShares:
         self._costs, self._weight = costs, weight
         self._owed: dict[str, float] = {}  # seconds, per tenant with work
         self._last: dict[str, float] = {}  # seconds of the last step in which each took part
-        self._most_steps: int | None = None
-
-    @property
-    def most_steps(self) -> int | None:
-        """Number of steps that the chosen tenants may run before the others run again. None means no limit."""
-        return self._most_steps
+        # Number of steps that the chosen tenants may run before the others run again. None means no limit.
+        self.most_steps: int | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -340,10 +332,10 @@ class StepShares:
         self._owed = {tenant: self._owed.get(tenant, 0.0) for tenant in costs} if len(costs) > 1 else {}
         behind = {tenant: owed / costs[tenant] for tenant, owed in self._owed.items() if costs[tenant] > 0}
         behind = {tenant: num_steps for tenant, num_steps in behind.items() if num_steps >= 1}
-        self._most_steps = None
+        self.most_steps = None
         if 0 < len(behind) < len(costs):  # a step earns only a part of its cost
             rates = self._rates(costs)
-            self._most_steps = min(1 + int((behind[tenant] - 1) / (1 - rates[tenant])) for tenant in behind)
+            self.most_steps = min(1 + int((behind[tenant] - 1) / (1 - rates[tenant])) for tenant in behind)
         return behind.keys() or costs.keys()
 
     def computed(self, parts: Collection[StepPart], num_steps: int, seconds: float) -> None:

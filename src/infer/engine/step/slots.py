@@ -25,23 +25,20 @@ class SlotParams:
     """Columns and history, for the engine only. Both are created when a sequence first needs them."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner: Runner | None = runner
+        self._runner = runner
         self._columns: SamplingColumns | None = None
         self.history: History | None = None
-        self._stale: list[Sequence] = []  # sequences whose history contains dropped tokens
 
     def write(self, sequence: Sequence) -> None:
         """Write the parameters of a sequence that has got its slot."""
         request, runner = sequence.request, self._runner
-        assert runner is not None
         if self._columns is None:
             sizes, end_ids = (runner.num_slots, request.vocab_size), request.tokenizer.eos_token_ids
             self._columns = SamplingColumns(*sizes, end_ids=end_ids, device=runner.model.device)
         self._columns.write(sequence.slot, sequence.params, sequence.num_prompt_tokens)
-        if uses_history(sequence.params):
-            if self.history is None:
-                self.history = runner.make_history(request.vocab_size)
-            self._begin_history(self.history, sequence)
+        if self.history is None and uses_history(sequence.params):
+            self.history = runner.make_history(request.vocab_size)
+        self.renew(sequence)
 
     def select(self, sequences: Items[Sequence]) -> SamplingColumns:
         """Return the columns for a step of these sequences."""
@@ -54,23 +51,10 @@ class SlotParams:
         if token_ids and self.history is not None and uses_history(sequence.params):
             self.history.extend(sequence.slot, token_ids)
 
-    def mark_stale(self, sequence: Sequence) -> None:
-        """Note that sampled tokens of a sequence were dropped. `renew` then rebuilds its history."""
-        self._stale.append(sequence)
-
-    def renew(self) -> None:
-        for sequence in self._stale:
-            if self.history is not None and uses_history(sequence.params):
-                self._begin_history(self.history, sequence)
-        self._stale.clear()
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self._columns = self.history = self._runner = None
-        self._stale.clear()
-
-    def _begin_history(self, history: History, sequence: Sequence) -> None:
-        history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
+    def renew(self, sequence: Sequence) -> None:
+        """Begin the history of a sequence again, if it needs one, because sampled tokens were dropped."""
+        if self.history is not None and uses_history(sequence.params):
+            self.history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
 
 
 @final
@@ -83,7 +67,7 @@ class Slots:
 
     def __init__(self, runner: Runner, queue: Queue[Sequence], release: Callable[[int], None]) -> None:
         """Begin with free slots. `release` is called with each slot that a sequence loses."""
-        self.runner, self._queue, self._release = runner, queue, release
+        self.runner, self.queue, self._release = runner, queue, release
         self.params, self._pages_of = SlotParams(runner), lru_cache(4096)(runner.pages_of)
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
@@ -94,11 +78,6 @@ class Slots:
     def sequences(self) -> Iterable[Sequence]:
         return self._sequence_by_slot.values()
 
-    @property
-    def has_waiting(self) -> bool:
-        """True if a sequence waits for a slot."""
-        return self._queue.has_waiting
-
     # Admission
 
     def admit(self, max_running: int) -> Iterator[Sequence]:
@@ -108,25 +87,25 @@ class Slots:
         enter that may pass the others. If another sequence is reading the beginning of a prompt, the prompt waits, and
         then finds that beginning in the cache.
         """
-        if not self._queue.has_waiting:
+        if not self.queue.has_waiting:
             return
         running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
         held_back, now = set[Sequence](), time.perf_counter()
         while len(held_back) <= max_running:  # comparing more sequences takes too long
-            is_full = len(running) >= max_running - self._queue.num_kept(running, now, max_running)
-            sequence = self._queue.next(running, blocked, held_back, is_full=is_full)
+            is_full = len(running) >= max_running - self.queue.num_kept(running, now, max_running)
+            sequence = self.queue.next(running, blocked, held_back, is_full=is_full)
             if sequence is None:
                 return
             if self._is_being_read(sequence, running):
                 held_back.add(sequence)
             elif (givers := self._givers(sequence, running, max_running)) is not None:
                 for giver in givers:
-                    self._queue.gave(giver, sequence)
+                    self.queue.gave(giver, sequence)
                     self.preempt(giver)
                 sequence.timer.begin()
                 if not self.enter(sequence):
                     return
-                self._queue.pass_by(sequence, blocked)
+                self.queue.pass_by(sequence, blocked)
                 yield sequence
                 running = [each for each in running if each not in givers] + [sequence]
             elif is_full:
@@ -177,7 +156,7 @@ class Slots:
             num_matched = runner.num_matched
         self._sequence_by_slot[slot] = sequence
         sequence.enter(slot, num_computed, num_dropped, num_matched)
-        self._queue.enter(sequence)
+        self.queue.enter(sequence)
         self.params.write(sequence)
         return True
 
@@ -189,7 +168,7 @@ class Slots:
             return self.size(each, max_running)
 
         while len(running) >= max_running or not self._has_pages_for(sequence, givers):
-            giver = self._queue.giver_for(sequence, running, size)
+            giver = self.queue.giver_for(sequence, running, size)
             if giver is None:
                 return None
             givers.append(giver)
@@ -198,7 +177,7 @@ class Slots:
 
     def size(self, sequence: Sequence, max_running: int) -> float:
         """Return the share of the slots that a sequence uses, or of the pages if that is more."""
-        needed = self._pages_of(sequence.num_tokens + self._queue.expected_room(sequence))
+        needed = self._pages_of(sequence.num_tokens + self.queue.expected_room(sequence))
         shares = (pages / most for pages, most in zip(needed, self.runner.pool_pages, strict=True) if most)
         return max(1 / max_running, *shares)
 
@@ -215,11 +194,11 @@ class Slots:
         for slot, length in enumerate(self.runner.lengths):
             other = self._sequence_by_slot.get(slot)
             if other is not None and other not in givers:
-                expected = pages_of(other.num_tokens + self._queue.expected_room(other))
+                expected = pages_of(other.num_tokens + self.queue.expected_room(other))
                 growths.append(list(map(sub, expected, pages_of(length))))
             elif length:  # the row of an idle lease or a giver
                 growths.append(list(map(neg, pages_of(length))))
-        needed = pages_of(sequence.num_tokens + self._queue.expected_room(sequence))
+        needed = pages_of(sequence.num_tokens + self.queue.expected_room(sequence))
         return has_pages(self.runner.free_pages, growths, needed)
 
     def leave(self, sequence: Sequence) -> None:
@@ -252,7 +231,7 @@ class Slots:
             lease.lose()
         sequence.restart()
         if not sequence.is_paused:
-            self._queue.wait(sequence)
+            self.queue.wait(sequence)
 
     def preempt_one(self) -> bool:
         """Preempt one of the running sequences. Return False if there is none."""
@@ -262,7 +241,7 @@ class Slots:
         return bool(running)
 
     def _victim(self) -> Sequence | None:
-        return self._queue.victim_of(list(self.sequences), lambda each: self.size(each, self.runner.num_slots))
+        return self.queue.victim_of(list(self.sequences), lambda each: self.size(each, self.runner.num_slots))
 
     def _preempt_for_pages(self, sequence: Sequence) -> None:
         self._is_full = True

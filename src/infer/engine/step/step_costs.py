@@ -91,30 +91,17 @@ class _Sums:
 class StepCosts:
     def __init__(self) -> None:
         self._single, self._further = _Sums(), _Sums()  # steps without further tokens, and steps with some
-        self._costs = Costs(0.0, 0.0, 0.0, 0.0)
+        self.costs = Costs(0.0, 0.0, 0.0, 0.0)
         self._pace = 0.0  # logarithm of a factor
         self._was_held_up = False
         self.num_steps = 0
-        self._ratios = deque[float](maxlen=NUM_RATIOS)
+        self.ratios = deque[float](maxlen=NUM_RATIOS)  # predicted time divided by measured time, of the last steps
         self.by_kind = defaultdict[StepKind, StepTimes](StepTimes)  # times of exact sizes, for drafts
-
-    @property
-    def is_known(self) -> bool:
-        return self.num_steps > 0
-
-    @property
-    def costs(self) -> Costs:
-        return self._costs
-
-    @property
-    def ratios(self) -> Sequence[float]:
-        """Predicted time divided by measured time, of the last steps."""
-        return self._ratios
 
     @property
     def low_ratio(self) -> float:
         """Ratio r, at most 1: 98 of the last 100 steps took at most their predicted time divided by r."""
-        return min(1.0, percentile(self._ratios, 2.0)) if len(self._ratios) >= _ENOUGH_RATIOS else _USUAL_LOW_RATIO
+        return min(1.0, percentile(self.ratios, 2.0)) if len(self.ratios) >= _ENOUGH_RATIOS else _USUAL_LOW_RATIO
 
     def predict(self, work: StepWork) -> float:
         """Return the seconds of a step with this work. They are 0 before the first step."""
@@ -126,7 +113,7 @@ class StepCosts:
 
     def tokens_in(self, seconds: float, start: int) -> int:
         """Return how many further tokens of a chunk that begins after `start` positions fit into these seconds."""
-        scale = exp(-self._pace) if self.is_known else 0.0
+        scale = exp(-self._pace) if self.num_steps else 0.0
         once, more = self.costs.per_token + self.costs.per_context * start / _CONTEXT, self.costs.per_context / _CONTEXT
         budget = seconds * scale
         if budget <= 0 or once + more <= 0:
@@ -138,19 +125,19 @@ class StepCosts:
         """Learn that a step took these seconds. For a multi-step, this is the mean of its steps."""
         if not (seconds > 0 and isfinite(seconds)):
             return
-        predicted = self.predict(work)
+        predicted, features = self.predict(work), work.features
         if predicted > 0:
-            self._ratios.append(predicted / seconds)
+            self.ratios.append(predicted / seconds)
             self._was_held_up = seconds > MAX_SURPRISE * predicted and not self._was_held_up
             if self._was_held_up:
                 return
         self.num_steps += 1
         sums = self._further if work.num_tokens > work.num_sequences else self._single
-        sums.add([feature / seconds for feature in work.features])
+        sums.add([feature / seconds for feature in features])
         is_off = abs(seconds - predicted) > _OFF * seconds
         if is_off or self.num_steps % _SOLVED_EVERY == 0:
-            self._costs = self._solve()
-        if (steady := _sum(self._costs, work.features)) > 0:
+            self.costs = self._solve()
+        if (steady := _sum(self.costs, features)) > 0:
             error = log(seconds / steady) - self._pace
             self._pace += _PACE_GAIN * max(-_MAX_CHANGE, min(error, _MAX_CHANGE))
 
@@ -165,7 +152,7 @@ class StepCosts:
             for place, index in enumerate(used):
                 weight = _PRIORS[index] * (matrix[place][place] or 1.0)
                 matrix[place][place] += weight
-                target[place] += weight * self._costs[index]
+                target[place] += weight * self.costs[index]
             found = _solved(matrix, target)
             if min(found) >= 0:
                 costs = dict(zip(used, found, strict=True))

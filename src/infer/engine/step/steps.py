@@ -20,7 +20,7 @@ from infer.engine.speculation.policy import DraftPolicy, StepTimes
 from infer.engine.step.grammar_masks import MaskFiller
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence
-from infer.engine.step.slots import SlotParams, Slots
+from infer.engine.step.slots import Slots
 from infer.engine.step.step_costs import StepKind
 from infer.errors import OutOfPagesError
 
@@ -246,7 +246,7 @@ class Steps:
             self._scheduler.step_tokens([sequence.request.options.prefill_chunk for sequence in active]),
             max_steps,
             steps_to_draft=[] if times is None else self._drafting.steps_to_draft(active, times),
-            others_wait=slots.has_waiting or bool(self._resting),
+            others_wait=slots.queue.has_waiting or bool(self._resting),
             others_stream=any(each.is_streamed and each.num_pending == 1 for each in self._resting),
         )
         return plan, [
@@ -269,7 +269,7 @@ class Steps:
     def settle(self, launched: LaunchedStep, slots: Slots, filler: MaskFiller) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
         works, parts, counted = launched.works, launched.parts, [work.counts for work in launched.works]
-        generated, held_up = _wait(launched, slots.params, filler)
+        generated, held_up, cut = _wait(launched, filler)
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
         self._learn(launched.plan, works, num_steps, clock, held_up)
@@ -290,7 +290,8 @@ class Steps:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
         if parts:
             self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
-        slots.params.renew()
+        for row in cut:
+            slots.params.renew(works[row].sequence)
         self._drafting.observe([sequence for sequence, chunk in compress(works, counted) if chunk.has_logits])
         if runner.compresses_prompts and not is_kept:
             for sequence, _ in compress(works, counted):
@@ -315,23 +316,20 @@ class Steps:
         self._scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
 
 
-def _wait(launched: LaunchedStep, params: SlotParams, filler: MaskFiller) -> tuple[Generated, float]:
-    """Wait for a step, and return its tokens and the seconds for which it waited for grammars."""
+def _wait(launched: LaunchedStep, filler: MaskFiller) -> tuple[Generated, float, Items[int]]:
+    """Wait for a step. Return its tokens, the seconds for which it waited for grammars, and the rows that were cut.
+
+    A row of a multi-step is cut if its grammar ended, forced a token, or failed before the last step.
+    """
     generated, masks = launched.pending.wait(), launched.masks
     if masks is None:
-        return generated, 0.0
+        return generated, 0.0, ()
     masks.wait()
-    if launched.is_multi_step:
-        _cut(launched, generated, params, filler)
-    return generated, filler.held_up(generated.ends)
-
-
-def _cut(launched: LaunchedStep, generated: Generated, params: SlotParams, filler: MaskFiller) -> None:
-    """Discard tokens that a multi-step sampled after a sequence's grammar ended, forced a token, or failed."""
-    for row, count in filler.num_counted.items():
-        if count < len(generated.token_ids[row]):
-            del generated.token_ids[row][count:], generated.logprobs[row][count:]
-            params.mark_stale(launched.works[row].sequence)
+    counted = filler.num_counted if launched.is_multi_step else {}
+    cut = [row for row, count in counted.items() if count < len(generated.token_ids[row])]
+    for row in cut:
+        del generated.token_ids[row][counted[row] :], generated.logprobs[row][counted[row] :]
+    return generated, filler.held_up(generated.ends), cut
 
 
 def _remember(runner: Runner, sequence: Sequence) -> None:

@@ -124,12 +124,12 @@ class CapturedForward(Captured):
         torch slow.
         """
         tokens, positions, rows, logit_indices = columns = [list[Any]() for _ in range(4)]
-        for chunk, start in zip(chunks, starts, strict=True):
-            count = len(chunk.token_ids)
-            tokens += chunk.token_ids
+        for (slot, token_ids, num_drafts, has_logits), start in zip(chunks, starts, strict=True):
+            count = len(token_ids)
+            tokens += token_ids
             positions += range(start, start + count)
-            rows += [chunk.slot] * count
-            logit_indices += range(len(tokens) - chunk.num_logits, len(tokens))
+            rows += [slot] * count
+            logit_indices += range(len(tokens) - num_drafts - 1, len(tokens)) if has_logits else ()
         if len(tokens) > self.capacity or len(logit_indices) > self.max_logits:
             raise InvalidRequestError(
                 f"a step takes up to {self.capacity} tokens and {self.max_logits} logits, "

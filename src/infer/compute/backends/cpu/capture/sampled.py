@@ -154,14 +154,13 @@ class Verifier:
             positions=room, num_drafts=room, counts_sampled=room, drafts=of_entries, generated=of_entries,
             stamps=most_entries + 1,
         )  # fmt: skip
-        for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
-            num_drafts = chunk.num_drafts
-            positions[row], arguments.starts[row] = start + len(chunk.token_ids) - num_drafts, lines
-            arguments.alive[row], drafted[row], counts[row] = chunk.has_logits, num_drafts, 0
+        for row, ((_, ids, num_drafts, has_logits), start) in enumerate(zip(chunks, starts, strict=True)):
+            positions[row], arguments.starts[row] = start + len(ids) - num_drafts, lines
+            arguments.alive[row], drafted[row], counts[row] = has_logits, num_drafts, 0
             if num_drafts:
-                at = row * most_entries
-                drafts[at : at + num_drafts] = list(chunk.drafts)
-            lines, most = lines + chunk.num_logits, max(most, num_drafts)
+                at, most = row * most_entries, max(most, num_drafts)
+                drafts[at : at + num_drafts] = list(ids[-num_drafts:])
+            lines += num_drafts + 1 if has_logits else 0
         self._logprobs.begin(columns, 1 + most)
         arguments.set(entry=0, stop=0)
         self._table.fields.repeats = 1 + most

@@ -10,7 +10,7 @@ import pytest
 
 from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange
-from infer.serving.distributed.replicas import Replicas
+from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront

@@ -48,12 +48,12 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             *("choices", "endpoint", "connection", "process", "replies", "server_state"),
             *("routes/engine_events", "routes/ollama", "routes/served_models"),
         ),
-        "serving/distributed/": (*("exchange", "front", "replica", "replicas", "shelf", "shelf_front", "ray_serve"),),
+        "serving/distributed/": (*("exchange", "front", "replica", "shelf", "shelf_front", "ray_serve"),),
     },
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
         "": (RANKS[0], "cli/commands/serve_command"),
         "serving/server/": ("process", "auth"),
-        "serving/distributed/": ("front", "replica", "replicas", "shelf", "shelf_front", "shelved_model"),
+        "serving/distributed/": ("front", "replica", "shelf", "shelf_front", "shelved_model"),
     },
 }
 

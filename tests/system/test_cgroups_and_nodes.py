@@ -9,8 +9,8 @@ import pytest
 
 from infer.compute.operands.mixers import Attention
 from infer.models.sharding import head_starts, kv_heads_of
-from infer.system.cores import nodes
-from infer.system.cores.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node, visit
+from infer.system.cores import cores
+from infer.system.cores.cores import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node, visit
 from infer.system.memory.cgroup import cpu_quota, memory_left_bytes, memory_limit_bytes
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -158,7 +158,7 @@ def test_only_a_machine_of_several_nodes_binds_a_thread(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     for count, bound in ((1, []), (2, [(0, {2, 3})])):
         lists = [frozenset({0, 1, 2, 3})] if count == 1 else [frozenset({0, 1}), frozenset({2, 3})]
-        monkeypatch.setattr(nodes, "cpus_by_node", lambda root, lists=lists: lists)
+        monkeypatch.setattr(cores, "cpus_by_node", lambda root, lists=lists: lists)
         keep_on_node(1, 2)
         assert calls == bound
 

@@ -28,8 +28,7 @@ from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.serving.distributed.failover import Answering
 from infer.serving.distributed.front import Front, follow
-from infer.serving.distributed.replica import Replica
-from infer.serving.distributed.replicas import Replicas
+from infer.serving.distributed.replica import Replica, Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.serving.server.app import make_app
 from infer.serving.server.call import FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, put_call, unpack

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -19,7 +18,8 @@ from infer.engine.tensor_parallel.ranks import Call, ModelSource, Transport, dig
 from infer.errors import InferError
 from infer.files import open_checkpoint
 from infer.models.from_checkpoint import load_checked, set_num_threads
-from infer.system.cores.nodes import keep_rank_on_node
+from infer.system.cores.cores import keep_rank_on_node
+from infer.system.processes.child_process import receive_all
 
 _OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # methods of a follower that its runner does not have
 
@@ -36,7 +36,7 @@ def follow(pipe: Connection, group: Group) -> None:
     The first message names the model to load. Exits with status 1 if it cannot be loaded.
     """
     messages = SimpleQueue[Any]()
-    threading.Thread(target=_receive, args=(pipe, messages), daemon=True).start()
+    receive_all(pipe.recv, messages.put)  # a step that waits for rank 0 would not notice that rank 0 has ended
     follower: Follower | None = None
     while True:
         message = messages.get()
@@ -49,18 +49,6 @@ def follow(pipe: Connection, group: Group) -> None:
             pipe.send(str(error))
             raise SystemExit(1) from None
         pipe.send(None)
-
-
-def _receive(pipe: Connection, messages: "SimpleQueue[Any]") -> None:
-    """Put the pipe's messages into the queue, and end the process when the pipe closes.
-
-    It runs in a thread, because a step that waits for rank 0 would not notice that rank 0 has ended.
-    """
-    try:
-        while True:
-            messages.put(pipe.recv())
-    except (EOFError, OSError):
-        os._exit(0)
 
 
 @final

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
 from infer.errors import InvalidRequestError
+from infer.system.files.atomic import replacing
 
 _SYNC_SECONDS = 1.0  # between two syncs: after a crash of the machine, the rows of this time are answered again
 _MOST_SEEDS = 64
@@ -142,11 +143,7 @@ class OutputFile:
 
     def _replace(self, lines: list[bytes]) -> None:
         """Replace all lines atomically: a kill leaves the old file or the new one."""
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with aside.open("wb") as file:
+        with replacing(self.path, 0o666) as file:
             file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self.path)
         self._file.close()
         self._file = self._open()

@@ -4,7 +4,6 @@ A process that dies loses nothing: its rows are handed out again, and give the s
 """
 
 import multiprocessing
-import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +13,12 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, final
 
 from infer.errors import InferError
 from infer.serving.batch_file.result_line import BatchSettings, Line, Write
 from infer.serving.batch_file.row import Row
+from infer.system.processes.child_process import receive_all
 
 _CHUNKS_AHEAD = 2  # chunks per process: while it answers one, it already has the next
 _MOST_DEATHS = 3  # deaths in a row, without an answer between them
@@ -142,7 +141,7 @@ def _work(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) ->
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     chunks = SimpleQueue[list[Row]]()
-    Thread(target=_receive, args=(pipe, chunks), daemon=True).start()
+    receive_all(pipe.recv, chunks.put)  # a pipe's room is limited in both directions, and lines are sent meanwhile
     from infer.llm import LLM
     from infer.serving.batch_file.answering import answer_rows
 
@@ -154,18 +153,6 @@ def _work(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) ->
     with suppress(OSError):  # the other end is closed
         while True:
             answer_rows(llm, _received(chunks), settings, pipe.send)
-
-
-def _receive(pipe: Connection, chunks: "SimpleQueue[list[Row]]") -> None:
-    """Receive rows on a thread.
-
-    The first process may send rows while this one sends lines, and a pipe's room is limited in both directions.
-    """
-    try:
-        while True:
-            chunks.put(pipe.recv())
-    except (EOFError, OSError):
-        os._exit(0)
 
 
 def _received(chunks: "SimpleQueue[list[Row]]") -> Iterator[Row]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.failover import Answering
-from infer.serving.distributed.replicas import Replicas
+from infer.serving.distributed.replica import Replicas
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart

@@ -85,9 +85,7 @@ class ReplicaRouter:
 
     def forget(self, replica: str) -> None:
         self._pages.pop(replica, None)
-        self._sent.pop(
-            replica, None
-        )  # otherwise a new replica would begin with this one's count, which decays towards 0
+        self._sent.pop(replica, None)  # a new replica must not begin with this one's count, which decays towards 0
         self._replica_by_session = {
             session: name for session, name in self._replica_by_session.items() if name != replica
         }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from infer.errors import InferError
-from infer.serving.distributed.replicas import Replicas
+from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, refusal, wait_seconds
 from infer.serving.distributed.unloading import SLACK_SECONDS, models_to_unload
 from infer.serving.server.door import retry_headers

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
 from infer.errors import InferError
-from infer.serving.distributed.replicas import Replicas
+from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.unloading import Resident, Wishes
 from infer.serving.server.app import ROUTES
 from infer.serving.server.http_errors import ApiError

@@ -30,13 +30,13 @@ from infer.serving.server_settings import ServerSettings
 _JITTER = 0.05
 _SEEN_SECONDS = 0.02  # for which a look at the engine is used again
 _LOOK_SHARE = 0.05  # of the event loop's time, for looking at the engine
+_LEAST_SECONDS = 1.0  # the shortest prediction to learn from: shorter waits are mostly chance
+_STEP = 1.01  # factor by which one request changes the ratio of measured to predicted waits
+_LEAST, _MOST = 0.5, 3.0  # limits of that ratio
 # Shares of the longest wait that is allowed:
 _AIMED = 0.8  # the wait that a client should find when it retries at the time it was told
 _LATE = 1.2  # such a client is accepted up to this wait, so that a small prediction error does not refuse it twice
 _EARLY = 0.5  # up to this wait all are accepted, even before clients in the line, so that the engine is never idle
-_LEAST_SECONDS = 1.0  # the shortest prediction to learn from: shorter waits are mostly chance
-_STEP = 1.01  # factor by which one request changes the ratio
-_LEAST, _MOST = 0.5, 3.0
 
 
 class RemainingWork(NamedTuple):

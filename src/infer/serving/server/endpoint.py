@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+import infer
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InferError
 from infer.outputs import GenerationResult
@@ -33,7 +34,6 @@ from infer.system.spellings import plain_name
 log = logging.getLogger("infer.server")
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 _INLINE_BYTES = 1 << 15  # of a body that is read on the event loop, in a few milliseconds
-_Read = TypeVar("_Read")
 Handler = Callable[..., Awaitable[Response]]  # arguments: the request, the state and, if the route has one, the body
 _BYTES_PER_TOKEN = 3  # an estimate, for prompts that are not tokenised yet
 _Found = TypeVar("_Found")
@@ -122,7 +122,7 @@ class Endpoint:
         return await route.handler(request, state, await read_apart(read, request._body))
 
 
-async def read_apart(read: Callable[[], _Read], content: bytes) -> _Read:
+async def read_apart(read: Callable[[], _Found], content: bytes) -> _Found:
     """Return the result of `read`, which reads a body. It runs on a thread if the body is large."""
     return read() if len(content) <= _INLINE_BYTES else await asyncio.to_thread(read)
 
@@ -262,22 +262,24 @@ def check_model(request: Request, state: ServerState, name: str | None) -> None:
     model.
     """
     names = names_of(state)
-    name = known_name(name, names)
-    if name is not None and name not in names:
+    if (name := known_name(name, names)) is not None and name not in names:
         served = " or ".join(map(repr, names))
         message = f"the model {name!r:.80} is not served here: name {served}"
         raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
     call_of(request).model = name or names[0]
 
 
-def answer_any_model(request: Request, state: ServerState, name: str | None) -> None:
-    """Note the name that the request uses for the model. Another model's name is accepted with a warning."""
-    names = names_of(state)
-    name = known_name(name, names)
-    if name is not None and name not in names:
+def answer_any_model(request: Request, state: ServerState, name: str | None) -> "infer.LLM":
+    """Return the model, and note the name that the request uses for it.
+
+    Another model's name is accepted with a warning. Raises ApiError 503 unless requests are served.
+    """
+    llm, names = state.llm().llm, names_of(state)
+    if (name := known_name(name, names)) is not None and name not in names:
         call_of(request).warnings.append(f"the model {name!r:.80} is not served here: {names[0]!r} answers")
         name = None
     call_of(request).model = name or names[0]
+    return llm
 
 
 def known_name(name: str | None, known: Container[str]) -> str | None:

@@ -29,7 +29,7 @@ CHANGEABLE = ("slots", "step_ms", "max_queue", "max_ttft")  # settings that may 
 Phase = Literal["loading", "ready", "draining", "failed"]
 _SNAPSHOT_SECONDS = 0.1  # for which a snapshot is used again
 _Found = TypeVar("_Found")
-_RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 1.0  # after which a client with too many waiting texts may retry
 
 
 @final

@@ -182,6 +182,18 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
         raise TimeoutError
 
 
+def receive_all(receive: Callable[[], Any], put: Callable[[Any], None]) -> None:
+    """Start a thread that puts all received messages, and ends this process when the pipe has closed."""
+
+    def run() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                put(receive())
+        os._exit(0)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
 def end_after_parent(grace_seconds: float) -> None:
     """Start a thread that ends this process `grace_seconds` after the other end of stdin has closed.
 

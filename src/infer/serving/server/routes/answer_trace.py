@@ -215,8 +215,7 @@ class BranchBody(OneAnswerBody, kw_only=True):
 
 
 async def branch(request: Request, state: ServerState, body: BranchBody) -> Response:
-    llm = state.llm().llm
-    answer_any_model(request, state, body.model)
+    llm = answer_any_model(request, state, body.model)
     prefix = prefix_of(body)
     asked = ask_one(body, llm.sampling_defaults, llm.tokenizer.chat_template, prefix)
     choices = await accept(request, state, asked)

@@ -235,8 +235,7 @@ def _its_error(error: Exception) -> ApiError:
 
 
 async def create_message(request: Request, state: ServerState, body: MessagesBody) -> Response:
-    llm = state.llm().llm
-    answer_any_model(request, state, body.model)
+    llm = answer_any_model(request, state, body.model)
     asked = ask_message(body, llm.sampling_defaults, llm.tokenizer.chat_template, state.settings.agent_prompts)
     choices = await accept(request, state, asked)
     head, stops = make_head("msg_", request, state), frozenset(body.stop_sequences or ())
@@ -245,8 +244,7 @@ async def create_message(request: Request, state: ServerState, body: MessagesBod
 
 
 async def count_tokens(request: Request, state: ServerState, body: CountTokensBody) -> Response:
-    answer_any_model(request, state, body.model)
-    template = state.llm().host.tokenizer.chat_template
+    template = answer_any_model(request, state, body.model).tokenizer.chat_template
     count = await count_prompt(request, state, ask_prompt(body, template, state.settings.agent_prompts))
     return json_response(InputTokens(count), call_of(request))
 

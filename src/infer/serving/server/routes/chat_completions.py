@@ -51,8 +51,7 @@ from infer.serving.server.server_state import ServerState
 
 
 async def chat(request: Request, state: ServerState, body: ChatBody) -> Response:
-    llm = state.llm().llm
-    answer_any_model(request, state, body.model)
+    llm = answer_any_model(request, state, body.model)
     choices = await accept(request, state, ask_chat(body, llm.sampling_defaults, llm.tokenizer.chat_template))
     scores = await score_prompts(request, state, choices.prompt_ids, body.prompt_logprobs)
     head = make_head("chatcmpl-", request, state)

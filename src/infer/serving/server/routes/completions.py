@@ -40,8 +40,7 @@ from infer.serving.server.server_state import ServerState
 
 
 async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
-    llm = state.llm().llm
-    answer_any_model(request, state, body.model)
+    llm = answer_any_model(request, state, body.model)
     asked = await ask_to_complete(request, state, body)
     choices = await accept(request, state, asked)
     ids = choices.prompt_ids

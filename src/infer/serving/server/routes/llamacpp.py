@@ -201,8 +201,7 @@ async def completion(request: Request, state: ServerState, body: CompletionBody)
 
 
 async def infill(request: Request, state: ServerState, body: InfillBody) -> Response:
-    answer_any_model(request, state, body.model)
-    llm = state.llm().llm
+    llm = answer_any_model(request, state, body.model)
     asked = ask_completion(_settled(request, body), llm.sampling_defaults)
     files = [(each.filename, each.text) for each in body.input_extra or ()]
     num_answer_tokens = asked.params[0].max_new_tokens or NUM_TOKENS_OF_CALLS

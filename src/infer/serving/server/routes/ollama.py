@@ -192,11 +192,10 @@ async def chat(request: Request, state: ServerState, body: OllamaChatBody) -> Re
 
 
 async def generate(request: Request, state: ServerState, body: OllamaGenerateBody) -> Response:
-    answer_any_model(request, state, body.model)
+    llm = answer_any_model(request, state, body.model)
     if not (body.prompt or body.suffix):
         return _without_prompt(request, body, is_chat=False)
-    can_chat = state.llm().llm.can_chat
-    asked = generation_of(body, _reading(request, state), can_chat=can_chat)
+    asked = generation_of(body, _reading(request, state), can_chat=llm.can_chat)
     return await _answer(request, state, body, asked, is_chat=False)
 
 

@@ -37,8 +37,6 @@ _STATUSES = {
     503: "The model is loading, or the server is shutting down.",
 }
 _OF_BODIES = (400, 408, 413, 415, 501)
-
-
 _TEXT: Json = {"type": "string"}
 _STREAMS: dict[str, Json] = {  # a string here, objects in OpenAPI 3.2
     EVENTS: {"description": "Events: the data of each is JSON, or [DONE]."},

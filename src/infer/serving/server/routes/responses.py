@@ -319,8 +319,7 @@ class ResponseInputTokens(Answer, tag_field="object", tag="response.input_tokens
 
 
 async def respond(request: Request, state: ServerState, body: ResponseBody) -> Response:
-    llm = state.llm().llm
-    answer_any_model(request, state, body.model)
+    llm = answer_any_model(request, state, body.model)
     asked = ask_response(body, llm.sampling_defaults, llm.tokenizer.chat_template)
     choices = await accept(request, state, asked)
     head = make_head("resp_", request, state)
@@ -329,8 +328,7 @@ async def respond(request: Request, state: ServerState, body: ResponseBody) -> R
 
 
 async def count_input_tokens(request: Request, state: ServerState, body: ResponseBody) -> Response:
-    llm = state.llm().llm
-    answer_any_model(request, state, body.model)
+    llm = answer_any_model(request, state, body.model)
     asked = ask_response(body, llm.sampling_defaults, llm.tokenizer.chat_template)
     count = await count_prompt(request, state, asked)
     return json_response(ResponseInputTokens(count), call_of(request))

@@ -1,7 +1,7 @@
 """Prints as JSON the facts of the kernels' code: registers, spills, instructions, and PTX of the sampler.
 
-    python gpu_code.py KIND          for some types, sizes and architectures; a kind is a key of `KINDS`
-    python gpu_code.py KIND all      for every type, size and architecture
+    python gpu_code.py          for some types, sizes and architectures, by the keys of `KINDS`
+    python gpu_code.py all      for every type, size and architecture
 
 Triton compiles them without a GPU. It is a separate program, because in the tests' process Triton interprets kernels.
 """
@@ -41,4 +41,4 @@ KINDS |= {"unusual attention": unusual_code, "experts": expert_code, "states": s
 
 
 if __name__ == "__main__":
-    json.dump(dict(KINDS[sys.argv[1]](sys.argv[2:] == ["all"])), sys.stdout)
+    json.dump({kind: dict(code_of(sys.argv[1:] == ["all"])) for kind, code_of in KINDS.items()}, sys.stdout)

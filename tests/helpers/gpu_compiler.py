@@ -219,14 +219,15 @@ def warps_of(tile: dict[str, int]) -> dict[str, int]:
 
 
 def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    makers: list[tuple[Callable[..., CompiledKernel], list[str], list[str]]] = [
-        (matvec_code, QUANTIZED if is_whole else one_each()[::3], ["Q4_0"]),
-        (matmul_code, QUANTIZED if is_whole else ["Q6_K"], ["Q4_0"]),
-        (dense_code, ["F32", "F16"], ["BF16"]),
+    """Yield products for every architecture if `is_whole`, else each product for two of them."""
+    makers: list[tuple[Callable[..., CompiledKernel], list[str], list[str], tuple[int, ...]]] = [
+        (matvec_code, QUANTIZED if is_whole else one_each()[::3], ["Q4_0"], (90, 120)),
+        (matmul_code, QUANTIZED if is_whole else ["Q6_K"], ["Q4_0"], (80, 90)),
+        (dense_code, ["F32", "F16"], ["BF16"], (89, 90)),
     ]
-    for make, types_on_90, types in makers:
+    for make, types_on_90, types, two_targets in makers:
         name = make.__name__.removesuffix("_code")
-        for target in TARGETS:
+        for target in TARGETS if is_whole else two_targets:
             for type_ in dict.fromkeys([*types, *types_on_90] if target == 90 or is_whole else types):
                 is_listed = type_ == types[0] and target == 90
                 yield f"{name} {type_} {target}", code_of(make(type_, target), is_listed=is_listed)

@@ -127,12 +127,11 @@ def turn_of(kernel: CompiledKernel) -> dict[str, int]:
 
 
 def attention_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield kernels of each type of cache, each size of heads and each architecture, but not every product of them."""
-    cases = [("bf16", 128, 80), ("bf16", 128, 120), ("f16", 64, 89), ("bf16", 256, 90), ("q8", 128, 89), ("q4", 64, 90)]
-    cases += [("f32", 128, 90)]
+    """Yield kernels of each type of cache and each size of heads. Every architecture has some if `is_whole`."""
+    cases = [("bf16", 128, 120), ("f16", 64, 89), ("bf16", 256, 90), ("q8", 128, 89), ("q4", 64, 90), ("f32", 128, 90)]
     if is_whole:
         cases += [(kv_type, dim, target) for kv_type in STORED for dim in (64, 128, 256) for target in (89, 90)]
-        cases += [("f16", 80, 90), ("bf16", 96, 90)]
+        cases += [("f16", 80, 90), ("bf16", 96, 90), ("bf16", 128, 80)]
         for target in AMD:
             attention_kernel("f16", 64, target)
     for kv_type, dim, target in dict.fromkeys(cases):
@@ -144,9 +143,8 @@ def unusual_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     for kv_type, dim, target, curve in (("f16", 64, 89, "softplus"), ("bf16", 256, 90, "sigmoid")):
         kernel = attention_kernel(kv_type, dim, target, curve, has_sinks=True)
         yield f"{kv_type} {dim} {target} {curve}", facts_of(kernel)
-    cases = [("bf16", 80), ("f16", 90), ("q8", 89), ("bf16", 120)]
-    cases += [(kv_type, target) for kv_type in STORED for target in (80, 89, 90, 120)] if is_whole else []
-    for kv_type, target in dict.fromkeys(cases):
+    cases = [(kv_type, target) for kv_type in STORED for target in TARGETS] if is_whole else [("q8", 89), ("bf16", 90)]
+    for kv_type, target in cases:
         yield f"{kv_type} 512 {target}", facts_of(attention_kernel(kv_type, 512, target))
 
 
@@ -220,10 +218,10 @@ def small_code(target: Target) -> Iterator[CompiledKernel]:
 
 
 def expert_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the code of gated products for each architecture. The others are for one, unless `is_whole`."""
+    """Yield the code of gated products for two architectures, or all if `is_whole`. The others are for one, or all."""
     makers = (("matvec", matvec_code, "Q4_0"), ("matmul", matmul_code, "Q4_0"), ("dense", dense_code, "BF16"))
     others = (("matvec", matvec_code, "MXFP4"), ("matmul", matmul_code, "Q4_K"), ("dense", dense_code, "F16"))
-    for target in TARGETS:
+    for target in TARGETS if is_whole else (80, 90):
         for name, make, type_ in (*makers, *(others if is_whole or target == 90 else ())):
             yield f"{name} {type_} gated {target}", code_of(make(type_, target, "silu"))
             if is_whole or target == 90:
@@ -255,7 +253,7 @@ def arguments_of(dim: int) -> dict[str, Any]:
 
 def state_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kernels of heads of 128, for one architecture also of 256. Those of AMD are only compiled."""
-    for target in (*TARGETS, *(AMD if is_whole else ())):
+    for target in (*TARGETS, *AMD) if is_whole else (90, 120):
         for dim in (128, 256) if is_whole or target == 90 else (128,):
             kernels = ((prepare_tokens, 4), (multiply_keys, dim // 32), (mix_runs, 1), (gate_heads, 4))
             found = [compiled(kernel, arguments_of(dim), target, num_warps=warps) for kernel, warps in kernels]

@@ -37,9 +37,9 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "engine/tensor_parallel/": ("follower", "ranks"),
     },
     "huggingface_hub": {"files/hub/": ("hub_download",)},  # asked for by the user
-    "urllib.parse": {"text/grammar/": ("schema_references",), "cli/commands/": ("models_command",)},
-    "urllib.error": {"cli/commands/": ("models_command",)},  # asks a running server
-    "urllib.request": {"cli/commands/": ("models_command",)},
+    "urllib.parse": {"text/grammar/": ("schema_references",), "cli/commands/": ("server_commands",)},
+    "urllib.error": {"cli/commands/": ("server_commands",)},  # asks a running server
+    "urllib.request": {"cli/commands/": ("server_commands",)},
     "http": {"serving/server/": ("connection",)},
     "ssl": {"serving/server/": ("process",)},
     "asyncio": {  # answers for programs that use it, the server and its replicas

@@ -40,7 +40,13 @@ _FLAGS |= {"has_v_norm": "norm of values", "are_values_keys": "keys as values", 
 _FLAGS |= {"per_layer_input": "per-layer inputs"}
 _FLAGS |= {"are_gates_of_heads": "one gate per head", "norms_of_sum": "norms of sums", "norms_are_centred": "LayerNorm"}
 _FLAGS |= {"norms_have_bias": "norms with bias", "norms_skip_mixer": "no norm before attention"}
-_WITHOUT = {"is_causal": "no mask", "is_gated": "no gate in the mlp"}  # named if the value is False
+_USUAL = {  # the usual value, and words for any other
+    "shared_from": (None, "keys and values of layer {}"),
+    "is_causal": (True, "no mask"),
+    "is_gated": (True, "no gate in the mlp"),
+    "beta_scale": (1.0, "beta up to {:g}"),
+    "gate_curve": ("sigmoid", "gates of {}"),
+}
 # Differences in a file's layout, which do not change the computation.
 _IN_FILES = ("is_decay_log", "are_heads_tiled", "are_parts_apart")
 _MAX_ENDS = 8
@@ -119,20 +125,12 @@ def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
         if name in _IN_FILES:
             continue
         plain = _FLAGS.get(name, name.removeprefix("has_").replace("_", " "))
-        if name == "shared_from":  # 0 is a valid layer
-            if value is not None:
-                yield f"keys and values of layer {value}"
-        elif name in _WITHOUT:
-            if not value:
-                yield _WITHOUT[name]
+        if name in _USUAL:
+            usual, words = _USUAL[name]
+            if value != usual:
+                yield words.format(value)
         elif name == "rope" and value is not None:
             yield _rope(value)
-        elif name == "beta_scale":
-            if value != 1.0:
-                yield f"beta up to {value:g}"
-        elif name == "gate_curve":
-            if value != "sigmoid":
-                yield f"gates of {value}"
         elif name == "query_scale" and value is not None:
             yield f"queries that grow every {value['period']:,} tokens"
         elif name == "router" and value is not None:

@@ -95,7 +95,7 @@ class ModelsOptions:
 class ServeOptions(
     ModelsOptions, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions, DiskOption
 ):
-    pass
+    """The options of `infer serve`."""
 
 
 @dataclass(frozen=True)

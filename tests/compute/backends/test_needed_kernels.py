@@ -197,10 +197,10 @@ def test_compile_prints_its_result_or_the_reason(
     monkeypatch.setattr(CpuBackend, "compiling", compiling)
     if missing and trouble:
         with pytest.raises(InferError, match=said):
-            run_compile(CompileOptions(str(folder), is_all=False, quiet=True, verbose=False))
+            run_compile(CompileOptions(model=str(folder), is_all=False, quiet=True, verbose=False))
         return
     for is_all in (False, True):
-        run_compile(CompileOptions(str(folder), is_all=is_all, quiet=True, verbose=False))
+        run_compile(CompileOptions(model=str(folder), is_all=is_all, quiet=True, verbose=False))
     assert capsys.readouterr().out == f"{folder}: {said}\n" * 2
     assert counts == sorted(set(counts))  # more settings need more kernels
 

@@ -1,17 +1,16 @@
-"""The options of each command: one frozen dataclass per command, made of groups that commands share.
+"""The options of each command: one class per command, made of groups that commands share.
 
 The options of a model's settings, and of a server's, are declared by `ModelSettings` and `ServerSettings`. If a command
 only calls one function with its options, the docstring of their class is its help.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import click
 
-from infer.cli.options.option_fields import Group, argument, option, settings_field
+from infer.cli.options.option_fields import Declared, Group, argument, option, settings_field
 from infer.cli.options.option_files import read_named_file, read_schema
 from infer.cli.options.prompts import PromptOptions, logprobs_options, sampling_options
 from infer.compute.operands.limits import GPU_STEP
@@ -29,15 +28,13 @@ def _or_none(context: click.Context, parameter: click.Parameter, values: tuple[s
 
 
 # fmt: off
-@dataclass(frozen=True)
-class ModelArgument:
+class ModelArgument(Declared):
     """MODEL, another way to give --model."""
 
     named: str | None = argument(metavar="[MODEL]", required=False)
 
 
-@dataclass(frozen=True)
-class ManyPromptsOptions:
+class ManyPromptsOptions(Declared):
     prompts_file: Path | None = option(
         metavar="FILE",
         help="Answer many prompts: one per line, or JSON lines if the name ends in .jsonl, each a string or an object "
@@ -48,8 +45,7 @@ class ManyPromptsOptions:
     overflow: Overflow = option(default="error", help="For a prompt that is too long: refuse it, or cut its beginning.")
 
 
-@dataclass(frozen=True)
-class ConstraintOptions:
+class ConstraintOptions(Declared):
     """Constraints, of which at most one may be given. They are fields of `SamplingParams`."""
 
     json_schema: str | None = option(
@@ -62,15 +58,13 @@ class ConstraintOptions:
                                             help="The answer must be one of these. Repeatable, or as --choice yes no.")
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
+class SamplingOptions(Declared):
     """All sampling options. `given_values` reads them."""
 
     decorators: ClassVar[Decorators] = (sampling_options(has_length=True),)
 
 
-@dataclass(frozen=True)
-class PathOptions:
+class PathOptions(Declared):
     """Options that change the speed of an answer, but never its tokens."""
 
     speculation: Speculation | None = option(
@@ -83,50 +77,42 @@ class PathOptions:
     stats: bool = option(help="Print on stderr which path ran and what it did.")
 
 
-@dataclass(frozen=True)
-class ModelOption:
+class ModelOption(Declared):
     model: str = option("-m", "--model", default="smollm2", metavar="NAME|PATH",
                         help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub.")
 
 
-@dataclass(frozen=True)
-class NumberOptions:
+class NumberOptions(Declared):
     """Options for threads and for number formats. `settings` has the values of all groups of the command."""
 
     numbers: ClassVar = Group(ModelSettings, "numbers")
     settings: ModelSettings = settings_field(ModelSettings)
 
 
-@dataclass(frozen=True)
-class EvictionOptions:
+class EvictionOptions(Declared):
     """Options for the format of keys and values, and for their eviction."""
 
     cache: ClassVar = Group(ModelSettings, "cache")
 
 
-@dataclass(frozen=True)
 class CacheOptions(EvictionOptions):
     prefixes: ClassVar = Group(ModelSettings, "prefixes")
 
 
-@dataclass(frozen=True)
-class DiskOption:
+class DiskOption(Declared):
     """The option for prefixes on disk, for programs that answer many prompts."""
 
     disk: ClassVar = Group(ModelSettings, "disk")
 
 
-@dataclass(frozen=True)
-class RerankerOption:
+class RerankerOption(Declared):
     reranker: ClassVar = Group(ModelSettings, "reranker")
 
 
-@dataclass(frozen=True)
-class DeviceOption:
+class DeviceOption(Declared):
     device: ClassVar = Group(ModelSettings, "device")
 
 
-@dataclass(frozen=True)
 class RunningOptions(DeviceOption):
     """Options for how a model runs, and for the reports next to the text."""
 
@@ -135,17 +121,14 @@ class RunningOptions(DeviceOption):
     verbose: bool = option("-v", "--verbose", help="Print counts, seed and finish reason; a traceback with an error.")
 
 
-@dataclass(frozen=True)
 class LoadOptions(ModelOption, NumberOptions, CacheOptions, RunningOptions):
     """The options of a command that loads a model and generates."""
 
 
-@dataclass(frozen=True)
 class ServedOptions(NumberOptions, EvictionOptions, RunningOptions, RerankerOption):
     """The options of a server's models. The server itself decides if prefixes are reused."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, SamplingOptions, PathOptions, LoadOptions):
     decorators: ClassVar[Decorators] = (logprobs_options,)
     logprobs: int | None
@@ -156,7 +139,6 @@ class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, Samp
     permalink: bool = option(help="Print on stderr a link to this answer, for infer replay and the server's page.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
     source: Path = argument(metavar="IN.jsonl")
     output: Path = argument(metavar="OUT.jsonl")
@@ -167,7 +149,6 @@ class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
     seed: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class EmbedOptions(LoadOptions):
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
     output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
@@ -180,7 +161,6 @@ class EmbedOptions(LoadOptions):
     truncate: bool = option(help="Cut texts that do not fit the context.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RerankOptions(LoadOptions, RerankerOption):
     query: str = argument(metavar="QUERY")
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
@@ -190,7 +170,6 @@ class RerankOptions(LoadOptions, RerankerOption):
     as_json: bool = option("--json", help="Print one JSON object per document, with its place in FILE.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClassifyOptions(LoadOptions):
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
     output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
@@ -198,7 +177,6 @@ class ClassifyOptions(LoadOptions):
     truncate: bool = option(help="Cut texts that do not fit the context.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PerplexityOptions(ModelArgument, LoadOptions):
     """The options of a command that lets models predict a text."""
 
@@ -208,15 +186,13 @@ class PerplexityOptions(ModelArgument, LoadOptions):
     as_json: bool = option("--json", help="Print one JSON object instead of a table.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompareOptions(PerplexityOptions):
     reference: str = argument()
     html: Path | None = option(type=FILE, metavar="FILE",
                                help="Also write a page: the divergence over the text, the weights' errors by layer.")
 
 
-@dataclass(frozen=True)
-class ImatrixOptions:
+class ImatrixOptions(Declared):
     """Collect the importance matrix of a MODEL over texts, for quantisation, as llama.cpp does.
 
     Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
@@ -237,19 +213,16 @@ class ImatrixOptions:
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, DiskOption):
     system: str | None = option(metavar="TEXT", help="System message before the conversation.")
     plain: bool = option(help="Show answers without styles for their Markdown.")
     no_generation_config: bool
 
 
-@dataclass(frozen=True)
 class ReplayOptions(LoadOptions):
     permalink: str = argument()
 
 
-@dataclass(frozen=True)
 class TraceOptions(PromptOptions, LoadOptions):
     decorators: ClassVar[Decorators] = (sampling_options(has_length=False),)
     step: int = option(type=AT_LEAST_1, default=1, help="Number of the token to trace; 1 follows the prompt.")
@@ -257,15 +230,13 @@ class TraceOptions(PromptOptions, LoadOptions):
     as_json: bool = option("--json", help="Print one JSON object instead of a table.")
 
 
-@dataclass(frozen=True)
-class InspectionOptions:
+class InspectionOptions(Declared):
     """The options of a command that reports on a model without generating."""
 
     as_json: bool = option("--json", help="Print one JSON object instead of a table.")
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
-@dataclass(frozen=True)
 class BenchOptions(ModelArgument, ModelOption, NumberOptions, CacheOptions, DeviceOption, InspectionOptions):
     prompt_tokens: int = option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, help="Tokens to prefill.")
     num_tokens: int = option("-n", "--num-tokens", "--max-new-tokens", type=AT_LEAST_1, default=128,
@@ -283,17 +254,14 @@ class BenchOptions(ModelArgument, ModelOption, NumberOptions, CacheOptions, Devi
     profile: bool = option(help="Show the time of each operation and layer instead, as a table and bars.")
 
 
-@dataclass(frozen=True)
-class NamedModel:
+class NamedModel(Declared):
     model: str = argument(default="smollm2")
 
 
-@dataclass(frozen=True)
 class ExplainOptions(NamedModel, InspectionOptions):
     """Describe a model from its headers: its layers, tokenizer, defaults and memory."""
 
 
-@dataclass(frozen=True)
 class DoctorOptions(NamedModel, InspectionOptions):
     """Search a model's files for faults: the tokenizer, the chat template, and the values of all tensors.
 
@@ -303,8 +271,7 @@ class DoctorOptions(NamedModel, InspectionOptions):
     html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
 
 
-@dataclass(frozen=True)
-class QuantizeOptions:
+class QuantizeOptions(Declared):
     """Write a MODEL as a GGUF file of another type, with llama.cpp's mixture of types.
 
     Only a few rows are in memory at a time. OUT.gguf appears when it is complete.
@@ -330,7 +297,6 @@ class QuantizeOptions:
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
-@dataclass(frozen=True)
 class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
     """Estimate from headers how much memory a model and its cache need, whether they fit here, and the speed."""
 
@@ -341,7 +307,6 @@ class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions
     device: Literal["cpu", "cuda"] = option(default="cpu")
 
 
-@dataclass(frozen=True)
 class CompileOptions(NamedModel):
     """Compile the CPU kernels that a model needs, so that its first use is fast: for images and Dockerfiles."""
 
@@ -350,8 +315,7 @@ class CompileOptions(NamedModel):
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
-@dataclass(frozen=True)
-class PullOptions:
+class PullOptions(Declared):
     """Download a model, or its missing files, from the Hugging Face hub into the hub's local cache."""
 
     model: str = argument(metavar="ORG/REPO[:Q4_K_M]")
@@ -359,13 +323,11 @@ class PullOptions:
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
-@dataclass(frozen=True)
 class RemovalOptions(PullOptions):
     """Remove a model from the hub's local cache."""
 
 
-@dataclass(frozen=True)
-class ListOptions:
+class ListOptions(Declared):
     """List the models on this machine: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
 
     as_json: bool = option("--json", help="Print one JSON array instead of a table.")

@@ -16,7 +16,7 @@ from functools import partial
 from inspect import get_annotations
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, final, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, dataclass_transform, final, get_args, get_origin
 
 import click
 
@@ -78,6 +78,19 @@ def argument(**settings: Any) -> Any:
     return field(metadata={_DECLARATION: (click.argument, (), settings)})
 
 
+def settings_field(kind: type[Any]) -> Any:
+    """Declare a field with the settings that the groups of `kind` give."""
+    return field(metadata={_SETTINGS: kind})
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(argument, option, settings_field))
+class Declared:
+    """The base of the options of commands. Each subclass becomes a frozen dataclass that takes keywords."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
 @final
 @dataclass(frozen=True)
 class Group:
@@ -99,11 +112,6 @@ class Group:
             if not isinstance(each.default, bool) and each.default not in (None, (), MISSING):
                 settings["default"] = each.default
             yield click.option(*flags, name, show_default=True, **_type_of(types[each.name], each, declared) | settings)
-
-
-def settings_field(kind: type[Any]) -> Any:
-    """Declare a field with the settings that the groups of `kind` give."""
-    return field(metadata={_SETTINGS: kind})
 
 
 def make_options(kind: type[Options], values: Mapping[str, Any]) -> Options:

@@ -12,7 +12,6 @@ import struct
 import sys
 import termios
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 import infer
-from infer.cli.options.option_fields import Function, apply_options, argument, option
+from infer.cli.options.option_fields import Declared, Function, apply_options, argument, option
 from infer.cli.options.option_files import (
     MAX_PROMPT_BYTES,
     MAX_PROMPTS_BYTES,
@@ -43,8 +42,7 @@ _LENGTHS = ("max_new_tokens", "min_new_tokens")
 _OFF_BY_NAME = {name: PARAMETERS[name].none[0] for name in ("top_k", "repetition_window")}  # the numbers that mean None
 
 
-@dataclass(frozen=True)
-class PromptOptions:
+class PromptOptions(Declared):
     """The options for one prompt. `chat` and `system` also apply to a file of many prompts."""
 
     words: tuple[str, ...] = argument(metavar="[PROMPT]")

@@ -1,13 +1,12 @@
 """The options of `infer serve`, `ray deploy`, `ps` and `stop`. `ServerSettings` and `ModelSettings` declare most."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import click
 
 from infer.cli.options.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
-from infer.cli.options.option_fields import Group, argument, option, settings_field
+from infer.cli.options.option_fields import Declared, Group, argument, option, settings_field
 from infer.model_settings import ModelSettings
 from infer.serving.server_settings import ServerSettings
 
@@ -20,8 +19,7 @@ DEFAULT_MODEL = "smollm2"
 
 
 # fmt: off
-@dataclass(frozen=True)
-class ClientOptions:
+class ClientOptions(Declared):
     """Options for the server's address, its clients, and the names of its model."""
 
     address: ClassVar = Group(ServerSettings, "address")
@@ -36,8 +34,7 @@ class ClientOptions:
     server: ServerSettings = settings_field(ServerSettings)
 
 
-@dataclass(frozen=True)
-class ProcessOptions:
+class ProcessOptions(Declared):
     """Options for the server's host names, its certificate and its processes."""
 
     hosts: ClassVar = Group(ServerSettings, "hosts")
@@ -49,8 +46,7 @@ class ProcessOptions:
     listen_fd: int | None = option(type=click.IntRange(min=0), hidden=True)  # the socket of a replica
 
 
-@dataclass(frozen=True)
-class SchedulingOptions:
+class SchedulingOptions(Declared):
     """Options for the amount of work in one step, and for the waits of requests."""
 
     slots: ClassVar = Group(ServerSettings, "slots")
@@ -58,15 +54,13 @@ class SchedulingOptions:
     waits: ClassVar = Group(ServerSettings, "waits")
 
 
-@dataclass(frozen=True)
-class LimitOptions:
+class LimitOptions(Declared):
     """Limits on the requests of a client, and on their time."""
 
     limits: ClassVar = Group(ServerSettings, "limits")
 
 
-@dataclass(frozen=True)
-class ModelsOptions:
+class ModelsOptions(Declared):
     """Options for the models of a server.
 
     With several models, or with any of the last six options, each model has its own process.
@@ -91,14 +85,12 @@ class ModelsOptions:
         return (self.named + self.models or (DEFAULT_MODEL,))[-1]
 
 
-@dataclass(frozen=True)
 class ServeOptions(
     ModelsOptions, ClientOptions, ProcessOptions, SchedulingOptions, LimitOptions, ServedOptions, DiskOption
 ):
     """The options of `infer serve`."""
 
 
-@dataclass(frozen=True)
 class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions, ServedOptions):
     replicas: int = option(type=_COUNT, default=1, help="Number of engines, each with the model.")
     fronts: int = option(
@@ -114,8 +106,7 @@ class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions
     drain_seconds: float = option(type=click.FloatRange(min=0), default=600.0,
                                   help="Time for the running answers of an engine or a front that is removed.")
 
-@dataclass(frozen=True)
-class RunningServerOptions:
+class RunningServerOptions(Declared):
     """List the models of a running server: their state and their memory."""
 
     url: str = option(default="http://127.0.0.1:8000", envvar="INFER_URL", show_envvar=True, help="Server's URL.")
@@ -125,7 +116,6 @@ class RunningServerOptions:
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class StopOptions(RunningServerOptions):
     """Unload a MODEL of a running server of several models, after its current answers have ended."""
 

@@ -24,10 +24,7 @@ from infer.text.tokenizer import Tokenizer
 MAX_COMPILED_BYTES = 256 << 20  # of all cached grammars
 _LEAST_BYTES = 20_000
 
-BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
-    "llguidance": LlguidanceBackend,
-    "xgrammar": XgrammarBackend,
-}
+BACKENDS = {"llguidance": LlguidanceBackend, "xgrammar": XgrammarBackend}
 
 
 class _Compiled(NamedTuple):

@@ -110,7 +110,7 @@ class Engine:
 
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
         """Let a sequence take part in the steps until it is finished. With a lease it uses the slot of the lease."""
-        if not self._sequences:
+        if self._faults.suspects is not None and not self._sequences:
             self._faults = Faults()  # whom it suspected has ended
         sequence.lease = lease
         self._queue.join(sequence, time.perf_counter())
@@ -252,7 +252,8 @@ class Engine:
             self._steps.keep_early(launched, self.runner)
             self._pending = self.launch(launched)
         self.collect(launched)
-        self._try_suspects()  # if it raises, the next step returns them
+        if self._faults.suspects is not None:
+            self._try_suspects()  # if it raises, the next step returns them
         sequences = list(self._taking_part)
         self._taking_part.clear()
         return sequences
@@ -367,7 +368,8 @@ class Engine:
         parts = list[StepPart]()
         if self._shares.is_shared:
             parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
-        masks = self._filler.start(works)
+        has_grammar = any(sequence.grammar is not None for sequence, _ in works)
+        masks = self._filler.start(works) if has_grammar else None
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
             generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)

@@ -227,6 +227,8 @@ class RequestMaker:
         Raises InvalidRequestError for a grammar or tools that cannot be compiled.
         """
         source = None
+        if form is None and grammar is None:
+            return None, None
         if form is not None:
             with about("tools" if form.calls is not None or grammar is None else grammar.kind):
                 form, source = self._answer_grammars.prepare(form, grammar)

@@ -22,7 +22,7 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        self._suspects: dict[Sequence, int] | None = None  # with the number of their tokens; None without a fault
+        self.suspects: dict[Sequence, int] | None = None  # with the number of their tokens; None without a fault
         self._culprits: dict[Sequence, Exception] = {}
         self._num_faults = self._num_in_a_row = 0
         self.alone: Sequence | None = None  # the suspect that runs now, while no other sequence does
@@ -31,27 +31,26 @@ class Faults:
         """Count a failed step. `active` are the sequences that it may have computed. Without any, raise the error."""
         self._num_faults, self._num_in_a_row = self._num_faults + 1, self._num_in_a_row + 1
         if self.alone is None:
-            self._suspects = {sequence: sequence.num_generated for sequence in active}
-        if not self._suspects:
+            self.suspects = {sequence: sequence.num_generated for sequence in active}
+        if not self.suspects:
             raise error
         if self._num_in_a_row >= _MOST_IN_A_ROW or self._num_faults >= _MOST_FAULTS:
             if self.alone is not None:
                 self._culprits[self.alone] = error
-            self._try_next(self._suspects)
+            self._try_next(self.suspects)
 
     def passed(self) -> None:
-        """Count a step that succeeded. Another sequence may be `alone` afterwards."""
+        """Count a step that succeeded, while there are suspects. Another sequence may be `alone` afterwards."""
         self._num_in_a_row = 0
-        if self._suspects is None:
-            return
-        for sequence in [self.alone] if self.alone is not None else list(self._suspects):
-            if sequence.num_generated > self._suspects[sequence] or sequence.has_ended or sequence.is_paused:
+        assert self.suspects is not None
+        for sequence in [self.alone] if self.alone is not None else list(self.suspects):
+            if sequence.num_generated > self.suspects[sequence] or sequence.has_ended or sequence.is_paused:
                 if sequence is self.alone:
-                    self._try_next(self._suspects)
+                    self._try_next(self.suspects)
                     return
-                del self._suspects[sequence]
-        if not self._suspects:
-            self._suspects, self._num_faults = None, 0
+                del self.suspects[sequence]
+        if not self.suspects:
+            self.suspects, self._num_faults = None, 0
 
     def _try_next(self, suspects: dict[Sequence, int]) -> None:
         """Let the next suspect run alone, if there is one."""
@@ -60,7 +59,7 @@ class Faults:
         self._num_faults = self._num_in_a_row = 0
         self.alone = next(iter(suspects), None)
         if self.alone is None:
-            self._suspects = None
+            self.suspects = None
 
     def take_culprits(self) -> dict[Sequence, Exception]:
         """Return the culprits that have not ended, with their errors, once each suspect has run alone."""

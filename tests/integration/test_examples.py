@@ -39,8 +39,7 @@ load = cache(LLM)
 def run(programs: Programs) -> Run:
     def run_example(name: str, *arguments: object) -> str:
         done = programs.run(RUN_SCRIPT, EXAMPLES / name, *arguments)
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
         return done.stdout
 
     return run_example

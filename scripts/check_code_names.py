@@ -105,7 +105,7 @@ def _module_has(parts: list[str], split: int, names: CodeNames) -> bool:
 def path_fault(path: str, names: CodeNames) -> str | None:
     """Return why a path from the root of the repository is wrong, or None. Names of tests may follow, as in pytest."""
     file, *tests = path.rstrip("/").split("::")
-    matching = [each for each in names.paths if fnmatch(each, file)]
+    matching = file in names.paths or any(fnmatch(each, file) for each in names.paths)
     if not matching:
         return "no such file or folder"
     missing = [test for test in tests if test not in names.words]

@@ -34,7 +34,8 @@ TYPES = sorted(LAYOUTS)
 QUANTIZED = [name for name in TYPES if not LAYOUTS[name].is_float]
 FAST = QUANTIZED if IS_WHOLE else ("Q8_0", "Q6_K", "IQ4_NL")
 PLANE_NAMES = ("codes", "high", "scales", "minima", "supers")
-PRODUCTS = [*((type_, "exact") for type_ in TYPES), *((type_, "fast") for type_ in FAST)]
+ONE_EACH = {*{replace(own, type="", table=own.table and (0,)): name for name, own in LAYOUTS.items()}.values(), "F16"}
+PRODUCTS = [(type_, "exact") for type_ in TYPES if IS_WHOLE or type_ in ONE_EACH] + [(type_, "fast") for type_ in FAST]
 SCALES = (0.5, -0.37, 1.0, 0.01)
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 

@@ -192,8 +192,7 @@ def test_the_choice_of_experts_is_one_short_program_for_a_token(experts: Kernels
 
 def test_nothing_is_spilled_for_heads_of_128_and_256(states: Kernels) -> None:
     names = {"prepare_tokens", "multiply_keys", "mix_runs", "gate_heads", "convolve_tokens"}
-    assert {name.split()[0] for name in states} == names
-    assert len({name.split()[2] for name in states}) == NUM_TARGETS
+    assert ({name.split()[0] for name in states}, len({name.split()[2] for name in states})) == (names, NUM_TARGETS)
     for name, kernel in states.items():
         assert kernel["spilled"] == 0, name
         assert kernel["registers"] <= MOST_STATE_REGISTERS.get(name.split()[0], 64), name

@@ -6,7 +6,7 @@ import sys
 
 LIMIT_SECONDS = 600
 _WATCH = "import faulthandler; faulthandler.dump_traceback_later({seconds}, exit=True)\n"
-_RUN_SCRIPT = """
+RUN_SCRIPT = """
 import os, runpy, sys
 del sys.argv[0]
 sys.path[0] = os.path.dirname(sys.argv[0])
@@ -23,7 +23,7 @@ def python_command(
 
 def script_command(script: object, *arguments: object, seconds: float = LIMIT_SECONDS) -> list[str]:
     """Return the command `python SCRIPT ARGUMENTS`."""
-    return python_command(_RUN_SCRIPT, script, *arguments, seconds=seconds)
+    return python_command(RUN_SCRIPT, script, *arguments, seconds=seconds)
 
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

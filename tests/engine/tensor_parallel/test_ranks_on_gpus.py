@@ -73,7 +73,8 @@ def test_two_ranks_have_the_bits_of_one(name: str, tmp_path: Path, on_gpus: None
 
 @pytest.mark.slow
 def test_check_gpu_finds_the_tokens_of_one_rank(tmp_path: Path, on_gpus: None) -> None:
-    write_gguf(tmp_path / "model.gguf", CONFIG, 1, "Q4_0", CONFIG["vocab_size"])
+    config = CONFIG | dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 128) | {"head_dim": 32}
+    write_gguf(tmp_path / "model.gguf", config, 1, "Q4_0", 128)
     found = list(check_ranks(tmp_path / "model.gguf", ("cpu", "cpu"), "gloo", 2))
     assert [each["op"] for each in found] == ["2 ranks, recorded", "2 ranks, op by op"]
     assert all(each["is_right"] for each in found)

@@ -36,13 +36,7 @@ from infer.models.from_checkpoint import load_model
 from infer.models.layers import LoadedAttention, LoadedExperts, LoadedRecurrent
 from infer.models.load import load_transformer
 from infer.models.memory.memory_budget import MemoryBudget
-from infer.models.memory.memory_estimate import (
-    LoadSettings,
-    loaded_types,
-    pool_bytes,
-    rope_bytes,
-    weight_bytes,
-)
+from infer.models.memory.memory_estimate import LoadSettings, loaded_types, pool_bytes, rope_bytes, weight_bytes
 from infer.models.transformer import Transformer
 from refusals import check_refused
 from test_available_memory import smollm2

@@ -20,37 +20,11 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 import beside
-from harness import Figures
 from random_weights import write_gguf
 
 pytestmark = pytest.mark.slow
 
 BESIDE = [sys.executable, beside.__file__]
-
-
-def figures_of(row: str, **rounds: list[float]) -> Figures:
-    found = Figures([beside.OLD, beside.NEW])
-    for side, figures in rounds.items():
-        for figure in figures:
-            found.add(row, side, figure)
-    return found
-
-
-def test_a_line_has_medians_and_the_ratios_of_the_same_rounds() -> None:
-    found = figures_of("decode", old=[100.0, 200.0, 50.0], new=[110.0, 240.0, 45.0])
-    line = beside.table_line(found, "decode").split()
-    assert " ".join(line) == "decode tok/s 100.00 110.00 1.10 × 0.90 to 1.20 higher"
-
-
-def test_a_line_says_which_direction_is_better() -> None:
-    for row, unit in beside.UNITS.items():
-        line = beside.table_line(figures_of(row, old=[1.0], new=[2.0]), row)
-        assert line.endswith("higher" if unit == "tok/s" else "lower")
-
-
-def test_a_side_that_failed_has_no_ratio() -> None:
-    assert beside.table_line(figures_of("http", new=[3.0]), "http").split(maxsplit=1)[1] == "only new was measured"
-    assert beside.table_line(figures_of("http"), "http").split(maxsplit=1)[1] == "only no side was measured"
 
 
 class Answering:

@@ -9,7 +9,7 @@ import pytest
 
 import count_house
 from cases import cases
-from house.limits import Limit, problems, read_limits, with_set, with_tightened
+from house.limits import Limit, problems, read_limits, with_tightened
 from house.sizes import count, totals
 from house.source import Source
 
@@ -113,15 +113,6 @@ def test_lowering_loosens_no_limit() -> None:
     worse = {"lines": 1001, "lines of C++": 11, "faults": 199, "median": 151, "chat: functions": 801}
     assert with_tightened(LIMITS, worse) == LIMITS
     assert with_tightened(LIMITS, {"chat: functions": 770}) == LIMITS, "within 4 % it may be noise"
-
-
-def test_setting_changes_only_the_named_limits() -> None:
-    numbers = {"lines": 1200, "lines of C++": 12, "faults": 190, "median": 160}
-    assert limits_in(with_set(LIMITS, numbers, ["lines"])) == {**limits_in(LIMITS), "lines": 1200}
-    assert limits_in(with_set(LIMITS, numbers, [])) == {**numbers, "median": 150, "chat: functions": 800}
-    for name in ("median", "chat: functions", "words"):
-        with pytest.raises(ValueError, match=f"named '{name}', only: lines, "):
-            with_set(LIMITS, numbers, [name])
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -17,7 +17,6 @@ from cases import cases
 from check_code_names import faults_of_module, faults_of_page
 from check_english import docstring_faults, page_faults
 from code_names import CodeNames, read_names
-from list_modules import MissingLineError, first_line
 
 LONG = "word " * 31
 BAD = '''def f():
@@ -163,13 +162,6 @@ class C:
     assert found == [(1, "tests/gone.py"), (3, "gone_1"), (9, "loop.gone"), (10, "gone_2"), (14, "gone_3")]
 
 
-def test_a_contract_in_a_block_lists_members_of_its_class(names: CodeNames) -> None:
-    block = "One.\n\n```python\nLoop.count(step) / is_idle / {} -> Reply  # / no_member\nThing.size / x\n```\n"
-    assert not list(faults_of_page(block.format("size"), names))
-    (fault,) = faults_of_page(block.format("close"), names)
-    assert (fault.line, fault.name) == (4, "Loop.close")
-
-
 def test_a_wrong_name_fails_the_check_and_the_log_may_name_what_is_gone(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,12 +174,6 @@ def test_a_wrong_name_fails_the_check_and_the_log_may_name_what_is_gone(
     assert capsys.readouterr().out == "docs/dev/design.md:1: `Loop.gone`: Loop has no gone\n"
 
 
-def test_each_folder_is_checked(root: Path) -> None:
-    checked = {path.relative_to(root).parts[0] for path in check_code_names.files(root)}
-    assert checked == {"README.md", "docs", "src", "tests"}
-    assert {"src", "tests", "scripts", "benchmarks"} <= set(check_code_names.PYTHON_FOLDERS)
-
-
 LAYERS = """
 [[tool.importlinter.contracts]]
 type = "layers"
@@ -196,13 +182,6 @@ layers = ["llm", "engine", "errors"]
 """
 MODULES = {"__init__": "A package.", "alone/__init__": "In no layer.", "engine/__init__": "The engine."}
 MODULES |= {"errors": "Errors of `a | b`.\n\nMore.\n", "llm": "A model."}
-
-
-@pytest.mark.parametrize("text", ["", "x = 1\n", '"""No full stop"""\n', '"""One\nline."""\n', '"""One.\nTwo."""\n'])
-def test_a_module_without_a_first_line_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(text)
-    with pytest.raises(MissingLineError, match=r"a\.py: the docstring must begin with one line"):
-        first_line(tmp_path / "a.py")
 
 
 def test_the_page_is_written_and_an_old_page_fails_the_check(
@@ -338,14 +317,3 @@ def test_a_clone_without_the_base_says_so_and_checks_later_commits_with_parents(
     assert status == 0
     assert "only 0 later commits" in first, "all commits may be older than the base"
     assert second.startswith("0 commits")
-
-
-def test_a_folder_without_a_history_is_said_to_be_unchecked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / ".git").write_text("gitdir: nowhere\n")
-    assert check_commits.main(tmp_path) == 0
-    assert capsys.readouterr().out.startswith("no commit is checked: ")
-
-
-def test_the_whole_run_of_checks_includes_this_one() -> None:
-    run = (check_commits.ROOT / ".ci/run").read_text()
-    assert "\ntimed .venv/bin/python scripts/check_commits.py\n" in run

@@ -279,10 +279,7 @@ def test_a_load_compiles_the_other_kernels_that_it_needs(
     begun: list[set[str]], folder: Path, needed: list[Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addresses, "_WORTH_SECONDS", 0.1)
-    with (
-        compiling_ahead(str(folder), ModelSettings()),
-        addresses.compiling([*needed, RELU]),
-    ):
+    with compiling_ahead(str(folder), ModelSettings()), addresses.compiling([*needed, RELU]):
         assert begun[1:] == [{"matmul.matmul.gate_relu"}]
 
 

@@ -93,14 +93,13 @@ class PageMemory:
                 _copy_array(self.rope_sets, self._tables[0].rope_sets)
 
     def publish(self) -> None:
-        """Publish the current tables and windows to the kernels."""
+        """Publish the current tables and windows to the kernels. They are small: torch copies them with one thread."""
         for index, rows in enumerate(self._groups):
             if self._published[index] != rows.version:
                 arrays, tables = (rows.table.table, rows.shifts, rows.sinks, rows.windows), self._tables[index]
                 tensors = (tables.table, tables.shifts, tables.sinks, tables.windows)
-                with self._backend.threads():
-                    for tensor, array in zip(tensors, arrays, strict=True):
-                        _copy_array(array, tensor)
+                for tensor, array in zip(tensors, arrays, strict=True):
+                    _copy_array(array, tensor)
                 self._published[index] = rows.version
 
     def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "heads pages blocks lanes *size"]]]:

@@ -195,10 +195,9 @@ def test_a_result_that_an_event_cancels_has_what_was_computed(world: World, engi
         return sequences
 
     engine.step = step_and_cancel  # type: ignore[method-assign]
-    result = stream.run()
-    assert 2 < len(result.token_ids) < LONG.params.max_new_tokens
-    assert result.token_ids == by_definition(world, LONG).token_ids[: len(result.token_ids)]
-    assert (result.finish_reason, result.stop_reason) == ("abort", "cancelled")
+    count = len((result := stream.run()).token_ids)
+    assert 2 < count < LONG.params.max_new_tokens
+    assert (result.token_ids, result.stop_reason) == (by_definition(world, LONG).token_ids[:count], "cancelled")
 
 
 def test_an_answer_that_joins_a_dropped_batch_ends(world: World, loop: Loop) -> None:

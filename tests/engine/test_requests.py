@@ -87,7 +87,7 @@ def test_a_session_takes_no_sampling_for_all_turns(llm: LLM) -> None:
 
 def test_arrays_of_ids_are_prompts(llm: LLM) -> None:
     expected = llm.generate([97, 98], GREEDY).token_ids
-    for prompt in (np.array([97, 98]), torch.tensor([97, 98]), (97, 98)):
+    for prompt in (np.array([97, 98]), np.array([97, 98], ">i2"), torch.tensor([97, 98]), (97, 98)):
         result = llm.generate(prompt, GREEDY)
         assert result.token_ids == expected
         json.dumps(result.to_json())

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -261,6 +262,25 @@ def test_a_row_with_a_fault_has_ended_also_if_its_step_fails(world: World) -> No
     engine.step()
     sequence.restart()
     assert (sequence.finish_reason, len(sequence.pieces)) == ("error", num_pieces)
+
+
+def test_one_accident_of_the_engine_s_own_row_does_not_end_it(world: World) -> None:
+    accidents = chain([True], repeat(False))
+    found = run_with_faults(world, Way("none", 16, 1), lambda rows: bool(rows) or next(accidents))
+    assert {sequence.finish_reason for sequence, _ in found} == {"error"}
+
+
+def test_one_accident_does_not_end_an_engine_whose_only_row_has_left(world: World) -> None:
+    runner = make_runner(world, Way(), num_slots=1)
+    device, engine = RunsOnItsOwn.replace(runner), Engine(runner, max_steps=1)
+    sequence = engine.submit(make_sequence(world, Case("", PROMPT, LONG), Way()))
+    while engine._pending is None:
+        engine.step()
+    engine.cancel(sequence)
+    device.error = PLANTED
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.recover_from(PLANTED)
 
 
 def test_the_engine_fails_if_the_steps_of_each_row_fail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,12 +50,6 @@ def test_the_bits_of_both_sides_are_compared(new: Answering, said: str) -> None:
     assert beside.compare_bits(sides) == f"bits: {said}"
 
 
-def test_an_unknown_commit_is_refused_in_one_line() -> None:
-    ended = subprocess.run([*BESIDE, "no-such-commit"], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].endswith("'no-such-commit' is no commit of this repository")
-
-
 def test_the_last_commit_runs_beside_this_tree_and_its_work_tree_is_removed(tmp_path: Path) -> None:
     rows = [row for row in beside.UNITS if row not in {"prefill", "http", "host-16", "host-60"}]
     write_gguf(tmp_path / "model.gguf", beside.TINY_CONFIG, 1, "F32", beside.TINY_CONFIG["vocab_size"])

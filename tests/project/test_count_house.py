@@ -66,16 +66,6 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_files_that_grew_are_named(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = count(repository)
-    (repository / "src/infer/cli/new.py").write_text("x = 1\n" * 7)
-    now = count(repository)
-    monkeypatch.setattr(count_house, "counts_at_last_limits", lambda: before)
-    (line,) = count_house.report({"lines of cli": 408}, {"lines of cli": Limit("falls", 401, 300)}, now)
-    assert "408 is above its limit 401, goal 300" in line
-    assert line.endswith("grown since the limits changed: src/infer/cli/new.py +7")
-
-
 @cases(
     "section limit kept broken loose",
     ("falls", 1000, [1000, 980], [1001], [979]),

@@ -15,7 +15,7 @@ import check_english
 import list_modules
 from cases import cases
 from check_code_names import faults_of_module, faults_of_page
-from check_english import docstring_faults, page_faults
+from check_english import page_faults
 from code_names import CodeNames, read_names
 
 LONG = "word " * 31
@@ -29,11 +29,6 @@ class C:
     def g(self):
         """Of one."""
 '''
-
-
-def test_a_docstring_must_not_begin_with_a_word_that_names_nothing() -> None:
-    assert list(docstring_faults(BAD)) == [(2, "What it does."), (9, "Of one.")]
-    assert not list(docstring_faults('"""Whatsoever."""\n\n\ndef f():\n    """Return what it does."""\n'))
 
 
 @cases(

@@ -231,13 +231,17 @@ class Engine:
 
     def recover(self) -> None:
         """Empty the cache after a step that raised. All sequences are computed again from their ids."""
+        self._empty()
+        self._rejoin()
+
+    def _empty(self) -> None:
+        """Empty the cache and all slots."""
         self._pending = None
         self._filler.close()  # its thread may still fill a mask of a sequence
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
         self._filler = MaskFiller(self.runner.model.backend)
-        self._rejoin()
 
     # A step
 
@@ -273,27 +277,29 @@ class Engine:
         Raises an error if the engine has failed, and not only the steps of the culprits.
         """
         self._queue.clear()
-        for index, (culprit, error) in enumerate(self._faults.take_culprits().items()):
-            if index == 0:
-                self._try(make_probe(culprit), error)
+        works = self._faults.has_progress
+        for culprit, error in self._faults.take_culprits().items():
+            works = works or self._gets_token(make_probe(culprit)) or self._gets_token(make_probe(culprit))
+            if not works:
+                raise error
             culprit.blame(error)
         self._leaving.update(self._sequences)
         for sequence in self._sequences:
             self._want_slot(sequence)
 
-    def _try(self, probe: Sequence, error: Exception) -> None:
-        """Compute the token of a probe, while no other sequence runs or waits. Raise its error, or the given one."""
+    def _gets_token(self, probe: Sequence) -> bool:
+        """Return True if a step computes the token of a probe, while no other sequence runs or waits."""
         self._queue.join(probe, time.perf_counter())
         self._sequences[probe] = None
         self._queue.wait(probe)
         try:
             self.collect(self.launch())
-        finally:
-            self.cancel(probe)
-            self._drop_finished()
-            del self._taking_part[probe]
-        if not probe.pieces:
-            raise error
+        except Exception:
+            self._empty()
+        self.cancel(probe)
+        self._drop_finished()
+        self._taking_part.pop(probe, None)
+        return bool(probe.pieces)
 
     def launch(self, behind: LaunchedStep | None = None) -> LaunchedStep | None:
         """Choose the sequences of a step, plan it, and run the forward. Return None if there is nothing to compute.

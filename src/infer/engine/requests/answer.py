@@ -223,9 +223,10 @@ class Answer:
         self.poll_cancel()
         has_ended = self.has_ended  # read before the pieces, because none arrive after the end
         pieces, unread = list[Piece](), self._unread
-        while unread and not self.is_dropped and (most is None or len(pieces) < most):
-            self.num_taken += 1  # first: another thread may settle the answer between the two
-            pieces.append(unread.popleft())
+        with self._changing:  # another thread that closes may settle the answer
+            while unread and not self.is_dropped and (most is None or len(pieces) < most):
+                pieces.append(unread.popleft())
+                self.num_taken += 1
         if self.is_paused and self._has_room:
             self.is_paused = False
             self.loop.proceed(self)

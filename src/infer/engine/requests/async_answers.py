@@ -51,8 +51,10 @@ class AsyncAnswers:
         threads = self._constraining if is_constrained else self._preparing
         try:
             future = asyncio.get_running_loop().run_in_executor(threads, work, check)
-        except RuntimeError:  # another thread has closed the model since
-            raise closed() from None
+        except RuntimeError:
+            if self.loop.is_open:
+                raise
+            raise closed() from None  # by another thread
         try:
             return await future
         finally:

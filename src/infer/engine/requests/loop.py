@@ -104,7 +104,11 @@ class Loop:
 
     def refill(self, backlog: Backlog) -> None:
         """Compute the new answers of a backlog. Raises the errors of `submit`."""
-        self._check_taking()
+        try:
+            self._check_taking()
+        except InferError:
+            backlog.end_waiting()
+            raise
         is_urgent = backlog.num_running < backlog.most_running and self._has_room
         self._send(partial(self._thread.refill, backlog), is_urgent=is_urgent)
 

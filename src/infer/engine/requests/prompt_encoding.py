@@ -151,7 +151,8 @@ def _last_turns(
 def _whole_numbers(ids: IdArray) -> list[int]:
     if ids.ndim != 1:
         raise InvalidRequestError(f"ids must have one dimension, got shape {tuple(ids.shape)}: pass one row")
-    if "int" not in str(ids.dtype):
+    is_whole = ids.dtype.kind in "iu" if isinstance(ids, np.ndarray) else "int" in str(ids.dtype)
+    if not is_whole:
         raise InvalidRequestError(f"token ids must be whole numbers, got an array of {ids.dtype}")
     whole: list[int] = ids.tolist()
     return whole

@@ -143,6 +143,7 @@ class Stream(Iterator[Piece]):
                     self.cancel()
         except BaseException:
             if self._reader is None:  # otherwise another thread reads the answer
+                answer.abandon()
                 self.close()
             raise
         return answer.result()

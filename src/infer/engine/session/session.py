@@ -414,7 +414,7 @@ class Session:
     def _free_if_closed(self) -> None:
         """Free the cache if the session is closed. `close` and the end of each call use this; the later one frees."""
         if self._is_closed and self._caller is None:
-            self._open_cache = None
+            self._open_cache = self._last = None
 
     @_exclusively
     def _begin(

@@ -17,8 +17,8 @@ class Faults:
 
     After a failed step all sequences are computed again. They are suspects until they have a further token. If steps
     continue to fail meanwhile, the suspects run one by one, each until it has a token. If its steps continue to fail
-    then, it is a culprit. After the last suspect, a row of the engine's own must get a token (`make_probe`). Then the
-    culprits end, and the others continue. Otherwise the engine has failed.
+    then, it is a culprit. After the last suspect, the culprits end, and the others continue if one of them got a token.
+    Otherwise a row of the engine's own must get one (`make_probe`), or the engine has failed.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,16 @@ class Faults:
         self._culprits: dict[Sequence, Exception] = {}
         self._num_faults = self._num_in_a_row = 0
         self.alone: Sequence | None = None  # the suspect that runs now, while no other sequence does
+        self.has_progress = False  # True if a suspect that ran alone got a token
 
     def add(self, error: Exception, active: Iterable[Sequence]) -> None:
         """Count a failed step. `active` are the sequences that it may have computed. Without any, raise the error."""
         self._num_faults, self._num_in_a_row = self._num_faults + 1, self._num_in_a_row + 1
         if self.alone is None:
             self.suspects = {sequence: sequence.num_generated for sequence in active}
-        if not self.suspects:
-            raise error
         if self._num_in_a_row >= _MOST_IN_A_ROW or self._num_faults >= _MOST_FAULTS:
+            if not self.suspects:
+                raise error
             if self.alone is not None:
                 self._culprits[self.alone] = error
             self._try_next(self.suspects)
@@ -44,8 +45,10 @@ class Faults:
         self._num_in_a_row = 0
         assert self.suspects is not None
         for sequence in [self.alone] if self.alone is not None else list(self.suspects):
-            if sequence.num_generated > self.suspects[sequence] or sequence.has_ended or sequence.is_paused:
+            has_token = sequence.num_generated > self.suspects[sequence]
+            if has_token or sequence.has_ended or sequence.is_paused:
                 if sequence is self.alone:
+                    self.has_progress |= has_token
                     self._try_next(self.suspects)
                     return
                 del self.suspects[sequence]
@@ -56,6 +59,8 @@ class Faults:
         """Let the next suspect run alone, if there is one."""
         if self.alone is not None:
             del suspects[self.alone]
+        else:
+            self.has_progress = False
         self._num_faults = self._num_in_a_row = 0
         self.alone = next(iter(suspects), None)
         if self.alone is None:

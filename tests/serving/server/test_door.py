@@ -37,7 +37,7 @@ demands = st.lists(
 
 def known_costs(pace: float = 0.0) -> StepCosts:
     costs = StepCosts()
-    costs._costs, costs._pace = Costs(0.001, 0.002, 0.0005, 0.0001), pace
+    costs.costs, costs._pace = Costs(0.001, 0.002, 0.0005, 0.0001), pace
     return costs
 
 

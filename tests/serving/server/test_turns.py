@@ -216,7 +216,7 @@ def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]
     with monkeypatch.context() as patched:
         patched.setattr(engine, "step", slow_step)
         patched.setattr(engine.scheduler, "_max_steps", 1)
-        patched.setattr(engine.scheduler.costs, "_costs", Costs(0.05, 0.05, 0.05, 0.0))
+        patched.setattr(engine.scheduler.costs, "costs", Costs(0.05, 0.05, 0.05, 0.0))
         patched.setattr(engine.scheduler.costs, "_pace", 0.0)
         patched.setattr(engine.scheduler.costs, "learn", lambda work, seconds: None)
         yield ended

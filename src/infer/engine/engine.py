@@ -294,7 +294,7 @@ class Engine:
         self._queue.wait(probe)
         try:
             self.collect(self.launch())
-        except Exception:
+        except Exception:  # the caller tries once more, then raises the error of the culprit
             self._empty()
         self.cancel(probe)
         self._drop_finished()

@@ -20,9 +20,9 @@ from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.compute.kvcache.page_sizes import page_bytes
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.mixers import GatedDeltaNet
+from infer.compute.operands.recurrent_cache import DeltaNetCache
 from infer.compute.operands.weights import DeltaNetWeights, Norm
 from infer.compute.quantization.kv_layout import Pages
 

@@ -234,7 +234,7 @@ def test_attention_leaves_what_the_next_product_takes(sizes: tuple[int, int, int
 def test_pages_are_those_of_the_layout() -> None:
     """A kernel reads what `Pages` says: none of its fields may be forgotten."""
     known = {"page_tokens", "table", "shifts", "sinks", "windows", "rope_sets", "furthest"}
-    refused = {"ends"}  # of attention without a mask, by `unusual_layers`
+    refused = {"ends"}  # of attention without a mask, by `unusual_parts`
     assert (set(Pages.__dataclass_fields__), attention.KV_TYPES) == (known | refused, KV_TYPES)
 
 

@@ -18,9 +18,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_models
 from gpu_launches import num_variants, recorded_launches
-from infer.compute.backends.cuda.capture import CapturedForward
+from infer.compute.backends.cuda.capture import CapturedForward, StepSize, size_for, sizes_ahead
 from infer.compute.backends.cuda.graphs import Repeats
-from infer.compute.backends.cuda.step_sizes import StepSize, size_for, sizes_ahead
 
 CPU = torch.device("cpu")
 

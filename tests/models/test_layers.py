@@ -15,12 +15,12 @@ from commands import run
 from infer.compute import ops
 from infer.compute.backends.cpu.capture.forward import CapturedForward
 from infer.compute.backends.cuda.backend import CudaBackend
-from infer.compute.backends.unusual_layers import check_unusual_parts
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense, Experts, Router
 from infer.compute.operands.step import Chunk, Step
+from infer.compute.operands.unusual_parts import check_unusual_parts
 from infer.compute.operands.weights import FileWeight, Heads, StoredWeight
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner

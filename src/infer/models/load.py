@@ -7,14 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute import ops
-from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.architecture import Architecture, TextInputs
 from infer.compute.operands.group import Group
 from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.mixers import QueryScale, Rope
-from infer.compute.operands.weights import Projection, RopeTable
+from infer.compute.operands.weights import Projection, RopeTable, TextInputWeights
 from infer.models.layers import LoadedLayer, load_layer
 from infer.models.layers.per_layer_input import load_per_layer_weights
-from infer.models.layers.text_inputs import load_text_inputs
 from infer.models.memory.memory_estimate import type_of_keys
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.transformer import Transformer
@@ -125,3 +124,12 @@ def _cos_and_sin(
         frequencies = frequencies / torch.tensor(rope.frequency_factors)
     angles = torch.arange(num_positions).float()[:, None] * frequencies
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
+def load_text_inputs(own: TextInputs, loader: WeightLoader) -> TextInputWeights:
+    """Return the tables and the norm, in float32."""
+    return TextInputWeights(
+        positions=loader.vector("model.embed_positions.weight") if own.num_positions else None,
+        types=loader.vector("model.embed_types.weight") if own.num_types else None,
+        norm=loader.norm("model.embed_norm"),
+    )

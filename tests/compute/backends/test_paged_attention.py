@@ -18,7 +18,7 @@ from extent import slow_except
 from infer.compute import ops
 from infer.compute.backends import reference
 from infer.compute.backends.cpu import operations as cpu
-from infer.compute.backends.cpu.attention.shared_prefix import prefix_at
+from infer.compute.backends.cpu.attention.attention import prefix_at
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.records import ATTEND, CHUNK
 from infer.compute.backends.cpu.simd import store_i64

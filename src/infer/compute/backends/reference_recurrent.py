@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.delta_net_cache import DeltaNetCache
-from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import ConvWeights, DeltaNetWeights
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from infer.compute import ops
 from infer.compute.kvcache.page_rows import GroupRows
 from infer.compute.kvcache.page_sizes import page_bytes
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, Mixer
-from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache
 from infer.compute.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks
 from infer.compute.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
 

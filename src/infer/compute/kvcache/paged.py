@@ -25,9 +25,8 @@ from infer.compute.kvcache.page_rows import GroupRows, page_keys, possible_prefi
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.mixers import Attention, Mixer
-from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import ConvWeights, DeltaNetWeights, Heads
 from infer.compute.quantization.kv_formats import check_kv_type

@@ -216,7 +216,7 @@ class GatedDeltaNet:
         return self.num_channels + self.value_features + 2 * self.num_value_heads, self.value_features
 
     def page_shapes(self, page_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the float32 tensors in a page of the cache, which `delta_net_cache` names."""
+        """Return the shapes of the float32 tensors in a page of the cache, which `DeltaNetCache` names."""
         return (
             (page_tokens, self.num_channels),
             (self.num_value_heads, self.key_dim, self.value_dim),

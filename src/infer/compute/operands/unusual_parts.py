@@ -1,10 +1,11 @@
-"""The parts of layers other than usual attention and dense feed-forwards, with their names for people."""
+"""The parts of layers other than usual attention and dense feed-forwards, which not every device computes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Experts, PerLayerInput
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
+from infer.errors import UnsupportedModelError
 
 _NAMES = {
     PerLayerInput: "per-layer inputs",
@@ -31,3 +32,9 @@ def unusual_parts(layers: Iterable[Layer]) -> set[str]:
     attention = [part for part in parts if isinstance(part, Attention)]
     others |= {name for name, is_part in _OF_ATTENTION.items() if any(map(is_part, attention))}
     return others | {"layers with a scale" for layer in layers if layer.has_scale}
+
+
+def check_unusual_parts(layers: Iterable[Layer], device: str, computed: Set[str] = frozenset()) -> None:
+    """Raise UnsupportedModelError if a layer has a part of `unusual_parts` that is not in `computed`."""
+    if others := unusual_parts(layers) - computed:
+        raise UnsupportedModelError(f"device {device} has no kernels for {', '.join(sorted(others))}: use device cpu")

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from infer.compute.backends.base import Backend, Captured, Generated, KernelStore, PendingStep, Precision, Recorded
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.feed_forwards import Activation
-from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import (
     ConvWeights,

@@ -17,7 +17,7 @@ from infer.compute.operands.mixers import Attention, QueryScale, Rope
 from infer.compute.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.generation_config import defaults_of
-from infer.models.catalog.model_tasks import tasks_of
+from infer.models.catalog.header_facts import tasks_of
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings, cache_bytes_per_token, weights_by_type

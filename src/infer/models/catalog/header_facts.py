@@ -1,20 +1,33 @@
-"""Read the facts about a model from its headers. Loads no torch."""
+"""Read the facts about a model from its headers, and the tasks for which its files have heads. Loads no torch."""
 
 import hashlib
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
-from infer.files import open_checkpoint, resolve
+from infer.files import Checkpoint, open_checkpoint, resolve
 from infer.files.generation_config import defaults_of
 from infer.files.hub.file_versions import FileVersion, file_versions
 from infer.models.catalog.model_facts import ModelFacts
-from infer.models.catalog.model_tasks import tasks_of
 from infer.models.catalog.models_at_hand import weights_name
 from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import weights_by_type
 from infer.text.tokenizer.infill import find_marks
 from infer.text.tokenizer.tokenizer_files import read_template, read_token_names
 from infer.text.toolcalls.template_formats import reasoning_of
+
+Task = Literal["embed", "rerank", "classify"]
+
+
+def tasks_of(checkpoint: Checkpoint, *, is_encoder: bool) -> tuple[Task, ...]:
+    """Return the tasks of a model. A decoder without any of these heads has none, because it generates."""
+    found: dict[Task, bool] = {
+        "embed": checkpoint.embedding is not None or (is_encoder and checkpoint.classifier is None),
+        "rerank": checkpoint.reranker is not None,
+        "classify": checkpoint.classifier is not None and len(checkpoint.classifier.labels) > 1,
+    }
+    return tuple(task for task, is_true in found.items() if is_true)
+
 
 _MOST_MODELS = 256  # most models whose facts are cached
 

@@ -6,7 +6,7 @@ from infer.compute.kvcache.groups import check_layers
 from infer.errors import ModelError
 from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
-from infer.models.catalog.model_tasks import tasks_of
+from infer.models.catalog.header_facts import tasks_of
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings

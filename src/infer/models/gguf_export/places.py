@@ -1,12 +1,17 @@
-"""The tensor of a GGUF file that contains one of our matrices, as exported by `tensors` and `delta_nets`."""
+"""The tensor of a GGUF file that contains one of our matrices, as exported by `tensors`."""
 
 import re
 from typing import NamedTuple
 
 from infer.files.gguf.gguf_text_encoders import ENCODERS, encoder_name_in_gguf
 from infer.files.tensors.tensor_names import name_in_gguf
-from infer.models.gguf_export.delta_nets import WITH_ONE_BA
-from infer.models.gguf_export.tensors import WITH_GATES_IN_Q, WITH_ONE_EXPERT_MATRIX, WITH_ONE_GATE_UP, WITH_ONE_QKV
+from infer.models.gguf_export.tensors import (
+    WITH_GATES_IN_Q,
+    WITH_ONE_BA,
+    WITH_ONE_EXPERT_MATRIX,
+    WITH_ONE_GATE_UP,
+    WITH_ONE_QKV,
+)
 
 _MATRIX = re.compile(r"(model\.layers\.[0-9]+\.)(?:mlp\.experts\.([0-9]+)\.)?(.+)\.weight")
 _FUSED = (  # architectures with a fused matrix, its name, and its parts

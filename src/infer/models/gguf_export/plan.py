@@ -7,13 +7,13 @@ from infer.files import Checkpoint
 from infer.files.config import architecture_in_gguf
 from infer.files.gguf.gguf import TypedValue
 from infer.files.gguf.gguf_text_encoders import ENCODERS
+from infer.files.heads.text_prompts import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import FAMILIES, as_read, make_architecture
 from infer.models.gguf_export.encoder_values import encoder_values, token_type_values
 from infer.models.gguf_export.general_values import general_values
 from infer.models.gguf_export.heads import head_plan
 from infer.models.gguf_export.network_values import network_values
-from infer.models.gguf_export.prompt_values import prompt_values
 from infer.models.gguf_export.rope_values import RopeValues, rope_values
 from infer.models.gguf_export.round_trip import check_round_trip
 from infer.models.gguf_export.tensors import ExportTensor, export_tensors
@@ -67,3 +67,16 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
         values["tokenizer.chat_template.rerank"] = typed(head.prompt)
     check_round_trip(path, architecture, values, tensors, ropes.factors, checkpoint.files[0])
     return ExportPlan(values, tensors + head.tensors)
+
+
+def prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:
+    """Return the keys, or none for a model without prompts."""
+    prompts = checkpoint.prompts
+    if not prompts.by_name:
+        return {}
+    values: dict[str, Value] = {NAMES_KEY: list(prompts.by_name), TEXTS_KEY: list(prompts.by_name.values())}
+    if prompts.default is not None:
+        values[DEFAULT_KEY] = prompts.default
+    if checkpoint.embedding is not None and checkpoint.embedding.skips_prompt:
+        values[ARE_POOLED_KEY] = False
+    return values

@@ -207,7 +207,7 @@ MAX_TAPS = 16
 
 
 def delta_net_scratch_bytes(key_dim: int, value_dim: int, page_tokens: int) -> int:
-    """Return the scratch bytes per thread. `delta_net.scratch` says what they hold."""
+    """Return the scratch bytes per thread. `Scratch` says what they hold."""
     return 4 * page_tokens * (2 * max(key_dim, page_tokens) + 2 * page_tokens + 3 * value_dim + 12)
 
 
@@ -228,7 +228,7 @@ GATED_DELTA_NET = np.dtype(
         ("norm", np.int64),  # f32 [value_dim]
         ("eps", np.float32),
         ("beta_scale", np.float32),
-        ("inputs", np.int64),  # of page 0, like the next four: `delta_net_cache`
+        ("inputs", np.int64),  # of page 0, like the next four: `DeltaNetCache`
         ("states", np.int64),
         ("keys", np.int64),
         ("updates", np.int64),

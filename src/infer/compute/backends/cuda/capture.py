@@ -1,4 +1,7 @@
-"""A forward recorded in the sizes of `step_sizes`: some of them before the first request, the others when they occur.
+"""A forward recorded in a few sizes: some of them before the first request, the others when they occur.
+
+The number of tokens is a power of 2. A step of decoding has as many lines of logits as tokens. A step with prompts has
+fewer lines, in a few sizes only. Padding costs little: it is embedded as NaN, for which products read no weight.
 
 A recording reads its step from `StepInputs`. If the step is shorter than the recording, the rest are padding tokens
 with id and row −1. They have no effect. They are embedded as NaN, which their products pass on without reading a
@@ -6,8 +9,8 @@ weight. Every kernel computes a token in the same order, whatever its neighbours
 the same ops run one by one, to the bit.
 """
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,7 +19,6 @@ from infer.compute.backends.base import Captured, Forward, Generated, PendingSte
 from infer.compute.backends.cuda.graphs import Graphs, Recording
 from infer.compute.backends.cuda.multi_step import MultiStep
 from infer.compute.backends.cuda.step_inputs import StepInputs
-from infer.compute.backends.cuda.step_sizes import StepSize, size_for, sizes_ahead
 from infer.compute.backends.cuda.verifier import Verifier
 from infer.compute.backends.gpu_memory import FEW_LINES
 from infer.compute.operands.limits import StepLimits
@@ -24,6 +26,40 @@ from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.errors import InvalidRequestError
+
+_LINES = 8, 64  # of a step with prompts; or the most lines
+_TOKENS_AHEAD = 1, 8, 16, 64  # of steps of decoding: other sizes are compiled alike
+_PROMPT_AHEAD = 512
+
+
+class StepSize(NamedTuple):
+    """Numbers of tokens and of lines of logits that a recording has room for."""
+
+    tokens: int
+    logits: int
+
+
+def size_for(num_tokens: int, num_logits: int, limits: StepLimits) -> StepSize:
+    """Return the size of the recording for a step within the limits. Without logits the head reads no weight."""
+    tokens = _power_of_2(num_tokens, limits.tokens)
+    if not num_logits:
+        return StepSize(tokens, 0)
+    sizes = sorted(min(each, limits.logits) for each in (*_LINES, tokens, limits.logits))
+    return StepSize(tokens, next(each for each in sizes if each >= num_logits))
+
+
+def sizes_ahead(limits: StepLimits) -> Iterator[StepSize]:
+    """Yield sizes whose recordings compile every kernel that other sizes need."""
+    for count in _TOKENS_AHEAD:
+        if count <= min(limits):
+            yield StepSize(count, count)
+    for num_tokens in sorted({min(_PROMPT_AHEAD, limits.tokens), limits.tokens}):
+        yield size_for(num_tokens, 1, limits)
+
+
+def _power_of_2(count: int, most: int) -> int:
+    """Return the next power of 2, but at most `most`. Nothing stays 0."""
+    return min(most, 1 << (count - 1).bit_length()) if count else 0
 
 
 @final

@@ -9,8 +9,8 @@ from infer.compute.backends.cuda.delta_net_recurrence import gate_heads, mix_run
 from infer.compute.backends.cuda.recurrent_pages import delta_net_pages
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.mixers import GatedDeltaNet
+from infer.compute.operands.recurrent_cache import DeltaNetCache
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import DeltaNetWeights
 

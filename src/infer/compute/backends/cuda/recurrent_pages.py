@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.limits import RECENT_PAGES
-from infer.compute.operands.recurrent_cache import ConvCache
+from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache
 
 RECENT = tl.constexpr(RECENT_PAGES)
 

@@ -14,8 +14,8 @@ from infer.compute.backends.opencl.devices import choose, full_name
 from infer.compute.backends.opencl.operations import Operations
 from infer.compute.backends.opencl.runtime import Runtime
 from infer.compute.backends.torch_backend import TorchBackend
-from infer.compute.backends.unusual_layers import check_unusual_parts
 from infer.compute.operands.architecture import Layer
+from infer.compute.operands.unusual_parts import check_unusual_parts
 from infer.compute.operands.weights import Norm, Projection, StoredWeight
 from infer.errors import InvalidRequestError
 from infer.system.cores import torch_threads

@@ -4,9 +4,9 @@ A row's slots are cut into chunks of 256, always at multiples of 256. A chunk gi
 (largest score m, Σ e^(s − m), Σ e^(s − m) v). A query's partials are merged in the order of the chunks (online softmax,
 arXiv:1805.02867). For a few tokens, chunks are divided among threads. For more tokens, a thread takes queries and
 processes all their chunks in sequence. If many queries share the same keys, as in a prompt, blocks are widened once for
-all of them. Rows that begin with the same pages process these together (`shared_prefix`). All of these give the same
-partials, merged in the same order, so the same bits. A chunk may span several pages: its sums continue from one page to
-the next, so that bits do not depend on pages either.
+all of them. Rows that begin with the same pages process these together (`prefix_at`, cascade attention). All of these
+give the same partials, merged in the same order, so the same bits. A chunk may span several pages: its sums continue
+from one page to the next, so that bits do not depend on pages either.
 
 Queries are stored rotated and scaled as [kv head, token, query head of the group, dim]: the columns of a tile are
 neighbours.
@@ -37,7 +37,6 @@ from infer.compute.backends.cpu.attention.partition import (
     weight_of_queries,
 )
 from infer.compute.backends.cpu.attention.rotation import make_put_queries
-from infer.compute.backends.cpu.attention.shared_prefix import prefix_at
 from infer.compute.backends.cpu.attention.tiles import REGION
 from infer.compute.backends.cpu.layouts import BLOCK, LANES
 from infer.compute.backends.cpu.records import BUNDLE, CHUNK, MAX_HEAD_DIM, MOST_COLUMNS, SCORE_BYTES
@@ -46,6 +45,40 @@ from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_s
 
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 _LEAST_OF_FEW, _LEAST_OF_MANY = 1 << 13, 1 << 17  # weight of what a thread takes at once: tens of microseconds or more
+
+
+@njit
+def _whole_chunks(args, row, slot):
+    """Return the number of chunks before that of the slot, if a token sees all of them; else 0."""
+    return 0 if args.windows[row] != 0 else slot // CHUNK
+
+
+@njit
+def _common_chunks(args, row, other, most):
+    """Return how many of their first `most` chunks two rows have in the same pages."""
+    left, right, page = args.table + args.table_stride * row, args.table + args.table_stride * other, 0
+    while page << args.page_bits < most * CHUNK and left[page] == right[page]:
+        page += 1
+    return min(most, (page << args.page_bits) // CHUNK)
+
+
+@njit
+def prefix_at(args, state, token):
+    """Return (the token after the shared rows, the number of shared chunks).
+
+    The rows are the run that begins here and the runs after it that share as many first chunks, as long as their
+    queries fit. A single run, and one of many queries, shares 0 chunks.
+    """
+    row, run, slot = run_at(args, state, token, state.num_tokens)
+    end, num_chunks, most = token + run, 0, 0 if is_for_many(args, run) else _whole_chunks(args, row, slot)
+    last = token + MOST_COLUMNS * args.num_kv_heads // args.num_heads
+    while most > 0 and end < state.num_tokens:
+        other, run, slot = run_at(args, state, end, state.num_tokens)
+        common = _common_chunks(args, row, other, min(most, _whole_chunks(args, other, slot)))
+        if common == 0 or common < num_chunks or is_for_many(args, run) or end + run > last:
+            break
+        end, num_chunks, most = end + run, common, common
+    return end, num_chunks
 
 
 class _Span(NamedTuple):

@@ -7,8 +7,8 @@ from infer.compute.backends.cpu.recording import scope
 from infer.compute.backends.cpu.records import GATED_DELTA_NET, MAX_TAPS, delta_net_scratch_bytes
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Arguments
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.delta_net_cache import DeltaNetCache
 from infer.compute.operands.mixers import GatedDeltaNet
+from infer.compute.operands.recurrent_cache import DeltaNetCache
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import DeltaNetWeights
 from infer.errors import InvalidRequestError, UnsupportedModelError

@@ -142,17 +142,18 @@ class Answer:
         waiters: Waiters | None = None,
         *,
         lease: Lease | None = None,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] | None = None,
         only_end: bool = False,
+        backlog: "Backlog | None" = None,
     ) -> None:
         """Begin without pieces. Several answers with the same reader may share `waiters`."""
         self.loop, self.sequence, self.lease, self.only_end = loop, sequence, lease, only_end
+        self.backlog = backlog  # from which it is submitted
         self.num_put = self.num_taken = self.num_prefilled = 0
         self.has_ended = self.is_dropped = self.is_paused = self.is_settled = False
         self._failure: BaseException | None = None
         self.shows_prefill = False  # True if the reader is woken when tokens of the prompt are computed
         self._on_end = on_end
-        self._unread = deque[Piece]()
         self._waiters = waiters or Waiters()
         self.relay = self._waiters.relay  # wakes the reader, if that is a task
         self._changing = threading.RLock()  # held briefly; a signal's handler may acquire it again
@@ -162,11 +163,9 @@ class Answer:
 
     def put(self) -> None:
         """Take over the new pieces of the sequence or its end, and wake all waiting threads and tasks."""
-        sequence = self.sequence
-        pieces = sequence.pieces[self.num_put :]
-        self._unread.extend(pieces)
-        self.num_put += len(pieces)
-        has_news = bool(pieces) and not self.only_end
+        sequence, num_before = self.sequence, self.num_put
+        self.num_put = len(sequence.pieces)
+        has_news = self.num_put > num_before and not self.only_end
         if self.shows_prefill and sequence.num_computed > self.num_prefilled:
             self.num_prefilled, has_news = sequence.num_computed, True
         if sequence.has_ended:
@@ -176,7 +175,7 @@ class Answer:
 
     def pause_if_full(self) -> bool:
         """Return True if the answer must pause, because its reader is `MAX_UNREAD` pieces behind."""
-        if self.only_end or len(self._unread) < MAX_UNREAD:
+        if self.only_end or self.num_put - self.num_taken < MAX_UNREAD:
             return False
         self.is_paused = True
         if self._has_room:  # the reader has already made room, before it could see the pause
@@ -222,11 +221,10 @@ class Answer:
         """
         self.poll_cancel()
         has_ended = self.has_ended  # read before the pieces, because none arrive after the end
-        pieces, unread = list[Piece](), self._unread
         with self._changing:  # another thread that closes may settle the answer
-            while unread and not self.is_dropped and (most is None or len(pieces) < most):
-                pieces.append(unread.popleft())
-                self.num_taken += 1
+            end = self.num_put if most is None else min(self.num_put, self.num_taken + most)
+            pieces = [] if self.is_dropped else self.sequence.pieces[self.num_taken : end]
+            self.num_taken += len(pieces)
         if self.is_paused and self._has_room:
             self.is_paused = False
             self.loop.proceed(self)
@@ -259,7 +257,6 @@ class Answer:
         """Return the finished answer, although its pieces may not have been read. Raises as `result`."""
         if not self.is_dropped:
             self.num_taken = self.num_put
-            self._unread.clear()
         return self.result()
 
     def result(self) -> GenerationResult:
@@ -273,7 +270,7 @@ class Answer:
     @property
     def is_closed(self) -> bool:
         """True if its reader gets no further pieces."""
-        return self.is_dropped or (self.has_ended and not self._unread)
+        return self.is_dropped or (self.has_ended and self.num_taken == self.num_put)
 
     def cancel(self) -> None:
         """Give the reader no further pieces, and end the sequence. Does not wait. For finalizers, too."""
@@ -313,10 +310,11 @@ class Answer:
                     try:
                         self.sequence.keep(self.num_put if self.only_end else self.num_taken)
                     finally:
-                        self._on_end()
+                        if self._on_end is not None:
+                            self._on_end()
                 finally:
                     self.is_settled = True
-                    self._on_end = lambda: None  # a session would wait for the collector otherwise
+                    self._on_end = None  # a session would wait for the collector otherwise
 
     def _check_failure(self) -> None:
         if self._failure is not None:
@@ -324,11 +322,11 @@ class Answer:
 
     @property
     def _is_due(self) -> bool:
-        return self.is_dropped or self.has_ended or (bool(self._unread) and not self.only_end)
+        return self.is_dropped or self.has_ended or (self.num_put > self.num_taken and not self.only_end)
 
     @property
     def _has_room(self) -> bool:
-        return self.only_end or 2 * len(self._unread) <= MAX_UNREAD
+        return self.only_end or 2 * (self.num_put - self.num_taken) <= MAX_UNREAD
 
 
 @final

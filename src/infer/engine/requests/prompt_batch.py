@@ -99,7 +99,7 @@ class _Batch:
             if (following := next(self._sequences, None)) is None:
                 break
             number, sequence = following
-            answer = Answer(self._loop, sequence, self.waiters, only_end=True)
+            answer = Answer(self._loop, sequence, self.waiters, only_end=True, backlog=self.backlog)
             self.backlog.waiting.append(answer)  # first: Ctrl-C between the two leaves nothing that nobody ends
             self._open.append((number, answer))
             self._loop.refill(self.backlog)

@@ -69,6 +69,11 @@ class RequestMaker:
         self.warns = True  # False for a server, which reports warnings in its answers
         self._warned: set[str] = set()
 
+    def check_generates(self) -> None:
+        """Raise InvalidRequestError for an encoder."""
+        if self._refusal is not None:
+            raise InvalidRequestError(self._refusal)
+
     # From an `Ask` to its answers
 
     def make(self, ask: Ask, number: int = 0, check: Check = lambda: None) -> list[Request]:
@@ -145,8 +150,7 @@ class RequestMaker:
 
     def _settled(self, ask: Ask) -> Ask:
         """Return the ask with its template's variables apart. Raises InvalidRequestError for other keywords."""
-        if self._refusal is not None:
-            raise InvalidRequestError(self._refusal)
+        self.check_generates()
         if ask.has_variables:
             sampling, variables = split_keywords(ask.sampling, self._tokenizer.chat_templates)
             return replace(ask, sampling=sampling, variables=variables)

@@ -15,6 +15,7 @@ from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, final, runtime_checkable
 
 from infer.engine.step.sequence import Lease, Sequence
@@ -65,7 +66,7 @@ class Waiters:
             with suppress(ValueError):
                 self._gates.remove(gate)
         if self.relay is not None:
-            self.relay.note(self)
+            self.relay.arrived.append(self)
 
     def wake(self) -> None:
         """Wake the threads and the tasks now, not only after a step. For any thread."""
@@ -87,16 +88,12 @@ class Relay:
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
-        self._arrived = deque[Waiters]()
+        self.arrived = deque[Waiters]()  # whose tasks the next `call` wakes
         self._is_called = False
-
-    def note(self, waiters: Waiters) -> None:
-        """Add waiting threads and tasks, which the next `call` wakes."""
-        self._arrived.append(waiters)
 
     def call(self) -> None:
         """Call the event loop to wake the tasks. Raises RuntimeError if it is closed."""
-        if self._arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke its tasks
+        if self.arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke its tasks
             self._is_called = True
             try:
                 self.event_loop.call_soon_threadsafe(self._wake)
@@ -106,16 +103,16 @@ class Relay:
 
     def _wake(self) -> None:
         self._is_called = False  # first: pieces that arrive from now on cause another call
-        while self._arrived:
-            self._arrived.popleft().wake_tasks()
+        while self.arrived:
+            self.arrived.popleft().wake_tasks()
 
 
 @runtime_checkable
 class _Loop(Protocol):
     """The `Loop` of an answer, as far as the answer uses it."""
 
-    @property
-    def is_open(self) -> bool: ...
+    is_open: bool
+
     @property
     def can_be_awaited(self) -> bool: ...
     def check_process(self) -> None: ...
@@ -237,11 +234,11 @@ class Answer:
 
         For a thread.
         """
-        self._waiters.wait(lambda: self._is_due or self.num_prefilled > num_prefilled)
+        self._waiters.wait(partial(self._is_due, num_prefilled))
 
     async def wait_as_task(self) -> None:
         """Return when there is a piece, or when no more pieces will arrive."""
-        await self._waiters.wait_as_task(lambda: self._is_due)
+        await self._waiters.wait_as_task(self._is_due)
 
     async def wait_for_whole(self) -> None:
         """Wait until the answer has ended. From now on it does not pause. For a task."""
@@ -320,9 +317,9 @@ class Answer:
         if self._failure is not None:
             raise EngineFailedError(self.sequence.error or "the engine has failed") from self._failure
 
-    @property
-    def _is_due(self) -> bool:
-        return self.is_dropped or self.has_ended or (self.num_put > self.num_taken and not self.only_end)
+    def _is_due(self, num_prefilled: float = math.inf) -> bool:
+        has_news = self.num_prefilled > num_prefilled or (self.num_put > self.num_taken and not self.only_end)
+        return has_news or self.is_dropped or self.has_ended
 
     @property
     def _has_room(self) -> bool:

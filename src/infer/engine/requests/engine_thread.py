@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
@@ -19,13 +19,6 @@ from infer.engine.step.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 
 _POLL_SECONDS = 0.1  # between checks while all answers pause, because one may time out or be cancelled by its event
-
-
-class Heartbeat(NamedTuple):
-    """The last sign of life, in seconds of `time.monotonic`. A thread that is not stepping has nothing to do."""
-
-    seconds: float
-    is_stepping: bool
 
 
 @final
@@ -41,7 +34,7 @@ class EngineThread(threading.Thread):
         # For other threads, too
         self.inbox = SimpleQueue[Callable[[], None]]()
         self.engine: Engine | None = None
-        self.heartbeat = Heartbeat(time.monotonic(), is_stepping=False)
+        self.step_began: float | None = None  # when the current step began, by time.monotonic
         self.refusal: Callable[[], InferError] | None = None  # the error for every new sequence
         self.failure: BaseException | None = None  # the exception that ended the engine for good
         self.is_over = False  # the thread takes no more messages
@@ -180,7 +173,7 @@ class EngineThread(threading.Thread):
         engine = self.engine
         if engine is None or not self._answers or self._is_closed:
             return False
-        self.heartbeat = Heartbeat(began := time.monotonic(), is_stepping=True)
+        self.step_began = began = time.monotonic()
         engine.resting_tenants = self._debts.keys()
         try:
             sequences = engine.step()
@@ -191,9 +184,10 @@ class EngineThread(threading.Thread):
                 self._fail(last)
             return True
         finally:
-            self.heartbeat = Heartbeat(ended := time.monotonic(), is_stepping=False)
-        debts = {tenant: owed - (ended - began) for tenant, owed in self._debts.items()}
-        self._debts = {tenant: owed for tenant, owed in debts.items() if owed > 0}
+            self.step_began, seconds = None, time.monotonic() - began
+        if self._debts:
+            debts = {tenant: owed - seconds for tenant, owed in self._debts.items()}
+            self._debts = {tenant: owed for tenant, owed in debts.items() if owed > 0}
         self._deliver(sequences)
         return bool(sequences)
 

@@ -35,7 +35,7 @@ class Loop:
 
     def __init__(self) -> None:
         """Start the thread. It has no engine before `own`."""
-        self._process = os.getpid()
+        self._process, self.is_open = os.getpid(), True  # until `close`
         self.thread = EngineThread()  # whose state any thread may read
         weakref.finalize(self, self.thread.inbox.put, self.thread.close).atexit = False
         start_thread(self.thread, blocks_signals=True)
@@ -47,11 +47,6 @@ class Loop:
         self.thread.inbox.put(partial(self.thread.own, engine, backend))
 
     # State
-
-    @property
-    def is_open(self) -> bool:
-        """False after `close`."""
-        return self.thread.refusal is not closed
 
     @property
     def is_current(self) -> bool:
@@ -169,7 +164,7 @@ class Loop:
         engine = self.thread.engine
         if self.is_open and not self.is_current and engine is not None and engine.prefixes is not None:
             engine.prefixes.flush()
-        self.thread.refusal = closed
+        self.is_open, self.thread.refusal = False, closed
         self._send(self.thread.close)
         if not self.is_current:
             self.thread.join()

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 from infer.compute.operands.limits import RECENT_PAGES
@@ -37,15 +38,8 @@ OnError = Callable[[int, InvalidRequestError], None]
 
 def _first_made(make: Callable[[], Constraint]) -> Callable[[], Constraint]:
     """Return a function that makes constraints. The first one is made at once, because that shows a bad grammar."""
-    first = [make()]
-
-    def constraint() -> Constraint:
-        try:
-            return first.pop()
-        except IndexError:
-            return make()
-
-    return constraint
+    made = chain([make()], iter(make, None))
+    return lambda: next(made)
 
 
 @final
@@ -177,11 +171,14 @@ class RequestMaker:
         for each in ask.params or [params]:
             check()
             grammar = grammar_of(each)
-            answer_format, make_constraint = self._constrained(grammar, form)
+            constrained = (form, None) if form is None and grammar is None else self._constrained(grammar, form)
+            answer_format, make_constraint = constrained
             schema_warnings = () if grammar is None else self._compiler.warnings_of(grammar)
             schema_warnings += () if answer_format is None else answer_format.warnings
-            self._warn(SchemaWarning, schema_warnings)
-            self._warn(MessageWarning, message_warnings)
+            for message in schema_warnings:
+                self._warn(SchemaWarning, message)
+            for message in message_warnings:
+                self._warn(MessageWarning, message)
             yield Request(
                 self._tokenizer,
                 prompt,
@@ -213,11 +210,9 @@ class RequestMaker:
         prompt = ask.prompts[number] if ask.token_ids is None else ask.token_ids
         return fitted(prompt, encode, self.limits, params, overflow)
 
-    def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
+    def _warn(self, category: type[RequestWarning], message: str) -> None:
         """Warn once about each text."""
-        for message in messages:
-            if not self.warns or message in self._warned:
-                continue
+        if self.warns and message not in self._warned:
             if len(self._warned) >= _MAX_WARNED:
                 self._warned.clear()
             self._warned.add(message)
@@ -231,8 +226,6 @@ class RequestMaker:
         Raises InvalidRequestError for a grammar or tools that cannot be compiled.
         """
         source = None
-        if form is None and grammar is None:
-            return None, None
         if form is not None:
             with about("tools" if form.calls is not None or grammar is None else grammar.kind):
                 form, source = self._answer_grammars.prepare(form, grammar)

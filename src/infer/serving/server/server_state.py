@@ -175,10 +175,7 @@ class ServerState:
     @property
     def step_began(self) -> float | None:
         """Time at which the current step began, or None if no step is running."""
-        if (host := self._host) is None:
-            return None
-        beat = host.loop.thread.heartbeat
-        return beat.seconds if beat.is_stepping else None
+        return None if (host := self._host) is None else host.loop.thread.step_began
 
     @property
     def _host(self) -> Any:

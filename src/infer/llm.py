@@ -18,8 +18,19 @@ from infer.compute.sampling.defaults import default_params
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host, load_host
-from infer.engine.requests.prompt_batch import BATCH_SIZE, Ended, OnResult, Results, answer_all, begun, check_batch_size
-from infer.engine.requests.prompt_encoding import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
+from infer.engine.requests.prompt_batch import (
+    BATCH_SIZE,
+    Ended,
+    OnResult,
+    Results,
+    answer_all,
+    begun,
+    check_batch_size,
+    is_list_of_texts,
+    pairs_as_needed,
+    pairs_of,
+)
+from infer.engine.requests.prompt_encoding import Message, Prompt
 from infer.engine.requests.request_maker import OnError
 from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.session.session import Session, begin_session

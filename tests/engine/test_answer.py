@@ -14,7 +14,7 @@ from extent import usual_or_all
 from idle import in_event_loop
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Relay, Waiters
-from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.host import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence

@@ -17,7 +17,7 @@ import pytest
 
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer
-from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.host import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.engine.requests.stream import AsyncStream, Stream

@@ -19,7 +19,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.ops import backend_of
 from infer.compute.sampling.history import History
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.conversation import Conversation
+from infer.engine.requests.prompt_encoding import Conversation
 from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import common_length
 from infer.files import open_checkpoint

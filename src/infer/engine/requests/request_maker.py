@@ -15,9 +15,15 @@ from infer.compute.operands.limits import RECENT_PAGES
 from infer.compute.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.async_answers import Check
-from infer.engine.requests.conversation import Conversation, TemplateProbes
-from infer.engine.requests.prompt_encoding import Message, Prompt, fitted, is_conversation, prompt_ids
+from infer.engine.requests.prompt_encoding import (
+    Conversation,
+    Message,
+    Prompt,
+    TemplateProbes,
+    fitted,
+    is_conversation,
+    prompt_ids,
+)
 from infer.engine.requests.text_heads import ModelFacts
 from infer.engine.step.request import Limits, Request, check_ids, check_prompt, checked_params
 from infer.engine.step.request_options import RequestOptions, check_count, split_options
@@ -34,6 +40,7 @@ from infer.text.toolcalls.past_calls import with_values
 
 _MAX_WARNED = 1_000
 OnError = Callable[[int, InvalidRequestError], None]
+Check = Callable[[], None]
 
 
 def _first_made(make: Callable[[], Constraint]) -> Callable[[], Constraint]:

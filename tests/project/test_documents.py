@@ -87,8 +87,8 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield every function that `infer` exports, and every public method of an exported class, with its name."""
     for name in set(infer.__all__) - {"SamplingParams"}:  # its one method takes the fields, in any spelling
         value = getattr(infer, name)
-        members = vars(value) if inspect.isclass(value) else {}
-        for member, given in members.items():
+        members = inspect.getmembers_static(value) if inspect.isclass(value) else []
+        for member, given in members:
             function = given.__func__ if isinstance(given, classmethod | staticmethod) else given
             if inspect.isfunction(function) and not member.startswith("_"):
                 yield f"{name}.{member}", function

@@ -122,6 +122,24 @@ class _Loop(Protocol):
 
 
 @final
+class Backlog:
+    """Answers of one caller. When one ends, the next one begins before the next step.
+
+    The caller appends to `waiting`, and then calls `Loop.refill`.
+    """
+
+    def __init__(self, most_running: int) -> None:
+        self.most_running, self.num_running, self.is_dropped = most_running, 0, False
+        self.waiting = deque[Answer]()
+
+    def end_waiting(self) -> None:
+        """End the answers that have not begun."""
+        with suppress(IndexError):
+            while True:
+                self.waiting.popleft().end()
+
+
+@final
 class Answer:
     """The answer of a sequence, which is computed after `begin`.
 
@@ -141,7 +159,7 @@ class Answer:
         lease: Lease | None = None,
         on_end: Callable[[], None] | None = None,
         only_end: bool = False,
-        backlog: "Backlog | None" = None,
+        backlog: Backlog | None = None,
     ) -> None:
         """Begin without pieces. Several answers with the same reader may share `waiters`."""
         self.loop, self.sequence, self.lease, self.only_end = loop, sequence, lease, only_end
@@ -324,21 +342,3 @@ class Answer:
     @property
     def _has_room(self) -> bool:
         return self.only_end or 2 * (self.num_put - self.num_taken) <= MAX_UNREAD
-
-
-@final
-class Backlog:
-    """Answers of one caller. When one ends, the next one begins before the next step.
-
-    The caller appends to `waiting`, and then calls `Loop.refill`.
-    """
-
-    def __init__(self, most_running: int) -> None:
-        self.most_running, self.num_running, self.is_dropped = most_running, 0, False
-        self.waiting = deque[Answer]()
-
-    def end_waiting(self) -> None:
-        """End the answers that have not begun."""
-        with suppress(IndexError):
-            while True:
-                self.waiting.popleft().end()

@@ -23,11 +23,11 @@ class Declarations(griffe.Extension):
             types, settings = func.modules_collection["infer.llm._ModelKeywords"], "infer.model_settings.ModelSettings"
             del func.parameters["settings"]
             for name, each in types.attributes.items():
-                default = func.modules_collection[settings][name].value
-                func.parameters.add(griffe.Parameter(name, annotation=each.annotation, default=default,
-                                                     kind=griffe.ParameterKind.keyword_only))  # fmt: skip
+                value, kind = func.modules_collection[settings][name].value, griffe.ParameterKind.keyword_only
+                func.parameters.add(griffe.Parameter(name, annotation=each.annotation, default=value, kind=kind))
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for name, method in pkg["async_llm.AsyncLLM"].functions.items():
             if any(str(each.value).startswith("_as_in(") for each in method.decorators):
-                method.parameters, method.returns = pkg["llm.LLM"][name].parameters, pkg["llm.LLM"][name].returns
+                shown = {**pkg["text_calls.TextCalls"].functions, **pkg["llm.LLM"].functions}[name]
+                method.parameters, method.returns = shown.parameters, shown.returns

@@ -173,7 +173,7 @@ def _some_snapshot() -> Any:
 def _some_host() -> Any:
     cache = SimpleNamespace(page_tokens=64, kv_type="f16", eviction_policy="none", reuse_prefixes=False)
     return SimpleNamespace(
-        num_threads=1,
+        model=SimpleNamespace(backend=SimpleNamespace(num_threads=lambda: 1)),
         engine_if_any=SimpleNamespace(prefixes=None),
         settings=SimpleNamespace(cache=cache),
         runner=SimpleNamespace(pool_pages=(1,)),

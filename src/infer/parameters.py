@@ -63,13 +63,10 @@ class Number(Kind):
         if value is None and self.is_optional:
             return None
         number = _real(value)
-        if number is None or not math.isfinite(number) or not self._holds(number):
+        excluded = [self.least] * self.excludes_least + [self.most] * self.excludes_most
+        if number is None or not math.isfinite(number) or not self.least <= number <= self.most or number in excluded:
             raise self.broken(name, value)
         return number
-
-    def _holds(self, number: float) -> bool:
-        is_above = number > self.least if self.excludes_least else number >= self.least
-        return is_above and (number < self.most if self.excludes_most else number <= self.most)
 
 
 @final

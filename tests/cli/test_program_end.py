@@ -109,7 +109,7 @@ threading.Thread(target=answer).start()
 def test_a_model_that_is_dropped_with_an_open_stream_ends_its_thread(run: Run) -> None:
     code = """
 import gc
-thread, stream = llm._opened.loop._thread, llm.stream("abc", LONG)
+thread, stream = llm._opened.loop.thread, llm.stream("abc", LONG)
 next(stream)
 del llm, stream
 gc.collect()

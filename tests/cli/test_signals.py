@@ -66,7 +66,7 @@ def test_an_answer_lets_it_pass_and_the_next_one_is_right(llm: LLM, step: int, m
                 ask("a", LONG)
         assert not llm._opened.engine.sequences
         assert llm.generate("a", LONG).token_ids == expected
-    assert llm._opened.loop.failure is None
+    assert llm._opened.loop.thread.failure is None
 
 
 def test_a_callback_lets_it_pass(llm: LLM) -> None:

@@ -14,7 +14,7 @@ from extent import usual_or_all
 from idle import in_event_loop
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Relay, Waiters
-from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.host import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
@@ -74,7 +74,7 @@ def test_an_unread_answer_pauses_and_another_has_its_slot(world: World, engine: 
     assert stream.answer.is_paused
     loop.run(bool)  # the thread has done all that belongs to the last step
     assert MOST <= len(stream.sequence.pieces) < MOST + 1 + 4 < 120
-    assert loop.num_sequences == 1
+    assert loop.thread.num_sequences == 1
     found += stream
     assert [piece.token_id for piece in found] == by_definition(world, case).token_ids
     assert Outcome.of(stream.result) == by_definition(world, case)
@@ -96,7 +96,7 @@ def test_a_paused_answer_that_is_closed_or_dropped_has_the_pieces_read(world: Wo
         assert Outcome.of(open_stream(loop, make_sequence(world, SHORT, Way())).run()) == by_definition(world, SHORT)
         assert sequence.finish_reason == "abort"
     assert loop.drain()
-    assert loop.num_sequences == 0
+    assert loop.thread.num_sequences == 0
 
 
 def test_a_paused_answer_ends_with_its_timeout(world: World, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

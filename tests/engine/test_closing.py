@@ -19,7 +19,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, Stream
-from infer.engine.requests.conversation import Conversation, TemplateProbes
+from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError
 from infer.serving.server.endpoint import ClientGoneError, while_connected

@@ -46,7 +46,7 @@ def interrupt_in_step(number):
 
 def check():
     assert llm.generate("abc", SHORT).token_ids == expected[SHORT]
-    assert not host.engine.sequences and host.loop.failure is None
+    assert not host.engine.sequences and host.loop.thread.failure is None
 """
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer
-from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.host import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.engine.requests.stream import AsyncStream, Stream
@@ -207,7 +207,7 @@ def test_closing_cancels_active_answers(place: Place, closes_on_the_loop: bool) 
     place.loop.close()
     assert [each.outcome().finish_reason for each in asked] == ["abort"] * 10
     place.loop.close()
-    assert not place.loop._thread.is_alive()
+    assert not place.loop.thread.is_alive()
     for call in (lambda: place.submit(SHORT), lambda: place.loop.run(bool)):
         check_refused(call, "the model is closed", ClosedError)
 
@@ -262,7 +262,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     with pytest.raises(EngineFailedError, match="the engine has failed") as caught:
         list(stream)
     assert place.loop.drain()
-    assert caught.value.__cause__ is place.loop.failure is error
+    assert caught.value.__cause__ is place.loop.thread.failure is error
     assert said == [error]
     assert {reply.get() for reply in called} == {3}
     for call in (lambda: place.submit(SHORT), place.stream(SHORT).run):
@@ -285,7 +285,7 @@ def test_steps_that_fail_now_and_then_change_no_answer(world: World, place: Plac
     assert Outcome.of(place.stream(LONG).run()) == by_definition(world, LONG)
     for each, case in asked:
         assert each.outcome() == by_definition(world, case)
-    assert place.loop.failure is None
+    assert place.loop.thread.failure is None
     assert next(num_steps) > 2
 
 
@@ -296,23 +296,22 @@ def test_steps_that_fail_now_and_then_change_no_answer(world: World, place: Plac
 def test_an_idle_loop_uses_no_processor_time_and_begins_again(world: World, place: Place) -> None:
     for _ in range(2):
         check(place.submit(SHORT), by_definition(world, SHORT))
-        clock, used = time.pthread_getcpuclockid(place.loop._thread.ident), list[float]()
+        clock, used = time.pthread_getcpuclockid(place.loop.thread.ident), list[float]()
         while len(used) < 2 or (used[-1] != used[-2] and len(used) < 20):  # on a busy machine, it falls asleep later
             time.sleep(0.3)
             used.append(time.clock_gettime(clock))
         assert used[-1] == used[-2], "a thread that looks again and again uses some each time"
-        assert not place.loop.heartbeat.is_stepping
+        assert place.loop.thread.step_began is None
 
 
-def test_the_heart_beats_with_each_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_says_when_each_step_began(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock advances each time it is read, so fast steps and busy machines do not matter."""
     clock, seen = count(1.0), list[Any]()
     monkeypatch.setattr("infer.engine.requests.engine_thread.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    place.on_step = lambda: seen.append(place.loop.heartbeat)
+    place.on_step = lambda: seen.append(place.loop.thread.step_began)
     place.submit(LONG).outcome()
     assert len(seen) >= len(place.num_of_step) > 3
-    assert all(heartbeat.is_stepping for heartbeat in seen)
-    assert all(one.seconds < other.seconds for one, other in pairwise(seen))
+    assert all(one < other for one, other in pairwise(seen))
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -324,7 +323,7 @@ def test_a_loop_that_is_dropped_takes_its_thread_along(world: World, is_idle: bo
     next(stream)
     if is_idle:
         assert Outcome.of(stream.run()) == by_definition(world, LONG)
-    thread, dropped = loop._thread, weakref.ref(loop)
+    thread, dropped = loop.thread, weakref.ref(loop)
     del loop, stream
     thread.join(60)
     assert dropped() is None
@@ -355,7 +354,7 @@ def test_an_exception_of_work_is_raised_in_its_caller(world: World, place: Place
         place.loop.run(Mock(side_effect=error))
     assert caught.value is error
     assert asked.outcome() == by_definition(world, LONG)
-    assert place.loop.failure is None
+    assert place.loop.thread.failure is None
 
 
 class Endless:

@@ -269,9 +269,9 @@ def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
     world: World, failing: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = list[int]()
-    monkeypatch.setattr(Runner, "compresses_prompts", True)
     monkeypatch.setattr(Runner, "after_prompt", lambda runner, slot, token_ids: ended.append(len(token_ids)))
     engine = Engine(path_cases.make_runner(world, Way()))
+    engine.runner.compresses_prompts = True
     sequence = make_sequence(world, Case("", prompt_of(3), LONG), Way())
     engine.submit(sequence)
     if failing:

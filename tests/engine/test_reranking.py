@@ -82,12 +82,12 @@ def test_the_bits_of_a_score_depend_on_its_pair_alone(judge: LLM, monkeypatch: p
 
 
 def test_the_beginning_of_all_prompts_is_read_once(judge: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Mock(wraps=judge._opened.hidden_states()._run)
-    monkeypatch.setattr(judge._opened.hidden_states(), "_run", run)
+    run = Mock(wraps=judge._opened.text_states()._run)
+    monkeypatch.setattr(judge._opened.text_states(), "_run", run)
     judge.rerank(QUERY, DOCUMENTS)
     prompts = [len(judge.tokenizer.encode(qwen3_prompt(QUERY, each))) for each in DOCUMENTS]
     assert sum(len(call.args[0].tokens) for call in run.call_args_list) < sum(prompts) / 2
-    cache = judge._opened.hidden_states()._cache
+    cache = judge._opened.text_states()._cache
     judge.embed(["a"])
     assert cache.free_pages == cache.pool_pages
 

@@ -19,7 +19,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.ops import backend_of
 from infer.compute.sampling.history import History
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.conversation import Conversation
+from infer.engine.requests.prompt_encoding import Conversation
 from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import common_length
 from infer.files import open_checkpoint
@@ -301,7 +301,7 @@ def test_a_model_without_states_computes_no_checkpoints(tmp_path: Path, monkeypa
     for number, question in enumerate(QUESTIONS):
         result = llm.chat(conversation(question), PARAMS)
         check_reused(result, common_length(*prompts[:2]) if number else 0)
-        assert llm._opened.engine.runner.num_matched == 0
+        assert llm._opened.engine.runner.cache.num_matched == 0
 
 
 def test_qwen3_5_s_template_has_checkpoints_after_the_tools_and_before_the_generation_prompt(tmp_path: Path) -> None:

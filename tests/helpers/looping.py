@@ -24,7 +24,7 @@ def loop_of(engine: Engine) -> Loop:
 def until_freed() -> None:
     """Wait until the threads of dropped models have freed them."""
     gc.collect()
-    living = {each._thread for each in loop_module._living}
+    living = {each.thread for each in loop_module._living}
     for thread in threading.enumerate():
         if thread.name == "infer-loop" and thread not in living:
             thread.join()

@@ -24,7 +24,7 @@ class CachelessRunner(Runner):
     """A runner of one slot without a cache, for a fake model. `forward` returns the logits of one chunk."""
 
     pool_pages = free_pages = ()
-    num_slots, shares_prefixes, compresses_prompts = 1, False, False
+    num_slots, checkpoint_tokens, shares_prefixes, compresses_prompts = 1, 0, False, False
 
     def __init__(self, model: Transformer) -> None:
         self.model, self._backend, self._captured = model, model.backend, None

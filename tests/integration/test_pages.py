@@ -126,7 +126,7 @@ def public_objects() -> Iterator[tuple[str, Any]]:
     for name in infer.__all__:
         value = getattr(infer, name)
         yield name, value
-        for member, given in vars(value).items() if inspect.isclass(value) else ():
+        for member, given in inspect.getmembers_static(value) if inspect.isclass(value) else ():
             function = inspect.unwrap(getattr(given, "__func__", given))
             if inspect.isfunction(function) and not member.startswith("_"):
                 yield f"{name}.{member}", function

@@ -12,7 +12,7 @@ import pytest
 from constraint_walks import allowed_ids, schema_text, walk
 from extent import usual_or_all
 from infer import Tokenizer
-from infer.engine.requests.conversation import Conversation, TemplateProbes
+from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.engine.step.request_options import RequestOptions
 from infer.files import open_checkpoint
 from infer.text.grammar.grammar import Grammar

@@ -87,8 +87,7 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield every function that `infer` exports, and every public method of an exported class, with its name."""
     for name in set(infer.__all__) - {"SamplingParams"}:  # its one method takes the fields, in any spelling
         value = getattr(infer, name)
-        members = vars(value) if inspect.isclass(value) else {}
-        for member, given in members.items():
+        for member, given in inspect.getmembers_static(value) if inspect.isclass(value) else ():
             function = given.__func__ if isinstance(given, classmethod | staticmethod) else given
             if inspect.isfunction(function) and not member.startswith("_"):
                 yield f"{name}.{member}", function
@@ -236,9 +235,10 @@ def test_the_pages_have_commands_to_check() -> None:
 # The docstrings of `AsyncLLM` lead to those of `LLM`.
 
 
-def documented(name: str) -> Iterator[tuple[Any, str]]:
-    """Yield each class and function of a module at the top, and its docstring."""
-    for node in ast.walk(ast.parse((ROOT / "src" / "infer" / name).read_text(encoding="utf-8"))):
+def documented(names: str) -> Iterator[tuple[Any, str]]:
+    """Yield each class and function of modules at the top, and its docstring."""
+    texts = [(ROOT / "src" / "infer" / name).read_text(encoding="utf-8") for name in names.split()]
+    for node in ast.walk(ast.parse("".join(texts))):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node, ast.get_docstring(node) or ""
 
@@ -246,7 +246,7 @@ def documented(name: str) -> Iterator[tuple[Any, str]]:
 def test_no_paragraph_of_the_async_class_is_one_of_the_other() -> None:
     first, second = (
         {" ".join(part.split()) for _, text in documented(name) for part in text.split("\n\n") if part}
-        for name in ("llm.py", "async_llm.py")
+        for name in ("llm.py text_calls.py", "async_llm.py")
     )
     assert len(first) > 80
     assert len(second) > 30
@@ -260,7 +260,7 @@ def keywords_by_function(name: str) -> dict[str, set[str]]:
 
 def test_no_list_of_keywords_is_written_twice() -> None:
     """`options` is no list. A decorator declares the arguments of a method that has those of `LLM`."""
-    first, second = keywords_by_function("llm.py"), keywords_by_function("async_llm.py")
+    first, second = keywords_by_function("llm.py text_calls.py"), keywords_by_function("async_llm.py")
     assert {name for name in second if (second[name] & first.get(name, set())) - {"options"}} == set()
     for name in ("embed", "rerank", "classify", "prompt_logprobs", "generate_all"):
         one, other = (inspect.signature(getattr(each, name)).parameters for each in (infer.LLM, infer.AsyncLLM))

@@ -43,7 +43,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "http": {"serving/server/": ("connection",)},
     "ssl": {"serving/server/": ("process",)},
     "asyncio": {  # answers for programs that use it, the server and its replicas
-        "": ("async_llm", "engine/requests/answer", "engine/requests/async_answers", "engine/requests/stream"),
+        "": ("async_llm", "engine/requests/answer", "engine/requests/host", "engine/requests/stream"),
         "serving/server/": (
             *("choices", "endpoint", "connection", "process", "replies", "server_state"),
             *("routes/engine_events", "routes/ollama", "routes/served_models"),

@@ -30,9 +30,9 @@ from infer.engine.step.scheduler import Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
-from infer.engine.step.step_costs import context_of
+from infer.engine.step.step_costs import StepCosts, context_of
 from infer.engine.step.steps import Drafting, LaunchedStep, Steps
-from infer.errors import InferError, OutOfPagesError, closed
+from infer.errors import InferError, OutOfPagesError
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
 _Found = TypeVar("_Found")
@@ -63,8 +63,9 @@ class Engine:
         """
         self.prefixes, self._prefix_ends = prefixes, PrefixEnds()
         self._queue, self._drafting = Queue[Sequence](weights), Drafting(drafter)
-        self._open_slots: Slots | None = Slots(runner, self._queue, self._drafting.release)
-        self._sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
+        self.runner, self._slots = runner, Slots(runner, self._queue, self._drafting.release)
+        sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
+        self._sequences = sequences
         self._loading: dict[Sequence, None] = {}  # sequences that wait for pages from disk
         self._watched: dict[Sequence, None] = {}  # sequences that may time out, or have an event that cancels them
         self._leaving: dict[Sequence, None] = {}  # sequences that may be finished
@@ -75,26 +76,14 @@ class Engine:
         self.scheduler = Scheduler(runner.model.step_limits, max_steps, page_tokens=page_tokens)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
         if prefixes is not None:
-            prefixes.is_busy = lambda: bool(self._sequences)
-            prefixes.seconds_to_compute = self._seconds_to_compute
+            prefixes.is_busy = lambda: bool(sequences)
+            prefixes.seconds_to_compute = partial(_seconds_to_compute, self.scheduler.costs)
         self.resting_tenants: Collection[str] = ()  # they owe the next steps to the others
         self._steps = Steps(self.scheduler, self._shares, self._drafting)
         self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
         self._filler = MaskFiller(runner.model.backend)
         self._faults = Faults()
         self._interrupt = Interrupt()  # set by threads that send a message to the loop
-
-    @property
-    def _slots(self) -> Slots:
-        """The owners of slots. Raises ClosedError after `close`."""
-        if (slots := self._open_slots) is None:
-            raise closed()
-        return slots
-
-    @property
-    def runner(self) -> Runner:
-        """The runner. Raises ClosedError after `close`."""
-        return self._slots.runner
 
     @property
     def sequences(self) -> Items[Sequence]:
@@ -115,7 +104,7 @@ class Engine:
         sequence.lease = lease
         self._queue.join(sequence, time.perf_counter())
         self._sequences[sequence] = None
-        if self._loads_prefix(sequence):
+        if self.prefixes is not None and self._loads_prefix(sequence, self.prefixes):
             self._loading[sequence] = None
         self._want_slot(sequence)
         self._leaving[sequence] = None  # it may have been cancelled before
@@ -124,18 +113,11 @@ class Engine:
             self._watched[sequence] = None
         return sequence
 
-    def _seconds_to_compute(self, num_tokens: int, start: int) -> float | None:
-        """Return the predicted seconds for `num_tokens` tokens from position `start`, or None if that is unknown."""
-        costs = self.scheduler.costs
-        is_known = costs.costs.per_token or costs.costs.per_context
-        return costs.predict_further(num_tokens, context_of(num_tokens, start)) if is_known else None
-
-    def _loads_prefix(self, sequence: Sequence) -> bool:
+    def _loads_prefix(self, sequence: Sequence, prefixes: PrefixDisk) -> bool:
         """Return True if a sequence first waits for pages from disk."""
-        lease = sequence.lease
-        if self.prefixes is None or (lease is not None and lease.token_ids):
+        if sequence.lease is not None and sequence.lease.token_ids:
             return False
-        return self.prefixes.begin(
+        return prefixes.begin(
             sequence.token_ids,
             sequence.request.salt,
             is_wanted=lambda: not sequence.is_finished,
@@ -205,13 +187,11 @@ class Engine:
         return self.runner.give_back_free()
 
     def close(self) -> None:
-        """End all sequences as cancelled, and free the cache. A second call does nothing."""
-        if self._open_slots is not None:
-            self.abandon()
-            self._open_slots = None
-            if self.prefixes is not None:
-                self.prefixes.close()
-            self._filler.close()
+        """End all sequences as cancelled, and the threads. Who drops the engine frees the cache."""
+        self.abandon()
+        if self.prefixes is not None:
+            self.prefixes.close()
+        self._filler.close()
 
     def abandon(self) -> None:
         """End all sequences without a further step."""
@@ -386,3 +366,9 @@ class Engine:
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
         return LaunchedStep(plan, works, pending, masks, parts, started, is_multi_step, behind is not None)
+
+
+def _seconds_to_compute(costs: StepCosts, num_tokens: int, start: int) -> float | None:
+    """Return the predicted seconds for `num_tokens` tokens from position `start`, or None if that is unknown."""
+    is_known = costs.costs.per_token or costs.costs.per_context
+    return costs.predict_further(num_tokens, context_of(num_tokens, start)) if is_known else None

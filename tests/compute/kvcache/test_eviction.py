@@ -197,7 +197,7 @@ def test_the_memory_of_evicted_pages_returns_to_the_system(llama: Path, monkeypa
     context = Runner(model, 2048, num_slots=2, settings=replace(LATE, page_tokens=256))
     context.extend(0, varied_ids(100))
     cache = context.cache
-    cache._lengths[0] = 0  # the others are not run: a page of the system has room for more positions than the model has
+    cache.lengths[0] = 0  # the others are not run: a page of the system has room for more positions than the model has
     cache.reserve(0, 2000)
     for layer in cache.memory.layers:
         layer.keys.fill_(1)

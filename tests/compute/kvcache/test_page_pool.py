@@ -181,7 +181,8 @@ class Model:
 
 def fewest(cache: PagedCache, row: int, count: int) -> list[int]:
     """Return the fewest free pages, per group, with which the row may reserve so many tokens."""
-    return cache._pages_needed(row, cache._next(row, count))
+    start, end = cache.lengths[row], cache.lengths[row] + count
+    return [rows.pages_needed(row, rows.slot_of(row, start), rows.slot_of(row, end)) for rows in cache.groups]
 
 
 def snapshot(cache: PagedCache) -> tuple[object, ...]:

@@ -19,7 +19,7 @@ from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
 from infer.engine.prepare.answer_grammars import AnswerGrammars
-from infer.engine.prepare.tool_answers import ToolRules
+from infer.engine.prepare.preparing_child import ToolRules
 from infer.system.processes.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
@@ -169,7 +169,7 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
 
 
 def test_the_caches_of_the_preparing_process_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.prepare.tool_answers.MAX_RULE_BYTES", 20_000)
+    monkeypatch.setattr("infer.engine.prepare.preparing_child.MAX_RULE_BYTES", 20_000)
     monkeypatch.setattr("infer.text.toolcalls.tool_schemas.MAX_KNOWN_BYTES", 200_000)
     rules = ToolRules(llguidance, lambda source: "", 4.0)
     rules.begin(60.0)
@@ -191,7 +191,7 @@ def test_templates_are_cached_up_to_a_number_of_characters() -> None:
 
 @pytest.mark.slow
 def test_a_tokenizer_forgets_the_templates_used_longest_ago(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.requests.conversation.MAX_TEMPLATE_BYTES", 20_000)
+    monkeypatch.setattr("infer.engine.requests.prompt_encoding.MAX_TEMPLATE_BYTES", 20_000)
     with LLM(make_model(tmp_path)) as llm:
         for index in range(6):
             template = "{# " + "x" * 2_000 + f" #}}{index}" + "{{ messages[-1].content }}"

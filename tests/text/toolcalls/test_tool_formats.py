@@ -17,7 +17,7 @@ from constraint_walks import random_schema, walk
 from extent import usual_or_all
 from infer import InvalidRequestError, RequestOptions, Tokenizer
 from infer.engine.prepare.answer_grammars import AnswerGrammars
-from infer.engine.requests.conversation import Conversation, TemplateProbes
+from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.outputs import ReasoningDelta, ToolCall, assembled
 from infer.text.grammar.budget import Budget, BudgetConstraint
 from infer.text.grammar.constraint import Constraint

@@ -52,9 +52,7 @@ class PageMemory:
         self._published = [rows.version for rows in groups]
         sizes = [page_bytes(layer, kv_type, page_tokens) for layer in layers]
         self._memories = [
-            self._backend.zeros(
-                (rows.table.pool.num_pages, sum(sizes[index] for index in rows.group.layers)), torch.uint8
-            )
+            self._backend.zeros((rows.table.num_pages, sum(sizes[index] for index in rows.group.layers)), torch.uint8)
             for rows in groups
         ]
         by_index = dict[int, CachedLayer]()

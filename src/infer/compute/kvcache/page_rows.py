@@ -67,7 +67,9 @@ class GroupRows:
         shape = (num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
         self.table = PageTable(*shape, pool_pages=pool_pages, num_recent=RECENT_PAGES if group.is_recurrent else None)
         self.state_tokens = page_tokens if group.has_states else 0
-        self.shifts, self.sinks, self.windows, self._firsts = np.zeros((4, num_rows), np.int64)
+        self._window = -group.chunk if group.chunk is not None else group.window or 0
+        self._rules = np.zeros((4, num_rows), np.int64)  # the fields of the rows' states
+        self.shifts, self.sinks, self.windows, self._firsts = self._rules
         for row in range(num_rows):
             self.clear(row)
 
@@ -91,16 +93,11 @@ class GroupRows:
             return RowState(shift=0, sinks=0, window=0, first=0)
         return RowState(shift=0, sinks=self.group.sinks, window=self._window, first=0)
 
-    @property
-    def _window(self) -> int:
-        return -self.group.chunk if self.group.chunk is not None else self.group.window or 0
-
     def state(self, row: int) -> RowState:
-        columns = (self.shifts, self.sinks, self.windows, self._firsts)
-        return RowState(*(int(column[row]) for column in columns))
+        return RowState(*self._rules[:, row].tolist())
 
     def restore(self, row: int, state: RowState) -> None:
-        self.shifts[row], self.sinks[row], self.windows[row], self._firsts[row] = state
+        self._rules[:, row] = state
         self.version += 1
 
     def slot_of(self, row: int, position: int) -> int:

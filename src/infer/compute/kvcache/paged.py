@@ -10,7 +10,7 @@ when a row's share of pages or the pool is used up. They are never freed for tok
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -73,23 +73,23 @@ class PagedCache:
         self.on_remember: Callable[[bytes], None] | None = None  # called with the key of each computed page
         self.num_matched = 0  # tokens of the last prompt of `adopt` that match if missing states are ignored
         self._kv_type = kv_type
-        self._lengths = [0] * num_rows
+        self.lengths = [0] * num_rows  # the number of committed tokens of each row: the next token's position
         self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # the known keys of each row's whole pages
         self._reserved = [0] * num_rows  # the position after the last writable one
         page_tokens = self.settings.page_tokens
         groups = make_groups(layers, self.settings, capacity, step_tokens, context)
-        sizes = pool_sizes(groups, num_rows, pool_pages, capacity)
+        self.pool_pages = pool_sizes(groups, num_rows, pool_pages, capacity)
         self.groups = [
-            GroupRows(group, num_rows, capacity, page_tokens, size) for group, size in zip(groups, sizes, strict=True)
+            GroupRows(group, num_rows, capacity, page_tokens, size)
+            for group, size in zip(groups, self.pool_pages, strict=True)
         ]
+        self.shares_prefixes = self.settings.reuse_prefixes and not self.settings.evicts
+        # Number of tokens between two places at which a step may keep a state for other rows; 0 if it keeps none.
+        has_states = any(group.is_recurrent for group in groups)
+        self.checkpoint_tokens = page_tokens if has_states and self.shares_prefixes else 0
         self.memory = PageMemory(layers, self.groups, kv_type, page_tokens, device)
         if os.environ.get("INFER_POISON") == "1":
             self.memory.poison()
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Number of committed tokens of each row, which is the next token's position."""
-        return self._lengths
 
     @property
     def num_bytes(self) -> int:
@@ -97,11 +97,6 @@ class PagedCache:
         return self.memory.num_bytes
 
     # Pages, by group
-
-    @property
-    def pool_pages(self) -> Sequence[int]:
-        """Number of pages in each group's pool."""
-        return [rows.table.pool.num_pages for rows in self.groups]
 
     @property
     def free_pages(self) -> Sequence[int]:
@@ -113,22 +108,14 @@ class PagedCache:
         page_tokens = self.settings.page_tokens
         return [min(num_pages(num_tokens, page_tokens), rows.group.pages_per_row) for rows in self.groups]
 
-    def _next(self, row: int, num_tokens: int) -> list[Positions]:
-        """Return the cache positions of the row's next `num_tokens` tokens, per group."""
-        return [(rows, self._lengths[row], self._lengths[row] + num_tokens) for rows in self.groups]
-
-    def _pages_needed(self, row: int, positions: Sequence[Positions]) -> list[int]:
-        """Return the smallest number of free pages, per group, with which these positions can be reserved."""
+    def shortage(self, row: int, positions: Sequence[Positions]) -> str:
+        """Return which pages are missing to make positions writable, or an empty string if there are enough."""
         needed = dict.fromkeys(self.groups, 0)
         for rows, start, end in positions:
             needed[rows] += rows.pages_needed(row, rows.slot_of(row, start), rows.slot_of(row, end))
-        return list(needed.values())
+        return self._shortage_of(needed.values())
 
-    def shortage(self, row: int, positions: Sequence[Positions]) -> str:
-        """Return which pages are missing to make positions writable, or an empty string if there are enough."""
-        return self._shortage_of(self._pages_needed(row, positions))
-
-    def _shortage_of(self, needed: Sequence[int]) -> str:
+    def _shortage_of(self, needed: Iterable[int]) -> str:
         for free, total, count in zip(self.free_pages, self.pool_pages, needed, strict=True):
             if count > free:
                 return (
@@ -136,10 +123,6 @@ class PagedCache:
                     "wait until another answer has ended, or give the cache more pages"
                 )
         return ""
-
-    def _check_free(self, needed: Sequence[int]) -> None:
-        if what := self._shortage_of(needed):
-            raise OutOfPagesError(what)
 
     def give_back_free(self) -> int:
         """Return the memory of free pages to the system and return the number of bytes of keys and values freed.
@@ -157,15 +140,15 @@ class PagedCache:
 
         Raises InvalidRequestError, with nothing changed, if the row has tokens.
         """
-        if self._lengths[row]:
+        if self.lengths[row]:
             raise InvalidRequestError(f"only an empty row can change its rope factors, but row {row} has tokens")
         self.memory.set_rope(row, int(is_long))
 
     def reset(self) -> None:
         """Empty every row, even after an interrupted change."""
         self.observer = None
-        self._keys = [[] for _ in self._lengths]
-        self._lengths[:] = self._reserved[:] = [0] * len(self._lengths)
+        self._keys = [[] for _ in self.lengths]
+        self.lengths[:] = self._reserved[:] = [0] * len(self.lengths)
         for rows in self.groups:
             rows.reset()
         self.memory.publish()
@@ -181,29 +164,30 @@ class PagedCache:
 
     def try_reserve(self, row: int, num_tokens: int) -> str:
         """Like `reserve`, but return which pages are missing, or an empty string if the tokens were reserved."""
-        start = self._lengths[row]
+        start = self.lengths[row]
         end = start + num_tokens
         if end > self.capacity:
             raise InvalidRequestError(f"a row has room for {self.capacity} tokens, got {end}")
         if not all(rows.is_ready(row, start, num_tokens) for rows in self.groups):
-            positions = self._next(row, num_tokens)
-            if what := self.shortage(row, positions):
+            positions = [(rows, start, end) for rows in self.groups]
+            if what := self.make_own(row, positions):
                 return what
-            self.make_own(row, positions)
         self._reserved[row] = max(self._reserved[row], end)
         self.memory.publish()
         return ""
 
-    def make_own(self, row: int, positions: Sequence[Positions]) -> None:
+    def make_own(self, row: int, positions: Sequence[Positions]) -> str:
         """Make positions of a row writable. Pages that other rows share are replaced by copies.
 
-        Raises OutOfPagesError, with nothing changed.
+        Return an empty string, or which pages are missing. In that case nothing is changed.
         """
-        self._check_free(self._pages_needed(row, positions))
+        if what := self.shortage(row, positions):
+            return what
         for rows, start, end in positions:
             if copies := rows.reserve(row, rows.slot_of(row, start), rows.slot_of(row, end)):
                 sources, targets = zip(*copies, strict=True)
                 self.memory.copy_pages(rows, targets, sources)
+        return ""
 
     def attend(self, layer: int, qkv: Activations, heads: Heads, step: Step) -> Activations:
         """Append the step's keys and values provisionally and attend over the tokens that each token may see.
@@ -241,19 +225,19 @@ class PagedCache:
         The check runs on integers, once per step. Kernels write to the given positions without a check.
         """
         for row, position in zip(step.rows.tolist(), step.positions.tolist(), strict=True):
-            if not 0 <= row < len(self._lengths):
-                raise InvalidRequestError(f"a step's rows must be in [0, {len(self._lengths)}), got {row}")
-            if not self._lengths[row] <= position < self._reserved[row]:
+            if not 0 <= row < len(self.lengths):
+                raise InvalidRequestError(f"a step's rows must be in [0, {len(self.lengths)}), got {row}")
+            if not self.lengths[row] <= position < self._reserved[row]:
                 raise InvalidRequestError(
-                    f"positions of row {row} must be in [{self._lengths[row]}, {self._reserved[row]}), got {position}: "
+                    f"positions of row {row} must be in [{self.lengths[row]}, {self._reserved[row]}), got {position}: "
                     "call cache.reserve(row, num_tokens) before each step, and cache.commit after it"
                 )
 
     def commit(self, row: int, count: int) -> None:
         """Keep the first `count` of a row's tokens since its last commit and drop the others."""
-        page_tokens, before = self.settings.page_tokens, self._lengths[row]
-        self._lengths[row] = before + count
-        if self._lengths[row] // page_tokens > before // page_tokens and self.is_short_of_memory():
+        page_tokens, before = self.settings.page_tokens, self.lengths[row]
+        self.lengths[row] = before + count
+        if self.lengths[row] // page_tokens > before // page_tokens and self.is_short_of_memory():
             self._slide_all()
 
     def is_short_of_memory(self) -> bool:
@@ -269,7 +253,7 @@ class PagedCache:
         Return the freed memory to the system.
         """
         for rows in self.groups:
-            for row, length in enumerate(self._lengths):
+            for row, length in enumerate(self.lengths):
                 if length and rows.can_compress(row):
                     rows.slide(row, length)
         self.memory.give_back_free()
@@ -281,7 +265,7 @@ class PagedCache:
         If the next token would need tokens that are already forgotten, the row is emptied. `lengths` reports the
         result.
         """
-        length = min(self._lengths[row], length)
+        length = min(self.lengths[row], length)
         if length and self._can_continue(row, length):
             for rows in self.groups:
                 rows.table.truncate(row, rows.slot_of(row, length))
@@ -289,7 +273,7 @@ class PagedCache:
             length = 0
             for rows in self.groups:
                 rows.clear(row)
-        self._lengths[row] = self._reserved[row] = length
+        self.lengths[row] = self._reserved[row] = length
         del self._keys[row][length // self.settings.page_tokens :]
 
     def _can_continue(self, row: int, position: int) -> bool:
@@ -303,25 +287,12 @@ class PagedCache:
 
     # Prefixes of several rows
 
-    @property
-    def shares_prefixes(self) -> bool:
-        return self.settings.reuse_prefixes and not self.settings.evicts
-
-    @property
-    def checkpoint_tokens(self) -> int:
-        """Number of tokens between two places at which a step may keep a state for other rows.
-
-        It is 0 if there are no states, or if rows do not share prefixes.
-        """
-        has_states = any(rows.group.is_recurrent for rows in self.groups)
-        return self.settings.page_tokens if has_states and self.shares_prefixes else 0
-
     def has_new_pages(self, row: int) -> bool:
         """Return True if the row has new whole pages for `remember`."""
         return self.shares_prefixes and not self.is_long(row) and self._shareable_pages(row) > len(self._keys[row])
 
     def _shareable_pages(self, row: int) -> int:  # at most half of the largest pool, per row
-        return min(self._lengths[row] // self.settings.page_tokens, max(self.pool_pages) // 2)
+        return min(self.lengths[row] // self.settings.page_tokens, max(self.pool_pages) // 2)
 
     def remember(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
         """Make the row's committed tokens available to other rows with the same prefix and salt.
@@ -354,7 +325,7 @@ class PagedCache:
         states, `num_matched` is the length of the prefix that would be adopted if all of its states were stored.
         """
         self.num_matched = 0
-        if not self.shares_prefixes or self._lengths[row] or self.is_long(row):
+        if not self.shares_prefixes or self.lengths[row] or self.is_long(row):
             return 0
         page_tokens = self.settings.page_tokens
         keys = page_keys(token_ids[:-1], page_tokens, salt=salt)
@@ -368,10 +339,10 @@ class PagedCache:
                 rows.table.adopt(row, own)
                 rows.version += 1
             self._keys[row] = keys[:count]
-            self._lengths[row] = self._reserved[row] = count * page_tokens
+            self.lengths[row] = self._reserved[row] = count * page_tokens
             self.memory.publish()
             break
-        return self._lengths[row]
+        return self.lengths[row]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the page accounting is wrong.
@@ -382,7 +353,7 @@ class PagedCache:
         self.memory.check_integrity()
         for rows in self.groups:
             rows.table.check_integrity()
-            for row, length in enumerate(self._lengths):
+            for row, length in enumerate(self.lengths):
                 assert rows.can_continue(row, rows.slot_of(row, length)), "a visible slot is missing"
 
     # Saving, loading and copying a row
@@ -403,7 +374,7 @@ class PagedCache:
 
         They include everything that the next token attends to, and enough to undo a few of the last tokens.
         """
-        length = self._lengths[row]
+        length = self.lengths[row]
         earlier = range(max(0, length - min(SPARE_TOKENS, self.step_tokens)), length)
         first = next((position for position in earlier if self._can_continue(row, position)), length)
         yield from saved_tensors(self.groups, self.memory, row, first, length)
@@ -418,9 +389,10 @@ class PagedCache:
             raise InvalidRequestError(f"a row has room for {self.capacity} tokens, got {length}")
         saved = check_saved(self.groups, self.memory, tensors, length)
         indices = [rows.table.indices(group.slots) for rows, group in zip(self.groups, saved, strict=True)]
-        self._check_free(
-            [rows.table.num_missing(row, len(new)) for rows, new in zip(self.groups, indices, strict=True)]
-        )
+        if what := self._shortage_of(
+            rows.table.num_missing(row, len(new)) for rows, new in zip(self.groups, indices, strict=True)
+        ):
+            raise OutOfPagesError(what)
         self.truncate(row, 0)
         for rows, group, new in zip(self.groups, saved, indices, strict=True):
             rows.restore(row, group.state)
@@ -428,7 +400,7 @@ class PagedCache:
         self.memory.set_rope(row, int(is_long))
         self.memory.publish()
         load_tensors(self.groups, self.memory, row, saved, tensors)
-        self._lengths[row] = self._reserved[row] = length
+        self.lengths[row] = self._reserved[row] = length
 
     def copy_row(self, row: int, source: int) -> None:
         """Replace a row by the committed tokens of another row.
@@ -437,10 +409,10 @@ class PagedCache:
         """
         if row == source:
             return
-        length = self._lengths[source]
+        length = self.lengths[source]
         for rows in self.groups:
             rows.share(row, source, length)
-        self._lengths[row] = self._reserved[row] = length
+        self.lengths[row] = self._reserved[row] = length
         self._keys[row] = list(self._keys[source])
         self.memory.set_rope(row, int(self.is_long(source)))
         self.memory.publish()

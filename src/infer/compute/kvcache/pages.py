@@ -29,10 +29,6 @@ class PagePool:
         self._written = set[int]()  # pages written since `forget_written`, which use the system's memory
 
     @property
-    def num_pages(self) -> int:
-        return len(self._counts)
-
-    @property
     def num_available(self) -> int:
         """Number of pages that `take` can return: free and cached pages."""
         return len(self._free) + len(self._cached)
@@ -144,12 +140,12 @@ class PageTable:
         self._num_recent = num_recent
         self.on_take: Callable[[int], None] = lambda page: None
         self.table = np.zeros((num_rows, num_pages(num_slots, page_tokens)), np.int64)
-        self._num_pages = num_rows * pages_per_row if pool_pages is None else pool_pages
+        self.num_pages = num_rows * pages_per_row if pool_pages is None else pool_pages  # of the pool
         self.reset()
 
     def reset(self) -> None:
         """Release all pages of all rows."""
-        self.pool = PagePool(self._num_pages)
+        self.pool = PagePool(self.num_pages)
         self._held: list[dict[int, int]] = [{} for _ in range(len(self.table))]
 
     def reserve(self, row: int, start: int, end: int, first_seen: int) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from infer.compute.kvcache.paged import PagedCache, Positions
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads
 from infer.compute.quantization.kv_layout import LayerCache
+from infer.errors import OutOfPagesError
 
 POOLED = 7  # neighbouring slots that are scored together
 
@@ -62,7 +63,8 @@ class PromptCompression:
     ) -> None:
         """Compute the last tokens again, and record the slots that they attend to."""
         cache, start = self._cache, len(token_ids) - OBSERVED_TOKENS
-        cache.make_own(row, self._written(len(token_ids), uncompressed))
+        if what := cache.make_own(row, self._written(len(token_ids), uncompressed)):
+            raise OutOfPagesError(what)
         cache.truncate(row, start)
         # The windows of a loaded row have only what the next token sees, so then all tokens are computed again.
         for first in range(cache.lengths[row], start, cache.step_tokens):

@@ -90,7 +90,7 @@ class SamplingColumns:
     min_new_tokens = _Column(np.int64, lambda slot: _count(slot.params.min_new_tokens))
     history_slot = _Column(np.int64, lambda slot: slot.number if uses_history(slot.params) else -1)  # −1: no penalties
     mask_index = _Column(np.int64, lambda slot: -1)  # index of the row's mask in `masks`; −1 for none
-    top_logprobs = _Column(np.int64, lambda slot: _count_or_none(slot.params.logprobs))  # −1: no log-probabilities
+    top_logprobs = _Column(np.int64, lambda slot: -1 if slot.params.logprobs is None else slot.params.logprobs)
     logprobs_processed = _Column(np.bool_, lambda slot: slot.params.logprobs_mode == "processed")
 
     bias_ids: Int[Tensor, "biases"]
@@ -306,15 +306,16 @@ class SamplingColumns:
         return self._owners(self.end_starts)
 
     def _lists_of(self, params: SamplingParams) -> _Lists:
-        allowed = _allowed(params)
-        ends = {*self._end_ids, *(params.stop_token_ids or ())} if params.min_new_tokens else ()
-        return _Lists(
-            biases=_finite_biases(params),
-            end_ids=sorted(token_id for token_id in ends if 0 <= token_id < self.vocab_size),
-            mask=None if allowed is None else pack_masks([allowed], self.vocab_size),
-            num_logprobs=params.logprobs,
-            is_processed=params.logprobs_mode == "processed",
-        )
+        lists = _Lists(num_logprobs=params.logprobs, is_processed=params.logprobs_mode == "processed")
+        if params.min_new_tokens:
+            ends = {*self._end_ids, *(params.stop_token_ids or ())}
+            lists = lists._replace(end_ids=sorted(each for each in ends if 0 <= each < self.vocab_size))
+        if biases := params.logit_bias:
+            finite = [(token_id, bias) for token_id, bias in sorted(biases.items()) if bias != math.inf]
+            lists = lists._replace(biases=finite)
+        if (allowed := _allowed(params)) is not None:
+            lists = lists._replace(mask=pack_masks([allowed], self.vocab_size))
+        return lists
 
     @property
     def _is_sampled(self) -> npt.NDArray[np.bool_]:
@@ -376,21 +377,14 @@ def _count(value: int | None) -> int:
     return WHOLE_HISTORY if value is None else min(value, WHOLE_HISTORY)
 
 
-def _count_or_none(value: int | None) -> int:
-    return -1 if value is None else value
-
-
 def _allowed(params: SamplingParams) -> Collection[int] | None:
     """Return the ids left by `allowed_token_ids` and biases of +inf, or None if every id is allowed."""
-    forced = {token_id for token_id, bias in (params.logit_bias or {}).items() if bias == math.inf}
+    if params.logit_bias is None:
+        return params.allowed_token_ids
+    forced = {token_id for token_id, bias in params.logit_bias.items() if bias == math.inf}
     if params.allowed_token_ids is None:
         return forced or None
     return forced & set(params.allowed_token_ids) if forced else params.allowed_token_ids
-
-
-def _finite_biases(params: SamplingParams) -> list[tuple[int, float]]:
-    biases = params.logit_bias or {}
-    return [(token_id, bias) for token_id, bias in sorted(biases.items()) if bias != math.inf]
 
 
 def _numbered(is_counted: Sequence[bool]) -> list[int]:

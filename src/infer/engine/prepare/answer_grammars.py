@@ -10,7 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
-from infer.engine.prepare.tool_answers import format_to_json
+from infer.engine.prepare.preparing_child import format_to_json
 from infer.errors import InvalidRequestError
 from infer.system.memory.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar

@@ -3,24 +3,218 @@
 It reads lines of JSON: [kind, text] is a grammar, {"format": …, "answer": …} the format of an answer with tools. It
 answers each with a line of JSON: {"source": …} with its facts, or {"error": …, "pointer": …, "problem": …}. It imports
 neither numpy nor a tokenizer, so that it starts quickly.
+
+Schemas and patterns of tools become expressions of Lark. Each is read and tried within a limit of processor time, and
+loosened if necessary. Then the whole grammar of the answer is tried.
 """
 
 import importlib
 import json
 import os
+import re
 import resource
 import sys
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple, final
 
-from infer.engine.prepare.tool_answers import ToolAnswers
-from infer.errors import InvalidRequestError, SchemaError
-from infer.system.processes.processor_limit import OverLimitError, watch_limits
-from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.library_trials import TRIES, read_within
+from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, about
+from infer.system.memory.sized_cache import SizedCache
+from infer.system.processes.processor_limit import LateError, OverLimitError, limited, processor_seconds, watch_limits
+from infer.text.grammar.grammar import Grammar, Source
+from infer.text.grammar.json_schema import unreadable_parts
+from infer.text.grammar.library_trials import TRIES, Try, llguidance_try, read_within
+from infer.text.grammar.pattern import check_pattern, without_anchors
+from infer.text.grammar.reading import pointed
+from infer.text.grammar.schema_pattern import translated
+from infer.text.toolcalls.answer_format import AnswerFormat, Calls
+from infer.text.toolcalls.answer_grammar import answer_lark
+from infer.text.toolcalls.formats import ReasoningFormat, ToolCallFormat
+from infer.text.toolcalls.tool_schemas import ToolSchemas
+from infer.text.toolcalls.tools import Tool
 
 _STACK_BYTES = 4 << 20  # half of a thread's stack, so that a grammar that passes here also passes there
 _NICENESS = 10
+LOOSEST_SECONDS = 2.0  # processor seconds, for tools without their schemas
+MAX_RULE_BYTES = 16 << 20
+_NUM_BYTES, _NUM_MARKS = 256, 64
+_LIBRARY = "llguidance"
+
+
+def format_to_json(form: AnswerFormat) -> dict[str, Any]:
+    """Return the part of a format on which its grammar depends. The descriptions of tools are left out."""
+    calls = None
+    if form.calls is not None:
+        calls = {
+            "form": asdict(form.calls.form),
+            "tools": [[tool.name, tool.parameters, tool.is_strict, tool.warnings] for tool in form.calls.tools],
+            "kind": form.calls.kind,
+            "is_parallel": form.calls.is_parallel,
+        }
+    return {
+        "calls": calls,
+        "reasoning": None if form.reasoning is None else asdict(form.reasoning),
+        "is_open": form.is_open,
+        "budget": form.budget,
+        "marks": list(form.marks.items()),
+    }
+
+
+def format_of_json(given: Mapping[str, Any]) -> AnswerFormat:
+    """Return the format that `format_to_json` wrote."""
+    calls, reasoning = given["calls"], given["reasoning"]
+    if calls is not None:
+        tools = (
+            Tool(name, "", parameters, is_strict, tuple(warnings))
+            for name, parameters, is_strict, warnings in calls["tools"]
+        )
+        calls = Calls(ToolCallFormat(**calls["form"]), tuple(tools), calls["kind"], calls["is_parallel"])
+    return AnswerFormat(
+        calls,
+        None if reasoning is None else ReasoningFormat(**reasoning),
+        is_open=given["is_open"],
+        budget=given["budget"],
+        marks=dict(given["marks"]),
+    )
+
+
+class _Part(NamedTuple):
+    """One of several grammars of llguidance. `warnings` name the keywords of schemas that are not enforced."""
+
+    grammar: Mapping[str, Any]
+    warnings: tuple[str, ...]
+
+
+@final
+class ToolRules:
+    """The `Rules` of `argument_grammar`, for one library in this process. Results are cached, up to a size in bytes."""
+
+    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
+        """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
+        self._library, self._try, self._read_seconds = library, try_, read_seconds
+        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
+        self._ends_at = 0.0
+        self.warnings: dict[str, None] = {}  # warnings of all grammars
+
+    def begin(self, seconds: float) -> None:
+        """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
+        self._ends_at = processor_seconds() + seconds
+
+    def part(self, grammar: Grammar) -> Mapping[str, Any]:
+        """Return a checked and tried grammar. Raises InvalidRequestError."""
+        if (found := self._parts.get(grammar)) is None:
+            found = self._read(grammar)
+            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, found.warnings))
+            self._parts.put(grammar, found, num_bytes)
+        self.warnings |= dict.fromkeys(found.warnings)
+        return found.grammar
+
+    def json_rule(self, schema: Mapping[str, Any]) -> str:
+        """Return a checked and tried schema. Raises InvalidRequestError."""
+        part = self.part(Grammar("json_schema", json.dumps(schema)))
+        return f"%json {json.dumps(part['json_schema'])}"
+
+    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the pointers of keywords of a schema that cannot be read, each with the reason."""
+        return unreadable_parts(schema)
+
+    def text_pattern(self, pattern: str) -> str:
+        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
+
+        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
+        """
+        self.json_rule({"type": "string", "pattern": pattern})
+        body = without_anchors(pattern)
+        check_pattern(body, "pattern", allows_anchors=False)
+        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
+        return f"{before}({found})".replace("\n", "\\n") + after
+
+    def _read(self, grammar: Grammar) -> _Part:
+        if processor_seconds() > self._ends_at:
+            raise LateError
+        read = read_within(self._library, _LIBRARY, self._try, grammar, self._read_seconds)
+        text = read.source.text
+        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        return _Part(part, read.warnings)
+
+
+@final
+class ToolAnswers:
+    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
+        """Begin. `try_` tries grammars that must not name control tokens."""
+        self._rules = ToolRules(library, try_, read_seconds)
+        self._schemas = ToolSchemas(self._rules)
+        self._try = llguidance_try(library, library.LLTokenizer(library.TokenizerWrapper(_Marks())))
+
+    def prepare(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the source, the changed tools, and warnings. Raises InvalidRequestError.
+
+        After `seconds` of processor time, or if the tools are too large only in combination, the schemas of tools that
+        are not strict are left out.
+        """
+        form = format_of_json(question["format"])
+        answer = None if question["answer"] is None else Grammar(*question["answer"])
+        found = form
+        try:
+            with self._limited(seconds):
+                found = self._schemas.enforceable(form)
+                return self._prepared(form, found, answer)
+        except (AnswerGrammarError, OverLimitError) as late:
+            problem = f"they take more than {seconds:g} s to compile: give fewer or smaller ones"
+            error = late if isinstance(late, AnswerGrammarError) else InvalidRequestError(f"tools: {problem}")
+            looser = self._schemas.loosest(found, error)
+            if looser is None:
+                raise error from None
+        with self._limited(LOOSEST_SECONDS):
+            return self._prepared(form, looser, answer)
+
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """Raise OverLimitError if the block takes longer, including the forks of its trials."""
+        self._rules.begin(seconds)
+        with limited(seconds):
+            yield
+
+    def _prepared(self, given: AnswerFormat, found: AnswerFormat, answer: Grammar | None) -> dict[str, Any]:
+        source, changed = self._source(found, answer), list[tuple[int, Mapping[str, Any]]]()
+        if given.calls is not None and found.calls is not None:
+            pairs = zip(given.calls.tools, found.calls.tools, strict=True)
+            changed = [(index, now.parameters) for index, (then, now) in enumerate(pairs) if now != then]
+        return {"source": source, "tools": changed, "warnings": [*found.warnings, *self._rules.warnings]}
+
+    def _source(self, form: AnswerFormat, answer: Grammar | None) -> str:
+        """Return the source. It is tried with other ids of control tokens, because the vocabulary is not known here."""
+        self._rules.warnings.clear()
+        marks = {_NUM_BYTES + 1 + index: mark for index, mark in enumerate(form.marks.values())}
+        if problem := self._try(Source("", self._text(replace(form, marks=marks), answer))):
+            raise AnswerGrammarError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
+        return self._text(form, answer)
+
+    def _text(self, form: AnswerFormat, answer: Grammar | None) -> str:
+        lark = answer_lark(form, self._rules, is_held=answer is not None)
+        parts: list[Mapping[str, Any]] = [{"lark_grammar": lark}]
+        if answer is not None:
+            with about(answer.kind):
+                parts.append({**self._rules.part(answer), "name": "answer"})
+        return json.dumps({"grammars": parts})
+
+
+@final
+class _Marks:
+    """A vocabulary of the bytes and of some control tokens."""
+
+    bos_token_id, eos_token_id = None, _NUM_BYTES
+
+    def __init__(self) -> None:
+        self.special_token_ids = list(range(_NUM_BYTES, _NUM_BYTES + 1 + _NUM_MARKS))
+        controls = [b"[%d]" % token_id for token_id in self.special_token_ids]
+        self.tokens = [*(bytes([byte]) for byte in range(_NUM_BYTES)), *controls]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode(errors="replace"))
 
 
 def answered(prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, final, runtime_checkable
 
 from infer.engine.step.sequence import Lease, Sequence
@@ -65,7 +66,7 @@ class Waiters:
             with suppress(ValueError):
                 self._gates.remove(gate)
         if self.relay is not None:
-            self.relay.note(self)
+            self.relay.arrived.append(self)
 
     def wake(self) -> None:
         """Wake the threads and the tasks now, not only after a step. For any thread."""
@@ -87,16 +88,12 @@ class Relay:
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
-        self._arrived = deque[Waiters]()
+        self.arrived = deque[Waiters]()  # whose tasks the next `call` wakes
         self._is_called = False
-
-    def note(self, waiters: Waiters) -> None:
-        """Add waiting threads and tasks, which the next `call` wakes."""
-        self._arrived.append(waiters)
 
     def call(self) -> None:
         """Call the event loop to wake the tasks. Raises RuntimeError if it is closed."""
-        if self._arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke its tasks
+        if self.arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke its tasks
             self._is_called = True
             try:
                 self.event_loop.call_soon_threadsafe(self._wake)
@@ -106,22 +103,40 @@ class Relay:
 
     def _wake(self) -> None:
         self._is_called = False  # first: pieces that arrive from now on cause another call
-        while self._arrived:
-            self._arrived.popleft().wake_tasks()
+        while self.arrived:
+            self.arrived.popleft().wake_tasks()
 
 
 @runtime_checkable
 class _Loop(Protocol):
     """The `Loop` of an answer, as far as the answer uses it."""
 
-    @property
-    def is_open(self) -> bool: ...
+    is_open: bool
+
     @property
     def can_be_awaited(self) -> bool: ...
     def check_process(self) -> None: ...
     def submit(self, answer: "Answer") -> None: ...
     def proceed(self, answer: "Answer") -> None: ...
     def cancel(self, answer: "Answer") -> None: ...
+
+
+@final
+class Backlog:
+    """Answers of one caller. When one ends, the next one begins before the next step.
+
+    The caller appends to `waiting`, and then calls `Loop.refill`.
+    """
+
+    def __init__(self, most_running: int) -> None:
+        self.most_running, self.num_running, self.is_dropped = most_running, 0, False
+        self.waiting = deque[Answer]()
+
+    def end_waiting(self) -> None:
+        """End the answers that have not begun."""
+        with suppress(IndexError):
+            while True:
+                self.waiting.popleft().end()
 
 
 @final
@@ -142,17 +157,18 @@ class Answer:
         waiters: Waiters | None = None,
         *,
         lease: Lease | None = None,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] | None = None,
         only_end: bool = False,
+        backlog: Backlog | None = None,
     ) -> None:
         """Begin without pieces. Several answers with the same reader may share `waiters`."""
         self.loop, self.sequence, self.lease, self.only_end = loop, sequence, lease, only_end
+        self.backlog = backlog  # from which it is submitted
         self.num_put = self.num_taken = self.num_prefilled = 0
         self.has_ended = self.is_dropped = self.is_paused = self.is_settled = False
         self._failure: BaseException | None = None
         self.shows_prefill = False  # True if the reader is woken when tokens of the prompt are computed
         self._on_end = on_end
-        self._unread = deque[Piece]()
         self._waiters = waiters or Waiters()
         self.relay = self._waiters.relay  # wakes the reader, if that is a task
         self._changing = threading.RLock()  # held briefly; a signal's handler may acquire it again
@@ -162,11 +178,9 @@ class Answer:
 
     def put(self) -> None:
         """Take over the new pieces of the sequence or its end, and wake all waiting threads and tasks."""
-        sequence = self.sequence
-        pieces = sequence.pieces[self.num_put :]
-        self._unread.extend(pieces)
-        self.num_put += len(pieces)
-        has_news = bool(pieces) and not self.only_end
+        sequence, num_before = self.sequence, self.num_put
+        self.num_put = len(sequence.pieces)
+        has_news = self.num_put > num_before and not self.only_end
         if self.shows_prefill and sequence.num_computed > self.num_prefilled:
             self.num_prefilled, has_news = sequence.num_computed, True
         if sequence.has_ended:
@@ -176,7 +190,7 @@ class Answer:
 
     def pause_if_full(self) -> bool:
         """Return True if the answer must pause, because its reader is `MAX_UNREAD` pieces behind."""
-        if self.only_end or len(self._unread) < MAX_UNREAD:
+        if self.only_end or self.num_put - self.num_taken < MAX_UNREAD:
             return False
         self.is_paused = True
         if self._has_room:  # the reader has already made room, before it could see the pause
@@ -222,11 +236,10 @@ class Answer:
         """
         self.poll_cancel()
         has_ended = self.has_ended  # read before the pieces, because none arrive after the end
-        pieces, unread = list[Piece](), self._unread
         with self._changing:  # another thread that closes may settle the answer
-            while unread and not self.is_dropped and (most is None or len(pieces) < most):
-                pieces.append(unread.popleft())
-                self.num_taken += 1
+            end = self.num_put if most is None else min(self.num_put, self.num_taken + most)
+            pieces = [] if self.is_dropped else self.sequence.pieces[self.num_taken : end]
+            self.num_taken += len(pieces)
         if self.is_paused and self._has_room:
             self.is_paused = False
             self.loop.proceed(self)
@@ -239,11 +252,11 @@ class Answer:
 
         For a thread.
         """
-        self._waiters.wait(lambda: self._is_due or self.num_prefilled > num_prefilled)
+        self._waiters.wait(partial(self._is_due, num_prefilled))
 
     async def wait_as_task(self) -> None:
         """Return when there is a piece, or when no more pieces will arrive."""
-        await self._waiters.wait_as_task(lambda: self._is_due)
+        await self._waiters.wait_as_task(self._is_due)
 
     async def wait_for_whole(self) -> None:
         """Wait until the answer has ended. From now on it does not pause. For a task."""
@@ -259,7 +272,6 @@ class Answer:
         """Return the finished answer, although its pieces may not have been read. Raises as `result`."""
         if not self.is_dropped:
             self.num_taken = self.num_put
-            self._unread.clear()
         return self.result()
 
     def result(self) -> GenerationResult:
@@ -273,7 +285,7 @@ class Answer:
     @property
     def is_closed(self) -> bool:
         """True if its reader gets no further pieces."""
-        return self.is_dropped or (self.has_ended and not self._unread)
+        return self.is_dropped or (self.has_ended and self.num_taken == self.num_put)
 
     def cancel(self) -> None:
         """Give the reader no further pieces, and end the sequence. Does not wait. For finalizers, too."""
@@ -313,37 +325,20 @@ class Answer:
                     try:
                         self.sequence.keep(self.num_put if self.only_end else self.num_taken)
                     finally:
-                        self._on_end()
+                        if self._on_end is not None:
+                            self._on_end()
                 finally:
                     self.is_settled = True
-                    self._on_end = lambda: None  # a session would wait for the collector otherwise
+                    self._on_end = None  # a session would wait for the collector otherwise
 
     def _check_failure(self) -> None:
         if self._failure is not None:
             raise EngineFailedError(self.sequence.error or "the engine has failed") from self._failure
 
-    @property
-    def _is_due(self) -> bool:
-        return self.is_dropped or self.has_ended or (bool(self._unread) and not self.only_end)
+    def _is_due(self, num_prefilled: float = math.inf) -> bool:
+        has_news = self.num_prefilled > num_prefilled or (self.num_put > self.num_taken and not self.only_end)
+        return has_news or self.is_dropped or self.has_ended
 
     @property
     def _has_room(self) -> bool:
-        return self.only_end or 2 * len(self._unread) <= MAX_UNREAD
-
-
-@final
-class Backlog:
-    """Answers of one caller. When one ends, the next one begins before the next step.
-
-    The caller appends to `waiting`, and then calls `Loop.refill`.
-    """
-
-    def __init__(self, most_running: int) -> None:
-        self.most_running, self.num_running, self.is_dropped = most_running, 0, False
-        self.waiting = deque[Answer]()
-
-    def end_waiting(self) -> None:
-        """End the answers that have not begun."""
-        with suppress(IndexError):
-            while True:
-                self.waiting.popleft().end()
+        return self.only_end or 2 * (self.num_put - self.num_taken) <= MAX_UNREAD

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 
@@ -19,13 +19,6 @@ from infer.engine.step.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 
 _POLL_SECONDS = 0.1  # between checks while all answers pause, because one may time out or be cancelled by its event
-
-
-class Heartbeat(NamedTuple):
-    """The last sign of life, in seconds of `time.monotonic`. A thread that is not stepping has nothing to do."""
-
-    seconds: float
-    is_stepping: bool
 
 
 @final
@@ -41,15 +34,13 @@ class EngineThread(threading.Thread):
         # For other threads, too
         self.inbox = SimpleQueue[Callable[[], None]]()
         self.engine: Engine | None = None
-        self.num_sequences = 0  # that are active
-        self.heartbeat = Heartbeat(time.monotonic(), is_stepping=False)
+        self.step_began: float | None = None  # when the current step began, by time.monotonic
         self.refusal: Callable[[], InferError] | None = None  # the error for every new sequence
         self.failure: BaseException | None = None  # the exception that ended the engine for good
         self.is_over = False  # the thread takes no more messages
 
         self._held = ExitStack()  # closed at the thread's end
         self._answers: dict[Sequence, Answer] = {}  # of the active sequences
-        self._backlogs: dict[Sequence, Backlog] = {}  # of the active sequences that came from a backlog
         self._calls = deque[EngineCall[Any]]()  # calls that have not begun
         self._begun_calls = deque[EngineCall[Any]]()  # the first one continues when no other call must begin
         self._debts: dict[str, float] = {}  # seconds of steps that others are owed for a tenant's calls
@@ -109,7 +100,6 @@ class EngineThread(threading.Thread):
         sequence.is_streamed = not answer.only_end
         self._answers[sequence] = answer
         self._open_engine.submit(sequence, answer.lease)
-        self._count()
 
     def refill(self, backlog: Backlog) -> None:
         """Compute answers that were added to a backlog, as many as may run."""
@@ -118,14 +108,13 @@ class EngineThread(threading.Thread):
         while backlog.num_running < backlog.most_running and backlog.waiting:
             answer = backlog.waiting.popleft()
             backlog.num_running += 1
-            self._backlogs[answer.sequence] = backlog
             self.submit(answer)
 
     def drop(self, backlog: Backlog) -> None:
         """End the answers of a backlog, because they are no longer read."""
         backlog.end_waiting()
-        for sequence, its in self._backlogs.items():
-            if its is backlog:
+        for sequence, answer in self._answers.items():
+            if answer.backlog is backlog:
                 self._open_engine.cancel(sequence)
 
     def cancel(self, answer: Answer) -> None:
@@ -164,15 +153,18 @@ class EngineThread(threading.Thread):
                 self.inbox.get_nowait()()
 
     @property
+    def num_sequences(self) -> int:
+        """Number of active sequences. For any thread."""
+        return len(self._answers)
+
+    @property
+    def _backlogs(self) -> set[Backlog]:
+        return {answer.backlog for answer in self._answers.values() if answer.backlog is not None}
+
+    @property
     def _open_engine(self) -> Engine:
         assert self.engine is not None
         return self.engine
-
-    def _count(self) -> None:
-        self.num_sequences = len(self._answers)
-        if not self._answers:
-            while self._draining:
-                self._draining.pop().set(True)
 
     # Steps
 
@@ -181,7 +173,7 @@ class EngineThread(threading.Thread):
         engine = self.engine
         if engine is None or not self._answers or self._is_closed:
             return False
-        self.heartbeat = Heartbeat(began := time.monotonic(), is_stepping=True)
+        self.step_began = began = time.monotonic()
         engine.resting_tenants = self._debts.keys()
         try:
             sequences = engine.step()
@@ -192,9 +184,10 @@ class EngineThread(threading.Thread):
                 self._fail(last)
             return True
         finally:
-            self.heartbeat = Heartbeat(ended := time.monotonic(), is_stepping=False)
-        debts = {tenant: owed - (ended - began) for tenant, owed in self._debts.items()}
-        self._debts = {tenant: owed for tenant, owed in debts.items() if owed > 0}
+            self.step_began, seconds = None, time.monotonic() - began
+        if self._debts:
+            debts = {tenant: owed - seconds for tenant, owed in self._debts.items()}
+            self._debts = {tenant: owed for tenant, owed in debts.items() if owed > 0}
         self._deliver(sequences)
         return bool(sequences)
 
@@ -206,9 +199,9 @@ class EngineThread(threading.Thread):
             answer.put()
             if sequence.has_ended:
                 del self._answers[sequence]
-                if (backlog := self._backlogs.pop(sequence, None)) is not None:
-                    backlog.num_running -= 1
-                    self.refill(backlog)
+                if answer.backlog is not None:
+                    answer.backlog.num_running -= 1
+                    self.refill(answer.backlog)
             if answer.relay is not None:
                 relays.add(answer.relay)
             if not sequence.has_ended and answer.pause_if_full():
@@ -218,7 +211,8 @@ class EngineThread(threading.Thread):
                 relay.call()
             except RuntimeError:  # its event loop is closed
                 self._cancel_unread()
-        self._count()
+        while self._draining and not self._answers:
+            self._draining.pop().set(True)
 
     def _cancel_unread(self) -> None:
         """End the answers whose event loop is closed, because nothing can read them."""
@@ -271,7 +265,7 @@ class EngineThread(threading.Thread):
         self.failure = error
         if self.refusal is not closed:
             self.refusal = lambda: EngineFailedError(f"{why}: load the model again")
-        waiting = chain.from_iterable(backlog.waiting for backlog in self._backlogs.values())
+        waiting = chain.from_iterable(backlog.waiting for backlog in self._backlogs)
         for answer in (*self._answers.values(), *waiting):
             answer.fail(error, why)
         shown = type(error), error, error.__traceback__, threading.current_thread()
@@ -282,9 +276,8 @@ class EngineThread(threading.Thread):
 
     def _end_all(self) -> None:
         """End all sequences without a further step, and let their readers know."""
-        for backlog in set(self._backlogs.values()):
+        for backlog in self._backlogs:
             backlog.end_waiting()
-        self._backlogs.clear()
         if self.engine is not None:
             with suppress(Exception):
                 self.engine.abandon()
@@ -301,6 +294,7 @@ class EngineThread(threading.Thread):
             if self.engine is not None:
                 self.engine.close()
         finally:
+            self.engine = None
             for call in (*self._calls, *self._begun_calls):
                 call.refuse(closed())
             self.is_over = True

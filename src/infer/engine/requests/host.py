@@ -1,11 +1,14 @@
-"""A loaded model, and how it begins an answer. `LLM` and its sessions share it."""
+"""A loaded model, and how it begins an answer, for threads and for event loops. `LLM` and its sessions share it."""
 
+import asyncio
 import hashlib
 import logging
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
@@ -14,13 +17,12 @@ from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
-from infer.engine.requests.answer import Answer
-from infer.engine.requests.async_answers import AsyncAnswers
+from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_calls import EngineCall, once
-from infer.engine.requests.request_maker import RequestMaker
-from infer.engine.requests.stream import OnPrefill, Stream
-from infer.engine.requests.text_heads import ModelFacts, make_text_heads
+from infer.engine.requests.loop_calls import EngineCall, Work, once
+from infer.engine.requests.request_maker import Check, RequestMaker
+from infer.engine.requests.stream import AsyncStream, OnPrefill, Stream
+from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
 from infer.engine.runner.caches import plan_rows
 from infer.engine.runner.hidden_states import HiddenStates
 from infer.engine.runner.runner import Runner
@@ -40,8 +42,86 @@ from infer.models.transformer import Transformer
 from infer.text.templates.template_process import start_rendering
 from infer.text.tokenizer import Tokenizer
 
+NUM_PREPARING = 4
+NUM_CONSTRAINING = 16  # threads, most of which only wait
 _Found = TypeVar("_Found")
 log = logging.getLogger("infer.server")
+
+
+class _NotAwaitedError(Exception):
+    """Raised in a thread that prepares a request after its caller has gone."""
+
+
+@final
+class AsyncAnswers:
+    """The answers of one loop, for the tasks of any number of event loops."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        # Each loop's relay, while it has answers.
+        self._relays = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, Relay]()
+        self._preparing = ThreadPoolExecutor(NUM_PREPARING, "infer-prepare")
+        self._constraining = ThreadPoolExecutor(NUM_CONSTRAINING, "infer-constrain")
+
+    async def prepare(self, work: Callable[[Check], _Found], *, is_constrained: bool = False) -> _Found:
+        """Return `work(check)`, called on a thread. If the task is cancelled, work ends at its next call of `check`.
+
+        A request that `is_constrained` by a grammar or tools may wait for the process that tries grammars. It has its
+        own threads, so that no other request waits for it. Raises ClosedError.
+        """
+        self.loop.check_open()
+        is_left = threading.Event()
+
+        def check() -> None:
+            if is_left.is_set():
+                raise _NotAwaitedError
+
+        threads = self._constraining if is_constrained else self._preparing
+        try:
+            future = asyncio.get_running_loop().run_in_executor(threads, work, check)
+        except RuntimeError:
+            if self.loop.is_open:
+                raise
+            raise closed() from None  # by another thread
+        try:
+            return await future
+        finally:
+            is_left.set()
+
+    async def call(self, work: Work[_Found]) -> _Found:
+        """Return the result of work on the loop's thread, as `Loop.call`. If cancelled, it ends at its next `yield`."""
+        call = self.loop.call(work, self.relay())
+        await call.wait_as_task()
+        return call.found
+
+    async def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Return `function(*arguments)`, called on the loop's thread between two steps."""
+        return await self.call(once(function, *arguments))
+
+    def stream(self, prepare: Callable[[Check], Sequence] | Sequence, *, is_constrained: bool = False) -> AsyncStream:
+        """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""
+        if isinstance(prepare, Sequence):
+            return AsyncStream(self._open(prepare))
+
+        async def prepared() -> Answer:
+            return self._open(await self.prepare(prepare, is_constrained=is_constrained))
+
+        return AsyncStream(prepared)
+
+    def close(self) -> None:
+        """Let each thread end after the request that it prepares."""
+        self._preparing.shutdown(wait=False)
+        self._constraining.shutdown(wait=False)
+
+    def _open(self, sequence: Sequence) -> Answer:
+        return Answer(self.loop, sequence, Waiters(self.relay()))
+
+    def relay(self) -> Relay:
+        """Return the relay of the running event loop."""
+        running = asyncio.get_running_loop()
+        if (relay := self._relays.get(running)) is None:
+            relay = self._relays[running] = Relay(running)
+        return relay
 
 
 @final
@@ -55,21 +135,20 @@ class Host:
         """
         self.loop, self.settings, self.facts, self._ranks = loop, settings, facts, ranks
         self.tokenizer, limits = facts.tokenizer, limits_of(model, facts.tokenizer)
+        self.reads_whole_texts = model.architecture.reads_whole_texts  # it is an encoder
+        self.engine_if_any: Engine | None = None  # None for an encoder, and after `close`
         self._open_model: Transformer | None = model
-        self._open_runner: Runner | None = None
-        self.engine_if_any: Engine | None = None  # None for an encoder
-        self._hidden_states: HiddenStates | None = None
-        self._text_encoder: TextEncoder | None = None
+        self._text_states: HiddenStates | TextEncoder | None = None
+        refusal, checkpoint_tokens = None, 0
         if self.reads_whole_texts:
-            loop.own(None, model.backend)
+            refusal = _refusal_of(model.architecture.family, facts.heads)
         else:
-            self._open_runner = loop.run(_make_runner, model, settings, ranks)
-            loop.run(_warm_up, self._open_runner, limits.vocab_size)
-            self.engine_if_any = Engine(self._open_runner, prefixes=self._open_prefixes(self._open_runner))
-            loop.own(self.engine_if_any, model.backend)
+            runner = loop.run(_make_runner, model, settings, ranks)
+            loop.run(_warm_up, runner, limits.vocab_size)
+            self.engine_if_any = Engine(runner, prefixes=self._open_prefixes(runner))
+            checkpoint_tokens = runner.checkpoint_tokens
+        loop.own(self.engine_if_any, model.backend)
         self.answers = AsyncAnswers(loop)
-        checkpoint_tokens = 0 if self._open_runner is None else self._open_runner.checkpoint_tokens
-        refusal = self._refusal if self.reads_whole_texts else None
         self.requests = RequestMaker(limits, facts, settings.grammar_backend, checkpoint_tokens, refusal)
 
     def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
@@ -95,7 +174,7 @@ class Host:
         """End all answers, and free the caches and the weights. A second call does nothing."""
         self.loop.close()
         self.answers.close()
-        self._open_model = self._open_runner = self._hidden_states = self._text_encoder = None
+        self._open_model = self.engine_if_any = self._text_states = None
         if self._ranks is not None:
             self._ranks.close()
 
@@ -107,40 +186,17 @@ class Host:
         return model
 
     @property
-    def reads_whole_texts(self) -> bool:
-        """True for an encoder, which has no engine. Raises ClosedError after `close`."""
-        return self.model.architecture.reads_whole_texts
-
-    @property
-    def _refusal(self) -> str:
-        family, heads = self.model.architecture.family, self.facts.heads
-        use = "embed()" if heads.classifier is None else "rerank()" if heads.reranker else "classify()"
-        return f"{family} is an encoder and generates no text: use {use}, or load a decoder"
+    def engine(self) -> Engine:
+        """The engine. Raises InvalidRequestError for an encoder, and ClosedError after `close`."""
+        self.requests.check_generates()
+        if (engine := self.engine_if_any) is None:
+            raise closed()
+        return engine
 
     @property
     def runner(self) -> Runner:
-        """The runner. Raises ClosedError after `close`, and InvalidRequestError for an encoder."""
-        if (runner := self._open_runner) is None:
-            raise InvalidRequestError(self._refusal) if self.reads_whole_texts else closed()
-        return runner
-
-    @property
-    def engine(self) -> Engine:
-        """The engine. Raises InvalidRequestError for an encoder."""
-        self.check_generates()
-        assert self.engine_if_any is not None
-        return self.engine_if_any
-
-    def check_generates(self) -> None:
-        """Raise InvalidRequestError for an encoder."""
-        if self.reads_whole_texts:
-            raise InvalidRequestError(self._refusal)
-
-    def text_encoder(self) -> TextEncoder:
-        """Return the computation of an encoder, made on first use. For the loop's thread."""
-        if self._text_encoder is None:
-            self._text_encoder = TextEncoder(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
-        return self._text_encoder
+        """The runner of the engine. Raises as `engine`."""
+        return self.engine.runner
 
     def check_has_states(self) -> None:
         """Raise InvalidRequestError if several processes share the model, because they give no hidden states."""
@@ -149,20 +205,16 @@ class Host:
                 "vectors, scores and labels of texts need a model in one process: load it without tensor_parallel"
             )
 
-    def hidden_states(self) -> HiddenStates:
-        """Return the hidden states' computation, made on first use. For the loop's thread.
+    def text_states(self) -> HiddenStates | TextEncoder:
+        """Return the computation of texts' hidden states, made on first use. For the loop's thread.
 
         Raises InvalidRequestError for a model that several processes share.
         """
         self.check_has_states()
-        if self._hidden_states is None:
-            self._hidden_states = HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
-        return self._hidden_states
-
-    @property
-    def num_threads(self) -> int:
-        """Number of threads that compute a forward."""
-        return self.model.backend.num_threads()
+        if self._text_states is None:
+            make = TextEncoder if self.reads_whole_texts else HiddenStates
+            self._text_states = make(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
+        return self._text_states
 
     def warn_of_template(self, stacklevel: int) -> None:
         """Warn if the model's own chat template cannot render conversations. Plain text needs no template."""
@@ -191,7 +243,7 @@ class Host:
         Equal fingerprints give equal answers to the same request and seed. A saved session needs no equal kernels, so
         `fingerprint` does not name them.
         """
-        kind = "" if self._open_runner is None else self._open_runner.cache.kind
+        kind = "" if self.reads_whole_texts else self.runner.cache.kind
         kernels = self.model.backend.kernel_kind
         named = () if kernels == "cpu" else (kernels,)  # permalinks that were made before kinds had names are of a CPU
         model = self.fingerprint(kind), self.tokenizer.chat_templates, *named
@@ -202,7 +254,7 @@ class Host:
         sequence: Sequence,
         on_prefill: OnPrefill | None = None,
         lease: Lease | None = None,
-        on_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] | None = None,
     ) -> Stream:
         """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
         check_callback("on_prefill", on_prefill)
@@ -238,6 +290,12 @@ def load_host(
         tuple(file.modified_ns for file in checkpoint.files),
     )
     return Host(loop, network, settings, facts, ranks)
+
+
+def _refusal_of(family: str, heads: TextHeads) -> str:
+    """Return the reason why an encoder answers no request."""
+    use = "embed()" if heads.classifier is None else "rerank()" if heads.reranker else "classify()"
+    return f"{family} is an encoder and generates no text: use {use}, or load a decoder"
 
 
 def _make_runner(model: Transformer, settings: ModelSettings, ranks: Ranks | None) -> Runner:

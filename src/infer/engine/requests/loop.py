@@ -19,7 +19,7 @@ from typing import Any, TypeVar, final
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Relay
-from infer.engine.requests.engine_thread import EngineThread, Heartbeat
+from infer.engine.requests.engine_thread import EngineThread
 from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
@@ -35,42 +35,23 @@ class Loop:
 
     def __init__(self) -> None:
         """Start the thread. It has no engine before `own`."""
-        self._process = os.getpid()
-        self._thread = EngineThread()
-        weakref.finalize(self, self._thread.inbox.put, self._thread.close).atexit = False
-        start_thread(self._thread, blocks_signals=True)
+        self._process, self.is_open = os.getpid(), True  # until `close`
+        self.thread = EngineThread()  # whose state any thread may read
+        weakref.finalize(self, self.thread.inbox.put, self.thread.close).atexit = False
+        start_thread(self.thread, blocks_signals=True)
         _living.add(self)
-        _threads.add(self._thread)
+        _threads.add(self.thread)
 
     def own(self, engine: Engine | None, backend: Backend) -> None:
         """Give the thread its engine, or none for an encoder. From then on only the thread changes it."""
-        self._thread.inbox.put(partial(self._thread.own, engine, backend))
+        self.thread.inbox.put(partial(self.thread.own, engine, backend))
 
     # State
 
     @property
-    def num_sequences(self) -> int:
-        """Number of active sequences."""
-        return self._thread.num_sequences
-
-    @property
-    def heartbeat(self) -> Heartbeat:
-        return self._thread.heartbeat
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The exception that ended the engine for good."""
-        return self._thread.failure
-
-    @property
-    def is_open(self) -> bool:
-        """False after `close`."""
-        return self._thread.refusal is not closed
-
-    @property
     def is_current(self) -> bool:
         """True on the loop's own thread, where finalizers may run."""
-        return get_ident() == self._thread.ident
+        return get_ident() == self.thread.ident
 
     @property
     def can_be_awaited(self) -> bool:
@@ -95,27 +76,27 @@ class Loop:
 
     def submit(self, answer: Answer) -> None:
         """Compute an answer, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
-        self._check_taking()
-        self._send(partial(self._thread.submit, answer), is_urgent=self._has_room)
+        self._check_sender("an answer", self.thread.refusal)
+        self._send(partial(self.thread.submit, answer), is_urgent=self._has_room)
 
     def proceed(self, answer: Answer) -> None:
         """Continue a paused answer. Never blocks and never raises."""
-        self._thread.inbox.put(partial(self._thread.proceed, answer))
+        self.thread.inbox.put(partial(self.thread.proceed, answer))
 
     def refill(self, backlog: Backlog) -> None:
         """Compute the new answers of a backlog. Raises the errors of `submit`."""
         try:
-            self._check_taking()
+            self._check_sender("an answer", self.thread.refusal)
         except InferError:
             backlog.end_waiting()
             raise
         is_urgent = backlog.num_running < backlog.most_running and self._has_room
-        self._send(partial(self._thread.refill, backlog), is_urgent=is_urgent)
+        self._send(partial(self.thread.refill, backlog), is_urgent=is_urgent)
 
     def drop(self, backlog: Backlog) -> None:
         """End the answers of a backlog, also those that are added later. Never blocks and never raises."""
         backlog.is_dropped = True
-        self._send(partial(self._thread.drop, backlog))
+        self._send(partial(self.thread.drop, backlog))
 
     def cancel(self, answer: Answer) -> None:
         """End an answer after the current step. A multi-step ends early. Never blocks and never raises.
@@ -123,7 +104,7 @@ class Loop:
         An answer that was not submitted ends, too, and can no longer be submitted.
         """
         answer.sequence.cancel()
-        self._send(partial(self._thread.cancel, answer))
+        self._send(partial(self.thread.cancel, answer))
 
     # Calls
 
@@ -134,11 +115,9 @@ class Loop:
         its first `yield` it continues when all earlier work has ended or has let other work run. Raises ClosedError,
         and InferError on the loop's own thread, which cannot wait for itself.
         """
-        self.check_open()
-        if self.is_current:
-            raise InferError("the engine's own thread cannot wait for a call: ask outside of callbacks and finalizers")
+        self._check_sender("a call")
         call = EngineCall(work, relay, asking_tenant())
-        self._send(partial(self._thread.call, call))
+        self._send(partial(self.thread.call, call))
         return call
 
     def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
@@ -170,9 +149,9 @@ class Loop:
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
         """Refuse new sequences, and wait until all others have ended. Return False at the timeout."""
-        self._thread.refusal = self._thread.refusal or _drained
+        self.thread.refusal = self.thread.refusal or _drained
         call = EngineCall(once(bool))
-        self._send(partial(self._thread.drain, call))
+        self._send(partial(self.thread.drain, call))
         return call.wait(timeout_seconds)
 
     def close(self) -> None:
@@ -182,35 +161,36 @@ class Loop:
         """
         if os.getpid() != self._process:
             return
-        engine = self._thread.engine
+        engine = self.thread.engine
         if self.is_open and not self.is_current and engine is not None and engine.prefixes is not None:
             engine.prefixes.flush()
-        self._thread.refusal = closed
-        self._send(self._thread.close)
+        self.is_open, self.thread.refusal = False, closed
+        self._send(self.thread.close)
         if not self.is_current:
-            self._thread.join()
+            self.thread.join()
 
-    def _check_taking(self) -> None:
+    def _check_sender(self, awaited: str, refusal: Callable[[], InferError] | None = None) -> None:
         self.check_open()
         if self.is_current:
             raise InferError(
-                "the engine's own thread cannot wait for an answer: ask outside of callbacks and finalizers"
+                f"the engine's own thread cannot wait for {awaited}: ask outside of callbacks and finalizers"
             )
-        if (refusal := self._thread.refusal) is not None:
+        if refusal is not None:
             raise refusal()
 
     @property
     def _has_room(self) -> bool:
         """True if a new sequence gets a slot: it must end a multi-step, and others must wait anyway."""
-        return self._thread.engine is not None and self._thread.num_sequences < self._thread.engine.max_running
+        engine = self.thread.engine
+        return engine is not None and self.thread.num_sequences < engine.max_running
 
     def _send(self, message: Callable[[], None], *, is_urgent: bool = True) -> None:
         """Let the thread call `message`. An urgent one ends a multi-step."""
-        self._thread.inbox.put(message)
-        if is_urgent and self._thread.engine is not None:
-            self._thread.engine.interrupt()
-        if self._thread.is_over:
-            self._thread.refuse_all()
+        self.thread.inbox.put(message)
+        if is_urgent and (engine := self.thread.engine) is not None:
+            engine.interrupt()
+        if self.thread.is_over:
+            self.thread.refuse_all()
 
 
 def _drained() -> InferError:

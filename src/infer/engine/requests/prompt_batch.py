@@ -1,20 +1,54 @@
 """Many prompts, of which a few are answered at a time: the loop takes the next one whenever a slot is free."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from typing import NamedTuple, final
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import Any, NamedTuple, final
 
+from infer.compute.sampling.keywords import Params
 from infer.engine.requests.answer import Answer, Backlog, Waiters
-from infer.engine.requests.async_answers import AsyncAnswers
-from infer.engine.requests.host import Host
+from infer.engine.requests.host import AsyncAnswers, Host
 from infer.engine.requests.loop import Loop
+from infer.engine.requests.prompt_encoding import Prompt
 from infer.engine.step.request import Request
 from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Sequence
+from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
+from infer.sampling_params import SamplingParams
 
 OnProgress = Callable[[int, int], None]
 OnResult = Callable[[int, GenerationResult], None]
 BATCH_SIZE = 8  # prompts answered together
+
+
+def is_list_of_texts(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(each, str) for each in prompt)
+
+
+def pairs_of(prompts: Iterable[Prompt], params: Any) -> list[tuple[Prompt, Params | None]]:
+    """Return each prompt with its parameters: the same for all, or one per prompt. Raises InvalidRequestError."""
+    pairs_as_needed(prompts, params)  # checks both
+    given = list(prompts)
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [(prompt, params) for prompt in given]
+    each = list(params)
+    if len(each) != len(given):
+        raise InvalidRequestError(f"params must be one or one per prompt, got {len(each)} for {len(given)} prompts")
+    return list(zip(given, each, strict=True))
+
+
+def pairs_as_needed(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, Params | None]]:
+    """Return an iterator of such pairs, for any number of prompts. Raises InvalidRequestError."""
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts must be a list or an iterable of prompts, got {type(prompts).__name__}: generate() answers one "
+            "prompt"
+        )
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return zip(prompts, repeat(params))
+    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
+        raise InvalidRequestError(f"params must be one, or a list with one per prompt, got {params!r:.80}")
+    return zip(prompts, params, strict=True)
 
 
 def check_batch_size(host: Host, value: object) -> None:
@@ -99,7 +133,7 @@ class _Batch:
             if (following := next(self._sequences, None)) is None:
                 break
             number, sequence = following
-            answer = Answer(self._loop, sequence, self.waiters, only_end=True)
+            answer = Answer(self._loop, sequence, self.waiters, only_end=True, backlog=self.backlog)
             self.backlog.waiting.append(answer)  # first: Ctrl-C between the two leaves nothing that nobody ends
             self._open.append((number, answer))
             self._loop.refill(self.backlog)

@@ -8,15 +8,22 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from itertools import chain
 from typing import Any, final
 
 from infer.compute.operands.limits import RECENT_PAGES
 from infer.compute.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.requests.ask import Ask
-from infer.engine.requests.async_answers import Check
-from infer.engine.requests.conversation import Conversation, TemplateProbes
-from infer.engine.requests.prompt_encoding import Message, Prompt, fitted, is_conversation, prompt_ids
+from infer.engine.requests.prompt_encoding import (
+    Conversation,
+    Message,
+    Prompt,
+    TemplateProbes,
+    fitted,
+    is_conversation,
+    prompt_ids,
+)
 from infer.engine.requests.text_heads import ModelFacts
 from infer.engine.step.request import Limits, Request, check_ids, check_prompt, checked_params
 from infer.engine.step.request_options import RequestOptions, check_count, split_options
@@ -33,19 +40,13 @@ from infer.text.toolcalls.past_calls import with_values
 
 _MAX_WARNED = 1_000
 OnError = Callable[[int, InvalidRequestError], None]
+Check = Callable[[], None]
 
 
 def _first_made(make: Callable[[], Constraint]) -> Callable[[], Constraint]:
     """Return a function that makes constraints. The first one is made at once, because that shows a bad grammar."""
-    first = [make()]
-
-    def constraint() -> Constraint:
-        try:
-            return first.pop()
-        except IndexError:
-            return make()
-
-    return constraint
+    made = chain([make()], iter(make, None))
+    return lambda: next(made)
 
 
 @final
@@ -68,6 +69,11 @@ class RequestMaker:
         self._probes = TemplateProbes(tokenizer)
         self.warns = True  # False for a server, which reports warnings in its answers
         self._warned: set[str] = set()
+
+    def check_generates(self) -> None:
+        """Raise InvalidRequestError for an encoder."""
+        if self._refusal is not None:
+            raise InvalidRequestError(self._refusal)
 
     # From an `Ask` to its answers
 
@@ -145,8 +151,7 @@ class RequestMaker:
 
     def _settled(self, ask: Ask) -> Ask:
         """Return the ask with its template's variables apart. Raises InvalidRequestError for other keywords."""
-        if self._refusal is not None:
-            raise InvalidRequestError(self._refusal)
+        self.check_generates()
         if ask.has_variables:
             sampling, variables = split_keywords(ask.sampling, self._tokenizer.chat_templates)
             return replace(ask, sampling=sampling, variables=variables)
@@ -173,11 +178,14 @@ class RequestMaker:
         for each in ask.params or [params]:
             check()
             grammar = grammar_of(each)
-            answer_format, make_constraint = self._constrained(grammar, form)
+            constrained = (form, None) if form is None and grammar is None else self._constrained(grammar, form)
+            answer_format, make_constraint = constrained
             schema_warnings = () if grammar is None else self._compiler.warnings_of(grammar)
             schema_warnings += () if answer_format is None else answer_format.warnings
-            self._warn(SchemaWarning, schema_warnings)
-            self._warn(MessageWarning, message_warnings)
+            for message in schema_warnings:
+                self._warn(SchemaWarning, message)
+            for message in message_warnings:
+                self._warn(MessageWarning, message)
             yield Request(
                 self._tokenizer,
                 prompt,
@@ -209,11 +217,9 @@ class RequestMaker:
         prompt = ask.prompts[number] if ask.token_ids is None else ask.token_ids
         return fitted(prompt, encode, self.limits, params, overflow)
 
-    def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
+    def _warn(self, category: type[RequestWarning], message: str) -> None:
         """Warn once about each text."""
-        for message in messages:
-            if not self.warns or message in self._warned:
-                continue
+        if self.warns and message not in self._warned:
             if len(self._warned) >= _MAX_WARNED:
                 self._warned.clear()
             self._warned.add(message)
@@ -227,8 +233,6 @@ class RequestMaker:
         Raises InvalidRequestError for a grammar or tools that cannot be compiled.
         """
         source = None
-        if form is None and grammar is None:
-            return None, None
         if form is not None:
             with about("tools" if form.calls is not None or grammar is None else grammar.kind):
                 form, source = self._answer_grammars.prepare(form, grammar)

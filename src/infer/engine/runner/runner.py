@@ -15,7 +15,6 @@ from torch import Tensor
 
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.paged import PagedCache
 from infer.compute.kvcache.snapkv import PromptCompression
 from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.compute.sampling.columns import SamplingColumns
@@ -34,6 +33,7 @@ class Runner:
     `tensor_parallel.leading` has the runner of a model whose other ranks repeat each call.
     """
 
+    has_whole_slots = True  # this process stores the whole of each slot, so that a slot can be saved
     _history: History | None = None
 
     def __init__(
@@ -51,20 +51,26 @@ class Runner:
 
         The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full.
         """
-        self.model, self._backend = model, model.backend
+        self.model, self._backend, self.num_slots = model, model.backend, num_slots
         self._step_tokens = step_tokens or model.step_limits.tokens
-        self._cache = make_cache(
+        self.cache = cache = make_cache(
             model, capacity, num_slots, settings=settings, step_tokens=self._step_tokens, pool_pages=pool_pages
         )
-        self._compression = PromptCompression(self._cache) if self._cache.settings.keeps_whole_prompts else None
+        self.lengths: Sequence[int] = cache.lengths  # the number of committed tokens of each slot
+        self.pool_pages: Sequence[int] = cache.pool_pages  # the number of pages in each group's pool
+        # Prefixes can be shared if the values stored for a token do not depend on the length of its sequence.
+        self.shares_prefixes = cache.shares_prefixes and model.rope_border is None
+        self.checkpoint_tokens = cache.checkpoint_tokens if self.shares_prefixes else 0
+        self._compression = PromptCompression(cache) if cache.settings.keeps_whole_prompts else None
+        self.compresses_prompts = self._compression is not None  # once they are complete
         self._captured = self._capture() if capture else None
 
     def _capture(self) -> ops.Recorded | None:
-        self._cache.reserve(0, 1)  # for the step that is recorded and not run
+        self.cache.reserve(0, 1)  # for the step that is recorded and not run
         captured = self._backend.capture(
-            lambda step: self.model.forward(step, self._cache), self._step_tokens, self.model.step_limits.logits
+            lambda step: self.model.forward(step, self.cache), self._step_tokens, self.model.step_limits.logits
         )
-        self._cache.truncate(0, 0)
+        self.cache.truncate(0, 0)
         return captured
 
     def warm_up(self, vocab_size: int) -> int:
@@ -89,57 +95,14 @@ class Runner:
 
     # State of the slots
 
-    @property
-    def cache(self) -> PagedCache:
-        return self._cache
-
-    @property
-    def has_whole_slots(self) -> bool:
-        """True if this process stores the whole of each slot, so that a slot can be saved."""
-        return True
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._cache.lengths)
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Number of committed tokens of each slot, which is the next token's position."""
-        return self._cache.lengths
-
     def pages_of(self, num_tokens: int) -> Sequence[int]:
         """Return the number of pages, per group, that `num_tokens` tokens of one slot need."""
-        return self._cache.pages_of(num_tokens)
-
-    @property
-    def pool_pages(self) -> Sequence[int]:
-        """Number of pages in each group's pool."""
-        return self._cache.pool_pages
+        return self.cache.pages_of(num_tokens)
 
     @property
     def free_pages(self) -> Sequence[int]:
         """Number of pages that no slot holds, per group."""
-        return self._cache.free_pages
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """True if prefixes can be shared: the values stored for a token do not depend on the length of its sequence."""
-        return self._cache.shares_prefixes and self.model.rope_border is None
-
-    @property
-    def checkpoint_tokens(self) -> int:
-        """`PagedCache.checkpoint_tokens`, or 0 if prefixes cannot be shared."""
-        return self._cache.checkpoint_tokens if self.shares_prefixes else 0
-
-    @property
-    def num_matched(self) -> int:
-        """Number of tokens that the last `adopt` would have found if no state were missing. 0 without states."""
-        return self._cache.num_matched if self.shares_prefixes else 0
-
-    @property
-    def compresses_prompts(self) -> bool:
-        """True if the cache compresses a prompt once it is complete."""
-        return self._compression is not None
+        return self.cache.free_pages
 
     def rope_room(self, length: int) -> int:
         """Return the number of further tokens that a sequence may have with the same rope factors."""
@@ -150,11 +113,11 @@ class Runner:
 
     def reset(self) -> None:
         """Empty all slots, even after a step that an exception interrupted midway."""
-        self._cache.reset()
+        self.cache.reset()
 
     def try_reserve(self, slot: int, num_tokens: int) -> str:
         """Like `reserve`, but return which pages are missing, or an empty string if the tokens were reserved."""
-        return self._cache.try_reserve(slot, num_tokens)
+        return self.cache.try_reserve(slot, num_tokens)
 
     def prompt_shortage(self, slot: int) -> str:
         """Return which pages are missing for `after_prompt`, or an empty string if there are enough."""
@@ -162,44 +125,44 @@ class Runner:
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for a slot's next tokens, before they are run. Raises OutOfPagesError, with nothing changed."""
-        self._cache.reserve(slot, num_tokens)
+        self.cache.reserve(slot, num_tokens)
 
     def commit(self, slot: int, count: int) -> None:
         """Keep the first `count` of the tokens that were run."""
-        self._cache.commit(slot, count)
+        self.cache.commit(slot, count)
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget the slot's tokens from position `length` on.
 
         The slot is emptied if the next token would need tokens that were evicted. `lengths` reports the result.
         """
-        self._cache.truncate(slot, length)
+        self.cache.truncate(slot, length)
 
     def forget(self, slot: int) -> None:
         """Empty a slot that failed, and make its stored content unavailable to other slots."""
-        self._cache.forget(slot)
-        self._cache.truncate(slot, 0)
+        self.cache.forget(slot)
+        self.cache.truncate(slot, 0)
 
     def adopt(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
         """Give an empty slot the stored content of the longest known prefix, and return its number of tokens.
 
-        The content must have been stored with the same salt.
+        The content must have been stored with the same salt. Call it only if `shares_prefixes`.
         """
-        return self._cache.adopt(slot, token_ids, salt) if self.shares_prefixes else 0
+        return self.cache.adopt(slot, token_ids, salt)
 
     def remember(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
         """Make the slot's committed tokens, the first of `token_ids`, available to other slots with this salt."""
-        self._cache.remember(slot, token_ids, salt)
+        self.cache.remember(slot, token_ids, salt)
 
     def choose_rope(self, slot: int, length: int) -> bool:
         """Set the rope factors for sequences of this length. Return True if they changed, which empties the slot."""
         if self.model.rope_border is None:
             return False
         is_long = self.model.is_long(length)
-        if is_long == self._cache.is_long(slot):
+        if is_long == self.cache.is_long(slot):
             return False
-        self._cache.truncate(slot, 0)
-        self._cache.set_rope(slot, is_long=is_long)
+        self.cache.truncate(slot, 0)
+        self.cache.set_rope(slot, is_long=is_long)
         return True
 
     @torch.inference_mode()
@@ -208,24 +171,24 @@ class Runner:
         if self._compression is not None:
             with self._backend.threads():
                 self._compression.after_prompt(
-                    slot, token_ids, lambda step: self.model.forward(step.to(self.model.device), self._cache)
+                    slot, token_ids, lambda step: self.model.forward(step.to(self.model.device), self.cache)
                 )
 
     def after_answer(self, slot: int) -> None:
         """Mark the slot's answer as complete: no further token of it follows."""
-        self._cache.end_answer(slot)
+        self.cache.end_answer(slot)
 
     def give_back_free(self) -> int:
         """Return the memory of free pages to the system, and return the number of bytes."""
-        return self._cache.give_back_free()
+        return self.cache.give_back_free()
 
     def copy_slot(self, slot: int, source: int) -> None:
         """Replace a slot's tokens by another slot's. Both share what is stored until one of the two writes to it."""
-        self._cache.copy_row(slot, source)
+        self.cache.copy_row(slot, source)
 
     def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
         """Replace a slot's tokens by `length` exported tokens. Raises InvalidRequestError, with nothing changed."""
-        self._cache.import_row(slot, tensors, length, is_long=self.model.is_long(length))
+        self.cache.import_row(slot, tensors, length, is_long=self.model.is_long(length))
 
     # Steps
 
@@ -233,7 +196,7 @@ class Runner:
         """Run the chunks provisionally, and return their logits, chunk after chunk."""
         step = Step.of_chunks(chunks, self.starts(chunks))
         if self._captured is None:
-            return self.model.forward(step.to(self.model.device), self._cache)
+            return self.model.forward(step.to(self.model.device), self.cache)
         return self._captured.run(step)
 
     def starts(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -247,7 +210,7 @@ class Runner:
         with self._backend.threads():
             for start in range(0, len(token_ids), self._step_tokens):
                 chunk = token_ids[start : start + self._step_tokens]
-                self._cache.reserve(slot, len(chunk))
+                self.cache.reserve(slot, len(chunk))
                 self.forward([Chunk(slot, chunk, has_logits=False)])
                 self.commit(slot, len(chunk))
 
@@ -255,7 +218,7 @@ class Runner:
     def append(self, slot: int, token_ids: Sequence[int], num_logits: int) -> Float[Tensor, "logits vocab"]:
         """Append a few tokens, and return the logits after the last `num_logits`, at least one, as a new tensor."""
         with self._backend.threads():
-            self._cache.reserve(slot, len(token_ids))
+            self.cache.reserve(slot, len(token_ids))
             logits = self.forward([Chunk(slot, token_ids, num_drafts=num_logits - 1)]).clone()
             self.commit(slot, len(token_ids))
         return logits
@@ -328,12 +291,12 @@ class Runner:
         """Return the label and the cycles of each command of a step. The sequence is unchanged."""
         if not isinstance(self._captured, ops.Captured):
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
-        length = self._cache.lengths[0]
-        self._cache.reserve(0, len(token_ids))
+        length = self.cache.lengths[0]
+        self.cache.reserve(0, len(token_ids))
         try:
             return self._captured.profile(Step.of(token_ids, length))
         finally:
-            self._cache.truncate(0, length)  # so that a step of another length finds free pages
+            self.cache.truncate(0, length)  # so that a step of another length finds free pages
 
 
 def verify(

@@ -451,7 +451,7 @@ def begin_session(
     host: Host, system: str | None, tools: Sequence[ToolLike] | None, variables: Mapping[str, Any]
 ) -> Session:
     """Return a new session. `variables` are those of the chat template. Raises InvalidRequestError."""
-    host.check_generates()
+    host.requests.check_generates()
     tokenizer = host.tokenizer
     refuse_sampling(variables, tokenizer.chat_templates)
     messages = [] if system is None else [{"role": "system", "content": system}]

@@ -151,9 +151,9 @@ class Slots:
                 raise InferError(f"the cache must have {num_common} tokens, but has {num_computed}: {_OUR_FAULT}")
             num_dropped = num_held - num_common
         # With states, a stored checkpoint may have more tokens than the lease's row can be cut back to.
-        if not num_computed:
+        if not num_computed and runner.shares_prefixes:
             num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
-            num_matched = runner.num_matched
+            num_matched = runner.cache.num_matched
         self._sequence_by_slot[slot] = sequence
         sequence.enter(slot, num_computed, num_dropped, num_matched)
         self.queue.enter(sequence)

@@ -98,6 +98,8 @@ class LeadingRunner(Runner):
         super().__init__(model, **arguments)
         self.ranks, self.is_leading = ranks, False
 
+    has_whole_slots = False
+
     forward = led(Runner.forward, is_step=True, sent=_chunks)
     launch = led(_run_whole, is_step=True, name="forward", sent=_chunks)
     sample = led(Runner.sample, is_step=True, name="forward", sent=_chunks)
@@ -116,7 +118,7 @@ class LeadingRunner(Runner):
     commit = led(Runner.commit)
     truncate = led(Runner.truncate)
     forget = led(Runner.forget)
-    adopt = led(Runner.adopt, only_if=lambda runner, *_: runner.shares_prefixes)
+    adopt = led(Runner.adopt)
     remember = led(Runner.remember, only_if=lambda runner, slot, *_: runner.cache.has_new_pages(slot))
     choose_rope = led(Runner.choose_rope, only_if=lambda runner, *_: runner.model.rope_border is not None)
     after_answer = led(Runner.after_answer)
@@ -130,10 +132,6 @@ class LeadingRunner(Runner):
     def reset(self) -> None:
         self.ranks.begin_anew()
         super().reset()
-
-    @property
-    def has_whole_slots(self) -> bool:
-        return False
 
     def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
         """Empty the slot. Each rank stores its own heads, so the tokens are computed again."""

@@ -18,6 +18,7 @@ from infer.engine.requests.host import Host
 from infer.engine.requests.loop_calls import GIVE_WAY, Work
 from infer.engine.requests.prompt_encoding import Prompt, prompt_ids
 from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
+from infer.engine.runner.text_encoder import TextEncoder
 from infer.engine.step.request import check_prompt
 from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
 from infer.engine.texts.text_ids import ReadText, TextIds
@@ -67,23 +68,22 @@ def _check_finite(vectors: Float[Tensor, "texts size"]) -> None:
 def _batches_of(host: Host, given: TextIds, *, only_last: bool) -> Iterator[tuple[list[int], Iterator[_TextStates]]]:
     """Yield the indices of the texts of a batch, and its steps, which give the states after the last norm."""
     texts = [text.ids for text in given.texts]
-    if host.reads_whole_texts:
-        encoder, starts = host.text_encoder(), [text.second_start for text in given.texts]
+    if isinstance(computation := host.text_states(), TextEncoder):
+        starts = [text.second_start for text in given.texts]
         second_starts = [len(ids) if start is None else start for ids, start in zip(texts, starts, strict=True)]
-        for batch in _batches(list(map(len, texts)), encoder.step_tokens, MAX_STEP_TEXTS):
-            yield batch, encoder.of([texts[index] for index in batch], [second_starts[index] for index in batch])
+        for batch in _batches(list(map(len, texts)), computation.step_tokens, MAX_STEP_TEXTS):
+            yield batch, computation.of([texts[index] for index in batch], [second_starts[index] for index in batch])
         return
-    hidden_states, room = host.hidden_states(), partial(step_tokens, host)
-    num_shared = _num_shared(host, texts) if only_last else 0
-    for batch in _batches([len(ids) - num_shared for ids in texts], STEP_TOKENS, hidden_states.max_texts):
-        shared: Iterator[_TextStates] = ([] for _ in hidden_states.share(texts[0][:num_shared], room))
-        yield batch, chain(shared, hidden_states.of([texts[index] for index in batch], room, num_shared))
+    num_shared, room = _num_shared(host, texts) if only_last else 0, partial(step_tokens, host)
+    for batch in _batches([len(ids) - num_shared for ids in texts], STEP_TOKENS, computation.max_texts):
+        shared: Iterator[_TextStates] = ([] for _ in computation.share(texts[0][:num_shared], room))
+        yield batch, chain(shared, computation.of([texts[index] for index in batch], room, num_shared))
 
 
 def step_tokens(host: Host) -> int:
     """Return how many tokens a step may have so that others wait no longer than for their own steps."""
     costs = host.engine.scheduler.costs
-    if not host.loop.num_sequences or not costs.costs.per_token:
+    if not host.loop.thread.num_sequences or not costs.costs.per_token:
         return STEP_TOKENS
     return max(LEAST_PROMPT_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
 

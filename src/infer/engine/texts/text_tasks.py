@@ -17,7 +17,8 @@ from torch import Tensor
 
 from infer.engine.requests.host import Host
 from infer.engine.requests.loop_calls import Work
-from infer.engine.requests.prompt_encoding import Prompt, is_conversation, pairs_of
+from infer.engine.requests.prompt_batch import pairs_of
+from infer.engine.requests.prompt_encoding import Prompt, is_conversation
 from infer.engine.requests.text_heads import Classifier, Embedder, Reranker
 from infer.engine.texts.text_ids import Computed, ReadText, TextIds, VectorOptions
 from infer.engine.texts.text_states import Check, read_pair, read_text, read_texts, values_of

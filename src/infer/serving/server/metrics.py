@@ -216,7 +216,7 @@ def _settings_families(host: Any) -> Iterator[Any]:
     """Yield the families of an `requests.host.Host`."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    yield GaugeMetricFamily("infer:threads", "Threads that compute.", host.num_threads)
+    yield GaugeMetricFamily("infer:threads", "Threads that compute.", host.model.backend.num_threads())
     if host.engine_if_any is None:
         return
     prefixes = host.engine_if_any.prefixes

@@ -150,7 +150,7 @@ class ServerState:
 
     @property
     def has_engine_failed(self) -> bool:
-        return (host := self._host) is not None and host.loop.failure is not None
+        return (host := self._host) is not None and host.loop.thread.failure is not None
 
     @property
     def has_answers(self) -> bool:
@@ -169,16 +169,13 @@ class ServerState:
             return
         if host.engine_if_any is not None:
             self.metrics.count_steps(_taken(host.engine_if_any.scheduler.taken))
-        if (failure := host.loop.failure) is not None and self.phase != "failed":
+        if (failure := host.loop.thread.failure) is not None and self.phase != "failed":
             self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
 
     @property
     def step_began(self) -> float | None:
         """Time at which the current step began, or None if no step is running."""
-        if (host := self._host) is None:
-            return None
-        beat = host.loop.heartbeat
-        return beat.seconds if beat.is_stepping else None
+        return None if (host := self._host) is None else host.loop.thread.step_began
 
     @property
     def _host(self) -> Any:

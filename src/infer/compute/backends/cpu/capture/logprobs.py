@@ -21,11 +21,10 @@ class Logprobs:
         self._arguments, self._records = arguments, np.zeros(0, LOGPROB)
 
     def begin(self, columns: SamplingColumns, num_steps: int) -> None:
-        """Make room for a run of up to `num_steps` steps."""
-        count = num_steps * len(columns) if columns.has_logprobs else 0
-        if count > len(self._records):
+        """Make room for a run of up to `num_steps` steps, in which a row asks for log-probabilities."""
+        if (count := num_steps * len(columns)) > len(self._records):
             self._records = np.zeros(count, LOGPROB)
-        self._arguments.set(logprobs=self._records.ctypes.data if count else 0)
+        self._arguments.set(logprobs=self._records.ctypes.data)
 
     def of(self, token_ids: Sequence[Sequence[int]], columns: SamplingColumns) -> list[list[TokenLogprob]]:
         """Return the log-probabilities of each row's sampled tokens.

@@ -68,7 +68,8 @@ class MultiStep:
         generated, stamps, ended = arguments.arrays(
             generated=room * arguments.room, stamps=2 * room, ended=arguments.room
         )
-        self._logprobs.begin(columns, count)
+        if columns.has_logprobs:  # otherwise `bind` has set their address to 0
+            self._logprobs.begin(columns, count)
         stops = (ctypes.c_int64 * len(stop_ids))(*stop_ids)
         arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), after_step=0)
         arguments.set(interrupt=0 if interrupt is None else ctypes.addressof(interrupt))
@@ -86,7 +87,8 @@ class MultiStep:
         seconds = [stamp / 1e9 for stamp in stamps[: 2 * num_steps]]
         token_ids = [generated[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
         ends = [StepEnd(*pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
-        return Generated(token_ids, ends, self._logprobs.of(token_ids, columns))
+        logprobs = self._logprobs.of(token_ids, columns) if columns.has_logprobs else [[] for _ in token_ids]
+        return Generated(token_ids, ends, logprobs)
 
 
 @final
@@ -161,7 +163,8 @@ class Verifier:
                 at, most = row * most_entries, max(most, num_drafts)
                 drafts[at : at + num_drafts] = list(ids[-num_drafts:])
             lines += num_drafts + 1 if has_logits else 0
-        self._logprobs.begin(columns, 1 + most)
+        if columns.has_logprobs:
+            self._logprobs.begin(columns, 1 + most)
         arguments.set(entry=0, stop=0)
         self._table.fields.repeats = 1 + most
         _bind_masks(arguments, masks)
@@ -170,7 +173,8 @@ class Verifier:
         seconds = [stamp / 1e9 for stamp in stamps[: arguments.fields.entry + 1]]
         token_ids = [generated[row : num_rows * counts[row] : num_rows] for row in range(num_rows)]
         ends = [StepEnd(*pair) for pair in pairwise(seconds)]
-        return Generated(token_ids, ends, self._logprobs.of(token_ids, columns))
+        logprobs = self._logprobs.of(token_ids, columns) if columns.has_logprobs else [[] for _ in token_ids]
+        return Generated(token_ids, ends, logprobs)
 
 
 @final

@@ -85,7 +85,7 @@ class SampleArguments:
         if history is not None and history is not self._history:
             self.set(capacity=history.capacity, prompt_lengths=history.num_prompt_tokens.data_ptr())
             self.set(**{name: getattr(history, name).data_ptr() for name in SAMPLE_HISTORY})
-        self.set(num_rows=len(columns), masks=columns.masks.data_ptr())
+        self.set(num_rows=len(columns), masks=columns.masks.data_ptr(), logprobs=0)
         self.set(**{name: getattr(columns, name).data_ptr() for name in SAMPLE_LISTS})
         if is_new or not has_room:
             self._make_room(len(columns), num_ends)

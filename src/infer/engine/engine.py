@@ -327,7 +327,7 @@ class Engine:
     def collect(self, launched: LaunchedStep | None) -> None:
         """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""
         if launched is not None:
-            self._steps.settle(launched, self._slots, self._filler)
+            self._steps.settle(launched, self._slots)
             took_part = dict.fromkeys([sequence for sequence, _ in launched.works if not sequence.has_ended])
             self._taking_part.update(took_part)
             self._leaving.update(took_part)
@@ -348,7 +348,6 @@ class Engine:
                 del self._sequences[sequence]
                 self._watched.pop(sequence, None)
                 self._queue.leave(sequence, now)
-                self._drafting.forget(sequence)
                 sequence.end()
                 self._taking_part[sequence] = None
         self._leaving.clear()
@@ -375,7 +374,8 @@ class Engine:
         if self._shares.is_shared:
             parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         has_grammar = any(sequence.grammar is not None for sequence, _ in works)
-        masks = self._filler.start(works) if has_grammar else None
+        filling = self._filler.start(works) if has_grammar else None
+        masks = None if filling is None else filling.masks
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
             generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)
@@ -385,4 +385,4 @@ class Engine:
             pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
-        return LaunchedStep(plan, works, pending, masks, parts, started, is_multi_step, behind is not None)
+        return LaunchedStep(plan, works, pending, filling, parts, started, is_multi_step, behind is not None)

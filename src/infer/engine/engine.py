@@ -22,7 +22,7 @@ from infer.compute.ops import PendingStep
 from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.drafter import Drafter
+from infer.engine.speculation.policy import Drafter
 from infer.engine.step.fairness import Queue
 from infer.engine.step.faults import Faults, make_probe
 from infer.engine.step.grammar_masks import MaskFiller

@@ -14,9 +14,8 @@ from typing import NamedTuple, final
 from infer.compute.operands.step import Chunk, Clock, StepEnd, sampled_after
 from infer.compute.ops import Generated, PendingStep
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.drafter import Drafter
 from infer.engine.speculation.ngram import NgramDrafter
-from infer.engine.speculation.policy import DraftPolicy, StepTimes
+from infer.engine.speculation.policy import Drafter, DraftPolicy, StepTimes
 from infer.engine.step.grammar_masks import Filling
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence

@@ -151,7 +151,7 @@ def generated(
         sampled = (
             runner.multi_step(chunks, ahead, columns, history, ())
             if steps > 1
-            else runner.sample(chunks, columns, history)
+            else runner.launch(chunks, columns, history).wait()
         )
         for slot, token_ids in enumerate(sampled.token_ids):
             found[slot] += token_ids
@@ -169,7 +169,7 @@ def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **p
         places = range(len(found), min(len(found) + 3, len(expected) - 1))
         drafts = [(expected[place] + (place % 5 == 4)) % vocab_size for place in places]
         runner.reserve(0, 1 + len(drafts))
-        (token_ids,), *_ = runner.sample([Chunk(0, [last, *drafts], len(drafts))], columns, history)
+        (token_ids,), *_ = runner.launch([Chunk(0, [last, *drafts], len(drafts))], columns, history).wait()
         found += token_ids
         runner.commit(0, len(token_ids))
         last = found[-1]

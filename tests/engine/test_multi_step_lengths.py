@@ -8,8 +8,8 @@ import pytest
 import path_cases
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.drafter import Guess, Priors
 from infer.engine.speculation.ngram import NgramDrafter
+from infer.engine.speculation.policy import Guess, Priors
 from infer.engine.step.step_costs import StepKind
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.step import fairness
 from infer.engine.step import scheduler as scheduling
-from infer.engine.step.fairness import Queue, Tenants, giver, victim, work_of
+from infer.engine.step.fairness import Queue, Tenants, work_of
 from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS, Scheduler
 from infer.engine.step.step_costs import Costs, StepWork, context_of
 from infer.outputs import percentile
@@ -242,7 +242,7 @@ def size(request: Request) -> float:
 
 
 def loses(*requests: Request) -> Request | None:
-    return victim(requests, size, lambda tenant: 1.0)
+    return Queue[Request]().victim_of(requests, size)
 
 
 def test_the_victim_of_preemption() -> None:
@@ -444,7 +444,7 @@ def test_a_tenant_that_gives_a_slot_keeps_as_much_as_the_other_takes() -> None:
     one, two = running(1, 9, "a", pages=5), running(2, 9, "a", pages=5)
 
     def gives(*requests: Request, pages: int = 5) -> Request | None:
-        return giver(Request(0.0, 10, 1, 1, "b", number=3, pages=pages), requests, size, lambda tenant: 1.0)
+        return Queue[Request]().giver_for(Request(0.0, 10, 1, 1, "b", number=3, pages=pages), requests, size)
 
     assert gives(one, two) is two
     assert gives(one, two, pages=6) is None

@@ -34,7 +34,7 @@ from infer.engine.engine import Engine
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.caches import make_cache
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.drafter import Guess
+from infer.engine.speculation.policy import Guess
 from infer.engine.step.answer_parts import TextOutput
 from infer.engine.step.sequence import Lease
 from infer.engine.step.sequence import Sequence as Answering
@@ -346,7 +346,7 @@ def _enter(drafting: Drafting, sequence: Any, enter: Any = Drafting.enter) -> No
     """Enter with the drafter and the policy that a test gave the sequence. They are used until it leaves its slot."""
     enter(drafting, sequence)
     if (policy := vars(sequence).get("test_policy")) is not None:
-        drafting._policies[sequence] = policy
+        drafting._policies[sequence.slot] = policy
     if (draft := vars(sequence).pop("test_draft", None)) is not None:
         drafting._drafter._drafts[sequence.slot] = draft  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ from infer.compute.ops import PendingStep
 from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.drafter import Drafter
+from infer.engine.speculation.policy import Drafter
 from infer.engine.step.fairness import Queue
 from infer.engine.step.faults import Faults, make_probe
 from infer.engine.step.grammar_masks import MaskFiller
@@ -307,7 +307,7 @@ class Engine:
     def collect(self, launched: LaunchedStep | None) -> None:
         """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""
         if launched is not None:
-            self._steps.settle(launched, self._slots, self._filler)
+            self._steps.settle(launched, self._slots)
             took_part = dict.fromkeys([sequence for sequence, _ in launched.works if not sequence.has_ended])
             self._taking_part.update(took_part)
             self._leaving.update(took_part)
@@ -328,7 +328,6 @@ class Engine:
                 del self._sequences[sequence]
                 self._watched.pop(sequence, None)
                 self._queue.leave(sequence, now)
-                self._drafting.forget(sequence)
                 sequence.end()
                 self._taking_part[sequence] = None
         self._leaving.clear()
@@ -355,7 +354,8 @@ class Engine:
         if self._shares.is_shared:
             parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         has_grammar = any(sequence.grammar is not None for sequence, _ in works)
-        masks = self._filler.start(works) if has_grammar else None
+        filling = self._filler.start(works) if has_grammar else None
+        masks = None if filling is None else filling.masks
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
             generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)
@@ -365,7 +365,7 @@ class Engine:
             pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
-        return LaunchedStep(plan, works, pending, masks, parts, started, is_multi_step, behind is not None)
+        return LaunchedStep(plan, works, pending, filling, parts, started, is_multi_step, behind is not None)
 
 
 def _seconds_to_compute(costs: StepCosts, num_tokens: int, start: int) -> float | None:

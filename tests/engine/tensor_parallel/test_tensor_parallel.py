@@ -132,7 +132,7 @@ def steps(runner: Runner, num_sampled: int = 8) -> tuple[list[Tensor], list[list
         runner.reserve(slot, num_sampled + 1)
     while len(sampled[0]) < num_sampled:
         found = runner.multi_step(chunks, num_sampled, columns, None, []).token_ids
-        for slot, token_ids in enumerate(found or runner.sample(chunks, columns, None).token_ids):
+        for slot, token_ids in enumerate(found or runner.launch(chunks, columns, None).wait().token_ids):
             runner.commit(slot, len(token_ids))
             sampled[slot] += token_ids
         chunks = [Chunk(slot, [token_ids[-1]]) for slot, token_ids in enumerate(sampled)]

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -35,6 +35,7 @@ _REST_SECONDS = 60  # pause after pages could not be written
 _REST_FACTOR = 100
 _FLUSH_SECONDS = 2  # to write the remaining pages when the model is closed
 
+OnEnd = Callable[[int | None], None]
 log = logging.getLogger("infer.server")
 # Packages whose code computes the values, or reads the weights that they are computed from.
 PACKAGES = (
@@ -59,22 +60,6 @@ class Pending(Protocol):
 
     def get(self) -> Any:
         """Wait for the call, and return its result."""
-
-
-@dataclass(eq=False)
-class _Load:
-    """The pages of a prompt that is about to enter."""
-
-    keys: Sequence[bytes]
-    num_in_memory: int  # tokens of the prompt
-    is_wanted: Callable[[], bool]  # False once the prompt's answer has ended
-    on_end: Callable[[int | None], None]
-    names: deque[PageName] = field(default_factory=deque)  # pages that are not loaded yet
-    has_begun: bool = False
-    copying: Pending | None = None  # copies the last pages that were read
-    num_loaded: int = 0  # pages
-    seconds: float = 0.0  # spent reading from disk
-    is_over: bool = False  # True after `on_end` was called
 
 
 @final
@@ -102,7 +87,7 @@ class PrefixDisk:
         """
         self._store, self._exchange, self._call = store, PageExchange(cache), call
         self._page_tokens = cache.settings.page_tokens
-        self._loads = deque[_Load]()
+        self._loads = deque[tuple[Iterator[bool], OnEnd]]()  # of prompts that are about to enter
         self._changed = threading.Condition()
         self._is_closed = self._is_idle = False
         self._rests_until = 0.0
@@ -121,13 +106,12 @@ class PrefixDisk:
         """The folder of all models' pages."""
         return self._store.folder
 
-    def begin(
-        self, token_ids: Sequence[int], salt: bytes, is_wanted: Callable[[], bool], on_end: Callable[[int | None], None]
-    ) -> bool:
+    def begin(self, token_ids: Sequence[int], salt: bytes, is_wanted: Callable[[], bool], on_end: OnEnd) -> bool:
         """Begin to load the pages of a prompt that are not in memory. Return False if all are, and after `close`.
 
-        `on_end` is called on the engine's thread when all pages that can be loaded are in memory. Its argument is the
-        number of tokens that were in memory before, or None if no page was loaded.
+        `is_wanted` returns False once the prompt's answer has ended. `on_end` is called on the engine's thread when all
+        pages that can be loaded are in memory. Its argument is the number of tokens that were in memory before, or None
+        if no page was loaded.
         """
         keys = page_keys(token_ids[:-1], self._page_tokens, salt=salt)
         num_in_memory = self._exchange.num_in_memory(keys)
@@ -136,7 +120,7 @@ class PrefixDisk:
         with self._changed:
             if self._is_closed:
                 return False
-            self._loads.append(_Load(keys, num_in_memory * self._page_tokens, is_wanted, on_end))
+            self._loads.append((self._load(keys, num_in_memory * self._page_tokens, is_wanted, on_end), on_end))
             self._changed.notify_all()
         return True
 
@@ -165,7 +149,7 @@ class PrefixDisk:
             while self._wait():
                 if not self._loads:
                     self._store_some()
-                elif self._load_some(self._loads[0]):
+                elif next(self._loads[0][0], True):
                     self._loads.popleft()
                 else:
                     self._loads.rotate(-1)  # the next load's turn
@@ -176,7 +160,7 @@ class PrefixDisk:
         self.close()
         with suppress(ClosedError):
             while self._loads:  # end every load, so that no prompt waits forever
-                self._call(self._loads.popleft().on_end, None).get()
+                self._call(self._loads.popleft()[1], None).get()
 
     def _wait(self) -> bool:
         """Wait for work, and rest between pages while answers are computed. Return False at the end."""
@@ -188,21 +172,45 @@ class PrefixDisk:
             self._changed.wait_for(lambda: self._is_closed or self._loads or self._exchange.new_pages)
             return not self._is_closed
 
-    def _load_some(self, load: _Load) -> bool:
-        """Load some pages of a prompt. Copy them while the next ones are read. Return True after the last pages."""
-        if not load.has_begun:
-            load.has_begun = True
-            load.names = self._find(load.keys)
-        contents = self._read_some(load)
-        if load.copying is not None:
-            load.copying.get()
-        if load.is_over:
-            return True
-        is_last = not load.names
-        load.copying = self._call(self._put, load, contents, is_last)
-        if is_last:
-            load.copying.get()
-        return is_last
+    def _load(
+        self, keys: Sequence[bytes], num_in_memory: int, is_wanted: Callable[[], bool], on_end: OnEnd
+    ) -> Iterator[bool]:
+        """Load the pages of a prompt, some per `next`, and yield True after the last.
+
+        Pages are copied while the next ones are read.
+        """
+        names, seconds, num_loaded, is_over = self._find(keys), 0.0, 0, False
+        copying: Pending | None = None
+
+        def put(contents: Sequence[tuple[PageName, memoryview]], is_last: bool) -> None:
+            """Copy pages into the cache, and call `on_end` after the last. For the engine's thread."""
+            nonlocal num_loaded, is_over
+            for name, content in contents:
+                if not (is_wanted() and self._exchange.put(name, content)):
+                    is_last = True
+                    break
+                num_loaded += 1
+                self.counts.pages_loaded += 1
+                self.counts.bytes_loaded += len(content)
+            if not is_last and self._is_slow(num_loaded, num_in_memory, seconds):
+                self._tell(f"reading {self._store.folder} takes longer than computing prompts")
+                is_last = True
+            if is_last:
+                is_over = True
+                on_end(num_in_memory if num_loaded else None)
+
+        while True:
+            began = time.perf_counter()
+            contents = self._read_some(names)
+            seconds += time.perf_counter() - began
+            if copying is not None:
+                copying.get()
+            if is_over:
+                return
+            copying = self._call(put, contents, not names)
+            if not names:
+                copying.get()
+            yield is_over
 
     def _find(self, keys: Sequence[bytes]) -> deque[PageName]:
         """Return the stored pages with these keys that are not in memory."""
@@ -217,17 +225,15 @@ class PrefixDisk:
     def _names(self, key: bytes) -> list[PageName]:
         return [PageName(group, key) for group in range(self._exchange.num_groups)]
 
-    def _read_some(self, load: _Load) -> list[tuple[PageName, memoryview]]:
-        contents, num_bytes, began = list[tuple[PageName, memoryview]](), 0, time.perf_counter()
-        while load.names and num_bytes < _SLICE_BYTES:
-            name = load.names.popleft()
-            content = self._read(name)
-            if content is None:
-                load.names.clear()
+    def _read_some(self, names: deque[PageName]) -> list[tuple[PageName, memoryview]]:
+        """Return the contents of some of the next pages. There are no further names after one that cannot be read."""
+        contents, num_bytes = list[tuple[PageName, memoryview]](), 0
+        while names and num_bytes < _SLICE_BYTES:
+            if (content := self._read(name := names.popleft())) is None:
+                names.clear()
                 break
             contents.append((name, content))
             num_bytes += len(content)
-        load.seconds += time.perf_counter() - began
         return contents
 
     def _read(self, name: PageName) -> memoryview | None:
@@ -241,27 +247,11 @@ class PrefixDisk:
             self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
         return None
 
-    def _put(self, load: _Load, contents: Sequence[tuple[PageName, memoryview]], is_last: bool) -> None:
-        """Copy pages into the cache, and call `on_end` after the last. For the engine's thread."""
-        for name, content in contents:
-            if not (load.is_wanted() and self._exchange.put(name, content)):
-                is_last = True
-                break
-            load.num_loaded += 1
-            self.counts.pages_loaded += 1
-            self.counts.bytes_loaded += len(content)
-        if not is_last and self._is_slow(load):
-            self._tell(f"reading {self._store.folder} takes longer than computing prompts")
-            is_last = True
-        if is_last:
-            load.is_over = True
-            load.on_end(load.num_in_memory if load.num_loaded else None)
-
-    def _is_slow(self, load: _Load) -> bool:
+    def _is_slow(self, num_loaded: int, num_in_memory: int, seconds: float) -> bool:
         """Return True if the pages loaded so far took longer than their tokens would have taken."""
-        num_tokens = load.num_loaded * self._page_tokens // self._exchange.num_groups
-        seconds = self.seconds_to_compute(num_tokens, load.num_in_memory)
-        return seconds is not None and load.seconds > seconds
+        num_tokens = num_loaded * self._page_tokens // self._exchange.num_groups
+        seconds_to_compute = self.seconds_to_compute(num_tokens, num_in_memory)
+        return seconds_to_compute is not None and seconds > seconds_to_compute
 
     def _store_some(self) -> None:
         """Store some of the new pages. While answers are computed, store one page per group, and rest afterwards."""

@@ -245,12 +245,6 @@ class Runner:
             self._backend.synchronize()
             return ops.PendingStep.ended(verify(logits, chunks, positions, columns, history, masks))
 
-    def sample(
-        self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
-    ) -> ops.Generated:
-        """Launch a step, and return the tokens sampled after each chunk, and the end of each round of sampling."""
-        return self.launch(chunks, columns, history, masks).wait()
-
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
         """Return True if a recording runs these chunks and samples after them."""
         return self._captured_for(chunks, columns) is not None

@@ -14,7 +14,7 @@ from infer.engine.requests.host import Host
 from infer.engine.requests.loop_calls import Work
 from infer.engine.step.sequence import Lease, common_length
 from infer.engine.texts.text_states import step_tokens
-from infer.errors import InferError, OutOfPagesError
+from infer.errors import InferError
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
 _SLICE_BYTES = 16 << 20  # copied between two steps, which takes about 5 ms
@@ -53,10 +53,8 @@ class SessionCache:
             lease.token_ids = []
             try:
                 runner.extend(slot, token_ids[start : start + step_tokens(host)])
-            except OutOfPagesError:
+            finally:  # it may run out of pages after some tokens
                 lease.token_ids = list(token_ids[: runner.lengths[slot]])
-                raise
-            lease.token_ids = list(token_ids[: runner.lengths[slot]])
             return len(lease.token_ids)
 
         while host.engine.change(lease, extend) < len(token_ids):

@@ -7,7 +7,7 @@ Every guess is compared with the actual token, whether it was verified or not.
 from collections.abc import Mapping
 from typing import NamedTuple, final
 
-from infer.engine.speculation.drafter import Guess, Priors
+from infer.engine.speculation.policy import Guess, Priors
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2

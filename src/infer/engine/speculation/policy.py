@@ -1,11 +1,13 @@
-"""The number of tokens to draft, from measured step times and the rate of right guesses. Loads no torch."""
+"""`Drafter`, the interface of classes that guess the next tokens of sequences, and the number of tokens to draft.
+
+The number follows from measured step times and the rate of right guesses. Loads no torch.
+"""
 
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import exp, log
-from typing import final
-
-from infer.engine.speculation.drafter import Priors
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 _COST_PER_TOKEN = 0.15  # assumed cost of a further token, relative to a step, until it is measured
 _LEAST_PER_TOKEN = 0.04  # smallest cost of a further token on any machine
@@ -13,6 +15,62 @@ _TICK = 1e-9  # seconds: a clock does not measure less
 _SURPRISE = 0.3  # largest contradiction of one step's time, as a logarithm, because the step may have been held up
 _NUM_TRUSTED = 3  # with fewer measurements, the cost of a size is assumed to be lower
 _HALVED_AFTER = 200  # steps, after which an old measurement has half its weight
+
+
+class Guess(NamedTuple):
+    """The drafter's guess for a token that is now known. `confidence` is 0 if the drafter did not guess."""
+
+    confidence: int
+    is_right: bool
+
+
+@final
+class Priors:
+    """Rates of right guesses by confidence, until rates are measured.
+
+    There are three rates for each range of confidences. They apply if the share of right guesses among the last tokens
+    is below the first of `shares`, below the second, or higher.
+    """
+
+    def __init__(self, shares: tuple[float, float], rates: Mapping[int, tuple[float, float, float]]) -> None:
+        """Begin with `rates`, which are by the first confidence of each range, in increasing order."""
+        starts = tuple(rates)
+        self.shares = shares
+        self.rates: tuple[tuple[float, ...], ...] = tuple(zip(*rates.values(), strict=True))  # by share, then by range
+        self._range_by_confidence = tuple(max(0, bisect_right(starts, each) - 1) for each in range(starts[-1] + 1))
+
+    def range_of(self, confidence: int) -> int:
+        """Return the index of the range of a confidence."""
+        return self._range_by_confidence[min(confidence, len(self._range_by_confidence) - 1)]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Drafts for the sequences of one engine, which calls it on its own thread. A sequence is named by its slot.
+
+    Before each step, the engine asks for the confidence of each sequence, and decides how many drafts pay off. Then it
+    calls `propose` once for all sequences. So a drafter makes no token that is not verified, and can compute the drafts
+    of all sequences in one batch.
+    """
+
+    @property
+    def priors(self) -> Priors:
+        """Expected rates of right guesses by this drafter's confidences."""
+
+    def begin(self, slot: int, token_ids: list[int]) -> None:
+        """Begin to draft for the sequence in a slot. `token_ids` is the sequence's own list, which grows."""
+
+    def confidence(self, slot: int) -> int:
+        """Return the confidence of the next guess, or 0 if there is none. For each further guess it is one higher."""
+
+    def propose(self, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+        """Return the drafts of each slot, at most `counts[slot]` tokens."""
+
+    def observe(self, slot: int) -> list[Guess]:
+        """Read the tokens that were appended to the sequence's ids, and return the guess for each."""
+
+    def release(self, slot: int) -> None:
+        """Free the state of a slot. A slot without a sequence is ignored."""
 
 
 @final
@@ -74,7 +132,8 @@ class StepTimes:
 
         If nothing was measured, the unit is a step of one token.
         """
-        return (self._pace or 1.0) * self._cost(num_tokens)
+        known = self._costs.get(num_tokens)
+        return (self._pace or 1.0) * (self._between(num_tokens) if known is None else known.cost)
 
     def promised(self, num_tokens: int) -> float:
         """Return an optimistic time of a step: lower than `seconds` if this size was measured rarely or long ago."""
@@ -85,10 +144,6 @@ class StepTimes:
         if known.count < _NUM_TRUSTED:
             cost = min(cost, 1 + _COST_PER_TOKEN * (num_tokens - 1))
         return (self._pace or 1.0) * max(cost, min(known.cost, 1 + _LEAST_PER_TOKEN * (num_tokens - 1)))
-
-    def _cost(self, num_tokens: int) -> float:
-        known = self._costs.get(num_tokens)
-        return known.cost if known is not None else self._between(num_tokens)
 
     def _between(self, num_tokens: int) -> float:
         if num_tokens == 1:

@@ -8,10 +8,10 @@ others, so no tenant can save up. Among one tenant's requests, the oldest enters
 like `HEAD_START` seconds of waiting, so later requests with a higher priority cannot pass an old one forever. Preempted
 sequences enter before all others.
 
-A tenant without a running sequence takes slots and pages from a tenant that has more (`giver`). This happens only so
-often that little work is lost by it. Such a slot stays free for a moment for the next request of the tenant that took
-it (`KeptSlots`). Short sequences pass a long one that waits for pages, until they have taken as much work as the long
-one needs (`Queue.next`).
+A tenant without a running sequence takes slots and pages from a tenant that has more (`Queue.giver_for`). This happens
+only so often that little work is lost by it. Such a slot stays free for a moment for the next request of the tenant
+that took it (`KeptSlots`). Short sequences pass a long one that waits for pages, until they have taken as much work as
+the long one needs (`Queue.next`).
 """
 
 from bisect import bisect_left
@@ -36,7 +36,7 @@ _WORTH = 3  # all sequences generate this many times the wasted tokens before th
 
 @runtime_checkable
 class Candidate(Protocol):
-    """A sequence, as the rules see it. Only a `Queue` sets the attributes that are no properties."""
+    """A sequence, as the rules see it. Only a `Queue` sets the first six attributes."""
 
     number: int  # in the order of submission
     submitted_at: float  # seconds
@@ -45,12 +45,11 @@ class Candidate(Protocol):
     num_before: int  # tokens that it had generated when it last got a slot
     passed: int  # work of the sequences that passed it while it waited for pages
 
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
+    tenant: str
+    priority: int
+    num_prompt_tokens: int
+    num_reused: int  # tokens of its prompt that were found in the cache
+
     @property
     def num_tokens(self) -> int: ...  # of prompt and answer: to compute again if it is preempted
     @property
@@ -58,64 +57,15 @@ class Candidate(Protocol):
     @property
     def room(self) -> int: ...  # further tokens that it may have
     @property
-    def num_reused(self) -> int: ...  # tokens of its prompt that were found in the cache
-    @property
     def num_preemptions(self) -> int: ...
 
 
 Candidate_ = TypeVar("Candidate_", bound=Candidate)
 Size = Callable[[Candidate_], float]  # a sequence's share of the engine: of the slots, or of the pages if that is more
-Weight = Callable[[str], float]  # of a tenant
 
 
 def work_of(num_prompt_tokens: int, num_answer_tokens: int) -> int:
     return num_prompt_tokens + ANSWER_WORK * num_answer_tokens
-
-
-def holdings(sizes: Mapping[Candidate_, float], weight: Weight) -> dict[str, float]:
-    """Return each tenant's share of the engine, divided by its weight."""
-    held: dict[str, float] = {}
-    for each, size in sizes.items():
-        held[each.tenant] = held.get(each.tenant, 0.0) + size / weight(each.tenant)
-    return held
-
-
-def giver(one: Candidate_, running: Iterable[Candidate_], size: Size[Candidate_], weight: Weight) -> Candidate_ | None:
-    """Return the sequence that gives its slot and pages to `one`, whose tenant has nothing running.
-
-    The giver's tenant keeps at least the size that `one` takes.
-    """
-    sizes = {each: size(each) for each in running}
-    held, least = holdings(sizes, weight), size(one) / weight(one.tenant) * _NEARLY
-    if one.tenant in held:
-        return None
-    able = [
-        each
-        for each in sizes
-        if held[each.tenant] - sizes[each] / weight(each.tenant) >= least and not _came_back_just_now(each)
-    ]
-    return max(able, key=lambda each: (-each.priority, held[each.tenant], each.number), default=None)
-
-
-def victim(running: Collection[Candidate_], size: Size[Candidate_], weight: Weight) -> Candidate_ | None:
-    """Return the sequence that loses its slot and pages, or None if at most one is running.
-
-    Tenants with less than their share are spared if possible. Among the others, it is the lowest priority, then the
-    tenant with the most, then the youngest sequence. A sequence that was preempted before and has generated few tokens
-    since is chosen only if there is no other. The oldest one of the highest priority is never chosen, so that at least
-    one sequence progresses.
-    """
-    if len(running) < 2:
-        return None
-    sizes = {each: size(each) for each in running}
-    kept, held = min(running, key=lambda each: (-each.priority, each.number)), holdings(sizes, weight)
-    fair = sum(sizes.values()) / sum(map(weight, held)) * _NEARLY
-
-    def order(each: Candidate_) -> tuple[bool, bool, int, float, int]:
-        tenant_held = held[each.tenant]
-        return not _came_back_just_now(each), tenant_held >= fair, -each.priority, tenant_held, each.number
-
-    return max((each for each in running if each is not kept), key=order)
 
 
 def _came_back_just_now(each: Candidate) -> bool:
@@ -369,11 +319,21 @@ class Queue(Generic[Candidate_]):
     ) -> Candidate_ | None:
         """Return the sequence that gives its slot and pages to a waiting one, or None.
 
+        The waiting one's tenant has nothing running. The giver's tenant keeps at least the size that the other takes.
         No slot is taken before the tokens of all sequences outweigh the loss of the last preemption.
         """
         if self._num_given < self._gives_after:
             return None
-        return giver(sequence, running, size, self.tenants.weight)
+        sizes, weight = {each: size(each) for each in running}, self.tenants.weight
+        held, least = self._holdings(sizes), size(sequence) / weight(sequence.tenant) * _NEARLY
+        if sequence.tenant in held:
+            return None
+        able = [
+            each
+            for each in sizes
+            if held[each.tenant] - sizes[each] / weight(each.tenant) >= least and not _came_back_just_now(each)
+        ]
+        return max(able, key=lambda each: (-each.priority, held[each.tenant], each.number), default=None)
 
     def gave(self, sequence: Candidate_, to: Candidate_) -> None:
         """Count a sequence that gave its slot to a sequence of another tenant."""
@@ -381,8 +341,31 @@ class Queue(Generic[Candidate_]):
         self._kept.got(to.number)
 
     def victim_of(self, running: Collection[Candidate_], size: Size[Candidate_]) -> Candidate_ | None:
-        """Return the running sequence that loses its slot, or None if at most one runs."""
-        return victim(running, size, self.tenants.weight)
+        """Return the running sequence that loses its slot and pages, or None if at most one runs.
+
+        Tenants with less than their share are spared if possible. Among the others, it is the lowest priority, then the
+        tenant with the most, then the youngest sequence. A sequence that was preempted before and has generated few
+        tokens since is chosen only if there is no other. The oldest one of the highest priority is never chosen, so
+        that at least one sequence progresses.
+        """
+        if len(running) < 2:
+            return None
+        sizes = {each: size(each) for each in running}
+        kept, held = min(running, key=lambda each: (-each.priority, each.number)), self._holdings(sizes)
+        fair = sum(sizes.values()) / sum(map(self.tenants.weight, held)) * _NEARLY
+
+        def order(each: Candidate_) -> tuple[bool, bool, int, float, int]:
+            tenant_held = held[each.tenant]
+            return not _came_back_just_now(each), tenant_held >= fair, -each.priority, tenant_held, each.number
+
+        return max((each for each in running if each is not kept), key=order)
+
+    def _holdings(self, sizes: Mapping[Candidate_, float]) -> dict[str, float]:
+        """Return each tenant's share of the engine, divided by its weight."""
+        held: dict[str, float] = {}
+        for each, size in sizes.items():
+            held[each.tenant] = held.get(each.tenant, 0.0) + size / self.tenants.weight(each.tenant)
+        return held
 
     @property
     def _num_given(self) -> int:

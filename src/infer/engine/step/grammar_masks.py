@@ -5,10 +5,9 @@ They are filled before the step, by a thread during the step, or between the ste
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, final
 
@@ -37,29 +36,17 @@ class MaskFiller:
         self.backend = backend
         self._executor: ThreadPoolExecutor | None = None
         self._seconds_per_line = math.inf  # the last measurement
-        self._filling: _Filling | None = None  # the last step's
+        self._filling: Filling | None = None  # the last step's
 
-    def start(self, works: Works) -> Masks | None:
+    def start(self, works: Works) -> "Filling | None":
         """Begin to fill the masks of chunks whose sequences have a grammar. Return None if there are none."""
         filling = self._filling
         if filling is None or not filling.fits(works):
             if not any(sequence.grammar is not None and chunk.has_logits for sequence, chunk in works):
                 return None
-            filling = self._filling = _Filling(self, works)
+            filling = self._filling = Filling(self, works)
         filling.begin()
-        return filling.masks
-
-    @property
-    def num_counted(self) -> Mapping[int, int]:
-        """Number of valid tokens per row whose grammar ended, forced a token or failed in the last multi-step.
-
-        The other rows continue as long as fewer than half of the rows are such rows.
-        """
-        return {} if self._filling is None else self._filling.num_counted
-
-    def held_up(self, ends: Items[StepEnd]) -> float:
-        """Return the seconds for which the last steps waited for masks, or for grammars between them."""
-        return 0.0 if self._filling is None else self._filling.held_up(ends)
+        return filling
 
     def learn(self, num_logits: int, seconds: float) -> bool:
         """Store how long it took to fill `num_logits` rows, and return True if that needs no other thread."""
@@ -98,22 +85,23 @@ class _Job(NamedTuple):
     drafts: Items[int]
 
     def advance(self, token_id: int, is_last: bool) -> bool:
-        """Move past a token.
-
-        Return False if the row ends. A ConstraintError is raised later, when the token is accepted.
-        """
-        return self.sequence.attempt(partial(self._try_advance, token_id, is_last), False)
-
-    def _try_advance(self, token_id: int, is_last: bool) -> bool:
+        """Move past a token. Return False if the row ends."""
         grammar = self.sequence.grammar
-        with suppress(ConstraintError):
+        try:
             return grammar is not None and grammar.constraint.advance(token_id, self.masks[0], is_last)
-        return False
+        except Exception as error:
+            if not isinstance(error, ConstraintError):  # that one is raised again when the token is accepted
+                self.sequence.blame(error)
+            return False
 
 
 @final
-class _Filling:
-    """The masks of one step; each step of a multi-step reuses their memory."""
+class Filling:
+    """The masks of one step; each step of a multi-step reuses their memory.
+
+    `num_counted` has the number of valid tokens per row whose grammar ended, forced a token or failed in a multi-step.
+    The other rows continue as long as fewer than half of the rows are such rows.
+    """
 
     def __init__(self, filler: MaskFiller, works: Works) -> None:
         self._filler, self._sequences = filler, [sequence for sequence, _ in works]
@@ -129,7 +117,7 @@ class _Filling:
             for row, ((sequence, chunk), end) in enumerate(zip(works, ends, strict=True))
             if sequence.grammar is not None and chunk.has_logits
         ]
-        self.num_counted: dict[int, int] = {}  # in a multi-step: valid tokens of the rows that ended
+        self.num_counted: dict[int, int] = {}
         self._promise: Future[None] | None = None
         self._is_apart = False  # in a multi-step: True if another thread fills the lines
         self._filled_at = list[float]()  # when another thread had filled the lines of each step
@@ -142,6 +130,7 @@ class _Filling:
         return is_same and is_done and all(chunk.num_logits == 1 for _, chunk in works)
 
     def held_up(self, ends: Items[StepEnd]) -> float:
+        """Return the seconds for which steps waited for masks, or for grammars between them."""
         late = (max(0.0, filled - end.forward) for filled, end in zip(self._filled_at, ends, strict=False))
         return sum(late) + self._seconds_between
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from operator import add
-from typing import NamedTuple, Protocol, Self, final, runtime_checkable
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 from infer.compute.operands.limits import RECENT_PAGES, STATE_TOKENS, StepLimits
 from infer.engine.speculation.policy import StepTimes
@@ -66,13 +66,6 @@ class StepTaken(NamedTuple):
     num_sequences: int
     num_tokens: int
     seconds: float
-
-    @classmethod
-    def of(cls, plan: Plan, num_steps: int, seconds: float) -> Self:
-        num_decoding = plan.num_tokens.count(1)
-        kind = "decode" if num_decoding == plan.work.num_sequences else "mixed" if num_decoding else "prompt"
-        work = plan.work
-        return cls("chain" if num_steps > 1 else kind, work.num_sequences, work.num_tokens * num_steps, seconds)
 
 
 NO_PLAN = Plan([], [], 1, StepWork(0, 0, 0))
@@ -147,21 +140,21 @@ class Scheduler:
         for index, demand in enumerate(demands):
             num_tokens[index] = int(demand.num_schedulable == 1)
             (decoding if num_tokens[index] else prefilling).append(index)
-        kept = min(1, len(prefilling))  # one token is kept for a prompt
-        budget = max(step_tokens - len(decoding) - kept, 0)
+        budget = max(step_tokens - len(decoding) - min(1, len(prefilling)), 0)  # one token is kept for a prompt
         if prefilling or self._drafts_pay(demands):
             for index in decoding:
                 num_drafts[index] = min(demands[index].num_drafts, budget)
                 budget -= num_drafts[index]
-        if not prefilling and not any(num_drafts):
-            work = _work(demands, num_tokens, num_drafts)
-            longest = min(max_steps, self._longest(demands, work, steps_to_draft, others_wait=others_wait))
+        work, longest = _work(demands, num_tokens, num_drafts), 1
+        if not prefilling:
+            if not any(num_drafts):
+                longest = min(max_steps, self._longest(demands, work, steps_to_draft, others_wait=others_wait))
             return Plan(num_tokens, num_drafts, _num_steps(demands, longest), work)
-        if prefilling:
-            budget, seconds = budget + kept, self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
-            for index, share in self._shares(demands, prefilling, budget, seconds):
-                num_tokens[index] = share
-                budget -= share
+        is_streamed = others_stream or any(demands[index].is_streamed for index in decoding)
+        budget += 1
+        for index, share in self._shares(demands, prefilling, budget, self._seconds_beside(work, is_streamed)):
+            num_tokens[index] = share
+            budget -= share
         for index in prefilling:
             if num_tokens[index] == demands[index].num_schedulable:
                 num_drafts[index] = min(demands[index].num_drafts, budget)
@@ -174,12 +167,15 @@ class Scheduler:
         `times` is the table of its kind, if every token was sampled, as drafts are. For `held_up` of the seconds, the
         steps waited for a grammar.
         """
-        self.taken.append(StepTaken.of(plan, num_steps, seconds))
+        work, num_decoding = plan.work, plan.num_tokens.count(1)
+        kind = "decode" if num_decoding == work.num_sequences else "mixed" if num_decoding else "prompt"
+        kind = "chain" if num_steps > 1 else kind
+        self.taken.append(StepTaken(kind, work.num_sequences, work.num_tokens * num_steps, seconds))
         self._num_plain = 0 if any(plan.num_drafts) else self._num_plain + num_steps
-        self._has_decoded |= plan.work.num_tokens == plan.work.num_sequences
-        self.costs.learn(plan.work, (seconds - held_up) / num_steps)
+        self._has_decoded |= work.num_tokens == work.num_sequences
+        self.costs.learn(work, (seconds - held_up) / num_steps)
         if times is not None:
-            times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
+            times.learn(work.num_tokens - work.num_sequences + 1, seconds / num_steps)
 
     def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
         """Return True if a step should verify drafts.
@@ -208,16 +204,6 @@ class Scheduler:
 
     # Prompts
 
-    def _seconds_for_prompts(
-        self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int], others_stream: bool
-    ) -> float:
-        """Return how long the tokens of prompts may take in a step whose other tokens are planned, in seconds."""
-        is_streamed = others_stream or any(demands[index].is_streamed for index in decoding)
-        drafts = [num_drafts[index] for index in decoding]
-        return self._seconds_beside(
-            _work([demands[index] for index in decoding], [1] * len(decoding), drafts), is_streamed
-        )
-
     def _seconds_beside(self, others: StepWork, is_streamed: bool) -> float:
         """Return the seconds for tokens of prompts in a step that also computes `others`."""
         seconds, gap = self._prompt_seconds, self.gap_seconds
@@ -234,19 +220,15 @@ class Scheduler:
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
         shortest = sorted(prefilling, key=lambda index: (demands[index].num_schedulable, demands[index].entry))
         oldest = min(prefilling, key=lambda index: demands[index].entry)
-        start, num_pending = demands[oldest].num_computed, demands[oldest].num_schedulable
-        kept = self._fitting(start, num_pending, num_tokens // 4, seconds / 4)
-        shares, is_first = {oldest: kept}, True
-        num_tokens, seconds = num_tokens - kept, seconds - self.costs.predict_further(kept, context_of(kept, start))
-        for index in shortest:
+        shares, parts = dict.fromkeys(shortest, 0), [4, *[1] * len(shortest)]
+        for part, index in zip(parts, (oldest, *shortest), strict=True):
             start, num_pending = demands[index].num_computed, demands[index].num_schedulable
-            if index == oldest:
-                start, num_pending = start + kept, num_pending - kept
-            count = self._fitting(start, num_pending, num_tokens, seconds)
-            if is_first:
+            start, num_pending = start + shares[index], num_pending - shares[index]
+            count = self._fitting(start, num_pending, num_tokens // part, seconds / part)
+            if part == 1 and index == shortest[0]:
                 least = self._fitting(start, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS / 2)
-                count, is_first = min(num_tokens, max(least, count)), False
-            shares[index] = shares.get(index, 0) + count
+                count = min(num_tokens, max(least, count))
+            shares[index] += count
             num_tokens -= count
             seconds -= self.costs.predict_further(count, context_of(count, start))
         if not any(shares.values()):

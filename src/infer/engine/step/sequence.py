@@ -5,7 +5,7 @@ continues as if nothing had happened.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
@@ -213,11 +213,6 @@ class Sequence:
         self.leave()
         self.has_ended = True
 
-    @property
-    def num_from_disk(self) -> int:
-        """Number of reused tokens that were loaded from disk."""
-        return 0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory)
-
     def restart(self) -> None:
         """Make the state again from the ids. No token counts as computed: a step may have been interrupted."""
         self.leave()
@@ -283,22 +278,19 @@ class Sequence:
 
     # Before a step
 
-    def force(self) -> Iterator[int]:
-        """Yield each token that is the only one that the grammar allows. It must be accepted before the next one.
+    def force(self) -> list[int]:
+        """Accept each token that is the only one that the grammar allows, and return these tokens.
 
         There are none if log-probabilities are requested, because these need the logits before each token.
         """
-        if self.params.logprobs is not None or self.must_end_prompt:
-            return
-        while self.grammar is not None and not self.is_finished:
-            forced = self.grammar.constraint.forced()
-            if not forced:
-                return
-            for token_id in forced:
-                if self._text.finish_reason is not None:
-                    return
+        num_before, grammar = len(self.token_ids), self.grammar
+        if grammar is None or self.params.logprobs is not None or self.must_end_prompt:
+            return []
+        while not self.is_finished and (forced := grammar.constraint.forced()):
+            for token_id in takewhile(lambda _: not self.is_finished, forced):
                 self.stats.tokens_forced += 1
-                yield token_id
+                self.accept(token_id, origin="forced")
+        return self.token_ids[num_before:]
 
     def take_drafts(self, drafts: Items[int]) -> None:
         """Set the drafts for the next step, up to the first one that the grammar forbids."""
@@ -420,7 +412,7 @@ class Sequence:
             seed=self.params.seed,
             grammar_complete=None if self.grammar is None or not self.request.is_held else self.grammar.is_complete,
             reused_tokens=self.num_reused,
-            disk_tokens=self.num_from_disk,
+            disk_tokens=0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory),
             dropped_tokens=self.num_dropped,
             truncated_tokens=self.request.num_truncated,
             warnings=self.request.warnings,

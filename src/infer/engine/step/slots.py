@@ -4,7 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from operator import neg, sub
 from typing import final
@@ -162,11 +162,7 @@ class Slots:
 
     def _givers(self, sequence: Sequence, running: Items[Sequence], max_running: int) -> list[Sequence] | None:
         """Return the sequences to preempt so that a sequence may enter, usually none. Return None if it must wait."""
-        givers = list[Sequence]()
-
-        def size(each: Sequence) -> float:
-            return self.size(each, max_running)
-
+        givers, size = list[Sequence](), partial(self.size, max_running=max_running)
         while len(running) >= max_running or not self._has_pages_for(sequence, givers):
             giver = self.queue.giver_for(sequence, running, size)
             if giver is None:
@@ -235,17 +231,18 @@ class Slots:
 
     def preempt_one(self) -> bool:
         """Preempt one of the running sequences. Return False if there is none."""
-        running = list(self.sequences)
-        if running:
-            self._preempt_for_pages(self._victim() or running[0])
-        return bool(running)
+        return self._preempt_for_pages(self._victim() or next(iter(self.sequences), None))
 
     def _victim(self) -> Sequence | None:
-        return self.queue.victim_of(list(self.sequences), lambda each: self.size(each, self.runner.num_slots))
+        """Return the sequence that loses its pages: one that is paused, or one of several that run."""
+        size = partial(self.size, max_running=self.runner.num_slots)
+        return self._last_paused() or self.queue.victim_of(list(self.sequences), size)
 
-    def _preempt_for_pages(self, sequence: Sequence) -> None:
-        self._is_full = True
-        self.preempt(sequence)
+    def _preempt_for_pages(self, sequence: Sequence | None) -> bool:
+        if sequence is not None:
+            self._is_full = True
+            self.preempt(sequence)
+        return sequence is not None
 
     def hold(self, lease: Lease) -> int | None:
         """Return the slot of a lease, or an empty one if it had none, or None if all slots are in use."""
@@ -292,13 +289,10 @@ class Slots:
         was preempted, or if it is the only one and still has too few pages.
         """
         while sequence.has_slot and (what := shortage()):
-            if self._empty_idle():
-                continue
-            if (victim := self._last_paused() or self._victim()) is None:
+            if not (self._empty_idle() or self._preempt_for_pages(self._victim())):
                 if not sequence.is_finished:  # otherwise only its prompt cannot be compressed
                     sequence.fail("memory", what)
                 return False
-            self._preempt_for_pages(victim)
         return sequence.has_slot
 
     def reset(self) -> None:

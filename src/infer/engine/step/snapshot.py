@@ -89,6 +89,7 @@ def take_snapshot(
 ) -> EngineSnapshot:
     """Return a snapshot. For the engine, between two steps."""
     now, ratios = time.perf_counter(), scheduler.costs.ratios
+    low, middle, high = (percentile(ratios, percent) for percent in (10.0, 50.0, 90.0))
     states = tuple(SequenceState.of(sequence, now) for sequence in sequences)
     pools = zip(runner.pool_pages, runner.free_pages, strict=True)
     return EngineSnapshot(
@@ -100,13 +101,7 @@ def take_snapshot(
         num_preemptions=queue.num_preemptions + sum(state.num_preemptions for state in states),
         reused_tokens=queue.reused_tokens + sum(state.num_reused for state in states),
         costs=scheduler.costs.costs,
-        predicted_over_measured=_spread(ratios) if ratios else None,
+        predicted_over_measured=(low, middle, high) if ratios else None,
         work_by_tenant=dict(queue.tenants.accounts),
         expected_answer=round(queue.lengths.mean),
     )
-
-
-def _spread(values: Iterable[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    low, middle, high = (percentile(ordered, percent) for percent in (10.0, 50.0, 90.0))
-    return low, middle, high

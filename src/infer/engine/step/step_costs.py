@@ -14,6 +14,7 @@ So `StepCosts.by_kind` has a table of exact sizes for each kind of step, `StepTi
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from math import exp, isfinite, log, sqrt
+from operator import add
 from typing import NamedTuple, Self, final
 
 from infer.engine.speculation.policy import StepTimes
@@ -75,22 +76,12 @@ class Costs(NamedTuple):
     per_context: float  # of a token, per 1,024 positions before it
 
 
-class _Sums:
-    """Sums over the last steps of a kind."""
-
-    def __init__(self) -> None:
-        self.products, self.targets = [0.0] * 16, [0.0] * 4  # sums of features × features, and of features
-
-    def add(self, features: Sequence[float]) -> None:
-        outer = [left * right for left in features for right in features]
-        self.products = [KEPT * before + now for before, now in zip(self.products, outer, strict=True)]
-        self.targets = [KEPT * before + now for before, now in zip(self.targets, features, strict=True)]
-
-
 @final
 class StepCosts:
     def __init__(self) -> None:
-        self._single, self._further = _Sums(), _Sums()  # steps without further tokens, and steps with some
+        # Over the last steps without further tokens, and over those with some: for each of the four features, the sums
+        # of its products with all four, then its own sum.
+        self._sums = [[0.0] * 20, [0.0] * 20]
         self.costs = Costs(0.0, 0.0, 0.0, 0.0)
         self._pace = 0.0  # logarithm of a factor
         self._was_held_up = False
@@ -132,8 +123,9 @@ class StepCosts:
             if self._was_held_up:
                 return
         self.num_steps += 1
-        sums = self._further if work.num_tokens > work.num_sequences else self._single
-        sums.add([feature / seconds for feature in features])
+        kind, relative = work.num_tokens > work.num_sequences, [feature / seconds for feature in features]
+        products = [left * right for left in relative for right in (*relative, 1.0)]
+        self._sums[kind] = [KEPT * before + now for before, now in zip(self._sums[kind], products, strict=True)]
         is_off = abs(seconds - predicted) > _OFF * seconds
         if is_off or self.num_steps % _SOLVED_EVERY == 0:
             self.costs = self._solve()
@@ -143,21 +135,18 @@ class StepCosts:
 
     def _solve(self) -> Costs:
         """Return the least squares without negative costs. The most negative cost is set to 0 until none is left."""
-        used = [0, 1, 2, 3]
-        products = [one + other for one, other in zip(self._single.products, self._further.products, strict=True)]
-        targets = [one + other for one, other in zip(self._single.targets, self._further.targets, strict=True)]
+        used, sums = [0, 1, 2, 3], list(map(add, *self._sums))
         while True:
-            matrix = [[products[4 * i + j] for j in used] for i in used]
-            target = [targets[i] for i in used]
+            rows = [[sums[5 * i + j] for j in (*used, 4)] for i in used]
             for place, index in enumerate(used):
-                weight = _PRIORS[index] * (matrix[place][place] or 1.0)
-                matrix[place][place] += weight
-                target[place] += weight * self.costs[index]
-            found = _solved(matrix, target)
-            if min(found) >= 0:
-                costs = dict(zip(used, found, strict=True))
+                weight = _PRIORS[index] * (rows[place][place] or 1.0)
+                rows[place][place] += weight
+                rows[place][-1] += weight * self.costs[index]
+            solved = _solved(rows)
+            if min(solved) >= 0:
+                costs = dict(zip(used, solved, strict=True))
                 return Costs(*(costs.get(index, 0.0) for index in range(4)))
-            del used[found.index(min(found))]
+            del used[solved.index(min(solved))]
 
 
 def _sum(costs: Sequence[float], features: Sequence[float]) -> float:
@@ -165,17 +154,16 @@ def _sum(costs: Sequence[float], features: Sequence[float]) -> float:
     return base * one + per_sequence * sequences + per_token * tokens + per_context * context
 
 
-def _solved(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Solve a symmetric positive definite system. The matrix is overwritten."""
-    size = len(target)
+def _solved(rows: list[list[float]]) -> list[float]:
+    """Solve a symmetric positive definite system. Each row ends with its right side. The rows are overwritten."""
+    size = len(rows)
     for pivot in range(size):
         for row in range(pivot + 1, size):
-            factor = matrix[row][pivot] / matrix[pivot][pivot]
-            target[row] -= factor * target[pivot]
-            for column in range(pivot, size):
-                matrix[row][column] -= factor * matrix[pivot][column]
-    found = [0.0] * size
+            factor = rows[row][pivot] / rows[pivot][pivot]
+            for column in range(pivot, size + 1):
+                rows[row][column] -= factor * rows[pivot][column]
+    solved = [0.0] * size
     for row in reversed(range(size)):
-        rest = sum(matrix[row][column] * found[column] for column in range(row + 1, size))
-        found[row] = (target[row] - rest) / matrix[row][row]
-    return found
+        rest = sum(rows[row][column] * solved[column] for column in range(row + 1, size))
+        solved[row] = (rows[row][size] - rest) / rows[row][row]
+    return solved

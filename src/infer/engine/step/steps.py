@@ -11,13 +11,12 @@ from functools import partial
 from itertools import compress
 from typing import NamedTuple, final
 
-from infer.compute.operands.step import Chunk, Clock, Masks, StepEnd, sampled_after
+from infer.compute.operands.step import Chunk, Clock, StepEnd, sampled_after
 from infer.compute.ops import Generated, PendingStep
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.drafter import Drafter
 from infer.engine.speculation.ngram import NgramDrafter
-from infer.engine.speculation.policy import DraftPolicy, StepTimes
-from infer.engine.step.grammar_masks import MaskFiller
+from infer.engine.speculation.policy import Drafter, DraftPolicy, StepTimes
+from infer.engine.step.grammar_masks import Filling
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import Slots
@@ -27,32 +26,28 @@ from infer.errors import OutOfPagesError
 
 @final
 class Drafting:
-    """The drafts of an engine's sequences: its drafter proposes them, and a policy per sequence limits them.
+    """The drafts of an engine's sequences: its drafter proposes them, and a policy per slot limits them.
 
     A fault of the drafter ends only the sequence for which it drafts.
     """
 
     def __init__(self, drafter: Drafter | None = None) -> None:
         self._drafter: Drafter = NgramDrafter() if drafter is None else drafter
-        self._policies: dict[Sequence, DraftPolicy] = {}  # of active sequences
-        self._begun = set[int]()  # slots for which the drafter has begun
+        self._policies: dict[int, DraftPolicy] = {}  # by the slots for which the drafter has begun
 
     def enter(self, sequence: Sequence) -> None:
         """Begin to draft for a sequence that has got its slot, if its request wants drafts."""
-        if not sequence.request.num_draft_tokens:
-            return
-        if sequence not in self._policies:
-            self._policies[sequence] = DraftPolicy(sequence.request.num_draft_tokens, self._drafter.priors)
-        self._begun.add(sequence.slot)
-        sequence.attempt(partial(self._drafter.begin, sequence.slot, sequence.token_ids), None)
+        if num_drafts := sequence.request.num_draft_tokens:
+            self._policies[sequence.slot] = DraftPolicy(num_drafts, self._drafter.priors)
+            sequence.attempt(partial(self._drafter.begin, sequence.slot, sequence.token_ids), None)
 
     def drafted(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return the sequences that are drafted for."""
-        return [each for each in sequences if each.slot in self._begun] if self._begun else []
+        return [each for each in sequences if each.slot in self._policies] if self._policies else []
 
     def steps_to_draft(self, active: Iterable[Sequence], times: StepTimes) -> list[int]:
         """Return the number of steps without drafts before the drafter is called again, per drafted sequence."""
-        return [self._policies[each].tokens_between(times) for each in self.drafted(active)]
+        return [self._policies[each.slot].tokens_between(times) for each in self.drafted(active)]
 
     def propose(self, active: Iterable[Sequence], most: int, times: StepTimes) -> None:
         """Give each sequence its drafts for the next step. Their number is the one that pays off at the measured times.
@@ -64,8 +59,8 @@ class Drafting:
             sequence.take_drafts(())
             if sequence.pieces and not sequence.must_end_prompt:
                 limit = min(most, sequence.room - 1)
-                counts[sequence] = sequence.attempt(partial(self._num_drafts, sequence, limit, times), 0)
-        counts = {sequence: count for sequence, count in counts.items() if count > 0}
+                if (count := sequence.attempt(partial(self._num_drafts, sequence, limit, times), 0)) > 0:
+                    counts[sequence] = count
         for sequence, drafts in self._proposed(counts).items():
             sequence.attempt(partial(sequence.take_drafts, drafts), None)
 
@@ -73,20 +68,20 @@ class Drafting:
         confidence = self._drafter.confidence(sequence.slot)
         if not confidence:
             return 0
-        return min(self._policies[sequence].num_draft_tokens(times, confidence, sequence.num_pending), limit)
+        return min(self._policies[sequence.slot].num_draft_tokens(times, confidence, sequence.num_pending), limit)
 
     def _proposed(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Items[int]]:
         """Return the drafts of all sequences, made in one batch. If that raises, draft for each sequence separately."""
         if not counts:
             return {}
-        propose, found = self._drafter.propose, dict[int, Items[int]]()
+        propose, drafts = self._drafter.propose, dict[int, Items[int]]()
         nothing: Mapping[int, Items[int]] = {}
         try:
-            found |= propose({sequence.slot: count for sequence, count in counts.items()})
+            drafts |= propose({sequence.slot: count for sequence, count in counts.items()})
         except Exception:
             for sequence, count in counts.items():
-                found |= sequence.attempt(partial(propose, {sequence.slot: count}), nothing)
-        return {sequence: found.get(sequence.slot, ()) for sequence in counts}
+                drafts |= sequence.attempt(partial(propose, {sequence.slot: count}), nothing)
+        return {sequence: drafts.get(sequence.slot, ()) for sequence in counts}
 
     def observe(self, sequences: Iterable[Sequence]) -> None:
         """Show the drafter the tokens that sequences accepted. Policies learn from those that were not forced."""
@@ -95,26 +90,20 @@ class Drafting:
                 sequence.attempt(partial(self._observe, sequence), None)
 
     def _observe(self, sequence: Sequence) -> None:
-        policy, guesses = self._policies[sequence], self._drafter.observe(sequence.slot)
+        policy, guesses = self._policies[sequence.slot], self._drafter.observe(sequence.slot)
         for guess, piece in zip(guesses, sequence.pieces[len(sequence.pieces) - len(guesses) :], strict=False):
             if piece.origin != "forced":
                 policy.observe(*guess)
 
     def release(self, slot: int) -> None:
-        """Free the drafter's state of a slot that a sequence loses."""
-        if slot in self._begun:
-            self._begun.remove(slot)
+        """Forget the sequence that loses this slot."""
+        if self._policies.pop(slot, None) is not None:
             self._drafter.release(slot)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the policy of a finished sequence."""
-        self._policies.pop(sequence, None)
 
     def clear(self) -> None:
         """Forget all sequences."""
-        for slot in tuple(self._begun):
+        for slot in tuple(self._policies):
             self.release(slot)
-        self._policies.clear()
 
 
 class Work(NamedTuple):
@@ -138,7 +127,7 @@ class LaunchedStep:
     plan: Plan
     works: list[Work]
     pending: PendingStep
-    masks: Masks | None
+    filling: Filling | None  # of the masks of grammars
     parts: list[StepPart]  # parts of several tenants
     started: float  # time.perf_counter before the step was planned
     is_multi_step: bool
@@ -154,7 +143,7 @@ class LaunchedStep:
     def may_be_followed(self) -> bool:
         """True if the number of tokens that the cache will keep is known before the step's tokens are."""
         is_single = not self.is_multi_step and not any(self.plan.num_drafts)
-        return self.pending.is_running and is_single and self.masks is None
+        return self.pending.is_running and is_single and self.filling is None
 
 
 @final
@@ -185,12 +174,7 @@ class Steps:
         if not (constrained := [sequence for sequence in active if sequence.grammar is not None]):
             return active
         for sequence in constrained:
-            forced, forcing = list[int](), sequence.force()
-            while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
-                if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:
-                    break
-                forced.append(token_id)
-            slots.params.extend(sequence, forced)
+            slots.params.extend(sequence, sequence.attempt(sequence.force, []))
         self._drafting.observe(constrained)
         return [sequence for sequence in active if not sequence.is_finished]
 
@@ -266,10 +250,10 @@ class Steps:
                 work.sequence.computed(count, (sampled_after(index),) if work.chunk.has_logits else ())
                 _remember(runner, work.sequence)
 
-    def settle(self, launched: LaunchedStep, slots: Slots, filler: MaskFiller) -> None:
+    def settle(self, launched: LaunchedStep, slots: Slots) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
         works, parts, counted = launched.works, launched.parts, [work.counts for work in launched.works]
-        generated, held_up, cut = _wait(launched, filler)
+        generated, held_up, cut = _wait(launched)
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
         self._learn(launched.plan, works, num_steps, clock, held_up)
@@ -316,20 +300,20 @@ class Steps:
         self._scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
 
 
-def _wait(launched: LaunchedStep, filler: MaskFiller) -> tuple[Generated, float, Items[int]]:
+def _wait(launched: LaunchedStep) -> tuple[Generated, float, Items[int]]:
     """Wait for a step. Return its tokens, the seconds for which it waited for grammars, and the rows that were cut.
 
     A row of a multi-step is cut if its grammar ended, forced a token, or failed before the last step.
     """
-    generated, masks = launched.pending.wait(), launched.masks
-    if masks is None:
+    generated, filling = launched.pending.wait(), launched.filling
+    if filling is None:
         return generated, 0.0, ()
-    masks.wait()
-    counted = filler.num_counted if launched.is_multi_step else {}
+    filling.masks.wait()
+    counted = filling.num_counted if launched.is_multi_step else {}
     cut = [row for row, count in counted.items() if count < len(generated.token_ids[row])]
     for row in cut:
         del generated.token_ids[row][counted[row] :], generated.logprobs[row][counted[row] :]
-    return generated, filler.held_up(generated.ends), cut
+    return generated, filling.held_up(generated.ends), cut
 
 
 def _remember(runner: Runner, sequence: Sequence) -> None:

@@ -102,7 +102,6 @@ class LeadingRunner(Runner):
 
     forward = led(Runner.forward, is_step=True, sent=_chunks)
     launch = led(_run_whole, is_step=True, name="forward", sent=_chunks)
-    sample = led(Runner.sample, is_step=True, name="forward", sent=_chunks)
     multi_step = led(
         Runner.multi_step,
         is_step=True,

@@ -11,9 +11,8 @@ from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import subcommands
 from infer.cli.commands.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
-from infer.serving.protocols.asked import ask_chat, ask_completion
-from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.fields import read_body
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_completion
 from served import Served
 from test_session import TEXT_IDS
 

@@ -17,8 +17,8 @@ import embedding_model
 from cases import cases
 from classifier_model import LABELS
 from infer import LLM
-from infer.serving.protocols.body_fields import BodyError
-from infer.serving.protocols.retrieval_bodies import EmbeddingsBody, texts_of
+from infer.serving.protocols.fields import BodyError
+from infer.serving.protocols.retrieval import EmbeddingsBody, texts_of
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.engine_events import OTHERS, interval_of, seen_by
 from infer.serving.server.routes.openapi import document

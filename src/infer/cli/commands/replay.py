@@ -17,11 +17,9 @@ from infer.cli.terminal.terminal import PrefillLine, TextWriter, json_text
 from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
-from infer.serving.protocols.asked import ask_chat, ask_completion, refuse_unless_neutral
-from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.body_fields import BodyError
-from infer.serving.protocols.chat_messages import complete_chat
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.fields import BodyError, read_body
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_completion, complete_chat
+from infer.serving.protocols.params import refuse_unless_neutral
 
 DIFFERENT = 1  # exit status
 

@@ -20,7 +20,7 @@ from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
 from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel, tasks_of_route
-from infer.serving.protocols.body_fields import Parameters
+from infer.serving.protocols.fields import Parameters
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Handler, post

@@ -12,7 +12,7 @@ from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelved_model import ShelvedModel, tasks_of_route
-from infer.serving.protocols.ollama_bodies import MOST_SECONDS, OllamaModelBody, seconds_of
+from infer.serving.protocols.ollama.ask import MOST_SECONDS, OllamaModelBody, seconds_of
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import Handler
 from infer.serving.server.ollama_answers import LoadedModel, OllamaModels, OllamaShape, listed, time_text

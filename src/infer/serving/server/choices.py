@@ -18,7 +18,7 @@ from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.protocols.asked import refusal
+from infer.serving.protocols.params import refusal
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import check_result, enter, of_tenant, text_tokens, while_connected

@@ -20,8 +20,7 @@ import infer
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InferError
 from infer.outputs import GenerationResult
-from infer.serving.protocols.body_fields import Reading
-from infer.serving.protocols.read_body import Complete, as_given, read_body
+from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
 from infer.serving.server.answer_types import Json
 from infer.serving.server.call import Call, call_of, unpack
 from infer.serving.server.door import Arrival

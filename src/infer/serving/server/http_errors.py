@@ -13,7 +13,7 @@ from infer.errors import (
     InvalidRequestError,
     OutOfPagesError,
 )
-from infer.serving.protocols.body_fields import BodyError
+from infer.serving.protocols.fields import BodyError
 
 _TYPE_BY_STATUS = {429: "rate_limit_error"}
 ENGINE_FAILED = "engine_failed"  # the code of an error of the engine: another process can answer instead

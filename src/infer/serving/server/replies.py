@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.serving.protocols.bodies import CompletingBody
+from infer.serving.protocols.openai.ask import CompletingBody
 from infer.serving.server.answer_types import Answer, AnswerHead, Extension, Json, Usage
 from infer.serving.server.call import FAILED, Call, call_of
 from infer.serving.server.choices import ChoicePart, Choices

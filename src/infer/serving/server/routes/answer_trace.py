@@ -18,19 +18,19 @@ from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
 from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES, NUM_TOKENS_OF_COMPLETIONS
-from infer.serving.protocols.asked import (
+from infer.serving.protocols.chat_answers import delta_fields, finish_reason_of, reasoning_and_calls
+from infer.serving.protocols.fields import TokenId, refuse
+from infer.serving.protocols.openai.ask import (
+    CompletingBody,
+    ConversationBody,
+    Message,
+    complete_chat,
     conversation_options,
     conversation_variables,
-    make_params,
-    refusal,
-    refuse_unless_neutral,
+    messages_of,
     sampling_values,
-    seeds_of,
 )
-from infer.serving.protocols.bodies import CompletingBody, ConversationBody, Message
-from infer.serving.protocols.body_fields import TokenId, refuse
-from infer.serving.protocols.chat_answers import delta_fields, finish_reason_of, reasoning_and_calls
-from infer.serving.protocols.chat_messages import complete_chat, messages_of
+from infer.serving.protocols.params import make_params, refusal, refuse_unless_neutral, seeds_of
 from infer.serving.server.answer_types import (
     Answer,
     AnswerHead,

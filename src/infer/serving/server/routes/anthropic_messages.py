@@ -11,8 +11,13 @@ from starlette.responses import Response
 
 import infer
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
-from infer.serving.protocols.anthropic_bodies import CountTokensBody, MessagesBody
-from infer.serving.protocols.anthropic_request import ask_message, ask_prompt, complete_messages
+from infer.serving.protocols.anthropic.ask import (
+    CountTokensBody,
+    MessagesBody,
+    ask_message,
+    ask_prompt,
+    complete_messages,
+)
 from infer.serving.protocols.chat_answers import call_values
 from infer.serving.server.answer_types import Answer, AnswerHead, Count, Json
 from infer.serving.server.call import call_of

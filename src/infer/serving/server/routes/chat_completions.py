@@ -9,8 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
-from infer.serving.protocols.asked import ask_chat
-from infer.serving.protocols.bodies import ChatBody
 from infer.serving.protocols.chat_answers import (
     Spelling,
     chat_entries,
@@ -19,7 +17,7 @@ from infer.serving.protocols.chat_answers import (
     message_of,
     without_end,
 )
-from infer.serving.protocols.chat_messages import complete_chat
+from infer.serving.protocols.openai.ask import ChatBody, ask_chat, complete_chat
 from infer.serving.server.answer_types import (
     AnswerHead,
     Bytes,

@@ -13,10 +13,9 @@ from starlette.responses import Response
 import infer
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.serving.protocols.asked import ask_completion
-from infer.serving.protocols.bodies import CompletionBody
-from infer.serving.protocols.body_fields import Reading, refuse
 from infer.serving.protocols.chat_answers import FINISH_REASONS, Spelling, completion_columns
+from infer.serving.protocols.fields import Reading, refuse
+from infer.serving.protocols.openai.ask import CompletionBody, ask_completion
 from infer.serving.server.answer_types import (
     AnswerHead,
     Bytes,

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.protocols.body_fields import refuse
+from infer.serving.protocols.fields import refuse
 from infer.serving.server.answer_types import Json
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import get

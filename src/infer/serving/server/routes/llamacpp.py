@@ -14,10 +14,10 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SEED_BITS, SamplingParams
-from infer.serving.protocols.asked import ask_completion, seed_of
-from infer.serving.protocols.bodies import CompletionBody
 from infer.serving.protocols.chat_answers import Spelling, without_end
-from infer.serving.protocols.llamacpp_bodies import InfillBody, complete_llamacpp
+from infer.serving.protocols.llamacpp import InfillBody, complete_llamacpp
+from infer.serving.protocols.openai.ask import CompletionBody, ask_completion
+from infer.serving.protocols.params import seed_of
 from infer.serving.server.answer_types import Answer, Bytes, Count, Json, logprobs_of
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import ChoicePart, accept

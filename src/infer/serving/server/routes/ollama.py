@@ -20,11 +20,9 @@ import infer
 from infer.engine.requests.ask import Ask
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
-from infer.serving.protocols.asked import ask_chat, refuse_unless_neutral
-from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.body_fields import Reading, refuse
 from infer.serving.protocols.chat_answers import Spelling
-from infer.serving.protocols.ollama_bodies import (
+from infer.serving.protocols.fields import Reading, refuse
+from infer.serving.protocols.ollama.ask import (
     AnsweringBody,
     OllamaChatBody,
     OllamaEmbedBody,
@@ -36,7 +34,9 @@ from infer.serving.protocols.ollama_bodies import (
     generation_of,
     seconds_of,
 )
-from infer.serving.protocols.retrieval_bodies import EmbeddingsBody
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat
+from infer.serving.protocols.params import refuse_unless_neutral
+from infer.serving.protocols.retrieval import EmbeddingsBody
 from infer.serving.server.answer_types import Answer, Count
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import accept

@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
 from infer.sampling_params import SamplingParams
-from infer.serving.protocols.bodies import ResponseBody
 from infer.serving.protocols.chat_answers import FINISH_REASONS, Spelling, chat_entries, without_end
-from infer.serving.protocols.response_request import ask_response, complete_response, name_apart
+from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response, name_apart
 from infer.serving.server.answer_types import Answer, AnswerHead, Count, Json, extension, logprobs_of
 from infer.serving.server.call import Call, call_of
 from infer.serving.server.choices import ChoicePart, accept

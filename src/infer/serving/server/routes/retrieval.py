@@ -16,8 +16,8 @@ from starlette.responses import Response
 import infer
 from infer.errors import InvalidRequestError
 from infer.outputs import ranked
-from infer.serving.protocols.body_fields import refuse
-from infer.serving.protocols.retrieval_bodies import (
+from infer.serving.protocols.fields import refuse
+from infer.serving.protocols.retrieval import (
     ClassifyBody,
     Embedding,
     EmbeddingsBody,

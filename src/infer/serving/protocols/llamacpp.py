@@ -4,8 +4,8 @@ from typing import Any, final
 
 from msgspec import Struct
 
-from infer.serving.protocols.bodies import Alternatives, CompletingBody, TokenLimit
-from infer.serving.protocols.body_fields import Reading, refuse
+from infer.serving.protocols.fields import Reading, refuse
+from infer.serving.protocols.openai.ask import TextBody
 
 _NEW_NAMES = {"n_predict": "max_tokens", "n_probs": "logprobs", "return_tokens": "return_token_ids", "n_cmpl": "n"}
 _BANNED = -100.0  # the smallest bias of a body, for a token whose bias is false
@@ -20,15 +20,13 @@ class InfillFile(Struct, kw_only=True):
 
 
 @final
-class InfillBody(CompletingBody, kw_only=True):
+class InfillBody(TextBody, kw_only=True):
     """A request for the text between two texts. `prompt` is the beginning of the line, after `input_prefix`."""
 
     input_prefix: str
     input_suffix: str
     input_extra: list[InfillFile] | None = None
     prompt: str | None = None
-    max_tokens: TokenLimit | None = None
-    logprobs: Alternatives | None = None
 
     @property
     def before(self) -> str:

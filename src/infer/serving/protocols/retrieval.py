@@ -13,10 +13,10 @@ from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
-from infer.serving.protocols.asked import prompts_of, refusal
-from infer.serving.protocols.bodies import Body
-from infer.serving.protocols.body_fields import refuse
+from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.foreign import Foreign
+from infer.serving.protocols.openai.ask import Body
+from infer.serving.protocols.params import prompts_of, refusal
 
 Encoding = Literal["float", "base64"]
 _Index = Annotated[int, Meta(ge=0)]

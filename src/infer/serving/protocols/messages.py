@@ -5,35 +5,22 @@ refused, except for an image or a file in the user's last message, which the ans
 """
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
 import msgspec
+from msgspec import Struct
 
-from infer.serving.protocols.bodies import AssistantMessage, DeveloperMessage, Message, TextPart, ToolMessage
-from infer.serving.protocols.body_fields import Reading, refuse
-from infer.serving.protocols.response_items import OutputRefusal
+from infer.serving.protocols.fields import Reading, refuse
 from infer.text.toolcalls import past_calls
 
 _WORDS = ("image", "audio", "video", "file", "document")
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
-def complete_chat(given: Any, reading: Reading) -> Any:
-    """Return a chat's body whose messages and tools have only known kinds of parts and tools.
-
-    Raises BodyError for an image, audio or a file in the user's last message.
-    """
-    if not isinstance(given, dict):
-        return given
-    given = dict(given)
-    if isinstance(messages := given.get("messages"), list):
-        given["messages"] = complete_each(messages, reading, _message)
-    if given.get("function_call") == "none":
-        given.pop("functions", None)
-    if isinstance(tools := given.get("tools"), list):
-        given["tools"] = own_tools([_with_type(tool) for tool in tools], reading)
-    return given
+@final
+class OutputRefusal(Struct, tag_field="type", tag="refusal", kw_only=True):
+    refusal: str
 
 
 def complete_each(messages: list[Any], reading: Reading, complete: Callable[..., dict[str, Any]]) -> list[Any]:
@@ -114,76 +101,6 @@ def past_arguments(given: Any, path: str, reading: Reading) -> str:
     if warning is not None:
         reading.warn(f"{path}: {warning}")
     return json.dumps(values)
-
-
-def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
-    found = dict(message)
-    if found.get("role") == "function":  # OpenAI's format before tools
-        found["role"] = "tool"
-    if isinstance(content := found.get("content"), list):
-        found["content"] = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)
-    calls = found.get("tool_calls")
-    if isinstance(call := found.get("function_call"), dict) and not calls:  # OpenAI's format before tools
-        calls = [{"function": call}]
-    if isinstance(calls, list):
-        found["tool_calls"] = [
-            _call(each, f"{path}.tool_calls[{index}]", reading) if isinstance(each, dict) else each
-            for index, each in enumerate(calls)
-        ]
-    return found
-
-
-def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
-    found = {name: value for name, value in call.items() if value is not None}
-    if found.get("type") == "custom" and isinstance(custom := found.get("custom"), dict):
-        arguments = {"input": custom.get("input")}
-        return {**found, "type": "function", "function": {"name": custom.get("name"), "arguments": past_arguments(
-            arguments, path, reading)}}  # fmt: skip
-    if isinstance(function := found.get("function"), dict):
-        place = f"{path}.function.arguments"
-        found["function"] = {**function, "arguments": past_arguments(function.get("arguments"), place, reading)}
-    return found
-
-
-def _with_type(tool: Any) -> Any:
-    """Return a tool of a chat with its type, which some clients leave out."""
-    return {"type": "function", **tool} if isinstance(tool, dict) and "function" in tool else tool
-
-
-# Messages for templates
-
-
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages as chat templates expect them.
-
-    The tokenizer gives each template the form of contents that it reads. The developer's role becomes system, and the
-    arguments of calls become objects.
-    """
-    return [_as_shown(message) for message in messages]
-
-
-def _as_shown(message: Message) -> dict[str, Any]:
-    role = "system" if isinstance(message, DeveloperMessage) else message.__struct_config__.tag
-    content = message.content
-    if isinstance(content, list) and not isinstance(message, AssistantMessage | ToolMessage):
-        parts = [{**part.own, "type": "text", "text": part.text} for part in content if isinstance(part, TextPart)]
-        found: dict[str, Any] = {"role": role, "content": parts}
-    else:
-        found = {"role": role, "content": text_of(content)}
-    if message.name is not None:
-        found["name"] = message.name
-    if isinstance(message, ToolMessage) and message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AssistantMessage):
-        if message.content is None:
-            found["content"] = message.refusal or ""
-        if (reasoning := message.reasoning_content or message.reasoning) is not None:
-            found["reasoning_content"] = reasoning
-        if message.tool_calls:
-            found["tool_calls"] = [
-                call_of_message(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
-            ]
-    return found
 
 
 def call_of_message(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:

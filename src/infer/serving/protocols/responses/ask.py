@@ -6,22 +6,16 @@ Before that, items and tools of other programs become those that this server rea
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal, final
 
 import msgspec
+from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
-from infer.serving.protocols.asked import (
-    constraint_of,
-    conversation_options,
-    effort_variables,
-    make_params,
-    sampling_values,
-    seeds_of,
-)
-from infer.serving.protocols.bodies import ResponseBody
-from infer.serving.protocols.body_fields import Reading, refuse
-from infer.serving.protocols.chat_messages import (
+from infer.request_limits import MAX_TOOLS
+from infer.serving.protocols.fields import Parameters, Reading, declares, refuse
+from infer.serving.protocols.messages import (
+    OutputRefusal,
     call_of_message,
     last_user,
     own_tools,
@@ -29,7 +23,20 @@ from infer.serving.protocols.chat_messages import (
     text_of,
     text_parts,
 )
-from infer.serving.protocols.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
+from infer.serving.protocols.openai.ask import (
+    Alternatives,
+    Function,
+    GeneratingBody,
+    JsonObjectFormat,
+    NamedSchemaFormat,
+    TextFormat,
+    TokenLimit,
+    _Budget,
+    constraint_of,
+    conversation_options,
+    sampling_values,
+)
+from infer.serving.protocols.params import effort_variables, make_params, seeds_of
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _LOGPROBS = "message.output_text.logprobs"
@@ -43,6 +50,140 @@ _CALLS = {
     "apply_patch_call": ("operation", "apply_patch"),
     "mcp_call": ("arguments", "mcp_tool"),
 }
+
+
+class _Part(Struct, tag_field="type", kw_only=True):
+    pass
+
+
+@final
+class InputText(_Part, tag="input_text"):
+    text: str
+
+
+@final
+class OutputText(_Part, tag="output_text", kw_only=True):
+    """A text of an answer. A client can send it back unchanged."""
+
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+@final
+class ReasoningText(_Part, tag="reasoning_text"):
+    text: str
+
+
+class _Item(Struct, kw_only=True, tag_field="type"):
+    id: str | None = None
+    status: str | None = None
+
+
+@final
+class InputMessage(_Item, tag="message"):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText | OutputText | OutputRefusal]
+    phase: str | None = None
+
+
+@final
+class CallItem(_Item, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+
+
+@final
+class ResultItem(_Item, tag="function_call_output"):
+    call_id: str
+    output: str | list[InputText]
+
+
+@final
+class ReasoningItem(_Item, tag="reasoning"):
+    summary: list[Any] | None = None
+    content: list[ReasoningText] | None = None
+
+
+InputItem = InputMessage | CallItem | ResultItem | ReasoningItem
+
+
+@final
+class ResponseTool(Function, kw_only=True, tag_field="type", tag="function"):
+    """A function. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out.
+
+    A `namespace` is put before the names of its tools. In the answer, namespace and name of a call are separate.
+    """
+
+    namespace: str | None = None
+
+
+class _Choice(Parameters, tag_field="type", kw_only=True):
+    pass
+
+
+@final
+class NamedTool(_Choice, tag="function"):
+    name: str
+
+
+@final
+class AllowedNames(_Choice, tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+ResponseTools = Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
+ResponseToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedNames
+
+
+@final
+class ReasoningSettings(Parameters):
+    """Hints about reasoning. Reasoning is not summarised."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+@final
+class TextSettings(Parameters):
+    """Settings of the answer's text. `verbosity` is a hint."""
+
+    format: TextFormat | JsonObjectFormat | NamedSchemaFormat | None = None
+    verbosity: str | None = None
+
+
+@final
+class ResponseStreamOptions(Parameters):
+    include_obfuscation: bool | None = None
+
+
+@declares("conversations")
+class ResponseBody(GeneratingBody, kw_only=True):
+    """A request for a response. Nothing is stored, even with `store`.
+
+    Except for log-probabilities, `include` asks for items that no answer has.
+    """
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: TokenLimit | None = None
+    text: TextSettings | None = None
+    include: list[str] | None = None
+    top_logprobs: Alternatives | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: _Budget | None = None
+    reasoning: ReasoningSettings | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 def complete_response(given: Any, reading: Reading) -> Any:

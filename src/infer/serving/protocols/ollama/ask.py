@@ -10,12 +10,10 @@ from typing import Annotated, Any, final
 from msgspec import Meta
 
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
-from infer.serving.protocols.bodies import Alternatives, ChatBody, CompletionBody
-from infer.serving.protocols.body_fields import DECLARED, Parameters, Reading, refuse, shown
-from infer.serving.protocols.chat_messages import complete_chat
+from infer.serving.protocols.fields import DECLARED, Parameters, Reading, as_given, body_from, refuse, shown
 from infer.serving.protocols.foreign import Foreign
-from infer.serving.protocols.read_body import as_given, body_from
-from infer.serving.protocols.retrieval_bodies import EmbeddingsBody
+from infer.serving.protocols.openai.ask import Alternatives, ChatBody, CompletionBody, complete_chat
+from infer.serving.protocols.retrieval import EmbeddingsBody
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = r"(?<![\d.])(\d++(?:\.\d*+)?|\.\d++)(ns|us|µs|ms|s|m|h)"

@@ -5,12 +5,15 @@ The server, `infer batch` and `infer replay` use them.
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, final
 
 import msgspec
 
+import infer
 from infer.compute.sampling.defaults import default_params
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.request_limits import MAX_KEYS
@@ -22,7 +25,8 @@ from infer.sampling_params import (
     UnknownParameterError,
     without_zeros,
 )
-from infer.serving.protocols.fields import DECLARED, BodyError, refuse, shown
+from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
+from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
 # Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
@@ -33,6 +37,33 @@ _SCHEMA_NAMES_OF_RESPONSES = {"json_schema": "text.format.schema"}
 _NOT_FOR_TEMPLATES = frozenset(
     {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
 )
+
+
+@final
+@dataclass(frozen=True)
+class Served:
+    """The model that a body is for, and the request that sent it. `reading` has the warnings about the body."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's own sampling parameters
+    template: str | None = None
+    tokenizer: Any = None  # an `infer.Tokenizer`
+    max_seq_len: int = 0
+    can_chat: bool = True
+    fingerprint: str = ""
+    id: str = ""  # of the request
+    model: str = ""  # the name that the client used
+    created: int = 0
+    load_seconds: float = 0.0
+    seconds: Callable[[], float] = time.perf_counter  # since the request was received
+    reading: Reading = field(default_factory=Reading)
+    agent_prompts: AgentPrompts = "adapt"
+
+    @classmethod
+    def by(cls, llm: "infer.LLM", **request: Any) -> Self:
+        """Return the facts of a model, with those of a request."""
+        tokenizer = llm.tokenizer
+        facts = (llm.sampling_defaults, tokenizer.chat_template, tokenizer, llm.max_seq_len, llm.can_chat)
+        return cls(*facts, llm.system_fingerprint, **request)
 
 
 def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
@@ -97,11 +128,9 @@ def make_params(
 
     If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
     """
-    try:
+    with refusing(prompt_name):
         first = default_params(defaults, is_chat=prompt_name != "prompt", **without_zeros(values))
         return [replace(first, seed=seed) for seed in seeds]
-    except InvalidRequestError as error:
-        raise refusal(error, prompt_name) from error
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -155,6 +184,15 @@ def refusal(error: InvalidRequestError, prompt_name: str) -> BodyError:
         message = names[param] + message[len(param) :]
     names = names | (_SCHEMA_NAMES_OF_RESPONSES if is_response else _SCHEMA_NAMES)
     return refuse(message, names.get(param, param if param in DECLARED else prompt_name))
+
+
+@contextmanager
+def refusing(prompt_name: str) -> Iterator[None]:
+    """Raise the library's refusals with the names of a body's fields, as `refusal` returns them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise refusal(error, prompt_name) from error
 
 
 def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:

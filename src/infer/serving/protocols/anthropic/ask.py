@@ -7,7 +7,7 @@ with the number of tokens left in its context.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, final
 
@@ -28,7 +28,7 @@ from infer.serving.protocols.messages import (
     placeholder,
     text_of,
 )
-from infer.serving.protocols.params import make_params, refusal, seeds_of, stops_of
+from infer.serving.protocols.params import Served, make_params, refusal, seeds_of, stops_of
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
@@ -379,21 +379,19 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def ask_message(
-    body: MessagesBody, defaults: Mapping[str, Any], template: str | None, agent_prompts: AgentPrompts
-) -> Ask:
-    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
-    params = make_params(sampling_of(body), defaults, seeds_of(body.seed, 1), "messages")
-    return replace(ask_prompt(body, template, agent_prompts), params=params)
+def ask_message(body: MessagesBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
+    params = make_params(sampling_of(body), served.defaults, seeds_of(body.seed, 1), "messages")
+    return replace(ask_prompt(body, served), params=params)
 
 
-def ask_prompt(body: PromptBody, template: str | None, agent_prompts: AgentPrompts) -> Ask:
+def ask_prompt(body: PromptBody, served: Served) -> Ask:
     """Return the prompt of a body and its options, without parameters. Raises BodyError."""
-    messages = messages_of(body.messages, body.system, agent_prompts)
+    messages = messages_of(body.messages, body.system, served.agent_prompts)
     return Ask(
         [messages],
-        options=options_of(body, template),
-        variables=variables_of(body, messages, template),
+        options=options_of(body, served.template),
+        variables=variables_of(body, messages, served.template),
         prompt_name="messages",
     )
 

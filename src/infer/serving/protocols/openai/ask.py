@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
@@ -34,12 +35,14 @@ from infer.serving.protocols.messages import (
     text_parts,
 )
 from infer.serving.protocols.params import (
+    Served,
     budget_of,
     effort_variables,
     make_params,
     plain,
     prompts_of,
     refusal,
+    refusing,
     seeds_of,
     stops_of,
     template_variables,
@@ -397,10 +400,10 @@ def _as_shown(message: Message) -> dict[str, Any]:
     return found
 
 
-def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Ask:
-    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
-    params = make_params(chat_values(body), defaults, seeds_of(body.seed, body.n or 1), "messages")
-    variables = conversation_variables(body, template)
+def ask_chat(body: ChatBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
+    params = make_params(chat_values(body), served.defaults, seeds_of(body.seed, body.n or 1), "messages")
+    variables = conversation_variables(body, served.template)
     options = conversation_options(body, body.reasoning_effort)
     is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
     return Ask(
@@ -413,14 +416,45 @@ def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None =
     )
 
 
-def ask_completion(body: TextBody, defaults: Mapping[str, Any]) -> Ask:
-    """Return the request of a body, with the model's own `defaults`. Raises BodyError."""
+def ask_completion(body: CompletionBody, served: Served) -> Ask:
+    """Return what a body asks. A prompt with a suffix gets the marks of its model. Raises BodyError.
+
+    If the model cannot fill in text, warn and continue the prompts.
+    """
+    asked = ask_text(body, served)
+    if not body.suffix:
+        return asked
+    if served.tokenizer.infill_marks is None:
+        problem = "suffix: this model has no tokens to fill in text; the prompt is continued"
+        if served.reading.policy == "refuse":
+            raise refuse(f"{problem}: leave it out", "suffix")
+        served.reading.warn(problem)
+        return asked
+    if body.echo:
+        raise refuse("echo must not be given with suffix: leave out echo", "echo")
+    if any(not isinstance(each, str) for each in asked.prompts):
+        raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
+    with refusing("suffix"):
+        prompts = [served.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
+    return between(asked, prompts, served)
+
+
+def between(asked: Ask, prompts: Sequence[Sequence[int]], served: Served) -> Ask:
+    """Return the request with the encoded texts as its prompts. The answer also ends at the marks' end tokens."""
+    marks = served.tokenizer.infill_marks
+    ends = () if marks is None else marks.ends
+    params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *ends]) for each in asked.params]
+    return replace(asked, prompts=prompts, params=params)
+
+
+def ask_text(body: TextBody, served: Served) -> Ask:
+    """Return what a body asks, without its suffix. Raises BodyError."""
     prompts, num_choices = prompts_of("" if body.prompt is None else body.prompt), body.n or 1
     if len(prompts) * num_choices > MAX_ANSWERS:
         message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
         raise refuse(message, "prompt")
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
-    params = make_params(values, defaults, seeds_of(body.seed, num_choices), "prompt")
+    params = make_params(values, served.defaults, seeds_of(body.seed, num_choices), "prompt")
     return Ask(prompts, params, make_options(body), is_answered=body.max_tokens != 0)
 
 

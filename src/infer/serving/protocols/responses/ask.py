@@ -36,7 +36,7 @@ from infer.serving.protocols.openai.ask import (
     conversation_options,
     sampling_values,
 )
-from infer.serving.protocols.params import effort_variables, make_params, seeds_of
+from infer.serving.protocols.params import Served, effort_variables, make_params, seeds_of
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _LOGPROBS = "message.output_text.logprobs"
@@ -329,20 +329,20 @@ def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:
     return {**choice, "tools": [_choice(each, reading) if isinstance(each, dict) else each for each in kept]}
 
 
-def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Ask:
-    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
+def ask_response(body: ResponseBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
-    if body.max_output_tokens is None and "max_new_tokens" not in defaults:
+    if body.max_output_tokens is None and "max_new_tokens" not in served.defaults:
         values["max_new_tokens"] = None  # OpenAI's default; Codex treats a cut answer as a failed turn
     if has_logprobs:
         values["logprobs"] = body.top_logprobs or 0
     if body.text is not None:
         values |= constraint_of(body.text.format)
     effort = None if body.reasoning is None else body.reasoning.effort
-    variables = effort_variables(effort, template)
-    params = make_params(values, defaults, seeds_of(body.seed, 1), "input")
+    variables = effort_variables(effort, served.template)
+    params = make_params(values, served.defaults, seeds_of(body.seed, 1), "input")
     options = conversation_options(body, effort, "input")
     if body.truncation == "auto":
         options = replace(options, overflow="truncate_left")

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import msgspec
-from starlette.responses import Response
 
 from infer.errors import (
     ClosedError,
@@ -43,10 +42,6 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         return msgspec.json.encode(self.to_json())
-
-    @property
-    def response(self) -> Response:
-        return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
 def api_error(error: Exception) -> ApiError:

@@ -340,10 +340,10 @@ def _warn_of_tool(
 
 _ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F]..)|\\.")
 
-Complete = Callable[[Any, Reading], Any]
+Complete = Callable[[dict[str, Any], Reading], dict[str, Any]]
 
 
-def as_given(given: Any, reading: Reading) -> Any:
+def as_given(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     return given
 
 
@@ -372,7 +372,9 @@ def check_body(content: bytes) -> None:
 
 def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Reading) -> _Body:
     """Return the body of parsed JSON. Raises BodyError."""
-    given = settle(complete(given, reading), kind, reading)
+    if isinstance(given, dict):
+        given = complete(dict(given), reading)
+    given = settle(given, kind, reading)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

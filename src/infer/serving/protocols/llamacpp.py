@@ -48,13 +48,11 @@ class InfillBody(TextBody, kw_only=True):
         return self.input_prefix + (self.prompt or "")
 
 
-def complete_llamacpp(given: Any, reading: Reading) -> Any:
+def complete_llamacpp(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return a body of llama.cpp with the names and the formats of values of `/v1/completions`.
 
     Without `n_predict`, an answer is as long as the context allows. Raises BodyError for a grammar in GBNF.
     """
-    if not isinstance(given, dict):
-        return given
     found = {_NEW_NAMES.get(name, name): value for name, value in given.items() if value is not None}
     reading.given_names.update({ours: name for name, ours in _NEW_NAMES.items() if name in given})
     found.setdefault("max_tokens", -1)
@@ -112,7 +110,7 @@ def _bias_by_id(pairs: list[Any]) -> dict[str, Any]:
     return found
 
 
-class LlamaProbability(Struct):
+class LlamacppProbability(Struct):
     """A token with its log-probability, and the likeliest tokens with theirs."""
 
     id: Count
@@ -122,7 +120,7 @@ class LlamaProbability(Struct):
     top_logprobs: list[Json]
 
 
-class LlamaTimings(Struct):
+class LlamacppTimings(Struct):
     """Numbers of tokens, and times in milliseconds."""
 
     cache_n: Count
@@ -136,7 +134,7 @@ class LlamaTimings(Struct):
     predicted_per_second: float
 
 
-class LlamaPart(Answer, kw_only=True):
+class LlamacppPart(Answer, kw_only=True):
     """A part of an answer. `id_slot` is always -1: slots have no numbers for clients."""
 
     index: Count
@@ -146,10 +144,10 @@ class LlamaPart(Answer, kw_only=True):
     id_slot: int = -1
     tokens_predicted: Count
     tokens_evaluated: Count
-    completion_probabilities: list[LlamaProbability] | UnsetType = UNSET
+    completion_probabilities: list[LlamacppProbability] | UnsetType = UNSET
 
 
-class LlamaCompletion(LlamaPart, kw_only=True):
+class LlamacppCompletion(LlamacppPart, kw_only=True):
     """An answer, or the last event of a stream. Its content is the text that no earlier event had."""
 
     model: str
@@ -160,11 +158,11 @@ class LlamaCompletion(LlamaPart, kw_only=True):
     stop_type: Literal["eos", "word", "limit"]
     stopping_word: str
     tokens_cached: Count
-    timings: LlamaTimings
+    timings: LlamacppTimings
 
 
 @final
-class LlamaShape(Shape):
+class LlamacppShape(Shape):
     last = b""
 
     def __init__(self, accepted: Accepted, body: TextBody) -> None:
@@ -177,7 +175,7 @@ class LlamaShape(Shape):
     def is_encoded(body: TextBody) -> bool:
         return isinstance(body, InfillBody) or Shape.is_encoded(body)
 
-    def whole(self, results: Sequence[GenerationResult]) -> LlamaCompletion | list[LlamaCompletion]:
+    def whole(self, results: Sequence[GenerationResult]) -> LlamacppCompletion | list[LlamacppCompletion]:
         found = [
             self._last(
                 index, result, result.text, result.token_ids, self._scored(result.logprobs, result.finish_reason)
@@ -186,14 +184,14 @@ class LlamaShape(Shape):
         ]
         return found[0] if len(found) == 1 else found
 
-    def chunks(self, part: Delta) -> list[LlamaPart]:
+    def chunks(self, part: Delta) -> list[LlamacppPart]:
         if part.result is not None:
             return [self._last(part.choice, part.result, part.text, [], UNSET)]
         if self._params[0].logprobs is None:
             return self._events(part.choice, part.pieces)
         return [found for piece in part.pieces for found in self._events(part.choice, [piece])]
 
-    def _events(self, index: int, pieces: Sequence[Piece]) -> list[LlamaPart]:
+    def _events(self, index: int, pieces: Sequence[Piece]) -> list[LlamacppPart]:
         """Return the event of some pieces, or none if they show nothing yet. An event with probabilities has one."""
         self._num_predicted[index] += len(pieces)
         text = "".join(piece.text for piece in pieces)
@@ -202,7 +200,7 @@ class LlamaShape(Shape):
             return []
         fields = self._part(index, text, [piece.token_id for piece in pieces], scored)
         num_predicted, num_read = self._num_predicted[index], len(self._ids_of(index))
-        return [LlamaPart(**fields, stop=False, tokens_predicted=num_predicted, tokens_evaluated=num_read)]
+        return [LlamacppPart(**fields, stop=False, tokens_predicted=num_predicted, tokens_evaluated=num_read)]
 
     @staticmethod
     def failure(error: ApiError) -> bytes:
@@ -215,12 +213,12 @@ class LlamaShape(Shape):
 
     def _last(
         self, index: int, result: GenerationResult, text: str, token_ids: Sequence[int], scored: Any
-    ) -> LlamaCompletion:
+    ) -> LlamacppCompletion:
         params = self._params[index % len(self._params)]
         settings = {name: getattr(params, name) for name in _SHOWN}
         word = result.stop_reason if result.finish_reason == "stop" else None
         is_word = isinstance(word, str)
-        return LlamaCompletion(
+        return LlamacppCompletion(
             **self._part(index, text, token_ids, scored),
             stop=True,
             tokens_predicted=result.generated_tokens if self._has_content else 0,
@@ -244,7 +242,7 @@ class LlamaShape(Shape):
         if self._params[0].logprobs is None:
             return UNSET
         return [
-            LlamaProbability(
+            LlamacppProbability(
                 each.token_id,
                 **self._spelling.entry(each.token_id, each.logprob),
                 top_logprobs=[{"id": top[0]} | self._spelling.entry(*top) for top in each.top],
@@ -253,11 +251,11 @@ class LlamaShape(Shape):
         ]
 
 
-def _timings(result: GenerationResult) -> LlamaTimings:
+def _timings(result: GenerationResult) -> LlamacppTimings:
     timing, num_read = result.timing, result.prompt_tokens - result.reused_tokens
     prompt = _rates(num_read, 1000 * timing.ttft_s)
     predicted = _rates(result.generated_tokens, 1000 * (timing.decode_time_s + timing.sampling_time_s))
-    return LlamaTimings(result.reused_tokens, num_read, *prompt, result.generated_tokens, *predicted)
+    return LlamacppTimings(result.reused_tokens, num_read, *prompt, result.generated_tokens, *predicted)
 
 
 def _rates(count: int, milliseconds: float) -> tuple[float, float, float]:

@@ -4,17 +4,17 @@ Clients send back the answers of any server, and their users cannot change these
 refused, except for an image or a file in the user's last message, which the answer would need.
 """
 
-import json
 from collections.abc import Callable
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from infer.serving.protocols.fields import Reading, refuse
 from infer.text.toolcalls import past_calls
 
 _WORDS = ("image", "audio", "video", "file", "document")
+Arguments = Annotated[Any, Meta(extra_json_schema={"type": "string"})]  # `past_arguments` made an object of it
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
@@ -92,24 +92,23 @@ def placeholder(kind: str, path: str, reading: Reading, *, is_refused: bool) -> 
     return f"[{word}]"
 
 
-def past_arguments(given: Any, path: str, reading: Reading) -> str:
-    """Return the arguments of an earlier call as a JSON object, and warn if they are not one."""
+def past_arguments(given: Any, path: str, reading: Reading) -> dict[str, Any]:
+    """Return the arguments of an earlier call as an object, and warn if they are not one.
+
+    Templates serialize them themselves.
+    """
     if isinstance(given, dict):
-        return msgspec.json.encode(given).decode()
+        return given
     text = given if isinstance(given, str | None) else msgspec.json.encode(given).decode()
     values, warning = past_calls.past_arguments(text)
     if warning is not None:
         reading.warn(f"{path}: {warning}")
-    return json.dumps(values)
+    return values
 
 
-def call_of_message(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return a past call with its arguments as values, because templates serialize them themselves.
-
-    `arguments` is an object, or its JSON.
-    """
-    values = arguments if isinstance(arguments, dict) else msgspec.json.decode(arguments, type=dict[str, Any])
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": values}}
+def call_of_message(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a past call as chat templates expect it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def text_of(content: Any) -> str:

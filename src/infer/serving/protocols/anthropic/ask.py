@@ -170,18 +170,14 @@ class ThinkingFreely(_Thinking, tag="adaptive"):
 Thinking = ThinkingOff | ThinkingOn | ThinkingFreely
 
 
-class _Part(Parameters):
-    pass
-
-
 @final
-class JsonOutput(_Part, kw_only=True):
+class JsonOutput(Parameters, kw_only=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 @final
-class OutputConfig(_Part, kw_only=True):
+class OutputConfig(Parameters, kw_only=True):
     """The format of an answer. `effort` is a hint."""
 
     foreign = _FOREIGN_OUTPUT
@@ -190,7 +186,7 @@ class OutputConfig(_Part, kw_only=True):
     format: JsonOutput | None = None
 
 
-class PromptBody(_Part, kw_only=True):
+class PromptBody(Parameters, kw_only=True):
     """The fields that both routes have."""
 
     foreign = _FOREIGN
@@ -268,14 +264,11 @@ def is_billing(text: str, prompts: AgentPrompts) -> bool:
     return prompts == "adapt" and _BILLING.fullmatch(text.strip()) is not None
 
 
-def complete_messages(given: Any, reading: Reading) -> Any:
+def complete_messages(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return the body whose messages and tools have only known kinds of blocks and tools.
 
     Raises BodyError for an image or a file in the user's last message, unless it answers a tool's call.
     """
-    if not isinstance(given, dict):
-        return given
-    given = dict(given)
     if isinstance(system := given.get("system"), list):
         given["system"] = _blocks(system, "system", reading, is_refused=False)
     if isinstance(turns := given.get("messages"), list):
@@ -314,7 +307,7 @@ def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_
         case "text" if block.get("text") is None and "text" in block:
             return {**block, "text": ""}
         case "tool_use":
-            return {**block, "input": _input(block.get("input"), f"{path}.input", reading)}
+            return {**block, "input": past_arguments(block.get("input"), f"{path}.input", reading)}
         case "tool_result":
             return _result(block, path, reading)
         case "thinking" if not isinstance(block.get("thinking"), str):
@@ -341,11 +334,6 @@ def _result(block: dict[str, Any], path: str, reading: Reading) -> dict[str, Any
     if not content and block.get("is_error") is True:
         content = "[error]"  # the tool returned nothing but the error flag
     return {**block, "content": content}
-
-
-def _input(given: Any, path: str, reading: Reading) -> Any:
-    """Return the input of an earlier call as an object."""
-    return given if isinstance(given, dict) else msgspec.json.decode(past_arguments(given, path, reading))
 
 
 def _readable(block: dict[str, Any], kind: str) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, final
 
+import msgspec
 from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
@@ -26,12 +27,11 @@ from infer.sampling_params import (
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
 from infer.serving.protocols.foreign import FOREIGN
 from infer.serving.protocols.messages import (
+    Arguments,
     OutputRefusal,
-    call_of_message,
     complete_each,
     own_tools,
     past_arguments,
-    text_of,
     text_parts,
 )
 from infer.serving.protocols.params import (
@@ -52,6 +52,7 @@ from infer.text.grammar.grammar import not_strict
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _MOST_ID_DIGITS = 20
+_ROLES = {"function": "tool", "developer": "system"}  # "function" is of OpenAI's format before tools
 
 TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # number of an answer's tokens; -1: to the end of the context
 _Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
@@ -70,7 +71,7 @@ class Body(Parameters, kw_only=True):
 
 
 @final
-class TextPart(Struct):
+class TextPart(Struct, omit_defaults=True):
     """A part of a content. `own` has its other keys, which some templates read."""
 
     type: Literal["text"]
@@ -83,7 +84,7 @@ class AnswerText(Struct, tag_field="type", tag="text"):
     text: str
 
 
-class _Message(Struct, kw_only=True, tag_field="role"):
+class _Message(Struct, kw_only=True, tag_field="role", omit_defaults=True):
     name: str | None = None
 
 
@@ -108,7 +109,7 @@ class UserMessage(_Message, tag="user", kw_only=True):
 @final
 class FunctionCall(Struct):
     name: str
-    arguments: str
+    arguments: Arguments
 
 
 @final
@@ -141,17 +142,13 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 # Constraints on the answer
 
 
-class _Format(Parameters, tag_field="type"):
+@final
+class TextFormat(Parameters, tag_field="type", tag="text"):
     pass
 
 
 @final
-class TextFormat(_Format, tag="text"):
-    pass
-
-
-@final
-class JsonObjectFormat(_Format, tag="json_object"):
+class JsonObjectFormat(Parameters, tag_field="type", tag="json_object"):
     """A JSON object. `schema` is llama.cpp's field."""
 
     schema: dict[str, Any] | None = None
@@ -175,7 +172,7 @@ class JsonSchema(Parameters, kw_only=True):
 
 
 @final
-class JsonSchemaFormat(_Format, tag="json_schema"):
+class JsonSchemaFormat(Parameters, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
@@ -201,17 +198,13 @@ class FunctionTool(ToolKeys, tag_field="type", tag="function"):
     function: Function
 
 
-class _Choice(Parameters, tag_field="type"):
-    pass
-
-
 @final
 class FunctionName(Parameters):
     name: str
 
 
 @final
-class NamedFunction(_Choice, tag="function"):
+class NamedFunction(Parameters, tag_field="type", tag="function"):
     function: FunctionName
 
 
@@ -222,7 +215,7 @@ class Allowed(Parameters):
 
 
 @final
-class AllowedTools(_Choice, tag="allowed_tools"):
+class AllowedTools(Parameters, tag_field="type", tag="allowed_tools"):
     allowed_tools: Allowed
 
 
@@ -313,14 +306,11 @@ class NamedSchemaFormat(JsonSchema, tag_field="type", tag="json_schema", kw_only
     schema: dict[str, Any]
 
 
-def complete_chat(given: Any, reading: Reading) -> Any:
+def complete_chat(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return a chat's body whose messages and tools have only known kinds of parts and tools.
 
     Raises BodyError for an image, audio or a file in the user's last message.
     """
-    if not isinstance(given, dict):
-        return given
-    given = dict(given)
     if isinstance(messages := given.get("messages"), list):
         given["messages"] = complete_each(messages, reading, _message)
     if given.get("function_call") == "none":
@@ -331,20 +321,43 @@ def complete_chat(given: Any, reading: Reading) -> Any:
 
 
 def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
+    """Return a message as chat templates expect it. Values of wrong types are kept, and refused later."""
     found = dict(message)
-    if found.get("role") == "function":  # OpenAI's format before tools
-        found["role"] = "tool"
-    if isinstance(content := found.get("content"), list):
-        found["content"] = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)
-    calls = found.get("tool_calls")
+    if (role := _ROLES.get(str(found.get("role")), found.get("role"))) is not None:
+        found["role"] = role
+    content = found.get("content")
+    if isinstance(content, list):
+        parts = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)
+        found["content"] = parts if role in ("system", "user") else _joined(parts, is_answer=role == "assistant")
+    elif content is None and "content" in found:
+        found["content"] = ""
+    if role == "assistant":
+        if isinstance(refused := found.get("refusal"), str | None):
+            found |= {"content": refused or "" if content is None else found["content"], "refusal": None}
+        if isinstance(thoughts := found.get("reasoning"), str | None):
+            found["reasoning"] = None
+            if found.get("reasoning_content") in (None, ""):
+                found["reasoning_content"] = thoughts
+    calls = found.pop("tool_calls", None)
     if isinstance(call := found.get("function_call"), dict) and not calls:  # OpenAI's format before tools
         calls = [{"function": call}]
     if isinstance(calls, list):
-        found["tool_calls"] = [
+        calls = [
             _call(each, f"{path}.tool_calls[{index}]", reading) if isinstance(each, dict) else each
             for index, each in enumerate(calls)
         ]
-    return found
+    return found if calls in (None, []) else {**found, "tool_calls": calls}
+
+
+def _joined(parts: list[Any], *, is_answer: bool) -> Any:
+    """Return the text of the parts, or the parts if one of them has none."""
+    kinds, texts = ("text", "refusal") if is_answer else ("text",), list[str]()
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(text := part.get(kind), str):
+            return parts
+        texts.append(text)
+    return "".join(texts)
 
 
 def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
@@ -364,39 +377,15 @@ def _with_type(tool: Any) -> Any:
     return {"type": "function", **tool} if isinstance(tool, dict) and "function" in tool else tool
 
 
-# Messages for templates
-
-
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages as chat templates expect them.
 
-    The tokenizer gives each template the form of contents that it reads. The developer's role becomes system, and the
-    arguments of calls become objects.
+    The tokenizer gives each template the form of contents that it reads.
     """
-    return [_as_shown(message) for message in messages]
-
-
-def _as_shown(message: Message) -> dict[str, Any]:
-    role = "system" if isinstance(message, DeveloperMessage) else message.__struct_config__.tag
-    content = message.content
-    if isinstance(content, list) and not isinstance(message, AssistantMessage | ToolMessage):
-        parts = [{**part.own, "type": "text", "text": part.text} for part in content if isinstance(part, TextPart)]
-        found: dict[str, Any] = {"role": role, "content": parts}
-    else:
-        found = {"role": role, "content": text_of(content)}
-    if message.name is not None:
-        found["name"] = message.name
-    if isinstance(message, ToolMessage) and message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AssistantMessage):
-        if message.content is None:
-            found["content"] = message.refusal or ""
-        if (reasoning := message.reasoning_content or message.reasoning) is not None:
-            found["reasoning_content"] = reasoning
-        if message.tool_calls:
-            found["tool_calls"] = [
-                call_of_message(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
-            ]
+    found: list[dict[str, Any]] = msgspec.to_builtins(messages)
+    for message in found:
+        if isinstance(parts := message["content"], list):
+            message["content"] = [{**part.pop("own", {}), **part} for part in parts]
     return found
 
 

@@ -15,6 +15,7 @@ from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_TOOLS
 from infer.serving.protocols.fields import Parameters, Reading, declares, refuse
 from infer.serving.protocols.messages import (
+    Arguments,
     OutputRefusal,
     call_of_message,
     last_user,
@@ -91,7 +92,7 @@ class InputMessage(_Item, tag="message"):
 class CallItem(_Item, tag="function_call"):
     call_id: str
     name: str
-    arguments: str
+    arguments: Arguments
 
 
 @final
@@ -119,17 +120,13 @@ class ResponseTool(Function, kw_only=True, tag_field="type", tag="function"):
     namespace: str | None = None
 
 
-class _Choice(Parameters, tag_field="type", kw_only=True):
-    pass
-
-
 @final
-class NamedTool(_Choice, tag="function"):
+class NamedTool(Parameters, tag_field="type", tag="function", kw_only=True):
     name: str
 
 
 @final
-class AllowedNames(_Choice, tag="allowed_tools"):
+class AllowedNames(Parameters, tag_field="type", tag="allowed_tools", kw_only=True):
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
@@ -186,14 +183,11 @@ class ResponseBody(GeneratingBody, kw_only=True):
     prompt_cache_key: str | None = None
 
 
-def complete_response(given: Any, reading: Reading) -> Any:
+def complete_response(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return the body whose items, tools and tool choice have only known kinds.
 
     Raises BodyError for an image or a file in the user's last message, unless it has already been answered.
     """
-    if not isinstance(given, dict):
-        return given
-    given = dict(given)
     if isinstance(items := given.get("input"), list):
         last = last_user(items)
         if any(map(_is_answer, items[last + 1 :])):

@@ -24,8 +24,8 @@ from infer.serving.protocols.events import Accepted, ErrorShape, Shape
 from infer.serving.protocols.fields import Complete, Reading, as_given
 from infer.serving.protocols.llamacpp import (
     InfillBody,
-    LlamaCompletion,
-    LlamaShape,
+    LlamacppCompletion,
+    LlamacppShape,
     ask_continuation,
     ask_infill,
     complete_llamacpp,
@@ -113,10 +113,10 @@ async def list_chats(request: Request, state: ServerState) -> Response:
 
 
 _TALK, _TEXT, _INFILL = "Answer a conversation", "Continue a text", "Write the text between two texts"
-_EITHER = LlamaCompletion | list[LlamaCompletion]
+_EITHER = LlamacppCompletion | list[LlamacppCompletion]
 _chat = partial(answering, shape=ChatShape, operation="chat", complete=complete_chat)
 _text = partial(answering, operation="text_completion")
-_message, _llama = partial(answering, complete=complete_messages), partial(_text, complete=complete_llamacpp)
+_message, _llamacpp = partial(answering, complete=complete_messages), partial(_text, complete=complete_llamacpp)
 _response, _count = partial(answering, complete=complete_response), partial(counting, complete=complete_response)
 ROUTES = [
     _chat("/v1/chat/completions", _TALK, ChatBody, ChatCompletion, ask_chat),
@@ -128,6 +128,6 @@ ROUTES = [
     counting("/v1/messages/count_tokens", CountTokensBody, InputTokens, ask_prompt, complete_messages, MessageShape),
     answering("/api/chat", _TALK, OllamaChatBody, OllamaChat, ask_conversation, OllamaShape, operation="chat"),
     _text("/api/generate", "Answer a prompt", OllamaGenerateBody, OllamaGeneration, ask_generation, OllamaShape),
-    _llama("/completion", _TEXT, CompletionBody, _EITHER, ask_continuation, LlamaShape),
-    _llama("/infill", _INFILL, InfillBody, LlamaCompletion, ask_infill, LlamaShape),
+    _llamacpp("/completion", _TEXT, CompletionBody, _EITHER, ask_continuation, LlamacppShape),
+    _llamacpp("/infill", _INFILL, InfillBody, LlamacppCompletion, ask_infill, LlamacppShape),
 ]

@@ -87,8 +87,8 @@ class Shape(ErrorShape, ABC):
 
     last, is_stream_by_default = DONE, False
 
-    @abstractmethod
-    def __init__(self, accepted: Accepted, body: Any) -> None: ...
+    def __init__(self, accepted: Accepted, body: Any) -> None:
+        """Begin the answer to a body. A shape that shows nothing of them needs no constructor."""
 
     @staticmethod
     def scored(body: Any) -> Sequence[int | None]:

@@ -17,8 +17,8 @@ from msgspec import Struct
 from infer.engine.step.snapshot import EngineSnapshot, PoolState, SequenceState
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront
+from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.foreign import FOREIGN, Foreign
-from infer.serving.server.answer_types import Answer
 from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.metrics import Metrics

@@ -11,9 +11,9 @@ from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import subcommands
 from infer.cli.commands.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
-from infer.serving.protocols.asked import ask_chat, ask_completion
-from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.fields import read_body
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
+from infer.serving.protocols.params import Served as ModelOfBody
 from served import Served
 from test_session import TEXT_IDS
 
@@ -136,8 +136,8 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
     prompt: Any = MESSAGES if is_chat else "hello"
     body = {**Permalink(CHAT, body_of(prompt, params, "tiny")).body, "seed": 5}
     defaults = {"temperature": 0.1, "top_k": 3, "repetition_penalty": 2.0, "min_p": 0.3}
-    ask, kind = (ask_chat, ChatBody) if is_chat else (ask_completion, CompletionBody)
-    asked = ask(read_body(json.dumps(body).encode(), kind), defaults)
+    ask, kind = (ask_chat, ChatBody) if is_chat else (ask_text, CompletionBody)
+    asked = ask(read_body(json.dumps(body).encode(), kind), ModelOfBody(defaults))
     expected = {**{name: getattr(params, name) for name in SamplingParams.__slots__}, "seed": 5}
     assert {name: getattr(asked.params[0], name) for name in expected} == expected
 

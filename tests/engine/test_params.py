@@ -35,11 +35,10 @@ from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, T
 from infer.parameters import Count, Number, OneOf, Parameter
 from infer.request_limits import MAX_STOPS
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, PARAMETERS, SamplingParams, UnknownParameterError
-from infer.serving.protocols.asked import refusal
-from infer.serving.protocols.bodies import ChatBody, CompletionBody, ResponseBody
-from infer.serving.protocols.body_fields import DECLARED, refuse
-from infer.serving.protocols.chat_messages import complete_chat
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.fields import DECLARED, read_body, refuse
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
+from infer.serving.protocols.params import refusal
+from infer.serving.protocols.responses.ask import ResponseBody
 from infer.serving.server.routes.web_files import page_parameters
 from parameter_tables import written
 from refusals import check_refused

@@ -6,8 +6,8 @@ from functools import partial
 from math import inf
 from typing import final
 
+from infer.serving.protocols.errors import ApiError
 from infer.serving.server.door import Arrival, Door, Entry, Forecast, RemainingWork
-from infer.serving.server.http_errors import ApiError
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request, Simulation
 

@@ -29,8 +29,8 @@ from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.result_line import BatchSettings, Line, error_line, result_line
 from infer.serving.batch_file.row import Row, read_rows
 from infer.serving.batch_file.workers import answer_by_workers
-from infer.serving.protocols.asked import seed_of
-from infer.serving.protocols.chat_answers import Spelling
+from infer.serving.protocols.answers import Spelling
+from infer.serving.protocols.params import seed_of
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})

@@ -12,11 +12,10 @@ from commands import run
 from infer import LLM
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.row import ENDPOINTS, Row, read_row, row_of
-from infer.serving.protocols.bodies import ChatBody
-from infer.serving.protocols.body_fields import BodyError
-from infer.serving.protocols.chat_answers import LEAST_LOGPROB, Spelling, completion_columns, without_end
-from infer.serving.protocols.chat_messages import complete_chat
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling, completion_columns, without_end
+from infer.serving.protocols.fields import BodyError, read_body
+from infer.serving.protocols.openai.ask import ChatBody, ask_chat, complete_chat
+from infer.serving.protocols.params import Served
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -71,10 +70,8 @@ def test_alternatives_need_log_probabilities_in_a_chat_and_are_a_number_in_a_com
     {"logit_bias": {"a": 1}},
 )
 def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> None:
-    from infer.serving.protocols.asked import ask_chat
-
     with pytest.raises(BodyError) as refused:
-        ask_chat(read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody, complete_chat), {})
+        ask_chat(read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody, complete_chat), Served())
     assert chat_row(**fields).problem == str(refused.value)
 
 

@@ -25,7 +25,7 @@ from infer.errors import InferError
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, wait_seconds
 from infer.serving.distributed.unloading import Resident, Wishes, models_to_unload
-from infer.serving.server.http_errors import ApiError
+from infer.serving.protocols.errors import ApiError
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
 from shapes import SOURCE

@@ -10,9 +10,8 @@ import pytest
 
 from cases import cases
 from idle import until_idle
-from infer.serving.protocols.anthropic_bodies import MessagesBody
-from infer.serving.protocols.anthropic_request import complete_messages, messages_of
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.anthropic.ask import MessagesBody, complete_messages, messages_of
+from infer.serving.protocols.fields import read_body
 from served import Served, served_model
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "agent-requests.json").read_text())

@@ -123,7 +123,7 @@ def test_an_object_of_parameters_has_a_limit_of_fields(served: Served, path: str
 
 def test_similar_names_are_searched_for_a_limited_number_of_keys(served: Served, monkeypatch: Any) -> None:
     searched = list[str]()
-    search = "infer.serving.protocols.body_fields.get_close_matches"
+    search = "infer.serving.protocols.fields.get_close_matches"
     monkeypatch.setattr(search, lambda name, *_, **__: searched.append(name))
     keys = {f"zq{number}": 1 for number in range(200)}
     tools = [{"type": "function", **keys, "function": {"name": f"f{number}", **keys}} for number in range(100)]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import textwrap
 import tomllib
 from dataclasses import fields
 from functools import cache
@@ -16,15 +17,20 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from infer import LLM
 from infer.cli.commands.serve_command import client_lines
 from infer.cli.subcommands import infer
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront
+from infer.serving.protocols import answers, events, params
+from infer.serving.protocols.openai import ask
 from infer.serving.server.app import ROUTES
+from infer.serving.server.routes import protocols
 from infer.serving.server.routes.openapi import document
 from infer.serving.server_settings import ServerSettings
+from openai_shapes import events as events_of
 from parameter_tables import row_of_flag
-from served import Served
+from served import Served, serving
 
 ROOT = Path(__file__).parents[3]
 SCHEMAS = ROOT / "tests" / "data"
@@ -345,3 +351,15 @@ def test_refused_queries_and_other_methods_are_described(served: Served) -> None
         answer = served.client.request("PUT", path.replace("{id}", "x").replace("{name}", "x"))
         allowed = {method.upper() for method in operations}
         assert (answer.status_code, set(answer.headers["allow"].split(", ")) - {"HEAD"}) == (405, allowed), path
+
+
+def test_a_protocol_is_added_by_one_file_and_one_row_as_the_page_says(llm: LLM) -> None:
+    page = (ROOT / "docs/dev/adding.md").read_text(encoding="utf-8").partition("## A protocol of the server")[2]
+    file, row, *_ = map(textwrap.dedent, re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    names = {name: value for each in (ask, answers, events, params, protocols) for name, value in vars(each).items()}
+    exec(file, names)
+    expected = llm.generate("hello", max_new_tokens=3, temperature=0).text
+    with serving(llm, table=[*ROUTES, eval(row, names)]) as served:
+        assert served.ask("/pretend", text="hello") == {"said": expected}
+        assert "".join(each["said"] for each in events_of(served.stream("/pretend", text="hello"))) == expected
+        assert served.refusal("/pretend", text="hello", streem=True)["message"].endswith("did you mean stream?")

@@ -15,10 +15,10 @@ from cases import cases
 from door_simulation import DoorSimulation
 from infer.engine.step.step_costs import Costs, StepCosts
 from infer.outputs import percentile
-from infer.serving.protocols.body_fields import BodyError
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.fields import BodyError
 from infer.serving.server.door import Arrival, Door, Forecast, RemainingWork, WaitRatio, retry_headers
 from infer.serving.server.endpoint import text_tokens
-from infer.serving.server.http_errors import ApiError
 from infer.serving.server.waiting_line import MAX_RETRY_SECONDS, WaitingLine
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request

@@ -11,9 +11,8 @@ from transformers import LlamaConfig
 from byte_tokenizer import write_byte_tokenizer
 from cases import cases
 from infer import LLM
-from infer.serving.protocols.anthropic_bodies import MessagesBody
-from infer.serving.protocols.anthropic_request import messages_of, variables_of
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.anthropic.ask import MessagesBody, messages_of, variables_of
+from infer.serving.protocols.fields import read_body
 from infer.text.tokenizer.infill import InfillMarks
 from served import Served, serving
 from test_session import make_model

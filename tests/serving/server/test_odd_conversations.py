@@ -32,13 +32,14 @@ LEADING = turns(("system", "a"), ("system", "b"), ("user", "c"))
 LATE = turns(("user", "a"), ("assistant", "b"), ("system", "c"), ("user", "d"))
 
 
-def ask(served: Served, path: str, messages: list[dict[str, Any]]) -> Any:
+def body_of(path: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
     name, limits = ROUTES[path]
-    return served.client.post(path, json={"model": "tiny", name: messages, **limits})
+    return {name: messages, **limits}
 
 
-def num_prompt_tokens(body: Any) -> int:
-    usage = body.get("usage", body)
+def num_prompt_tokens(served: Served, path: str, messages: list[dict[str, Any]]) -> int:
+    answer = served.ask(path, **body_of(path, messages))
+    usage = answer.get("usage", answer)
     return next(usage[name] for name in ("prompt_tokens", "input_tokens", "prompt_eval_count") if name in usage)
 
 
@@ -46,9 +47,7 @@ def num_prompt_tokens(body: Any) -> int:
 @pytest.mark.parametrize("messages", [LEADING, LATE], ids=["leading", "late"])
 def test_system_messages_in_odd_places_are_repaired_alike(served: Served, llm: LLM, path: str, messages: Any) -> None:
     llm.tokenizer.replace_chat_template(STRICT)
-    answer = ask(served, path, messages)
-    assert answer.status_code == 200, answer.text
-    assert num_prompt_tokens(answer.json()) == len(llm.tokenizer.encode_chat(messages))
+    assert num_prompt_tokens(served, path, messages) == len(llm.tokenizer.encode_chat(messages))
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -57,10 +56,9 @@ def test_a_template_that_reads_parts_sees_the_question(served: Served, llm: LLM,
     prompt = "user: Is this safe?\n"
     parts = [{"type": "text", "text": "Is this"}, {"type": "text", "text": " safe?"}]
     for content in ("Is this safe?", *([parts] if path != "/api/chat" else [])):  # Ollama's contents are texts
-        answer = ask(served, path, [{"role": "user", "content": content}])
-        assert answer.status_code == 200, answer.text
-        assert num_prompt_tokens(answer.json()) == len(llm.tokenizer.encode(prompt))
-        assert served.ask("/apply-template", messages=[{"role": "user", "content": content}])["prompt"] == prompt
+        messages = [{"role": "user", "content": content}]
+        assert num_prompt_tokens(served, path, messages) == len(llm.tokenizer.encode(prompt))
+        assert served.ask("/apply-template", messages=messages)["prompt"] == prompt
     found = llm.chat([{"role": "user", "content": "Is this safe?"}], max_new_tokens=1)
     assert found.prompt_tokens == len(llm.tokenizer.encode(prompt))
 
@@ -68,9 +66,8 @@ def test_a_template_that_reads_parts_sees_the_question(served: Served, llm: LLM,
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_question_that_the_template_loses_is_refused(served: Served, llm: LLM, path: str) -> None:
     llm.tokenizer.replace_chat_template("{{ messages[0].content }}")
-    answer = ask(served, path, turns(("user", "Hello"), ("assistant", "Yes"), ("user", "e")))
-    assert answer.status_code == 400
-    assert "leaves out the text of the user's last message" in answer.text
+    refused = served.refusal(path, **body_of(path, turns(("user", "Hello"), ("assistant", "Yes"), ("user", "e"))))
+    assert "leaves out the text of the user's last message" in str(refused)
 
 
 def test_parts_of_a_request_keep_their_own_keys(served: Served, llm: LLM) -> None:

@@ -16,8 +16,8 @@ from infer.cli.commands.serve_command import make_settings
 from infer.cli.options.option_fields import make_options
 from infer.cli.options.server_options import ServeOptions
 from infer.cli.subcommands import infer
-from infer.serving.protocols.body_fields import BodyError
-from infer.serving.protocols.ollama_bodies import seconds_of
+from infer.serving.protocols.fields import BodyError
+from infer.serving.protocols.ollama.ask import seconds_of
 from served import Served
 from test_tool_calls import THINKING
 

@@ -13,9 +13,9 @@ from cases import cases
 from idle import until
 from infer import LLM, SamplingParams
 from infer.engine.step.answer_parts import TextOutput
-from infer.serving.protocols.bodies import ChatBody, CompletionBody, ResponseBody
-from infer.serving.protocols.body_fields import BodyError
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.fields import BodyError, read_body
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
+from infer.serving.protocols.responses.ask import ResponseBody
 from openai_shapes import DATA, check, counts_of, events, named_events, validator
 from raw_http import Connection, post
 from served import SECONDS, Served

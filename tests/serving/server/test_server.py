@@ -23,10 +23,10 @@ import infer
 from cases import cases
 from idle import until
 from infer import LLM, InvalidRequestError
+from infer.serving.protocols.events import event
 from infer.serving.server.auth import read_keys
 from infer.serving.server.metrics import Tally
 from infer.serving.server.process import bind, check_certificate
-from infer.serving.server.replies import event
 from infer.serving.server_settings import ServerSettings
 from openai_shapes import check
 from raw_http import Connection, post
@@ -236,7 +236,7 @@ def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream
 @pytest.mark.usefixtures("slow_steps")
 def test_a_slow_reader_loses_its_answer_and_then_its_connection(strict: Served, monkeypatch: Any) -> None:
     comment = b":" + bytes(2_000_000) + b"\n"
-    monkeypatch.setattr("infer.serving.server.replies.event", lambda body, name="": comment + event(body, name))
+    monkeypatch.setattr("infer.serving.protocols.events.event", lambda body, name="": comment + event(body, name))
     with Connection(strict.port, receive_bytes=4096) as connection:
         connection.send(slow_request(stream=True))
         until(lambda: bool(strict.state.calls))

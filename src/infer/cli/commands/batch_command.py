@@ -22,7 +22,7 @@ from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.result_line import BatchSettings, Line, Write
 from infer.serving.batch_file.row import Row, read_rows
 from infer.serving.batch_file.workers import answer_by_workers
-from infer.serving.protocols.asked import seed_of
+from infer.serving.protocols.params import seed_of
 from infer.system.cores.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 

@@ -17,11 +17,9 @@ from infer.cli.terminal.terminal import PrefillLine, TextWriter, json_text
 from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
-from infer.serving.protocols.asked import ask_chat, ask_completion, refuse_unless_neutral
-from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.body_fields import BodyError
-from infer.serving.protocols.chat_messages import complete_chat
-from infer.serving.protocols.read_body import read_body
+from infer.serving.protocols.fields import BodyError, read_body
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text, complete_chat
+from infer.serving.protocols.params import Served, refuse_unless_neutral
 
 DIFFERENT = 1  # exit status
 
@@ -93,12 +91,9 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
 
 
 def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Ask:
-    defaults = llm.sampling_defaults
     with _naming_the_body():
-        if isinstance(body, ChatBody):
-            asked = ask_chat(body, defaults, llm.tokenizer.chat_template)
-        else:
-            asked = ask_completion(body, defaults)
+        served = Served.by(llm)
+        asked = ask_chat(body, served) if isinstance(body, ChatBody) else ask_text(body, served)
     count = len(asked.prompts) * len(asked.params) if asked.is_answered else 0
     if count != 1:
         raise InvalidRequestError(f"the permalink's body must ask for one answer, got {count}")

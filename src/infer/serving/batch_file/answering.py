@@ -22,15 +22,9 @@ from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
 from infer.sampling_params import values_from, without_zeros
 from infer.serving.batch_file.result_line import BatchSettings, Line, Write, refusal_line, result_line, texts_line
 from infer.serving.batch_file.row import ENDPOINTS, Row
-from infer.serving.protocols.asked import effort_variables, seed_of
-from infer.serving.protocols.chat_answers import Spelling
-from infer.serving.protocols.retrieval_bodies import (
-    ClassifyBody,
-    EmbeddingsBody,
-    RerankBody,
-    texts_of,
-    texts_or_pairs_of,
-)
+from infer.serving.protocols.answers import Spelling
+from infer.serving.protocols.params import effort_variables, seed_of
+from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody, texts_of, texts_or_pairs_of
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
 

@@ -14,7 +14,7 @@ from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, finite
 from infer.serving.batch_file.row import ENDPOINTS, Row
-from infer.serving.protocols.chat_answers import (
+from infer.serving.protocols.answers import (
     Spelling,
     chat_entries,
     completion_columns,

@@ -15,19 +15,18 @@ import msgspec
 
 from infer.engine.step.request_options import OPTIONS
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.asked import (
+from infer.serving.protocols.fields import Reading, as_given, body_from, refuse, values_of
+from infer.serving.protocols.openai.ask import (
+    ChatBody,
+    CompletionBody,
     chat_values,
+    complete_chat,
     completion_values,
+    messages_of,
     option_values,
-    prompts_of,
-    refuse_unless_neutral,
-    template_variables,
 )
-from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.body_fields import Reading, refuse, values_of
-from infer.serving.protocols.chat_messages import complete_chat, messages_of
-from infer.serving.protocols.read_body import as_given, body_from
-from infer.serving.protocols.retrieval_bodies import ClassifyBody, EmbeddingsBody, RerankBody
+from infer.serving.protocols.params import prompts_of, refuse_unless_neutral, template_variables
+from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.system.files.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]

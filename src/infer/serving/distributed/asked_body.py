@@ -8,7 +8,7 @@ import msgspec
 
 from infer.sampling_params import SEED_BITS
 from infer.serving.distributed.router import RoutedPrompt, text_keys
-from infer.serving.protocols.read_body import check_body
+from infer.serving.protocols.fields import check_body
 
 # Fields with prompts in the bodies of all APIs.
 _FIELDS = ("tools", "system", "instructions", "messages", "input_prefix", "prompt", "input")

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, final, runtime_checkable
 import httptools
 
 from infer.serving.distributed.router import RoutedPrompt
-from infer.serving.server.endpoint import LINES
+from infer.serving.protocols.events import LINES
 
 _READ_BYTES, _END, _LINE_END = 2**16, b"\n\n", b"\n"
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"host", b"date"}

@@ -25,6 +25,8 @@ from infer.serving.distributed.exchange import (
     media_type_of,
     request_bytes,
 )
+from infer.serving.protocols.errors import ENGINE_FAILED, ApiError
+from infer.serving.protocols.events import EVENTS, LINES
 from infer.serving.server.call import (
     CREATED_HEADER,
     FAILED,
@@ -39,8 +41,7 @@ from infer.serving.server.call import (
     pack,
     read_note,
 )
-from infer.serving.server.endpoint import EVENTS, LINES, while_connected
-from infer.serving.server.http_errors import ENGINE_FAILED, ApiError
+from infer.serving.server.endpoint import while_connected
 from infer.serving.server.replies import EventStream
 
 Fail = Callable[[ApiError], bytes]

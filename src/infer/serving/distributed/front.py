@@ -14,25 +14,19 @@ from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.failover import Answering
 from infer.serving.distributed.replica import Replicas
+from infer.serving.protocols.events import failure_events
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart
-from infer.serving.server.ollama_answers import failure_line
 from infer.serving.server.process import Life, run_process
-from infer.serving.server.replies import failure_events
-from infer.serving.server.routes.anthropic_messages import failure_event
 from infer.serving.server.routes.health import health, metrics_response, ready
-from infer.serving.server.routes.llamacpp import failure_of_llamacpp
 from infer.serving.server.server_state import ServerState
 from infer.system.files.atomic import locked_folder
 
 _OF_TEXTS = ("embeddings", "rerank", "classify")
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
 _HUNG = b'{"status":"hung"}'  # the answer if no replica answers
-_FAILURES = {
-    "/v1/messages": failure_event,
-    **dict.fromkeys(("/completion", "/infill"), failure_of_llamacpp),
-}  # routes whose streams can continue after their replica died
+_FAILURE_BY_PATH = {route.path: route.shape.failure for route in ROUTES}
 _SESSION_HEADER = "x-session-id"
 
 
@@ -68,8 +62,7 @@ def follow(state: ServerState, replicas: Replicas) -> None:
 
 async def hand_on(request: Request, asked: AskedBody, replicas: Exchanges) -> Response:
     """Return the answer of the replica that the router chooses."""
-    path = request.url.path
-    fail = failure_line if path.startswith("/api/") else _FAILURES.get(path, failure_events)
+    fail = _FAILURE_BY_PATH.get(request.url.path, failure_events)
     return await Answering(request, asked, replicas, fail).response()
 
 

@@ -18,9 +18,9 @@ from infer.errors import InferError
 from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, refusal, wait_seconds
 from infer.serving.distributed.unloading import SLACK_SECONDS, models_to_unload
+from infer.serving.protocols.errors import ApiError
 from infer.serving.server.door import retry_headers
 from infer.serving.server.endpoint import known_name
-from infer.serving.server.http_errors import ApiError
 from infer.serving.server.routes.served_models import cached_path
 from infer.serving.server_settings import ServerSettings
 

@@ -20,11 +20,11 @@ from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
 from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel, tasks_of_route
-from infer.serving.protocols.body_fields import Parameters
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.fields import Parameters
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Handler, post
-from infer.serving.server.http_errors import ApiError
 from infer.serving.server.process import Life, run_process
 from infer.serving.server.replies import json_response
 from infer.serving.server.routes import health, web_files

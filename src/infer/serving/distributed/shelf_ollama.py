@@ -12,16 +12,19 @@ from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelved_model import ShelvedModel, tasks_of_route
-from infer.serving.protocols.ollama_bodies import MOST_SECONDS, OllamaModelBody, seconds_of
+from infer.serving.protocols.ollama.ask import MOST_SECONDS, OllamaModelBody, seconds_of
+from infer.serving.protocols.ollama.events import LoadedModel, OllamaModels, listed, time_text, without_prompt
+from infer.serving.server.app import ROUTES as ALL_ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import Handler
-from infer.serving.server.ollama_answers import LoadedModel, OllamaModels, OllamaShape, listed, time_text
 from infer.serving.server.replies import json_response
 from infer.serving.server.routes.ollama import ROUTES, pull_unless, refuse_change, shown_response, version
 from infer.serving.server.routes.served_models import facts_of
 from infer.serving.server.server_state import ServerState
 
-OLLAMA_ANSWERS = [route.path for route in ROUTES if route.operation]  # the routes that use a model
+OLLAMA_ANSWERS = [
+    each.path for each in ALL_ROUTES if each.path.startswith("/api/") and each.operation
+]  # the routes that use a model
 MakeExchanges = Callable[
     [ShelvedModel, str, Callable[[], None]], Exchanges
 ]  # arguments: model, tenant, call on admission
@@ -73,9 +76,9 @@ class ShelfOllama:
         seconds, tenant = seconds_of(wish.keep_alive), call_of(request).key_name
         if seconds == 0 and not wish.has_prompt:
             await self._shelf.unload(model, tenant)
-            call_of(request).model = model.name
-            shape = OllamaShape(call_of(request), None, is_chat=request.url.path == "/api/chat")
-            return json_response(shape.without_prompt(is_unloaded=True))
+            call = call_of(request)
+            call.model, is_chat = model.name, request.url.path == "/api/chat"
+            return json_response(without_prompt(model.name, call.created, is_chat=is_chat, is_unloaded=True))
 
         def keep() -> None:  # not earlier, because the model may be unloaded until then
             model.idle_seconds, model.idle_tenant = seconds, tenant

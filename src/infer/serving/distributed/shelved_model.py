@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, final
 from infer.errors import InferError
 from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.unloading import Resident, Wishes
+from infer.serving.protocols.errors import ApiError
 from infer.serving.server.app import ROUTES
-from infer.serving.server.http_errors import ApiError
 
 log = logging.getLogger("infer.server")
 _START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # estimates for a model that was never loaded here

@@ -1,7 +1,7 @@
 """Parameters of other servers that this server does not have: accepted if they are neutral, renamed, or refused.
 
 A hint changes no token, whatever its value. Any other name that is neither listed here nor similar to a known one is
-ignored with a warning (`unknown_fields`).
+ignored with a warning (`fields`).
 """
 
 from collections.abc import Callable, Mapping

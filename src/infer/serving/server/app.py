@@ -11,22 +11,18 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
+from infer.serving.protocols.errors import ApiError
 from infer.serving.server.access_log import with_calls
 from infer.serving.server.auth import guarded, no_route
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, Endpoint
-from infer.serving.server.http_errors import ApiError
+from infer.serving.server.endpoint import ApiRoute, Endpoint, error_response
 from infer.serving.server.routes import (
     answer_trace,
-    anthropic_messages,
-    chat_completions,
-    completions,
     engine_events,
     health,
-    llamacpp,
     ollama,
     props,
-    responses,
+    protocols,
     retrieval,
     served_models,
     tokens,
@@ -36,8 +32,7 @@ from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.server_state import ServerState
 
 _MODULES = (
-    *(health, served_models, chat_completions, completions, responses, retrieval),
-    *(anthropic_messages, ollama, llamacpp, tokens, answer_trace, engine_events, props, web_files),
+    *(health, served_models, protocols, retrieval, ollama, tokens, answer_trace, engine_events, props, web_files),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)
@@ -75,4 +70,4 @@ def _refuse(request: Request, error: Exception, known: Sequence[str]) -> Respons
         message = f"{path} takes {allowed}, not {request.method}"
         refusal = ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     call_of(request).error_code = refusal.code or refusal.type
-    return refusal.response
+    return error_response(refusal)

@@ -20,9 +20,10 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.errors import InvalidRequestError
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, refusal_of
-from infer.serving.server.http_errors import ApiError, api_error
+from infer.serving.server.endpoint import ApiRoute, error_response, refusal_of
 from infer.serving.server_settings import ServerSettings
 
 # What to use instead, by the first word of the paths of other servers.
@@ -66,8 +67,8 @@ def guarded(app: ASGIApp, settings: ServerSettings, table: Sequence[ApiRoute]) -
         try:
             name = check(scope, Headers(scope=scope))
         except ApiError as error:
-            refusal = refusal_of(error, call, shape_by_path.get(path, api_error))
-            await refusal.response(scope, receive, send)
+            refusal = refusal_of(error, call, shape_by_path.get(path, ErrorShape))
+            await error_response(refusal)(scope, receive, send)
             return
         call.key_name = name or call.key_name  # a parent process has found it already
         await app(scope, receive, send)

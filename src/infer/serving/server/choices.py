@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import NamedTuple, final
+from typing import Any, final
 
 from starlette.requests import Request
 
@@ -16,35 +16,15 @@ import infer
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
-from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
+from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.protocols.asked import refusal
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.events import Delta
+from infer.serving.protocols.params import refusal
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import check_result, enter, of_tenant, text_tokens, while_connected
-from infer.serving.server.http_errors import ApiError
 from infer.serving.server.server_state import ServerState
-
-
-class ChoicePart(NamedTuple):
-    """The next pieces of the choice with index `choice`, or its end.
-
-    At the end, `tail` and `tail_deltas` are the text and the reasoning that were held back.
-    """
-
-    choice: int
-    pieces: Sequence[Piece]
-    result: GenerationResult | None = None
-    tail: str = ""
-    tail_deltas: tuple[ReasoningDelta, ...] = ()
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces) + self.tail
-
-    @property
-    def deltas(self) -> list[ReasoningDelta | ToolCallDelta]:
-        return [*(delta for piece in self.pieces for delta in piece.deltas), *self.tail_deltas]
 
 
 @final
@@ -57,14 +37,9 @@ class Choices:
         self._has_begun = set[int]()
 
     @property
-    def first(self) -> "infer.AsyncStream":
-        """The first choice of the first prompt."""
-        return self._streams[0]
-
-    @property
-    def prompt_ids(self) -> list[list[int]]:
-        """The token ids of each prompt."""
-        return [list(group[0].sequence.request.prompt_token_ids) for group in self._groups]
+    def firsts(self) -> list[Any]:
+        """The `step.sequence.Sequence` of the first choice of each prompt."""
+        return [group[0].sequence for group in self._groups]
 
     async def begin(self) -> None:
         """Put the first choice of each prompt into the queue."""
@@ -91,21 +66,21 @@ class Choices:
             check_result(result, self._state)
         return results
 
-    async def parts(self) -> AsyncGenerator[ChoicePart, None]:
+    async def parts(self) -> AsyncGenerator[Delta, None]:
         """Yield the parts of all choices when they arrive, each choice with its end.
 
         A choice that fails has no end. Its ApiError is raised when all other choices have ended.
         """
         if not self._is_answered:
             for index, result in enumerate(self._empty()):
-                yield ChoicePart(index, (), result)
+                yield Delta(index, (), result)
             return
         failures = list[ApiError]()
         try:
             async with aclosing(self._read_all()) as read:
                 async for index, pieces in read:
                     try:
-                        part = ChoicePart(index, pieces) if pieces else await self._end(index)
+                        part = Delta(index, pieces) if pieces else await self._end(index)
                     except ApiError as error:
                         failures.append(_of_choice(error, index))
                     else:
@@ -155,7 +130,7 @@ class Choices:
             self._call.notes.append(note_of(index, pieces))
         return index, pieces
 
-    async def _end(self, index: int) -> ChoicePart:
+    async def _end(self, index: int) -> Delta:
         stream = self._streams[index]
         result = self._call.result_by_stream[stream] = await stream.result()
         check_result(result, self._state)
@@ -163,7 +138,7 @@ class Choices:
         tail = result.text[sum(len(piece.text) for piece in pieces) :]
         known, _ = assembled(delta for piece in pieces for delta in piece.deltas)
         rest = (result.reasoning or "")[len(known or "") :]
-        return ChoicePart(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
+        return Delta(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
 
     def cancel(self) -> None:
         """Cancel the choices that have not ended."""

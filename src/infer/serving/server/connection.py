@@ -13,9 +13,9 @@ from typing import Any, final
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from infer.serving.protocols.errors import ApiError
 from infer.serving.server.access_log import new_id
 from infer.serving.server.call import Call
-from infer.serving.server.http_errors import ApiError
 from infer.serving.server_settings import ServerSettings
 
 _KEY = "infer.connection"

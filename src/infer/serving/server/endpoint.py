@@ -20,19 +20,19 @@ import infer
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InferError
 from infer.outputs import GenerationResult
-from infer.serving.protocols.body_fields import Reading
-from infer.serving.protocols.read_body import Complete, as_given, read_body
-from infer.serving.server.answer_types import Json
+from infer.serving.protocols.answers import Json
+from infer.serving.protocols.errors import ENGINE_FAILED, ApiError, api_error
+from infer.serving.protocols.events import ErrorShape
+from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
 from infer.serving.server.call import Call, call_of, unpack
 from infer.serving.server.door import Arrival
-from infer.serving.server.http_errors import ENGINE_FAILED, ApiError, api_error
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from infer.system.processes.child_process import asking_for
 from infer.system.spellings import plain_name
 
 log = logging.getLogger("infer.server")
-JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
+JSON = "application/json"
 _INLINE_BYTES = 1 << 15  # of a body that is read on the event loop, in a few milliseconds
 Handler = Callable[..., Awaitable[Response]]  # arguments: the request, the state and, if the route has one, the body
 _BYTES_PER_TOKEN = 3  # an estimate, for prompts that are not tokenised yet
@@ -52,7 +52,7 @@ class ApiRoute(NamedTuple):
     `path` is in Starlette's notation. The body of a request is read as a `body`, after `complete` has converted the
     fields that other programs send. Warnings about the body are kept in the call, and the answer contains them.
     `answer` is a type that msgspec describes, or the media type of any other answer. A route that `streams` can also
-    answer with events: server-sent ones, or lines of JSON if its `stream_type` is `LINES`. `parameters` describe the
+    answer with events: those of its `shape`, which also shows its errors. `parameters` describe the
     query, in OpenAPI's notation. If `is_open`, no key is needed. `operation` is the model's task, in
     OpenTelemetry's words; the handler of such a request asks the door (`asking.enter`). `shape` converts an exception
     to the error that a client receives.
@@ -69,8 +69,7 @@ class ApiRoute(NamedTuple):
     parameters: Sequence[Json] = ()
     complete: Complete = as_given
     is_open: bool = False
-    shape: Callable[[Exception], ApiError] = api_error
-    stream_type: str = EVENTS
+    shape: type[ErrorShape] = ErrorShape
 
 
 get, post = partial(ApiRoute, "GET"), partial(ApiRoute, "POST")
@@ -109,7 +108,7 @@ class Endpoint:
             call.leave()
             return
         except Exception as error:
-            response = refusal_of(error, call, self._route.shape).response
+            response = error_response(refusal_of(error, call, self._route.shape))
         await response(scope, receive, send)
 
     async def _handle(self, request: Request, call: Call) -> Response:
@@ -127,13 +126,17 @@ async def read_apart(read: Callable[[], _Found], content: bytes) -> _Found:
     return read() if len(content) <= _INLINE_BYTES else await asyncio.to_thread(read)
 
 
-def refusal_of(error: Exception, call: Call, shape: Callable[[Exception], ApiError] = api_error) -> ApiError:
+def refusal_of(error: Exception, call: Call, shape: type[ErrorShape] = ErrorShape) -> ApiError:
     """Return the error that the client receives, and note its code in the call. An internal failure is logged."""
     if not isinstance(error, ApiError | InferError):
         log.error("request %s failed", call.id, exc_info=error)
-    refusal = shape(error)
+    refusal = shape.error_of(api_error(error))
     call.error_code = refusal.code or refusal.type
     return refusal
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error.body, error.status, error.headers, media_type=JSON)
 
 
 def check_result(result: GenerationResult, state: ServerState) -> None:

@@ -18,9 +18,9 @@ import infer
 from infer.engine.step.scheduler import StepTaken
 from infer.engine.step.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
+from infer.serving.protocols.errors import ApiError
 from infer.serving.server.call import Call
 from infer.serving.server.door import Door, Forecast, RemainingWork, retry_headers
-from infer.serving.server.http_errors import ApiError
 from infer.serving.server.metrics import Metrics
 from infer.serving.server_settings import ServerSettings
 from infer.system.processes.child_process import asking_for

@@ -7,7 +7,6 @@ the answer bit by bit up to that place. Without another token, it equals the who
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -18,22 +17,8 @@ from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
 from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES, NUM_TOKENS_OF_COMPLETIONS
-from infer.serving.protocols.asked import (
-    conversation_options,
-    conversation_variables,
-    make_params,
-    refusal,
-    refuse_unless_neutral,
-    sampling_values,
-    seeds_of,
-)
-from infer.serving.protocols.bodies import CompletingBody, ConversationBody, Message
-from infer.serving.protocols.body_fields import TokenId, refuse
-from infer.serving.protocols.chat_answers import delta_fields, finish_reason_of, reasoning_and_calls
-from infer.serving.protocols.chat_messages import complete_chat, messages_of
-from infer.serving.server.answer_types import (
+from infer.serving.protocols.answers import (
     Answer,
-    AnswerHead,
     Bytes,
     CalledTool,
     ChatFinishReason,
@@ -42,13 +27,30 @@ from infer.serving.server.answer_types import (
     Json,
     StopReason,
     Usage,
+    delta_fields,
+    finish_reason_of,
+    reasoning_and_calls,
     token_columns,
     usage_of,
 )
+from infer.serving.protocols.events import Accepted, Delta, Shape
+from infer.serving.protocols.fields import TokenId, refuse
+from infer.serving.protocols.openai.ask import (
+    CompletingBody,
+    ConversationBody,
+    Message,
+    complete_chat,
+    conversation_options,
+    conversation_variables,
+    messages_of,
+    sampling_values,
+)
+from infer.serving.protocols.params import Served, make_params, refusal, refuse_unless_neutral, seeds_of
 from infer.serving.server.call import call_of
-from infer.serving.server.choices import ChoicePart, accept
-from infer.serving.server.endpoint import answer_any_model, post, while_connected
-from infer.serving.server.replies import ReplyFormat, json_response, make_head, reply
+from infer.serving.server.choices import accept
+from infer.serving.server.endpoint import post, while_connected
+from infer.serving.server.replies import json_response
+from infer.serving.server.routes.protocols import answering, served_by
 from infer.serving.server.server_state import ServerState
 
 # Fields of the completions that have no meaning here, with their neutral values.
@@ -66,19 +68,19 @@ class OneAnswerBody(ConversationBody, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
-def ask_one(
-    body: OneAnswerBody, defaults: Mapping[str, Any], template: str | None, answer_prefix: Sequence[int] = ()
-) -> Ask:
-    """Return what the body asks for, over the model's own `defaults` and for its chat template. Raises ApiError."""
+def ask_one(body: OneAnswerBody, served: Served, answer_prefix: Sequence[int] = ()) -> Ask:
+    """Return what a body asks. Raises BodyError."""
     refuse_unless_neutral(body, _NEUTRAL)
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | sampling_values(body)
-    (params,) = make_params(values, defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages")
+    (params,) = make_params(
+        values, served.defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages"
+    )
     options = conversation_options(body, body.reasoning_effort, answer_prefix=tuple(answer_prefix))
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise refuse("give one of prompt and messages", "prompt", code)
     if body.messages is not None:
-        variables = conversation_variables(body, template)
+        variables = conversation_variables(body, served.template)
         return Ask([messages_of(body.messages)], [params], options, variables=variables, prompt_name="messages")
     for name in _OF_MESSAGES:
         if getattr(body, name) is not None:
@@ -141,13 +143,14 @@ class Trace(Answer, kw_only=True, tag_field="object", tag="trace"):
 
 async def trace(request: Request, state: ServerState, body: TraceBody) -> Response:
     llm, given = state.llm(), body.answer_token_ids
-    answer_any_model(request, state, body.model)
+    served = served_by(request, state, body)
     if body.stream:
         raise refuse("stream must not be true: a trace is not streamed", "stream", "unsupported_value")
-    asked = ask_one(body, llm.llm.sampling_defaults, llm.llm.tokenizer.chat_template)
+    asked = ask_one(body, served)
     part = _part_of(body)
     choices = await accept(request, state, asked if given is None else replace(asked, is_answered=False))
-    (prompt_ids,) = choices.prompt_ids
+    prompted = choices.firsts[0].request
+    prompt_ids = list(prompted.prompt_token_ids)
     if given is None:
         (result,) = await while_connected(request, choices.results())
         answer, facts = result.token_ids, {"text": result.text, **reasoning_and_calls(result), **end_of(result)}
@@ -156,7 +159,7 @@ async def trace(request: Request, state: ServerState, body: TraceBody) -> Respon
         _check_answer(given, len(prompt_ids), llm.host.requests.limits.vocab_size, llm.host.model.max_seq_len)
     num = body.num_candidates or NUM_CANDIDATES
     try:
-        tracing = llm.trace_answer(choices.first.sequence.request, answer, num_candidates=num, **part)
+        tracing = llm.trace_answer(prompted, answer, num_candidates=num, **part)
         traces = await while_connected(request, tracing)
     except InvalidRequestError as error:
         raise refusal(error, "answer_token_ids") from error
@@ -214,13 +217,9 @@ class BranchBody(OneAnswerBody, kw_only=True):
     token_id: TokenId | None = None
 
 
-async def branch(request: Request, state: ServerState, body: BranchBody) -> Response:
-    llm = answer_any_model(request, state, body.model)
-    prefix = prefix_of(body)
-    asked = ask_one(body, llm.sampling_defaults, llm.tokenizer.chat_template, prefix)
-    choices = await accept(request, state, asked)
-    shape = BranchShape(make_head("branch-", request, state), len(prefix), llm.tokenizer.token_bytes)
-    return await reply(request, state, choices, shape, is_streamed=body.stream)
+def ask_branch(body: BranchBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
+    return ask_one(body, served, prefix_of(body))
 
 
 def prefix_of(body: BranchBody) -> list[int]:
@@ -261,12 +260,12 @@ class BranchChunk(BranchFields, kw_only=True, tag_field="object", tag="branch.ch
 
 
 @final
-class BranchShape(ReplyFormat):
+class BranchShape(Shape):
     """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
 
-    def __init__(self, head: AnswerHead, num_given: int, spelling: Sequence[bytes]) -> None:
-        self._fields = head._asdict() | {"num_given": num_given}
-        self._spelling = spelling
+    def __init__(self, accepted: Accepted, body: BranchBody) -> None:
+        self._fields = accepted.head("branch-")._asdict() | {"num_given": len(accepted.ask.options.answer_prefix)}
+        self._spelling = accepted.served.tokenizer.token_bytes
 
     def whole(self, results: Sequence[GenerationResult]) -> Branch:
         (result,) = results
@@ -279,14 +278,22 @@ class BranchShape(ReplyFormat):
             **end_of(result),
         )
 
-    def chunks(self, part: ChoicePart) -> list[BranchChunk]:
+    def chunks(self, part: Delta) -> list[BranchChunk]:
         columns = token_columns(part.pieces, self._spelling)
         end = {} if part.result is None else end_of(part.result)
         return [BranchChunk(**self._fields, text=part.text, **delta_fields(part.deltas), **columns, **end)]
 
 
-_of_chat = partial(post, complete=complete_chat)
 ROUTES = [
-    _of_chat("/v1/trace", trace, "Record how an answer is sampled", TraceBody, Trace, "trace"),
-    _of_chat("/v1/branch", branch, "Continue an answer from a token", BranchBody, Branch, "branch", streams=True),
+    post("/v1/trace", trace, "Record how an answer is sampled", TraceBody, Trace, "trace", complete=complete_chat),
+    answering(
+        "/v1/branch",
+        "Continue an answer from a token",
+        BranchBody,
+        Branch,
+        ask_branch,
+        BranchShape,
+        "branch",
+        complete_chat,
+    ),
 ]

@@ -9,11 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.protocols.body_fields import refuse
-from infer.serving.server.answer_types import Json
+from infer.serving.protocols.answers import Json
+from infer.serving.protocols.events import event
+from infer.serving.protocols.fields import refuse
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import get
-from infer.serving.server.replies import EventStream, event
+from infer.serving.server.replies import EventStream
 from infer.serving.server.server_state import ServerState
 
 _SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # the next snapshot shows a drain

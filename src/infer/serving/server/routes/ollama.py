@@ -17,63 +17,45 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
-from infer.engine.requests.ask import Ask
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
-from infer.serving.protocols.asked import ask_chat, refuse_unless_neutral
-from infer.serving.protocols.bodies import ChatBody, CompletionBody
-from infer.serving.protocols.body_fields import Reading, refuse
-from infer.serving.protocols.chat_answers import Spelling
-from infer.serving.protocols.ollama_bodies import (
-    AnsweringBody,
-    OllamaChatBody,
+from infer.serving.protocols.answers import Answer, Count
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.events import LINES, line
+from infer.serving.protocols.fields import refuse
+from infer.serving.protocols.ollama.ask import (
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
-    OllamaGenerateBody,
     OllamaModelBody,
-    chat_of,
     embeddings_of,
-    generation_of,
-    seconds_of,
 )
-from infer.serving.protocols.retrieval_bodies import EmbeddingsBody
-from infer.serving.server.answer_types import Answer, Count
-from infer.serving.server.call import call_of
-from infer.serving.server.choices import accept
-from infer.serving.server.endpoint import (
-    LINES,
-    ApiRoute,
-    answer_any_model,
-    check_model,
-    get,
-    known_name,
-    post,
-    while_connected,
-)
-from infer.serving.server.http_errors import ApiError
-from infer.serving.server.ollama_answers import (
+from infer.serving.protocols.ollama.events import (
     LoadedModel,
-    OllamaChat,
-    OllamaGeneration,
     OllamaModels,
     OllamaShape,
     ShownModel,
     failure_line,
     listed,
     nanoseconds,
-    ollama_error,
     shown,
 )
-from infer.serving.server.replies import EventStream, json_response, line, reply
-from infer.serving.server.routes.completions import ask_to_complete
+from infer.serving.protocols.retrieval import EmbeddingsBody
+from infer.serving.server.call import call_of
+from infer.serving.server.endpoint import (
+    ApiRoute,
+    check_model,
+    get,
+    known_name,
+    post,
+    while_connected,
+)
+from infer.serving.server.replies import EventStream, json_response
 from infer.serving.server.routes.retrieval import embed
 from infer.serving.server.routes.served_models import facts_of, fetch, is_at_hand, is_fetched
 from infer.serving.server.server_state import ServerState
 from infer.system.spellings import plain_name
 
 API_VERSION = "0.14.0"  # the first Ollama with all of its routes that are here, /v1/messages too; clients compare it
-_ONE_ANSWER: dict[str, tuple[object, ...]] = dict.fromkeys(("prompt_logprobs", "return_token_ids", "echo"), ())
-_ONE_ANSWER["n"] = (1,)
 _REFUSALS = {
     "/api/copy": "models are not copied: give a name with --served-model-name at the server's start",
     "/api/create": "models are not created here: use infer quantize, and serve the file",
@@ -181,50 +163,6 @@ class OllamaVector(Answer, kw_only=True):
     embedding: list[float]
 
 
-# Answers
-
-
-async def chat(request: Request, state: ServerState, body: OllamaChatBody) -> Response:
-    answer_any_model(request, state, body.model)
-    if not body.messages:
-        return _without_prompt(request, body, is_chat=True)
-    return await _answer(request, state, body, chat_of(body, _reading(request, state)), is_chat=True)
-
-
-async def generate(request: Request, state: ServerState, body: OllamaGenerateBody) -> Response:
-    llm = answer_any_model(request, state, body.model)
-    if not (body.prompt or body.suffix):
-        return _without_prompt(request, body, is_chat=False)
-    asked = generation_of(body, _reading(request, state), can_chat=llm.can_chat)
-    return await _answer(request, state, body, asked, is_chat=False)
-
-
-def _reading(request: Request, state: ServerState) -> Reading:
-    return Reading(state.settings.unknown_fields, call_of(request).warnings)
-
-
-def _without_prompt(request: Request, body: AnsweringBody, *, is_chat: bool) -> Response:
-    """Return the answer to a request that only loads or unloads the model. The model always stays loaded here."""
-    shape = OllamaShape(call_of(request), None, is_chat=is_chat)
-    return json_response(shape.without_prompt(is_unloaded=seconds_of(body.keep_alive) == 0))
-
-
-async def _answer(
-    request: Request, state: ServerState, body: AnsweringBody, meant: ChatBody | CompletionBody, *, is_chat: bool
-) -> Response:
-    llm = state.llm().llm
-    refuse_unless_neutral(meant, _ONE_ANSWER)
-    asked: Ask
-    if isinstance(meant, ChatBody):
-        asked = ask_chat(meant, llm.sampling_defaults, llm.tokenizer.chat_template)
-    else:
-        asked = await ask_to_complete(request, state, meant)
-    choices = await accept(request, state, asked)
-    spelling = Spelling.of(llm.tokenizer) if body.logprobs else None
-    shape = OllamaShape(call_of(request), spelling, is_chat=is_chat)
-    return await reply(request, state, choices, shape, is_streamed=body.stream is not False)
-
-
 async def embed_texts(request: Request, state: ServerState, body: OllamaEmbedBody) -> Response:
     call = call_of(request)
 
@@ -283,21 +221,18 @@ async def refuse_change(request: Request, state: ServerState, body: OllamaModelB
     raise ApiError(400, _REFUSALS[request.url.path], code="unsupported")
 
 
-_post = partial(post, shape=ollama_error)
-_get = partial(get, shape=ollama_error)
-_answering = partial(_post, streams=True, stream_type=LINES)
+_post = partial(post, shape=OllamaShape)
+_get = partial(get, shape=OllamaShape)
 ROUTES = [
-    _answering("/api/chat", chat, "Answer a conversation", OllamaChatBody, OllamaChat, "chat"),
-    _answering("/api/generate", generate, "Answer a prompt", OllamaGenerateBody, OllamaGeneration, "text_completion"),
     _post("/api/embed", embed_texts, "Convert texts to vectors", OllamaEmbedBody, OllamaVectors, "embeddings"),
     _post("/api/embeddings", embed_text, "Convert a text", OllamaEmbeddingsBody, OllamaVector, "embeddings"),
     _get("/api/version", version, "Show the version of Ollama's API", answer=OllamaVersion),
     _get("/api/tags", tags, "The models", answer=OllamaModels),
     _get("/api/ps", running, "List the loaded models", answer=OllamaModels),
     _post("/api/show", show, "Show the headers of a model", OllamaModelBody, ShownModel),
-    _answering("/api/pull", pull, "Download a model from the hub", OllamaModelBody, OllamaStatus),
+    _post("/api/pull", pull, "Download a model from the hub", OllamaModelBody, OllamaStatus, streams=True),
     _post("/api/copy", refuse_change, "Refused", OllamaModelBody, OllamaStatus),
     _post("/api/create", refuse_change, "Refused", OllamaModelBody, OllamaStatus),
     _post("/api/push", refuse_change, "Refused", OllamaModelBody, OllamaStatus),
-    ApiRoute("DELETE", "/api/delete", refuse_change, "Refused", answer=OllamaStatus, shape=ollama_error),
+    ApiRoute("DELETE", "/api/delete", refuse_change, "Refused", answer=OllamaStatus, shape=OllamaShape),
 ]

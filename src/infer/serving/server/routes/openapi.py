@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import infer
-from infer.serving.server.answer_types import ErrorAnswer, Json
-from infer.serving.server.endpoint import EVENTS, JSON, LINES, ApiRoute, get
+from infer.serving.protocols.answers import ErrorAnswer, Json
+from infer.serving.protocols.events import EVENTS, LINES
+from infer.serving.server.endpoint import JSON, ApiRoute, get
 from infer.serving.server.replies import json_response
 from infer.serving.server.routes.health import Health
 from infer.serving.server.server_state import ServerState
@@ -141,7 +142,7 @@ def _responses(route: ApiRoute, schema_by_type: Mapping[Any, Json]) -> Json:
     else:
         answer = _json_of(schema_by_type[route.answer])
     if route.streams:
-        answer[route.stream_type] = {"schema": _STREAMS[route.stream_type]}
+        answer[route.shape.media_type] = {"schema": _STREAMS[route.shape.media_type]}
     found: Json = {"200": {"description": "The answer.", "content": answer}}
     for status, description in _STATUSES.items():
         if (

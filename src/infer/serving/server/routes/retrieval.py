@@ -9,77 +9,37 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
 from infer.errors import InvalidRequestError
 from infer.outputs import ranked
-from infer.serving.protocols.body_fields import refuse
-from infer.serving.protocols.retrieval_bodies import (
+from infer.serving.protocols.answers import Answer
+from infer.serving.protocols.events import with_warnings
+from infer.serving.protocols.fields import refuse
+from infer.serving.protocols.retrieval import (
+    ClassifyAnswer,
     ClassifyBody,
-    Embedding,
+    Embeddings,
     EmbeddingsBody,
-    Labelled,
+    EmbeddingsUsage,
+    RerankAnswer,
     RerankBody,
-    RerankResult,
+    Score,
+    ScoreAnswer,
     ScoreBody,
     refusal_of_texts,
     texts_of,
     texts_or_pairs_of,
 )
-from infer.serving.server.answer_types import Answer, Count
 from infer.serving.server.call import call_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import check_model, enter, post, text_tokens, while_connected
-from infer.serving.server.replies import json_response, with_warnings
+from infer.serving.server.replies import json_response
 from infer.serving.server.server_state import ServerState
 
 _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
-
-
-class EmbeddingsUsage(Struct):
-    prompt_tokens: Count
-    total_tokens: Count
-
-    @classmethod
-    def of(cls, num_tokens: int) -> "EmbeddingsUsage":
-        return cls(num_tokens, num_tokens)
-
-
-class Embeddings(Answer, tag_field="object", tag="list"):
-    data: list[Embedding]
-    model: str
-    usage: EmbeddingsUsage
-
-
-class RerankAnswer(Answer):
-    id: str
-    model: str
-    results: list[RerankResult]
-    usage: EmbeddingsUsage
-
-
-class Score(Struct, tag_field="object", tag="score"):
-    index: Count
-    score: float
-
-
-class ScoreAnswer(Answer, tag_field="object", tag="list"):
-    id: str
-    created: Count
-    model: str
-    data: list[Score]
-    usage: EmbeddingsUsage
-
-
-class ClassifyAnswer(Answer, tag_field="object", tag="list"):
-    id: str
-    created: Count
-    model: str
-    data: list[Labelled]
-    usage: EmbeddingsUsage
 
 
 async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
@@ -103,7 +63,7 @@ async def embed(
     computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_vectors(texts, options))
     answer = partial(make_answer, computed.found.numpy(), computed.texts.num_tokens)
     # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
-    encoded = host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call)))
+    encoded = host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call.warnings)))
     return Response(await while_connected(request, encoded), media_type="application/json")
 
 

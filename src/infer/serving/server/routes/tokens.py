@@ -17,11 +17,10 @@ import infer
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.asked import plain, refusal, template_variables
-from infer.serving.protocols.bodies import Body, Message, Tools
-from infer.serving.protocols.body_fields import TokenId, refuse
-from infer.serving.protocols.chat_messages import complete_chat, messages_of
-from infer.serving.server.answer_types import Answer, Bytes, Count
+from infer.serving.protocols.answers import Answer, Bytes, Count
+from infer.serving.protocols.fields import TokenId, refuse
+from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
+from infer.serving.protocols.params import plain, refusal, template_variables
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import check_model, post, while_connected
 from infer.serving.server.replies import json_response

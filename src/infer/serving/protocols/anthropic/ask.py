@@ -7,37 +7,20 @@ with the number of tokens left in its context.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Annotated, Any, Literal, final
 
 import msgspec
+from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.anthropic_bodies import (
-    AnyChoice,
-    AutoChoice,
-    Choice,
-    MessagesBody,
-    MessagesTool,
-    MessagesTools,
-    MessageTurn,
-    NoChoice,
-    PromptBody,
-    TextBlock,
-    Thinking,
-    ThinkingBlock,
-    ThinkingOff,
-    ThinkingOn,
-    ToolByName,
-    ToolResultBlock,
-    ToolUseBlock,
-)
-from infer.serving.protocols.asked import make_params, refusal, seeds_of, stops_of
-from infer.serving.protocols.body_fields import Reading, refuse
-from infer.serving.protocols.chat_messages import (
+from infer.request_limits import MAX_STOPS, MAX_TOKENS, MAX_TOOLS
+from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse
+from infer.serving.protocols.foreign import Foreign
+from infer.serving.protocols.messages import (
     call_of_message,
     complete_each,
     own_tools,
@@ -45,6 +28,7 @@ from infer.serving.protocols.chat_messages import (
     placeholder,
     text_of,
 )
+from infer.serving.protocols.params import Served, make_params, refusal, seeds_of, stops_of
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
@@ -55,6 +39,191 @@ _MOST_BUDGET = 200  # the longest budget reminder with its frame, in characters
 _BUDGET = re.compile(
     r"(?:<system-reminder>\s{0,4})?(?P<budget><total_tokens>[^<>\n]{1,60}</total_tokens>)(?:\s{0,4}</system-reminder>)?"
 )
+
+_FOREIGN = {
+    "thread": Foreign("answers are not stored: send all messages"),
+    "container": Foreign("no code is run here: leave it out"),
+    "mcp_servers": Foreign("no tools are run here: leave it out", ([],)),
+    "context_management": Foreign(is_hint=True),
+    "speed": Foreign(is_hint=True),
+    "inference_geo": Foreign(is_hint=True),
+    "betas": Foreign(is_hint=True),
+    "max_completion_tokens": Foreign("use max_tokens", same_as=("max_tokens",)),
+    "output_format": Foreign("use output_config.format", becomes=lambda value: {"output_config": {"format": value}}),
+    "reasoning_effort": Foreign("use output_config.effort", becomes=lambda value: {"output_config": {"effort": value}}),
+    "response_format": Foreign("use output_config.format", ({"type": "text"},)),
+    "stop": Foreign("use stop_sequences", same_as=("stop_sequences",)),
+}
+_FOREIGN_OUTPUT = {"task_budget": Foreign(is_hint=True)}
+_OF_ANSWERS = (
+    *("max_tokens", "metadata", "service_tier", "stop_sequences", "stream"),
+    *("temperature", "top_k", "top_p", "seed"),
+)
+
+
+@final
+class CacheControl(Struct, kw_only=True):
+    """A hint without effect: prefixes of prompts are always cached."""
+
+    type: str | None = None
+    ttl: str | None = None
+
+
+class _Block(Struct, kw_only=True, tag_field="type"):
+    cache_control: CacheControl | None = None
+
+
+@final
+class TextBlock(_Block, tag="text"):
+    text: str
+    citations: Any = None
+
+
+@final
+class ToolUseBlock(_Block, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+@final
+class ToolResultBlock(_Block, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+@final
+class ThinkingBlock(_Block, tag="thinking"):
+    thinking: str
+    signature: str | None = None
+
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+
+
+@final
+class MessageTurn(Struct, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+@final
+class MessagesTool(ToolKeys, kw_only=True):
+    """A tool. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class _Choice(Parameters, kw_only=True, tag_field="type"):
+    disable_parallel_tool_use: bool | None = None
+
+
+@final
+class AutoChoice(_Choice, tag="auto"):
+    pass
+
+
+@final
+class AnyChoice(_Choice, tag="any"):
+    pass
+
+
+@final
+class ToolByName(_Choice, tag="tool"):
+    name: str
+
+
+@final
+class NoChoice(Parameters, tag_field="type", tag="none"):
+    pass
+
+
+Choice = AutoChoice | AnyChoice | ToolByName | NoChoice
+MessagesTools = Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)]
+
+
+class _Thinking(Parameters, kw_only=True, tag_field="type"):
+    display: str | None = None  # thinking is always shown
+
+
+@final
+class ThinkingOff(_Thinking, tag="disabled"):
+    pass
+
+
+@final
+class ThinkingOn(_Thinking, tag="enabled"):
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+
+
+@final
+class ThinkingFreely(_Thinking, tag="adaptive"):
+    pass
+
+
+Thinking = ThinkingOff | ThinkingOn | ThinkingFreely
+
+
+@final
+class JsonOutput(Parameters, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+@final
+class OutputConfig(Parameters, kw_only=True):
+    """The format of an answer. `effort` is a hint."""
+
+    foreign = _FOREIGN_OUTPUT
+
+    effort: str | None = None
+    format: JsonOutput | None = None
+
+
+class PromptBody(Parameters, kw_only=True):
+    """The fields that both routes have."""
+
+    foreign = _FOREIGN
+
+    model: str | None = None
+    messages: Annotated[list[MessageTurn], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+    tools: MessagesTools | None = None
+    tool_choice: Choice | None = None
+
+
+@final
+class CountTokensBody(PromptBody, kw_only=True):
+    """The prompt to count. The fields of a request for an answer are accepted, because clients send them too."""
+
+    foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, Foreign(is_hint=True))
+
+
+@final
+class MessagesBody(PromptBody, kw_only=True):
+    """A request for an answer.
+
+    `seed` is not in Anthropic's API. Without `max_tokens`, an answer may fill the context.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
 @final
@@ -95,14 +264,11 @@ def is_billing(text: str, prompts: AgentPrompts) -> bool:
     return prompts == "adapt" and _BILLING.fullmatch(text.strip()) is not None
 
 
-def complete_messages(given: Any, reading: Reading) -> Any:
+def complete_messages(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return the body whose messages and tools have only known kinds of blocks and tools.
 
     Raises BodyError for an image or a file in the user's last message, unless it answers a tool's call.
     """
-    if not isinstance(given, dict):
-        return given
-    given = dict(given)
     if isinstance(system := given.get("system"), list):
         given["system"] = _blocks(system, "system", reading, is_refused=False)
     if isinstance(turns := given.get("messages"), list):
@@ -141,7 +307,7 @@ def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_
         case "text" if block.get("text") is None and "text" in block:
             return {**block, "text": ""}
         case "tool_use":
-            return {**block, "input": _input(block.get("input"), f"{path}.input", reading)}
+            return {**block, "input": past_arguments(block.get("input"), f"{path}.input", reading)}
         case "tool_result":
             return _result(block, path, reading)
         case "thinking" if not isinstance(block.get("thinking"), str):
@@ -168,11 +334,6 @@ def _result(block: dict[str, Any], path: str, reading: Reading) -> dict[str, Any
     if not content and block.get("is_error") is True:
         content = "[error]"  # the tool returned nothing but the error flag
     return {**block, "content": content}
-
-
-def _input(given: Any, path: str, reading: Reading) -> Any:
-    """Return the input of an earlier call as an object."""
-    return given if isinstance(given, dict) else msgspec.json.decode(past_arguments(given, path, reading))
 
 
 def _readable(block: dict[str, Any], kind: str) -> str | None:
@@ -206,21 +367,19 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def ask_message(
-    body: MessagesBody, defaults: Mapping[str, Any], template: str | None, agent_prompts: AgentPrompts
-) -> Ask:
-    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
-    params = make_params(sampling_of(body), defaults, seeds_of(body.seed, 1), "messages")
-    return replace(ask_prompt(body, template, agent_prompts), params=params)
+def ask_message(body: MessagesBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
+    params = make_params(sampling_of(body), served.defaults, seeds_of(body.seed, 1), "messages")
+    return replace(ask_prompt(body, served), params=params)
 
 
-def ask_prompt(body: PromptBody, template: str | None, agent_prompts: AgentPrompts) -> Ask:
+def ask_prompt(body: PromptBody, served: Served) -> Ask:
     """Return the prompt of a body and its options, without parameters. Raises BodyError."""
-    messages = messages_of(body.messages, body.system, agent_prompts)
+    messages = messages_of(body.messages, body.system, served.agent_prompts)
     return Ask(
         [messages],
-        options=options_of(body, template),
-        variables=variables_of(body, messages, template),
+        options=options_of(body, served.template),
+        variables=variables_of(body, messages, served.template),
         prompt_name="messages",
     )
 

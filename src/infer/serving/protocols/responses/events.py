@@ -1,4 +1,4 @@
-"""`/v1/responses`: answer a conversation with reasoning, a message and calls, whole or as numbered events."""
+"""Answers of `/v1/responses` with reasoning, a message and calls, whole or as numbered events."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,22 +7,22 @@ from typing import Any, Literal, final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
-from starlette.requests import Request
-from starlette.responses import Response
 
 from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
-from infer.sampling_params import SamplingParams
-from infer.serving.protocols.bodies import ResponseBody
-from infer.serving.protocols.chat_answers import FINISH_REASONS, Spelling, chat_entries, without_end
-from infer.serving.protocols.response_request import ask_response, complete_response, name_apart
-from infer.serving.server.answer_types import Answer, AnswerHead, Count, Json, extension, logprobs_of
-from infer.serving.server.call import Call, call_of
-from infer.serving.server.choices import ChoicePart, accept
-from infer.serving.server.endpoint import answer_any_model, post
-from infer.serving.server.http_errors import ApiError
-from infer.serving.server.replies import ReplyFormat, event, json_response, make_head, reply, with_warnings
-from infer.serving.server.routes.tokens import count_prompt
-from infer.serving.server.server_state import ServerState
+from infer.serving.protocols.answers import (
+    FINISH_REASONS,
+    Answer,
+    Count,
+    Json,
+    Spelling,
+    chat_entries,
+    extension,
+    logprobs_of,
+    without_end,
+)
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.events import Accepted, Delta, Shape, event, with_warnings
+from infer.serving.protocols.responses.ask import ResponseBody, name_apart
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -110,9 +110,10 @@ class ResponseAnswer(Answer, kw_only=True, tag_field="object", tag="response"):
 class ResponseItems:
     """The objects of an answer. Its items are the reasoning, one message with one text, and calls, if they exist."""
 
-    def __init__(self, head: AnswerHead, body: ResponseBody, params: SamplingParams, spelling: Spelling) -> None:
+    def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
+        head, params = accepted.head("resp_"), accepted.ask.params[0]
         self._number = head.id.removeprefix("resp_")
-        self._spelling = spelling
+        self._spelling = Spelling.of(accepted.served.tokenizer)
         self._namespaces = {tool.name: tool.namespace for tool in body.tools or () if tool.namespace}
         self.begun = partial(
             ResponseAnswer,
@@ -176,7 +177,7 @@ class ResponseItems:
 
 
 @final
-class ResponseShape(ReplyFormat):
+class ResponseShape(Shape):
     """The answer, whole or as events with numbers.
 
     One item of a stream is open at a time. It is closed when the next item begins, or at the end of the stream.
@@ -184,8 +185,8 @@ class ResponseShape(ReplyFormat):
 
     last = b""
 
-    def __init__(self, items: ResponseItems, call: Call) -> None:
-        self._items, self._call, self._number = items, call, 0
+    def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
+        self._items, self._warnings, self._number = ResponseItems(accepted, body), accepted.served.reading.warnings, 0
         self._index = -1  # index of the open item
         self._open: OutputItem | None = None
         self._written = ""  # the part of its text or arguments that was sent
@@ -199,7 +200,7 @@ class ResponseShape(ReplyFormat):
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=begun) for kind in kinds]
 
-    def chunks(self, part: ChoicePart) -> list[Json]:
+    def chunks(self, part: Delta) -> list[Json]:
         return self._deltas(part) + ([] if part.result is None else self._end(part.result))
 
     def fail(self, error: ApiError) -> bytes:
@@ -207,7 +208,7 @@ class ResponseShape(ReplyFormat):
         failed = self._event("response.failed", response=self._items.begun(status="failed", error=told, output=[]))
         return event(msgspec.json.encode(failed), failed["type"])
 
-    def _deltas(self, part: ChoicePart) -> list[Json]:
+    def _deltas(self, part: Delta) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
         found = list[Json]()
         deltas = part.deltas
@@ -271,7 +272,7 @@ class ResponseShape(ReplyFormat):
         whole = self._items.whole(result)
         found = [] if self._index >= 0 else self._begin(self._items.message("in_progress", []))
         found += self._close("incomplete" if whole.status == "incomplete" else "completed")
-        return [*found, self._event(f"response.{whole.status}", response=with_warnings(whole, self._call))]
+        return [*found, self._event(f"response.{whole.status}", response=with_warnings(whole, self._warnings))]
 
     @property
     def _place(self) -> Json:
@@ -316,32 +317,3 @@ def _usage(result: GenerationResult) -> ResponseUsage:
 
 class ResponseInputTokens(Answer, tag_field="object", tag="response.input_tokens"):
     input_tokens: Count
-
-
-async def respond(request: Request, state: ServerState, body: ResponseBody) -> Response:
-    llm = answer_any_model(request, state, body.model)
-    asked = ask_response(body, llm.sampling_defaults, llm.tokenizer.chat_template)
-    choices = await accept(request, state, asked)
-    head = make_head("resp_", request, state)
-    items = ResponseItems(head, body, asked.params[0], Spelling.of(llm.tokenizer))
-    return await reply(request, state, choices, ResponseShape(items, call_of(request)), is_streamed=body.stream)
-
-
-async def count_input_tokens(request: Request, state: ServerState, body: ResponseBody) -> Response:
-    llm = answer_any_model(request, state, body.model)
-    asked = ask_response(body, llm.sampling_defaults, llm.tokenizer.chat_template)
-    count = await count_prompt(request, state, asked)
-    return json_response(ResponseInputTokens(count), call_of(request))
-
-
-_post = partial(post, complete=complete_response)
-ROUTES = [
-    _post("/v1/responses", respond, "Answer a conversation", ResponseBody, ResponseAnswer, "chat", streams=True),
-    _post(
-        "/v1/responses/input_tokens",
-        count_input_tokens,
-        "Count a conversation's tokens",
-        ResponseBody,
-        ResponseInputTokens,
-    ),
-]

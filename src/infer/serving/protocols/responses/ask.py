@@ -6,22 +6,17 @@ Before that, items and tools of other programs become those that this server rea
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal, final
 
 import msgspec
+from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
-from infer.serving.protocols.asked import (
-    constraint_of,
-    conversation_options,
-    effort_variables,
-    make_params,
-    sampling_values,
-    seeds_of,
-)
-from infer.serving.protocols.bodies import ResponseBody
-from infer.serving.protocols.body_fields import Reading, refuse
-from infer.serving.protocols.chat_messages import (
+from infer.request_limits import MAX_TOOLS
+from infer.serving.protocols.fields import Parameters, Reading, declares, refuse
+from infer.serving.protocols.messages import (
+    Arguments,
+    OutputRefusal,
     call_of_message,
     last_user,
     own_tools,
@@ -29,7 +24,20 @@ from infer.serving.protocols.chat_messages import (
     text_of,
     text_parts,
 )
-from infer.serving.protocols.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
+from infer.serving.protocols.openai.ask import (
+    Alternatives,
+    Function,
+    GeneratingBody,
+    JsonObjectFormat,
+    NamedSchemaFormat,
+    TextFormat,
+    TokenLimit,
+    _Budget,
+    constraint_of,
+    conversation_options,
+    sampling_values,
+)
+from infer.serving.protocols.params import Served, effort_variables, make_params, seeds_of
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _LOGPROBS = "message.output_text.logprobs"
@@ -45,14 +53,141 @@ _CALLS = {
 }
 
 
-def complete_response(given: Any, reading: Reading) -> Any:
+class _Part(Struct, tag_field="type", kw_only=True):
+    pass
+
+
+@final
+class InputText(_Part, tag="input_text"):
+    text: str
+
+
+@final
+class OutputText(_Part, tag="output_text", kw_only=True):
+    """A text of an answer. A client can send it back unchanged."""
+
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+@final
+class ReasoningText(_Part, tag="reasoning_text"):
+    text: str
+
+
+class _Item(Struct, kw_only=True, tag_field="type"):
+    id: str | None = None
+    status: str | None = None
+
+
+@final
+class InputMessage(_Item, tag="message"):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText | OutputText | OutputRefusal]
+    phase: str | None = None
+
+
+@final
+class CallItem(_Item, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: Arguments
+
+
+@final
+class ResultItem(_Item, tag="function_call_output"):
+    call_id: str
+    output: str | list[InputText]
+
+
+@final
+class ReasoningItem(_Item, tag="reasoning"):
+    summary: list[Any] | None = None
+    content: list[ReasoningText] | None = None
+
+
+InputItem = InputMessage | CallItem | ResultItem | ReasoningItem
+
+
+@final
+class ResponseTool(Function, kw_only=True, tag_field="type", tag="function"):
+    """A function. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out.
+
+    A `namespace` is put before the names of its tools. In the answer, namespace and name of a call are separate.
+    """
+
+    namespace: str | None = None
+
+
+@final
+class NamedTool(Parameters, tag_field="type", tag="function", kw_only=True):
+    name: str
+
+
+@final
+class AllowedNames(Parameters, tag_field="type", tag="allowed_tools", kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+ResponseTools = Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)]
+ResponseToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedNames
+
+
+@final
+class ReasoningSettings(Parameters):
+    """Hints about reasoning. Reasoning is not summarised."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+@final
+class TextSettings(Parameters):
+    """Settings of the answer's text. `verbosity` is a hint."""
+
+    format: TextFormat | JsonObjectFormat | NamedSchemaFormat | None = None
+    verbosity: str | None = None
+
+
+@final
+class ResponseStreamOptions(Parameters):
+    include_obfuscation: bool | None = None
+
+
+@declares("conversations")
+class ResponseBody(GeneratingBody, kw_only=True):
+    """A request for a response. Nothing is stored, even with `store`.
+
+    Except for log-probabilities, `include` asks for items that no answer has.
+    """
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: TokenLimit | None = None
+    text: TextSettings | None = None
+    include: list[str] | None = None
+    top_logprobs: Alternatives | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: _Budget | None = None
+    reasoning: ReasoningSettings | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+def complete_response(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return the body whose items, tools and tool choice have only known kinds.
 
     Raises BodyError for an image or a file in the user's last message, unless it has already been answered.
     """
-    if not isinstance(given, dict):
-        return given
-    given = dict(given)
     if isinstance(items := given.get("input"), list):
         last = last_user(items)
         if any(map(_is_answer, items[last + 1 :])):
@@ -188,20 +323,20 @@ def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:
     return {**choice, "tools": [_choice(each, reading) if isinstance(each, dict) else each for each in kept]}
 
 
-def ask_response(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Ask:
-    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
+def ask_response(body: ResponseBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
-    if body.max_output_tokens is None and "max_new_tokens" not in defaults:
+    if body.max_output_tokens is None and "max_new_tokens" not in served.defaults:
         values["max_new_tokens"] = None  # OpenAI's default; Codex treats a cut answer as a failed turn
     if has_logprobs:
         values["logprobs"] = body.top_logprobs or 0
     if body.text is not None:
         values |= constraint_of(body.text.format)
     effort = None if body.reasoning is None else body.reasoning.effort
-    variables = effort_variables(effort, template)
-    params = make_params(values, defaults, seeds_of(body.seed, 1), "input")
+    variables = effort_variables(effort, served.template)
+    params = make_params(values, served.defaults, seeds_of(body.seed, 1), "input")
     options = conversation_options(body, effort, "input")
     if body.truncation == "auto":
         options = replace(options, overflow="truncate_left")

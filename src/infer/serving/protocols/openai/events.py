@@ -1,90 +1,183 @@
-"""`/v1/completions`: continue texts or ids, with n choices each. With `echo`, the prompt is part of the answer."""
+"""Answers of `/v1/chat/completions` and `/v1/completions`, whole or in chunks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple
 from msgspec.structs import replace as replace_fields
-from starlette.requests import Request
-from starlette.responses import Response
 
 import infer
-from infer.engine.requests.ask import Ask
-from infer.outputs import GenerationResult, TokenLogprob
-from infer.serving.protocols.asked import ask_completion
-from infer.serving.protocols.bodies import CompletionBody
-from infer.serving.protocols.body_fields import Reading, refuse
-from infer.serving.protocols.chat_answers import FINISH_REASONS, Spelling, completion_columns
-from infer.serving.server.answer_types import (
-    AnswerHead,
+from infer.outputs import FinishReason, GenerationResult, TokenLogprob
+from infer.serving.protocols.answers import (
+    FINISH_REASONS,
     Bytes,
+    CalledTool,
+    ChatFinishReason,
     Count,
-    FinishReason,
     HeadedAnswer,
     Json,
+    ScoredChoice,
+    Spelling,
+    TextFinishReason,
     Usage,
+    chat_entries,
+    completion_columns,
+    delta_fields,
     extension,
+    finish_reason_of,
     logprobs_of,
+    message_of,
     prompt_logprobs_of,
     token_columns,
     usage_of,
+    without_end,
 )
-from infer.serving.server.call import call_of
-from infer.serving.server.choices import ChoicePart, accept
-from infer.serving.server.endpoint import answer_any_model, post
-from infer.serving.server.replies import ReplyFormat, Scores, StreamUsage, make_head, reply, score_prompts
-from infer.serving.server.routes.tokens import prepared
-from infer.serving.server.server_state import ServerState
+from infer.serving.protocols.events import Accepted, Delta, Scores, Shape
+from infer.serving.protocols.openai.ask import ChatBody, CompletingBody, CompletionBody
 
 
-async def complete(request: Request, state: ServerState, body: CompletionBody) -> Response:
-    llm = answer_any_model(request, state, body.model)
-    asked = await ask_to_complete(request, state, body)
-    choices = await accept(request, state, asked)
-    ids = choices.prompt_ids
-    echoed = await score_prompts(request, state, ids, body.logprobs if body.echo else None)
-    scored = await score_prompts(request, state, ids, body.prompt_logprobs)
-    prompts = [Prompt(*each) for each in zip(asked.prompts, ids, echoed, scored, strict=True)]
-    head = make_head("cmpl-", request, state)
-    shape = CompletionShape(head, body, llm.tokenizer, prompts)
-    return await reply(request, state, choices, shape, is_streamed=body.stream)
+class StreamUsage(NamedTuple):
+    """The chunks of a stream that contain the usage: an additional last one, or every chunk."""
+
+    is_last: bool = False
+    is_in_each: bool = False
+
+    @classmethod
+    def of(cls, body: CompletingBody) -> "StreamUsage":
+        if (options := body.stream_options) is None:
+            return cls()
+        return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
+
+    def after(self, num_prompt_tokens: int, num_completion_tokens: int) -> Usage | UnsetType | None:
+        """Return the usage field of a chunk after this many tokens."""
+        if not self.is_in_each:
+            return None if self.is_last else UNSET
+        return Usage(num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens)
 
 
-async def ask_to_complete(request: Request, state: ServerState, body: CompletionBody) -> Ask:
-    """Return what the body asks for. A prompt with a suffix gets the marks of its model. Raises ApiError."""
-    asked = ask_completion(body, state.llm().llm.sampling_defaults)
-    return await _filling_in(request, state, body, asked) if body.suffix else asked
+class ChatLogprobs(Struct):
+    content: list[ScoredChoice]
+    refusal: None
 
 
-async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Ask) -> Ask:
-    """Return the prompts with `suffix` after the text that is to be written.
+class ChatMessage(Struct, kw_only=True):
+    """The answer as a message. Its content is null if the answer has only calls."""
 
-    If the model cannot fill in text, warn and continue the prompts. Raises ApiError.
-    """
-    tokenizer, after = state.llm().llm.tokenizer, body.suffix or ""
-    if tokenizer.infill_marks is None:
-        problem = "suffix: this model has no tokens to fill in text; the prompt is continued"
-        if state.settings.unknown_fields == "refuse":
-            raise refuse(f"{problem}: leave it out", "suffix")
-        Reading(state.settings.unknown_fields, call_of(request).warnings).warn(problem)
-        return asked
-    if body.echo:
-        raise refuse("echo must not be given with suffix: leave out echo", "echo")
-    if any(not isinstance(each, str) for each in asked.prompts):
-        raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
-    prompts = await prepared(
-        request, state, lambda: [tokenizer.encode_infill(each, after) for each in asked.prompts], "suffix"
-    )
-    return between(asked, prompts, tokenizer)
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+    refusal: None
 
 
-def between(asked: Ask, prompts: Sequence[Sequence[int]], tokenizer: "infer.Tokenizer") -> Ask:
-    """Return the request with the encoded texts as its prompts. The answer also ends at the marks' end tokens."""
-    ends = () if tokenizer.infill_marks is None else tokenizer.infill_marks.ends
-    params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *ends]) for each in asked.params]
-    return replace(asked, prompts=prompts, params=params)
+class ChatChoice(Struct):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(HeadedAnswer, tag_field="object", tag="chat.completion"):
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Json | None] | UnsetType = UNSET
+
+
+class ChunkChoice(Struct, kw_only=True):
+    index: Count
+    delta: Json
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    token_bytes: list[Bytes] | UnsetType = UNSET
+    token_origins: list[str] | UnsetType = UNSET
+
+
+class ChatChunk(HeadedAnswer, tag_field="object", tag="chat.completion.chunk"):
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Json | None] | UnsetType = UNSET
+
+
+class StoredChats(Struct, tag_field="object", tag="list"):
+    """The list of stored chats, which is empty because nothing is stored."""
+
+    data: list[ChatCompletion]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@final
+class ChatShape(Shape):
+    def __init__(self, accepted: Accepted, body: ChatBody) -> None:
+        (prompt_ids,), spelling = accepted.prompt_ids, Spelling.of(accepted.served.tokenizer)
+        self._head, self._body, self._spelling, self._usage = (
+            accepted.head("chatcmpl-"),
+            body,
+            spelling,
+            StreamUsage.of(body),
+        )
+        self._num_prompt_tokens, self._num_tokens = len(prompt_ids), 0
+        self._of_prompt: Json = {"prompt_token_ids": prompt_ids} if body.return_token_ids else {}
+        for (scores,) in accepted.scores:
+            if scores:
+                self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, spelling)
+
+    @staticmethod
+    def scored(body: ChatBody) -> Sequence[int | None]:
+        return (body.prompt_logprobs,)
+
+    def whole(self, results: Sequence[GenerationResult]) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index,
+                ChatMessage(**message_of(result)),
+                self._logprobs(result.logprobs or (), result.finish_reason),
+                finish_reason_of(result),
+                list(result.token_ids) if self._body.return_token_ids else UNSET,
+            )
+            for index, result in enumerate(results)
+        ]
+        usage, facts = usage_of(results, len(results)), extension(dict(enumerate(results)))
+        return ChatCompletion(*self._head, choices, usage, **self._of_prompt, infer=facts)
+
+    def opening(self) -> list[ChatChunk]:
+        delta = {"role": "assistant", "content": None if self._body.tools else ""}
+        chunks = [self._chunk(ChunkChoice(index=index, delta=delta)) for index in range(self._body.n or 1)]
+        for name, value in self._of_prompt.items():
+            setattr(chunks[0], name, value)
+        return chunks
+
+    def chunks(self, part: Delta) -> list[ChatChunk]:
+        self._num_tokens += len(part.pieces)
+        delta = delta_fields(part.deltas) | ({"content": part.text} if part.text else {})
+        if part.result is not None:
+            reason = finish_reason_of(part.result)
+            chunk = self._chunk(ChunkChoice(index=part.choice, delta=delta, finish_reason=reason))
+            chunk.infer = extension({part.choice: part.result})
+            return [chunk]
+        logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
+        ids = token_columns(part.pieces, self._spelling.token_bytes) if self._body.return_token_ids else {}
+        if not (delta or ids or (logprobs and logprobs.content)):
+            return []
+        return [self._chunk(ChunkChoice(index=part.choice, delta=delta, logprobs=logprobs, **ids))]
+
+    def closing(self, results: Sequence[GenerationResult]) -> list[ChatChunk]:
+        return [ChatChunk(*self._head, [], usage_of(results, len(results)))] if self._usage.is_last else []
+
+    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
+        return ChatChunk(*self._head, [choice], self._usage.after(self._num_prompt_tokens, self._num_tokens))
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        entries: Any = chat_entries(without_end(logprobs, finish_reason), self._spelling)  # dicts of these fields
+        return ChatLogprobs(entries, None)
 
 
 class CompletionLogprobs(Struct):
@@ -105,7 +198,7 @@ class CompletionChoice(Struct):
     index: Count
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: TextFinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
     token_bytes: list[Bytes] | UnsetType = UNSET
     token_origins: list[str] | UnsetType = UNSET
@@ -128,11 +221,16 @@ class Prompt(NamedTuple):
 
 
 @final
-class CompletionShape(ReplyFormat):
-    def __init__(
-        self, head: AnswerHead, body: CompletionBody, tokenizer: "infer.Tokenizer", prompts: Sequence[Prompt]
-    ) -> None:
-        self._head, self._body, self._tokenizer, self._usage = head, body, tokenizer, StreamUsage.of(body)
+class CompletionShape(Shape):
+    def __init__(self, accepted: Accepted, body: CompletionBody) -> None:
+        columns = accepted.ask.prompts, accepted.prompt_ids, *accepted.scores
+        prompts, tokenizer = [Prompt(*each) for each in zip(*columns, strict=True)], accepted.served.tokenizer
+        self._head, self._body, self._tokenizer, self._usage = (
+            accepted.head("cmpl-"),
+            body,
+            tokenizer,
+            StreamUsage.of(body),
+        )
         self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0
         self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1
         self._openings = [self._opening(prompt) for prompt in prompts]
@@ -143,6 +241,10 @@ class CompletionShape(ReplyFormat):
             for before, start in zip(ids, starts, strict=True)
             for _ in range(self._num_choices)
         ]
+
+    @staticmethod
+    def scored(body: CompletionBody) -> Sequence[int | None]:
+        return body.logprobs if body.echo else None, body.prompt_logprobs
 
     def whole(self, results: Sequence[GenerationResult]) -> Completion:
         choices = list[CompletionChoice]()
@@ -164,7 +266,7 @@ class CompletionShape(ReplyFormat):
             return []
         return [self._chunk(self._begun(index)) for index in range(len(self._openings) * self._num_choices)]
 
-    def chunks(self, part: ChoicePart) -> list[Completion]:
+    def chunks(self, part: Delta) -> list[Completion]:
         self._num_tokens += len(part.pieces)
         if part.result is not None:
             reason = FINISH_REASONS[part.result.finish_reason]
@@ -239,8 +341,3 @@ class _Offsets:
             found.append(self._num_characters)
             self._num_characters += len(self._detokenizer.push(token_id))
         return found
-
-
-ROUTES = [
-    post("/v1/completions", complete, "Continue a text", CompletionBody, Completion, "text_completion", streams=True)
-]

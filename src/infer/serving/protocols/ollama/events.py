@@ -13,13 +13,22 @@ from msgspec import UNSET, Struct, UnsetType
 from infer.models.catalog.model_facts import ModelFacts
 from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall
 from infer.sampling_params import PARAMETERS
-from infer.serving.protocols.chat_answers import FINISH_REASONS, Spelling, call_values, chat_entries, without_end
-from infer.serving.server.answer_types import Answer, Count, Json, ScoredChoice, logprobs_of
-from infer.serving.server.call import Call
-from infer.serving.server.choices import ChoicePart
-from infer.serving.server.endpoint import LINES
-from infer.serving.server.http_errors import ApiError, api_error
-from infer.serving.server.replies import Chunk, ReplyFormat, line
+from infer.serving.protocols.answers import (
+    FINISH_REASONS,
+    Answer,
+    Count,
+    Json,
+    ScoredChoice,
+    Spelling,
+    call_values,
+    chat_entries,
+    logprobs_of,
+    without_end,
+)
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.events import LINES, Accepted, Chunk, Delta, Shape, line
+from infer.serving.protocols.ollama.ask import AnsweringBody, OllamaChatBody, OllamaGenerateBody, seconds_of
+from infer.serving.protocols.params import Served
 
 _FILLS_IN = "{# .Suffix #}"  # a comment: Continue searches for this word to learn if the model can fill in text
 FOREVER = "9999-12-31T23:59:59Z"  # the end of a model that is never unloaded for being idle
@@ -77,11 +86,6 @@ class OllamaError(ApiError):
         return {"error": self.message} | ({"code": self.code} if self.code else {})
 
 
-def ollama_error(error: Exception) -> ApiError:
-    """Return the error that a client of Ollama's routes receives."""
-    return OllamaError.of(api_error(error))
-
-
 def failure_line(error: ApiError) -> bytes:
     """Return the last line of a stream that fails."""
     return line(OllamaError.of(error).body)
@@ -97,17 +101,28 @@ def nanoseconds(seconds: float) -> int:
 
 
 @final
-class OllamaShape(ReplyFormat):
+class OllamaShape(Shape):
     """The answer as a message of a chat, or as the text of a generation.
 
     Every line except the last has a part of the text or of the reasoning. A call is whole, in a line of its own. With a
     `spelling`, the answer has log-probabilities.
     """
 
-    last, media_type = b"", LINES
+    last, media_type, is_stream_by_default = b"", LINES, True
 
-    def __init__(self, call: Call, spelling: Spelling | None, *, is_chat: bool) -> None:
-        self._call, self._spelling, self._is_chat = call, spelling, is_chat
+    def __init__(self, accepted: Accepted, body: AnsweringBody) -> None:
+        self._served, self._is_chat = accepted.served, isinstance(body, OllamaChatBody)
+        self._spelling = Spelling.of(accepted.served.tokenizer) if body.logprobs else None
+
+    @staticmethod
+    def without_ask(body: OllamaChatBody | OllamaGenerateBody, served: Served) -> OllamaAnswer | None:
+        """Return the answer to a body without a prompt, which only loads or unloads the model."""
+        if body.has_prompt:
+            return None
+        is_unloaded = seconds_of(body.keep_alive) == 0
+        return without_prompt(
+            served.model, served.created, is_chat=isinstance(body, OllamaChatBody), is_unloaded=is_unloaded
+        )
 
     def whole(self, results: Sequence[GenerationResult]) -> OllamaAnswer:
         (result,) = results
@@ -115,7 +130,7 @@ class OllamaShape(ReplyFormat):
         fields = self._end(result) | {"logprobs": scored}
         return self._answer(result.text, result.reasoning or "", result.tool_calls, **fields)
 
-    def chunks(self, part: ChoicePart) -> list[OllamaAnswer]:
+    def chunks(self, part: Delta) -> list[OllamaAnswer]:
         thinking = "".join(delta.text for delta in part.deltas if isinstance(delta, ReasoningDelta))
         scored = self._scored(logprobs_of(part.pieces), part.pieces[-1].finish_reason) if part.pieces else UNSET
         found = list[OllamaAnswer]()
@@ -130,17 +145,19 @@ class OllamaShape(ReplyFormat):
     def event(self, chunk: Chunk) -> bytes:
         return line(msgspec.json.encode(chunk))
 
-    def fail(self, error: ApiError) -> bytes:
-        return failure_line(error)
+    @staticmethod
+    def error_of(error: ApiError) -> ApiError:
+        return OllamaError.of(error)
 
-    def without_prompt(self, *, is_unloaded: bool) -> OllamaAnswer:
-        """Return the answer to a request that only loads or unloads the model."""
-        return self._answer(done=True, done_reason="unload" if is_unloaded else "load")
+    @staticmethod
+    def failure(error: ApiError) -> bytes:
+        return failure_line(error)
 
     def _answer(
         self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = (), *, done: bool = False, **fields: Any
     ) -> OllamaAnswer:
-        fields |= {"model": self._call.model, "created_at": time_text(float(self._call.created)), "done": done}
+        served = self._served
+        fields |= {"model": served.model, "created_at": time_text(float(served.created)), "done": done}
         if not self._is_chat:
             return OllamaGeneration(response=text, thinking=thinking or UNSET, **fields)
         called = [OllamaCall(OllamaFunction(call.name, call_values(call))) for call in calls]
@@ -151,8 +168,8 @@ class OllamaShape(ReplyFormat):
         return {
             "done": True,
             "done_reason": FINISH_REASONS[result.finish_reason],
-            "total_duration": nanoseconds(self._call.seconds),
-            "load_duration": nanoseconds(self._call.load_seconds),
+            "total_duration": nanoseconds(self._served.seconds()),
+            "load_duration": nanoseconds(self._served.load_seconds),
             "prompt_eval_count": result.prompt_tokens,
             "prompt_eval_duration": nanoseconds(timing.ttft_s),
             "eval_count": result.generated_tokens,
@@ -163,6 +180,15 @@ class OllamaShape(ReplyFormat):
         if self._spelling is None:
             return UNSET
         return chat_entries(without_end(logprobs, finish_reason), self._spelling)  # dicts of the Struct's fields
+
+
+def without_prompt(model: str, created: int, *, is_chat: bool, is_unloaded: bool) -> OllamaAnswer:
+    """Return the answer to a request that only loads or unloads the model."""
+    end: Any = {"done": True, "done_reason": "unload" if is_unloaded else "load"}
+    fields = {"model": model, "created_at": time_text(float(created)), **end}
+    if is_chat:
+        return OllamaChat(message=OllamaMessage("assistant", ""), **fields)
+    return OllamaGeneration(response="", **fields)
 
 
 class OllamaDetails(Struct):

@@ -1,27 +1,18 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API, with its blocks, events and errors."""
+"""Answers of `/v1/messages` with Anthropic's blocks, events and errors."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, Self, final
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
-from starlette.requests import Request
-from starlette.responses import Response
 
-import infer
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
-from infer.serving.protocols.anthropic_bodies import CountTokensBody, MessagesBody
-from infer.serving.protocols.anthropic_request import ask_message, ask_prompt, complete_messages
-from infer.serving.protocols.chat_answers import call_values
-from infer.serving.server.answer_types import Answer, AnswerHead, Count, Json
-from infer.serving.server.call import call_of
-from infer.serving.server.choices import ChoicePart, accept
-from infer.serving.server.endpoint import answer_any_model, post
-from infer.serving.server.http_errors import ApiError, api_error
-from infer.serving.server.replies import ReplyFormat, event, json_response, make_head, reply
-from infer.serving.server.routes.tokens import count_prompt
-from infer.serving.server.server_state import ServerState
+from infer.serving.protocols.answers import Answer, Count, Json, call_values
+from infer.serving.protocols.anthropic.ask import (
+    MessagesBody,
+)
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.events import Accepted, Delta, Shape, event
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -110,24 +101,18 @@ class MessagesError(ApiError):
         return {"type": "error", "error": error | ({"details": _NO_THREADS} if self.param == "thread" else {})}
 
 
-def failure_event(error: ApiError) -> bytes:
-    return event(MessagesError.of(error).body, "error")
-
-
 @final
-class MessageShape(ReplyFormat):
+class MessageShape(Shape):
     """The answer, whole or as events. At most one block of a stream is open at a time.
 
-    `stops` are the request's stop sequences. `warnings` are about its body. The first event has the number of cached
-    tokens, so it is sent when the prompt has been read.
+    The first event has the number of cached tokens, so it is sent when the prompt has been read.
     """
 
     last = b""
 
-    def __init__(
-        self, head: AnswerHead, stops: frozenset[str], warnings: Sequence[str], stream: "infer.AsyncStream"
-    ) -> None:
-        self._head, self._stops, self._warnings, self._stream = head, stops, warnings, stream
+    def __init__(self, accepted: Accepted, body: MessagesBody) -> None:
+        self._head, self._stops = accepted.head("msg_"), frozenset(body.stop_sequences or ())
+        self._warnings, self._sequence = accepted.served.reading.warnings, accepted.firsts[0]
         self._usage: MessagesUsage | None = None  # of the first event
         self._index = -1  # index of the open block
         self._open: str | None = None  # kind of the open block
@@ -143,11 +128,10 @@ class MessageShape(ReplyFormat):
         usage = _usage(result.prompt_tokens, result.reused_tokens, result.generated_tokens)
         return self._message(blocks, self._stop(result), usage)
 
-    def chunks(self, part: ChoicePart) -> list[Json]:
+    def chunks(self, part: Delta) -> list[Json]:
         found = list[Json]()
         if self._usage is None:
-            sequence = self._stream.sequence
-            self._usage = _usage(sequence.num_prompt_tokens, sequence.num_reused, 0)
+            self._usage = _usage(self._sequence.num_prompt_tokens, self._sequence.num_reused, 0)
             found.append({"type": "message_start", "message": self._message([], Stop(), self._usage)})
         found += self._deltas(part)
         if (result := part.result) is not None:
@@ -163,8 +147,13 @@ class MessageShape(ReplyFormat):
     def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
         return [{"type": "message_stop"}]
 
-    def fail(self, error: ApiError) -> bytes:
-        return failure_event(error)
+    @staticmethod
+    def error_of(error: ApiError) -> ApiError:
+        return MessagesError.of(error)
+
+    @staticmethod
+    def failure(error: ApiError) -> bytes:
+        return event(MessagesError.of(error).body, "error")
 
     def _message(self, content: list[MessageBlock], stop: Stop, usage: MessagesUsage) -> AnthropicMessage:
         return AnthropicMessage(self._head.id, "assistant", self._head.model, content, *stop, usage)
@@ -179,7 +168,7 @@ class MessageShape(ReplyFormat):
             reason = "tool_use"
         return Stop(reason, None)
 
-    def _deltas(self, part: ChoicePart) -> list[Json]:
+    def _deltas(self, part: Delta) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
         found = list[Json]()
         for delta in part.deltas:
@@ -228,37 +217,3 @@ def _usage(num_prompt_tokens: int, num_reused: int, num_answer_tokens: int) -> M
 
 class InputTokens(Answer):
     input_tokens: Count
-
-
-def _its_error(error: Exception) -> ApiError:
-    return MessagesError.of(api_error(error))
-
-
-async def create_message(request: Request, state: ServerState, body: MessagesBody) -> Response:
-    llm = answer_any_model(request, state, body.model)
-    asked = ask_message(body, llm.sampling_defaults, llm.tokenizer.chat_template, state.settings.agent_prompts)
-    choices = await accept(request, state, asked)
-    head, stops = make_head("msg_", request, state), frozenset(body.stop_sequences or ())
-    shape = MessageShape(head, stops, call_of(request).warnings, choices.first)
-    return await reply(request, state, choices, shape, is_streamed=body.stream)
-
-
-async def count_tokens(request: Request, state: ServerState, body: CountTokensBody) -> Response:
-    template = answer_any_model(request, state, body.model).tokenizer.chat_template
-    count = await count_prompt(request, state, ask_prompt(body, template, state.settings.agent_prompts))
-    return json_response(InputTokens(count), call_of(request))
-
-
-_post = partial(post, complete=complete_messages, shape=_its_error)
-ROUTES = [
-    _post(
-        "/v1/messages",
-        create_message,
-        "Answer a conversation",
-        MessagesBody,
-        AnthropicMessage,
-        "messages",
-        streams=True,
-    ),
-    _post("/v1/messages/count_tokens", count_tokens, "Count a conversation's tokens", CountTokensBody, InputTokens),
-]

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import msgspec
-from starlette.responses import Response
 
 from infer.errors import (
     ClosedError,
@@ -13,7 +12,7 @@ from infer.errors import (
     InvalidRequestError,
     OutOfPagesError,
 )
-from infer.serving.protocols.body_fields import BodyError
+from infer.serving.protocols.fields import BodyError
 
 _TYPE_BY_STATUS = {429: "rate_limit_error"}
 ENGINE_FAILED = "engine_failed"  # the code of an error of the engine: another process can answer instead
@@ -43,10 +42,6 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         return msgspec.json.encode(self.to_json())
-
-    @property
-    def response(self) -> Response:
-        return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
 def api_error(error: Exception) -> ApiError:

@@ -5,131 +5,72 @@ The server, `infer batch` and `infer replay` use them.
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, final
 
 import msgspec
 
+import infer
 from infer.compute.sampling.defaults import default_params
-from infer.engine.requests.ask import Ask
-from infer.engine.step.request_options import OPTIONS, RequestOptions
 from infer.errors import ContextLengthError, InvalidRequestError
-from infer.request_limits import MAX_ANSWERS, MAX_BIAS, MAX_KEYS, NUM_TOKENS_OF_COMPLETIONS
+from infer.request_limits import MAX_KEYS
 from infer.sampling_params import (
     ALIASES,
     PARAMETER_NAMES,
-    PARAMETERS,
     SEED_BITS,
     SamplingParams,
     UnknownParameterError,
     without_zeros,
 )
-from infer.serving.protocols.bodies import (
-    ChatBody,
-    CompletingBody,
-    CompletionBody,
-    ConversationBody,
-    Format,
-    GeneratingBody,
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
-    NamedSchemaFormat,
-    ResponseBody,
-)
-from infer.serving.protocols.body_fields import DECLARED, BodyError, refuse, shown, values_of
-from infer.serving.protocols.chat_messages import messages_of
-from infer.serving.protocols.llamacpp_bodies import InfillBody
-from infer.text.grammar.grammar import not_strict
+from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
+from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
-_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 # Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
 _BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() if declared.body_name}
 _SCHEMA_NAMES = {"json_schema": "response_format.json_schema.schema"}
 _NAMES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens"}
 _SCHEMA_NAMES_OF_RESPONSES = {"json_schema": "text.format.schema"}
-_MOST_ID_DIGITS = 20
 _NOT_FOR_TEMPLATES = frozenset(
     {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
 )
 
 
-def ask_chat(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Ask:
-    """Return the request of a body, with the model's own `defaults`, for its chat template. Raises BodyError."""
-    params = make_params(chat_values(body), defaults, seeds_of(body.seed, body.n or 1), "messages")
-    variables = conversation_variables(body, template)
-    options = conversation_options(body, body.reasoning_effort)
-    is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
-    return Ask(
-        [messages_of(body.messages)],
-        params,
-        options,
-        variables=variables,
-        prompt_name="messages",
-        is_answered=is_answered,
-    )
+@final
+@dataclass(frozen=True)
+class Served:
+    """The model that a body is for, and the request that sent it. `reading` has the warnings about the body."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's own sampling parameters
+    template: str | None = None
+    tokenizer: Any = None  # an `infer.Tokenizer`
+    max_seq_len: int = 0
+    can_chat: bool = True
+    fingerprint: str = ""
+    id: str = ""  # of the request
+    model: str = ""  # the name that the client used
+    created: int = 0
+    load_seconds: float = 0.0
+    seconds: Callable[[], float] = time.perf_counter  # since the request was received
+    reading: Reading = field(default_factory=Reading)
+    agent_prompts: AgentPrompts = "adapt"
+
+    @classmethod
+    def by(cls, llm: "infer.LLM", **request: Any) -> Self:
+        """Return the facts of a model, with those of a request."""
+        tokenizer = llm.tokenizer
+        facts = (llm.sampling_defaults, tokenizer.chat_template, tokenizer, llm.max_seq_len, llm.can_chat)
+        return cls(*facts, llm.system_fingerprint, **request)
 
 
-def ask_completion(body: CompletionBody | InfillBody, defaults: Mapping[str, Any]) -> Ask:
-    """Return the request of a body, with the model's own `defaults`. Raises BodyError."""
-    prompts, num_choices = prompts_of("" if body.prompt is None else body.prompt), body.n or 1
-    if len(prompts) * num_choices > MAX_ANSWERS:
-        message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
-        raise refuse(message, "prompt")
-    values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
-    params = make_params(values, defaults, seeds_of(body.seed, num_choices), "prompt")
-    return Ask(prompts, params, make_options(body), is_answered=body.max_tokens != 0)
-
-
-def chat_values(body: ChatBody) -> dict[str, Any]:
-    """Return the fields of SamplingParams that a chat's body names, except the seed. Raises BodyError."""
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
-        raise refuse(message, "max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
-    return sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
-
-
-def completion_values(body: CompletionBody | InfillBody) -> dict[str, Any]:
-    """Return the fields of SamplingParams that a completion's body names, except the seed. Raises BodyError."""
-    return sampling_values(body) | ({} if body.logprobs is None else {"logprobs": body.logprobs})
-
-
-def refuse_unless_neutral(body: CompletingBody, neutral: Mapping[str, tuple[object, ...]]) -> None:
+def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
     """Raise BodyError for a field that has no meaning here, unless its value is neutral."""
     for name, values in neutral.items():
         if (value := getattr(body, name, None)) is not None and value not in values:
             raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")
-
-
-def conversation_options(
-    body: ConversationBody | ResponseBody, effort: str | None, prompt_name: str = "messages", **others: Any
-) -> RequestOptions:
-    """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
-    try:
-        return RequestOptions(**option_values(body, effort), **others)
-    except InvalidRequestError as error:
-        raise refusal(error, prompt_name) from error
-
-
-def option_values(body: ConversationBody | ResponseBody, effort: str | None) -> dict[str, Any]:
-    """Return the fields of RequestOptions that a body sets. Raises BodyError."""
-    given = {
-        "tools": plain(body.tools) or None,
-        "tool_choice": plain(body.tool_choice),
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "reasoning_budget": budget_of(body.thinking_token_budget, effort),
-    }
-    return values_of(body, OPTIONS) | {name: value for name, value in given.items() if value is not None}
-
-
-def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
-    """Return the variables of the model's chat template. Raises BodyError."""
-    given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
-    return effort_variables(body.reasoning_effort, template) | given
 
 
 def budget_of(budget: int | None, effort: str | None) -> int | None:
@@ -170,21 +111,6 @@ def _without_nulls(value: Any) -> Any:
     }
 
 
-def sampling_values(body: GeneratingBody) -> dict[str, Any]:
-    """Return the fields of SamplingParams that the body names, except the seed and log-probabilities."""
-    values = values_of(body, PARAMETERS)
-    for name in _LENGTHS:
-        if (length := getattr(body, name, None)) is not None:
-            values["max_new_tokens"] = token_limit(length)
-    if "stop" in values:
-        values["stop"] = stops_of(values["stop"])
-    if "logit_bias" in values:
-        values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
-    if isinstance(body, CompletingBody):
-        values |= constraint_of(body.response_format)
-    return values
-
-
 def token_limit(given: int) -> int | None:
     """Return the limit of an answer's tokens, at least 1. -1 gives None, which is the end of the context."""
     return None if given < 0 else max(given, 1)
@@ -195,22 +121,6 @@ def stops_of(given: str | Sequence[str]) -> list[str]:
     return [each for each in ([given] if isinstance(given, str) else given) if each]
 
 
-def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
-    """Return the constraint of a format as a field of SamplingParams, or {} if there is none."""
-    match asked:
-        case JsonObjectFormat(schema=schema):
-            return {"json_schema": {"type": "object"} if schema is None else schema}
-        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema, strict=strict)):
-            return _schema({"type": "object"} if schema is None else schema, strict)
-        case NamedSchemaFormat(schema=schema, strict=strict):
-            return _schema(schema, strict)
-    return {}
-
-
-def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
-    return {"json_schema": schema if strict else not_strict(schema)}
-
-
 def make_params(
     values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], prompt_name: str
 ) -> list[SamplingParams]:
@@ -218,16 +128,9 @@ def make_params(
 
     If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
     """
-    try:
+    with refusing(prompt_name):
         first = default_params(defaults, is_chat=prompt_name != "prompt", **without_zeros(values))
         return [replace(first, seed=seed) for seed in seeds]
-    except InvalidRequestError as error:
-        raise refusal(error, prompt_name) from error
-
-
-def make_options(body: GeneratingBody) -> RequestOptions:
-    """Return the options that the body sets."""
-    return RequestOptions(**values_of(body, OPTIONS))
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -283,6 +186,15 @@ def refusal(error: InvalidRequestError, prompt_name: str) -> BodyError:
     return refuse(message, names.get(param, param if param in DECLARED else prompt_name))
 
 
+@contextmanager
+def refusing(prompt_name: str) -> Iterator[None]:
+    """Raise the library's refusals with the names of a body's fields, as `refusal` returns them."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise refusal(error, prompt_name) from error
+
+
 def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:
     """Return the prompts of a body's field as texts or lists of ids. Raises BodyError."""
     if isinstance(prompt, str):
@@ -304,12 +216,3 @@ def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:
 def _no_prompt(name: str, path: str, value: object) -> BodyError:
     message = f"{name} must be a text, token ids, or a list of texts or of token ids, got {shown(value)} at {path}"
     return refuse(message, path, "invalid_type")
-
-
-def _bias_id(key: str, value: float) -> int:
-    param = f"logit_bias.{key}"[:80]
-    if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS):
-        raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
-    if abs(value) > MAX_BIAS:
-        raise refuse(f"{param} must be a number from -{MAX_BIAS} to {MAX_BIAS}, got {value:g}", param)
-    return int(key)

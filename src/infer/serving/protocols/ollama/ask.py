@@ -9,13 +9,20 @@ from typing import Annotated, Any, final
 
 from msgspec import Meta
 
+from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
-from infer.serving.protocols.bodies import Alternatives, ChatBody, CompletionBody
-from infer.serving.protocols.body_fields import DECLARED, Parameters, Reading, refuse, shown
-from infer.serving.protocols.chat_messages import complete_chat
+from infer.serving.protocols.fields import DECLARED, Parameters, as_given, body_from, refuse, shown
 from infer.serving.protocols.foreign import Foreign
-from infer.serving.protocols.read_body import as_given, body_from
-from infer.serving.protocols.retrieval_bodies import EmbeddingsBody
+from infer.serving.protocols.openai.ask import (
+    Alternatives,
+    ChatBody,
+    CompletionBody,
+    ask_chat,
+    ask_completion,
+    complete_chat,
+)
+from infer.serving.protocols.params import Served, refuse_unless_neutral
+from infer.serving.protocols.retrieval import EmbeddingsBody
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = r"(?<![\d.])(\d++(?:\.\d*+)?|\.\d++)(ns|us|µs|ms|s|m|h)"
@@ -30,6 +37,10 @@ _FOREIGN = {
     **dict.fromkeys(("shift", "insecure", "verbose", "width", "height", "steps", "user"), _HINT),
 }
 _WHOLE_PROMPT = "only the server's own template is used: send the whole prompt with raw: true"
+
+
+_ONE_ANSWER: dict[str, tuple[object, ...]] = dict.fromkeys(("prompt_logprobs", "return_token_ids", "echo"), ())
+_ONE_ANSWER["n"] = (1,)
 
 
 class _OllamaBody(Parameters, kw_only=True):
@@ -64,6 +75,10 @@ class OllamaChatBody(AnsweringBody, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.messages)
+
 
 @final
 class OllamaGenerateBody(AnsweringBody, kw_only=True):
@@ -82,6 +97,10 @@ class OllamaGenerateBody(AnsweringBody, kw_only=True):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(self.prompt or self.suffix)
 
 
 class _EmbeddingBody(_OllamaBody, kw_only=True):
@@ -112,26 +131,25 @@ class OllamaModelBody(_OllamaBody, kw_only=True):
     stream: bool | None = None  # the default is true
 
 
-def chat_of(body: OllamaChatBody, reading: Reading) -> ChatBody:
-    """Return the body as a body of /v1/chat/completions. Raises BodyError."""
-    return _chat([_message(each) for each in body.messages or ()], body.tools, body, reading)
+def ask_conversation(body: OllamaChatBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
+    return _ask_chat([_message(each) for each in body.messages or ()], body.tools, body, served)
 
 
-def generation_of(body: OllamaGenerateBody, reading: Reading, *, can_chat: bool) -> ChatBody | CompletionBody:
-    """Return the body as a body of /v1/chat/completions, or of /v1/completions if a text is continued.
-
-    `can_chat` is true if the model has a chat template. Raises BodyError.
-    """
+def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask:
+    """Return what a body asks: an answer to a user's message, or the continuation of a text. Raises BodyError."""
     prompt = body.prompt or ""
-    if can_chat and not (body.raw or body.suffix):
+    if served.can_chat and not (body.raw or body.suffix):
         messages = [{"role": "system", "content": body.system}] if body.system else []
-        return _chat([*messages, {"role": "user", "content": prompt}], None, body, reading)
+        return _ask_chat([*messages, {"role": "user", "content": prompt}], None, body, served)
     if body.system:
         raise refuse("system needs a chat template, which is not used here: put the text into prompt", "system")
     given = _sampling(body) | {"prompt": prompt, "suffix": body.suffix}
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
-    return body_from(given, CompletionBody, as_given, reading)
+    meant = body_from(given, CompletionBody, as_given, served.reading)
+    refuse_unless_neutral(meant, _ONE_ANSWER)
+    return ask_completion(meant, served)
 
 
 def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:
@@ -170,7 +188,7 @@ def _seconds_of_text(given: str) -> float:
     return -seconds if text.startswith("-") else seconds
 
 
-def _chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, reading: Reading) -> ChatBody:
+def _ask_chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, served: Served) -> Ask:
     given = _sampling(body) | {"messages": messages, "tools": tools}
     if body.logprobs or body.top_logprobs:
         given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
@@ -181,7 +199,9 @@ def _chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, rea
             given["reasoning_effort"] = "none"
         case str():
             given["reasoning_effort"] = body.think
-    return body_from(given, ChatBody, complete_chat, reading)
+    meant = body_from(given, ChatBody, complete_chat, served.reading)
+    refuse_unless_neutral(meant, _ONE_ANSWER)
+    return ask_chat(meant, served)
 
 
 def _sampling(body: AnsweringBody) -> dict[str, Any]:

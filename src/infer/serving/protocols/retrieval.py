@@ -1,4 +1,4 @@
-"""The bodies of embeddings, reranking, scores and labels, and the items of their answers.
+"""The bodies and answers of embeddings, reranking, scores and labels.
 
 The server's routes and the rows of `infer batch` share them.
 """
@@ -13,10 +13,11 @@ from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
-from infer.serving.protocols.asked import prompts_of, refusal
-from infer.serving.protocols.bodies import Body
-from infer.serving.protocols.body_fields import refuse
+from infer.serving.protocols.answers import Answer, Count
+from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.foreign import Foreign
+from infer.serving.protocols.openai.ask import Body
+from infer.serving.protocols.params import prompts_of, refusal
 
 Encoding = Literal["float", "base64"]
 _Index = Annotated[int, Meta(ge=0)]
@@ -138,6 +139,49 @@ class ScoreBody(Body, kw_only=True):
             message = f"text_1 must be one text or as many as text_2, got {len(first)} and {len(second)}"
             raise refuse(message, "text_1")
         return list(zip(first, second, strict=True))
+
+
+class EmbeddingsUsage(Struct):
+    prompt_tokens: Count
+    total_tokens: Count
+
+    @classmethod
+    def of(cls, num_tokens: int) -> "EmbeddingsUsage":
+        return cls(num_tokens, num_tokens)
+
+
+class Embeddings(Answer, tag_field="object", tag="list"):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+
+
+class RerankAnswer(Answer):
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingsUsage
+
+
+class Score(Struct, tag_field="object", tag="score"):
+    index: Count
+    score: float
+
+
+class ScoreAnswer(Answer, tag_field="object", tag="list"):
+    id: str
+    created: Count
+    model: str
+    data: list[Score]
+    usage: EmbeddingsUsage
+
+
+class ClassifyAnswer(Answer, tag_field="object", tag="list"):
+    id: str
+    created: Count
+    model: str
+    data: list[Labelled]
+    usage: EmbeddingsUsage
 
 
 def texts_of(given: str | Sequence[Any]) -> list[Any]:

@@ -1,0 +1,293 @@
+"""Parts of answers that several protocols share: their Structs, usage, log-probabilities, and OpenAI's messages.
+
+Encoder and openapi.json read the same Structs. The Structs of one protocol are in its `events`.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+import infer
+from infer.outputs import FinishReason, GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
+
+Json = dict[str, Any]
+Count = Annotated[int, Meta(ge=0)]
+Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
+TextFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length"]})]
+ChatFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
+StopReason = str | int | None
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # aborted: its timeout expired
+LEAST_LOGPROB = -9999.0  # of an impossible token: JSON has no infinity
+Entry = dict[str, Any]
+
+
+class ChoiceFacts(Struct):
+    """Our own facts about a choice: its seed, its stop reason and its times."""
+
+    index: Count
+    seed: int | None
+    stop_reason: StopReason
+    ttft_seconds: float | None
+    decode_seconds: float | None
+    decode_tokens_per_second: float | None
+
+
+class Extension(Struct, kw_only=True):
+    """The value of our own key `infer`. `warnings` are about the request's body."""
+
+    choices: list[ChoiceFacts] | UnsetType = UNSET
+    warnings: Sequence[str] | UnsetType = UNSET
+
+
+class Answer(Struct, kw_only=True):
+    """An answer or a chunk of one. A Struct of an answer adds its fields before `infer`."""
+
+    infer: Extension | UnsetType = UNSET
+
+
+class ErrorFields(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct, kw_only=True):
+    """The error format of every route. `type` is set only in the errors of Anthropic's routes.
+
+    On Ollama's routes `error` is only the message, and `code` is next to it.
+    """
+
+    type: Literal["error"] | UnsetType = UNSET
+    error: ErrorFields | str
+    code: str | UnsetType = UNSET
+
+
+class PromptTokensDetails(Struct):
+    """Tokens of prompts that were not read again. `disk_tokens` of them were loaded from disk, if any were."""
+
+    cached_tokens: Count
+    disk_tokens: Count | UnsetType = UNSET
+
+
+class CompletionTokensDetails(Struct):
+    """Accepted and rejected predictions are the tokens of the server's own drafts."""
+
+    reasoning_tokens: Count
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+
+
+class Usage(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+
+
+class CalledTool(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ScoredToken(Struct):
+    token: str
+    logprob: float
+    bytes: Bytes | None
+
+
+class ScoredChoice(ScoredToken):
+    top_logprobs: list[ScoredToken]
+
+
+class Head(NamedTuple):
+    """The fields that an answer and all its chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class HeadedAnswer(Answer):
+    """An answer that begins with the fields of `Head`."""
+
+    id: str
+    created: Count
+    model: str
+    system_fingerprint: str
+
+
+def usage_of(results: Sequence[GenerationResult], num_choices: int) -> Usage:
+    """Return the usage. A prompt counts once, however many choices it has."""
+    firsts = results[::num_choices]  # the choice of each prompt that read it
+    num_prompt_tokens = sum(result.prompt_tokens for result in firsts)
+    num_completion = sum(result.generated_tokens for result in results)
+    proposed = sum(result.stats.drafts_proposed for result in results)
+    accepted = sum(result.stats.drafts_accepted for result in results)
+    num_reasoning = sum(result.reasoning_tokens for result in results)
+    from_disk = sum(result.disk_tokens for result in firsts)
+    return Usage(
+        num_prompt_tokens,
+        num_completion,
+        num_prompt_tokens + num_completion,
+        PromptTokensDetails(sum(result.reused_tokens for result in firsts), from_disk or UNSET),
+        CompletionTokensDetails(num_reasoning, accepted, proposed - accepted),
+    )
+
+
+def extension(results: Mapping[int, GenerationResult]) -> Extension:
+    """Return our own facts about the choices with these indices."""
+    facts = [
+        ChoiceFacts(
+            index,
+            result.seed,
+            result.stop_reason,
+            result.timing.ttft_s,
+            result.timing.decode_time_s,
+            result.timing.decode_tokens_per_second,
+        )
+        for index, result in results.items()
+    ]
+    return Extension(choices=facts)
+
+
+def token_columns(pieces: Sequence[Piece], token_bytes: Sequence[bytes]) -> Json:
+    """Return the ids, bytes and origins of a chunk's tokens, for clients that request token ids."""
+    return {
+        "token_ids": [piece.token_id for piece in pieces],
+        "token_bytes": [list(token_bytes[piece.token_id]) for piece in pieces],
+        "token_origins": [piece.origin for piece in pieces],
+    }
+
+
+def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+    return [piece.logprob for piece in pieces if piece.logprob is not None]
+
+
+def finish_reason_of(result: GenerationResult) -> str:
+    """Return OpenAI's name of the finish reason."""
+    reason = FINISH_REASONS[result.finish_reason]
+    return "tool_calls" if reason == "stop" and result.tool_calls else reason
+
+
+def message_of(result: GenerationResult) -> dict[str, Any]:
+    """Return the answer as OpenAI's message. Its content is None if the answer has only calls."""
+    message = result.to_message() | {"refusal": None}
+    return message | {"content": None} if result.tool_calls and not result.text else message
+
+
+def delta_fields(deltas: Iterable[ReasoningDelta | ToolCallDelta]) -> Json:
+    """Return the fields of a chunk's delta, with one entry per call.
+
+    A call has its id and name only in the chunk where it begins.
+    """
+    reasoning, calls = "", dict[int, Json]()
+    for delta in deltas:
+        if isinstance(delta, ReasoningDelta):
+            reasoning += delta.text
+            continue
+        call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
+        if delta.id is not None:
+            call |= {"id": delta.id, "type": "function"}
+            call["function"] = {"name": delta.name, "arguments": ""}
+        call["function"]["arguments"] += delta.arguments
+    fields: Json = {"reasoning_content": reasoning} if reasoning else {}
+    return fields | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def call_values(call: ToolCall) -> Json:
+    """Return the arguments of a call as an object, or {} if the call was cut off."""
+    try:
+        return call.parsed()
+    except json.JSONDecodeError:
+        return {}
+
+
+def reasoning_and_calls(result: GenerationResult) -> Json:
+    """Return the reasoning and the calls of the answer's message, if it has them."""
+    message = result.to_message()
+    return {name: message[name] for name in ("reasoning_content", "tool_calls") if name in message}
+
+
+class Spelling(NamedTuple):
+    """The texts of a vocabulary's tokens. Control tokens are not part of an answer's text."""
+
+    token_bytes: Sequence[bytes]
+    control_ids: Collection[int]
+
+    @classmethod
+    def of(cls, tokenizer: "infer.Tokenizer") -> Self:
+        return cls(tokenizer.token_bytes, tokenizer.special_token_ids)
+
+    def text(self, token_id: int) -> str:
+        """Return a token's text. Incomplete characters are shown as bytes, as OpenAI does."""
+        spelt = self.token_bytes[token_id]
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+    def entry(self, token_id: int, logprob: float) -> Entry:
+        """Return a token's entry. The `bytes` of an answer's tokens, joined, are its text; a control token has none."""
+        spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
+        return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
+
+
+def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
+    """Return the log-probabilities without the token that ends the answer, which is not a part of its text."""
+    return logprobs[:-1] if finish_reason == "eos" else logprobs
+
+
+def chat_entries(logprobs: Iterable[TokenLogprob], spelling: Spelling) -> list[Entry]:
+    """Return `logprobs.content` of a chat completion."""
+    return [
+        spelling.entry(each.token_id, each.logprob) | {"top_logprobs": [spelling.entry(*top) for top in each.top]}
+        for each in logprobs
+    ]
+
+
+def completion_columns(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> dict[str, list[Any]]:
+    """Return `logprobs` of a completion, without `text_offset`.
+
+    None means a token that is not scored; its text is None as well.
+    """
+    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    for each in logprobs:
+        columns["tokens"].append(None if each is None else spelling.text(each.token_id))
+        columns["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
+        columns["top_logprobs"].append(None if each is None else _by_text(each, spelling))
+    return columns
+
+
+def _by_text(each: TokenLogprob, spelling: Spelling) -> dict[str, float]:
+    """Return the log-probabilities of the alternatives and the token itself, by text.
+
+    If several tokens have the same text, the likeliest one is returned.
+    """
+    found = dict[str, float]()
+    for token_id, logprob in sorted({*each.top, (each.token_id, each.logprob)}, key=lambda pair: -pair[1]):
+        found.setdefault(spelling.text(token_id), max(logprob, LEAST_LOGPROB))
+    return found
+
+
+def prompt_logprobs_of(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> list[Json | None]:
+    """Return a prompt's log-probabilities in vLLM's format: by token id, and null for the first token."""
+    return [
+        None
+        if each is None
+        else {
+            str(token_id): {"logprob": logprob, "decoded_token": spelling.text(token_id)}
+            for token_id, logprob in (*each.top, (each.token_id, each.logprob))
+        }
+        for each in logprobs
+    ]

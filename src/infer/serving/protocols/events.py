@@ -1,0 +1,160 @@
+"""The pieces of answers as events: what a protocol makes of a `Delta`, and the bytes of an event."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, final
+
+import msgspec
+from msgspec import UNSET
+
+from infer.engine.requests.ask import Ask
+from infer.outputs import GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
+from infer.serving.protocols.answers import Answer, Extension, Head, Json
+from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.params import Served
+
+_Answer = TypeVar("_Answer", bound=Answer)
+Chunk = Answer | Json  # a dict is an event whose `type` is also its name
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+Scores = Sequence[TokenLogprob | None]  # one entry per token of a prompt
+DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+
+
+class Delta(NamedTuple):
+    """The next pieces of the choice with index `choice`, or its end.
+
+    At the end, `tail` and `tail_deltas` are the text and the reasoning that were held back.
+    """
+
+    choice: int
+    pieces: Sequence[Piece]
+    result: GenerationResult | None = None
+    tail: str = ""
+    tail_deltas: tuple[ReasoningDelta, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces) + self.tail
+
+    @property
+    def deltas(self) -> list[ReasoningDelta | ToolCallDelta]:
+        return [*(delta for piece in self.pieces for delta in piece.deltas), *self.tail_deltas]
+
+
+@final
+class Accepted(NamedTuple):
+    """An ask whose prompts were read.
+
+    `firsts` has the first `step.sequence.Sequence` of each prompt. `scores` has the scores of each prompt, for each
+    number that `Shape.scored` returns.
+    """
+
+    served: Served
+    ask: Ask
+    firsts: Sequence[Any]
+    scores: Sequence[Sequence[Scores]] = ()
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """The token ids of each prompt."""
+        return [list(each.request.prompt_token_ids) for each in self.firsts]
+
+    def head(self, prefix: str) -> Head:
+        """Return the fields that an answer begins with. Its id is the request's id, which also appears in the log."""
+        served = self.served
+        return Head(prefix + served.id.removeprefix("req-"), served.created, served.model, served.fingerprint)
+
+
+class ErrorShape:
+    """The format of a protocol's errors: OpenAI's, unless a protocol has its own. Its streams have this media type."""
+
+    media_type = EVENTS
+
+    @staticmethod
+    def error_of(error: ApiError) -> ApiError:
+        """Return the error in the format of the protocol."""
+        return error
+
+    @staticmethod
+    def failure(error: ApiError) -> bytes:
+        """Return the last events of a stream that fails."""
+        return failure_events(error)
+
+
+class Shape(ErrorShape, ABC):
+    """The format of a body's answer, and of the chunks of its stream. `last` ends a stream."""
+
+    last, is_stream_by_default = DONE, False
+
+    def __init__(self, accepted: Accepted, body: Any) -> None:
+        """Begin the answer to a body. A shape that shows nothing of them needs no constructor."""
+
+    @staticmethod
+    def scored(body: Any) -> Sequence[int | None]:
+        """Return for each scoring of the prompts the number of the likeliest tokens, or None to leave it out."""
+        return ()
+
+    @staticmethod
+    def is_encoded(body: Any) -> bool:
+        """Return True if the ask of a body encodes texts, which takes some time."""
+        return bool(getattr(body, "suffix", None))
+
+    @staticmethod
+    def without_ask(body: Any, served: Served) -> Answer | None:
+        """Return the answer to a body that asks nothing of the model, else None."""
+        return None
+
+    @abstractmethod
+    def whole(self, results: Sequence[GenerationResult]) -> Answer | Sequence[Answer]: ...
+
+    @abstractmethod
+    def chunks(self, part: Delta) -> Sequence[Chunk]:
+        """Return the chunks of a part. They may depend on the parts before it."""
+
+    def opening(self) -> Sequence[Chunk]:
+        """Return the chunks that precede all generated parts."""
+        return ()
+
+    def closing(self, results: Sequence[GenerationResult]) -> Sequence[Chunk]:
+        """Return the chunks that follow after all choices have ended."""
+        return ()
+
+    def event(self, chunk: Chunk) -> bytes:
+        """Return the bytes of a chunk in the stream."""
+        return event(msgspec.json.encode(chunk), chunk["type"] if isinstance(chunk, dict) else "")
+
+    def fail(self, error: ApiError) -> bytes:
+        """Return the last events of this stream after a failure."""
+        return self.failure(error)
+
+
+def with_warnings(answer: _Answer, warnings: Sequence[str]) -> _Answer:
+    """Add the warnings about the body, if any, to the answer, and return it."""
+    if warnings:
+        answer.infer = Extension() if answer.infer is UNSET else answer.infer
+        answer.infer.warnings = warnings
+    return answer
+
+
+def event(body: bytes, name: str = "") -> bytes:
+    """Return one line of JSON as an event. `name` is for APIs that name their events.
+
+    Some clients end a line at every character that Unicode calls a line's end (httpx's `iter_lines`, `str.splitlines`).
+    Three of these characters are legal in JSON, so they are escaped.
+    """
+    data = b"data: " + line(body) + b"\n"
+    return data if not name else b"event: " + name.encode() + b"\n" + data
+
+
+def line(body: bytes) -> bytes:
+    """Return one line of JSON with its end. See `event` for the characters that are escaped."""
+    for line_end, escaped in _LINE_ENDS.items():
+        if line_end in body:
+            body = body.replace(line_end, escaped)
+    return body + b"\n"
+
+
+def failure_events(error: ApiError) -> bytes:
+    """Return the last events of an OpenAI stream that fails."""
+    return event(error.body) + DONE

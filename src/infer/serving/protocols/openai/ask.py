@@ -1,0 +1,532 @@
+"""OpenAI's bodies of `/v1/chat/completions` and `/v1/completions`, and the `Ask` of each. Null means absent."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from infer.engine.requests.ask import Ask
+from infer.engine.step.request_options import OPTIONS, RequestOptions
+from infer.errors import InvalidRequestError
+from infer.request_limits import (
+    MAX_ANSWERS,
+    MAX_BIAS,
+    MAX_BUDGET,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    NUM_TOKENS_OF_COMPLETIONS,
+)
+from infer.sampling_params import (
+    PARAMETERS,
+)
+from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
+from infer.serving.protocols.foreign import FOREIGN
+from infer.serving.protocols.messages import (
+    Arguments,
+    OutputRefusal,
+    complete_each,
+    own_tools,
+    past_arguments,
+    text_parts,
+)
+from infer.serving.protocols.params import (
+    Served,
+    budget_of,
+    effort_variables,
+    make_params,
+    plain,
+    prompts_of,
+    refusal,
+    refusing,
+    seeds_of,
+    stops_of,
+    template_variables,
+    token_limit,
+)
+from infer.text.grammar.grammar import not_strict
+
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_MOST_ID_DIGITS = 20
+_ROLES = {"function": "tool", "developer": "system"}  # "function" is of OpenAI's format before tools
+
+TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # number of an answer's tokens; -1: to the end of the context
+_Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+_Budget = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class Body(Parameters, kw_only=True):
+    """The fields of all bodies: the model's name, and the user, which is ignored."""
+
+    model: str | None = None
+    user: str | None = None
+
+
+# Messages, which other programs wrote
+
+
+@final
+class TextPart(Struct, omit_defaults=True):
+    """A part of a content. `own` has its other keys, which some templates read."""
+
+    type: Literal["text"]
+    text: str
+    own: dict[str, Any] = {}
+
+
+@final
+class AnswerText(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Message(Struct, kw_only=True, tag_field="role", omit_defaults=True):
+    name: str | None = None
+
+
+_Content = str | list[TextPart] | None
+
+
+@final
+class SystemMessage(_Message, tag="system", kw_only=True):
+    content: _Content
+
+
+@final
+class DeveloperMessage(_Message, tag="developer", kw_only=True):
+    content: _Content
+
+
+@final
+class UserMessage(_Message, tag="user", kw_only=True):
+    content: _Content
+
+
+@final
+class FunctionCall(Struct):
+    name: str
+    arguments: Arguments
+
+
+@final
+class ToolCallBody(Struct, kw_only=True):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+@final
+class AssistantMessage(_Message, tag="assistant", kw_only=True):
+    """An earlier answer of this server or another."""
+
+    content: str | list[AnswerText | OutputRefusal] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+
+
+@final
+class ToolMessage(_Message, tag="tool", kw_only=True):
+    content: _Content
+    tool_call_id: str | None = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+# Constraints on the answer
+
+
+@final
+class TextFormat(Parameters, tag_field="type", tag="text"):
+    pass
+
+
+@final
+class JsonObjectFormat(Parameters, tag_field="type", tag="json_object"):
+    """A JSON object. `schema` is llama.cpp's field."""
+
+    schema: dict[str, Any] | None = None
+
+
+class JsonSchema(Parameters, kw_only=True):
+    """A schema that constrains the answer, with `strict` or without."""
+
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @classmethod
+    def note_on(cls, given: Mapping[str, Any]) -> str | None:
+        """Return a warning about a name that OpenAI's servers would refuse."""
+        name = given.get("name")
+        if isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
+            return None
+        return ".name should have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
+
+
+@final
+class JsonSchemaFormat(Parameters, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class Function(ToolKeys, kw_only=True):
+    """A function. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+# Tools
+
+
+@final
+class FunctionTool(ToolKeys, tag_field="type", tag="function"):
+    misplaced = dict.fromkeys(("strict", "parameters", "name", "description"), "function")
+
+    function: Function
+
+
+@final
+class FunctionName(Parameters):
+    name: str
+
+
+@final
+class NamedFunction(Parameters, tag_field="type", tag="function"):
+    function: FunctionName
+
+
+@final
+class Allowed(Parameters):
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+@final
+class AllowedTools(Parameters, tag_field="type", tag="allowed_tools"):
+    allowed_tools: Allowed
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
+
+
+# Parameters of an answer
+
+
+@final
+class StreamOptions(Parameters):
+    """Options of a stream. With `continuous_usage_stats`, every chunk has the usage so far. Chunks are never padded."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+@declares("generating")
+class GeneratingBody(Body, kw_only=True):
+    """The parameters of all routes that generate: OpenAI's, vLLM's and our own."""
+
+    foreign = FOREIGN
+
+    stream: bool | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+
+
+@declares("completions")
+class CompletingBody(GeneratingBody, kw_only=True):
+    """The parameters of both completion routes."""
+
+    n: _Choices | None = None
+    response_format: Format | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Alternatives | None = None
+    return_token_ids: bool | None = None
+
+
+@declares("conversations")
+class ConversationBody(CompletingBody, kw_only=True):
+    """The parameters that belong to messages: variables of the template, tools and reasoning."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: _Budget | None = None
+    reasoning_effort: Effort | None = None
+
+
+@final
+class ChatBody(ConversationBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+
+
+class TextBody(CompletingBody, kw_only=True):
+    """A request to continue `prompt`: a text, ids, or a list of either."""
+
+    prompt: str | list[Any] | None = None
+    max_tokens: TokenLimit | None = None
+    logprobs: Alternatives | None = None
+
+
+@final
+class CompletionBody(TextBody, kw_only=True):
+    """A request to continue `prompt`. `suffix` is the text after the continuation."""
+
+    prompt: str | list[Any]
+    suffix: str | None = None
+    echo: bool | None = None
+
+
+# Responses
+
+
+@final
+class NamedSchemaFormat(JsonSchema, tag_field="type", tag="json_schema", kw_only=True):
+    """The fields of `JsonSchemaFormat` without its inner object."""
+
+    schema: dict[str, Any]
+
+
+def complete_chat(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    """Return a chat's body whose messages and tools have only known kinds of parts and tools.
+
+    Raises BodyError for an image, audio or a file in the user's last message.
+    """
+    if isinstance(messages := given.get("messages"), list):
+        given["messages"] = complete_each(messages, reading, _message)
+    if given.get("function_call") == "none":
+        given.pop("functions", None)
+    if isinstance(tools := given.get("tools"), list):
+        given["tools"] = own_tools([_with_type(tool) for tool in tools], reading)
+    return given
+
+
+def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
+    """Return a message as chat templates expect it. Values of wrong types are kept, and refused later."""
+    found = dict(message)
+    if (role := _ROLES.get(str(found.get("role")), found.get("role"))) is not None:
+        found["role"] = role
+    content = found.get("content")
+    if isinstance(content, list):
+        parts = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)
+        found["content"] = parts if role in ("system", "user") else _joined(parts, is_answer=role == "assistant")
+    elif content is None and "content" in found:
+        found["content"] = ""
+    if role == "assistant":
+        if isinstance(refused := found.get("refusal"), str | None):
+            found |= {"content": refused or "" if content is None else found["content"], "refusal": None}
+        if isinstance(thoughts := found.get("reasoning"), str | None):
+            found["reasoning"] = None
+            if found.get("reasoning_content") in (None, ""):
+                found["reasoning_content"] = thoughts
+    calls = found.pop("tool_calls", None)
+    if isinstance(call := found.get("function_call"), dict) and not calls:  # OpenAI's format before tools
+        calls = [{"function": call}]
+    if isinstance(calls, list):
+        calls = [
+            _call(each, f"{path}.tool_calls[{index}]", reading) if isinstance(each, dict) else each
+            for index, each in enumerate(calls)
+        ]
+    return found if calls in (None, []) else {**found, "tool_calls": calls}
+
+
+def _joined(parts: list[Any], *, is_answer: bool) -> Any:
+    """Return the text of the parts, or the parts if one of them has none."""
+    kinds, texts = ("text", "refusal") if is_answer else ("text",), list[str]()
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds or not isinstance(text := part.get(kind), str):
+            return parts
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
+    found = {name: value for name, value in call.items() if value is not None}
+    if found.get("type") == "custom" and isinstance(custom := found.get("custom"), dict):
+        arguments = {"input": custom.get("input")}
+        return {**found, "type": "function", "function": {"name": custom.get("name"), "arguments": past_arguments(
+            arguments, path, reading)}}  # fmt: skip
+    if isinstance(function := found.get("function"), dict):
+        place = f"{path}.function.arguments"
+        found["function"] = {**function, "arguments": past_arguments(function.get("arguments"), place, reading)}
+    return found
+
+
+def _with_type(tool: Any) -> Any:
+    """Return a tool of a chat with its type, which some clients leave out."""
+    return {"type": "function", **tool} if isinstance(tool, dict) and "function" in tool else tool
+
+
+def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as chat templates expect them.
+
+    The tokenizer gives each template the form of contents that it reads.
+    """
+    found: list[dict[str, Any]] = msgspec.to_builtins(messages)
+    for message in found:
+        if isinstance(parts := message["content"], list):
+            message["content"] = [{**part.pop("own", {}), **part} for part in parts]
+    return found
+
+
+def ask_chat(body: ChatBody, served: Served) -> Ask:
+    """Return what a body asks. Raises BodyError."""
+    params = make_params(chat_values(body), served.defaults, seeds_of(body.seed, body.n or 1), "messages")
+    variables = conversation_variables(body, served.template)
+    options = conversation_options(body, body.reasoning_effort)
+    is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
+    return Ask(
+        [messages_of(body.messages)],
+        params,
+        options,
+        variables=variables,
+        prompt_name="messages",
+        is_answered=is_answered,
+    )
+
+
+def ask_completion(body: CompletionBody, served: Served) -> Ask:
+    """Return what a body asks. A prompt with a suffix gets the marks of its model. Raises BodyError.
+
+    If the model cannot fill in text, warn and continue the prompts.
+    """
+    asked = ask_text(body, served)
+    if not body.suffix:
+        return asked
+    if served.tokenizer.infill_marks is None:
+        problem = "suffix: this model has no tokens to fill in text; the prompt is continued"
+        if served.reading.policy == "refuse":
+            raise refuse(f"{problem}: leave it out", "suffix")
+        served.reading.warn(problem)
+        return asked
+    if body.echo:
+        raise refuse("echo must not be given with suffix: leave out echo", "echo")
+    if any(not isinstance(each, str) for each in asked.prompts):
+        raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
+    with refusing("suffix"):
+        prompts = [served.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
+    return between(asked, prompts, served)
+
+
+def between(asked: Ask, prompts: Sequence[Sequence[int]], served: Served) -> Ask:
+    """Return the request with the encoded texts as its prompts. The answer also ends at the marks' end tokens."""
+    marks = served.tokenizer.infill_marks
+    ends = () if marks is None else marks.ends
+    params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *ends]) for each in asked.params]
+    return replace(asked, prompts=prompts, params=params)
+
+
+def ask_text(body: TextBody, served: Served) -> Ask:
+    """Return what a body asks, without its suffix. Raises BodyError."""
+    prompts, num_choices = prompts_of("" if body.prompt is None else body.prompt), body.n or 1
+    if len(prompts) * num_choices > MAX_ANSWERS:
+        message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
+        raise refuse(message, "prompt")
+    values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
+    params = make_params(values, served.defaults, seeds_of(body.seed, num_choices), "prompt")
+    return Ask(prompts, params, make_options(body), is_answered=body.max_tokens != 0)
+
+
+def chat_values(body: ChatBody) -> dict[str, Any]:
+    """Return the fields of SamplingParams that a chat's body names, except the seed. Raises BodyError."""
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
+        raise refuse(message, "max_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
+    return sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
+
+
+def completion_values(body: TextBody) -> dict[str, Any]:
+    """Return the fields of SamplingParams that a completion's body names, except the seed. Raises BodyError."""
+    return sampling_values(body) | ({} if body.logprobs is None else {"logprobs": body.logprobs})
+
+
+def conversation_options(body: Any, effort: str | None, prompt_name: str = "messages", **others: Any) -> RequestOptions:
+    """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
+    try:
+        return RequestOptions(**option_values(body, effort), **others)
+    except InvalidRequestError as error:
+        raise refusal(error, prompt_name) from error
+
+
+def option_values(body: Any, effort: str | None) -> dict[str, Any]:
+    """Return the fields of RequestOptions that a body sets. Raises BodyError."""
+    given = {
+        "tools": plain(body.tools) or None,
+        "tool_choice": plain(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_budget": budget_of(body.thinking_token_budget, effort),
+    }
+    return values_of(body, OPTIONS) | {name: value for name, value in given.items() if value is not None}
+
+
+def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
+    """Return the variables of the model's chat template. Raises BodyError."""
+    given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
+    return effort_variables(body.reasoning_effort, template) | given
+
+
+def sampling_values(body: GeneratingBody) -> dict[str, Any]:
+    """Return the fields of SamplingParams that the body names, except the seed and log-probabilities."""
+    values = values_of(body, PARAMETERS)
+    for name in _LENGTHS:
+        if (length := getattr(body, name, None)) is not None:
+            values["max_new_tokens"] = token_limit(length)
+    if "stop" in values:
+        values["stop"] = stops_of(values["stop"])
+    if "logit_bias" in values:
+        values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
+    if isinstance(body, CompletingBody):
+        values |= constraint_of(body.response_format)
+    return values
+
+
+def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
+    """Return the constraint of a format as a field of SamplingParams, or {} if there is none."""
+    match asked:
+        case JsonObjectFormat(schema=schema):
+            return {"json_schema": {"type": "object"} if schema is None else schema}
+        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema, strict=strict)):
+            return _schema({"type": "object"} if schema is None else schema, strict)
+        case NamedSchemaFormat(schema=schema, strict=strict):
+            return _schema(schema, strict)
+    return {}
+
+
+def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {"json_schema": schema if strict else not_strict(schema)}
+
+
+def make_options(body: GeneratingBody) -> RequestOptions:
+    """Return the options that the body sets."""
+    return RequestOptions(**values_of(body, OPTIONS))
+
+
+def _bias_id(key: str, value: float) -> int:
+    param = f"logit_bias.{key}"[:80]
+    if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_ID_DIGITS):
+        raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
+    if abs(value) > MAX_BIAS:
+        raise refuse(f"{param} must be a number from -{MAX_BIAS} to {MAX_BIAS}, got {value:g}", param)
+    return int(key)

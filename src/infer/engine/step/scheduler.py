@@ -113,20 +113,6 @@ class Scheduler:
         """Set the seconds that a step with prompts may take if no answer is streamed."""
         self._prompt_seconds = seconds
 
-    def prompt_tokens_beside(self, num_decoding: int, context: int, *, is_streamed: bool) -> int:
-        """Return the number of prompt tokens, at least 1, that a step reads in addition to `num_decoding` answers.
-
-        `context` is the sum of the positions before the answers' tokens.
-        """
-        costs = self.costs
-        if not (costs.costs.per_token or costs.costs.per_context):
-            return FIRST_PROMPT_TOKENS
-        seconds = self._seconds_beside(StepWork(num_decoding, num_decoding, context), is_streamed)
-        if seconds == inf:
-            return self._limits.tokens
-        least = min(LEAST_PROMPT_TOKENS, costs.tokens_in(STREAM_SECONDS / 2, 0))
-        return max(1, least, costs.tokens_in(seconds, 0))
-
     def plan(
         self,
         demands: Sequence[Demand],
@@ -214,12 +200,7 @@ class Scheduler:
         """Return how long the tokens of prompts may take in a step whose other tokens are planned, in seconds."""
         is_streamed = others_stream or any(demands[index].is_streamed for index in decoding)
         drafts = [num_drafts[index] for index in decoding]
-        return self._seconds_beside(
-            _work([demands[index] for index in decoding], [1] * len(decoding), drafts), is_streamed
-        )
-
-    def _seconds_beside(self, others: StepWork, is_streamed: bool) -> float:
-        """Return the seconds for tokens of prompts in a step that also computes `others`."""
+        others = _work([demands[index] for index in decoding], [1] * len(decoding), drafts)
         seconds, gap = self._prompt_seconds, self.gap_seconds
         if is_streamed:
             seconds = min(seconds, max(min(LEAST_GAP_SECONDS, gap), gap * self.costs.low_ratio))

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeVar, final
 
 import infer
@@ -19,7 +19,7 @@ from infer.engine.step.scheduler import StepTaken
 from infer.engine.step.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.serving.server.call import Call
-from infer.serving.server.door import Door, Forecast, RemainingWork, retry_headers
+from infer.serving.server.door import Door, Load, RemainingWork, retry_headers
 from infer.serving.server.http_errors import ApiError
 from infer.serving.server.metrics import Metrics
 from infer.serving.server_settings import ServerSettings
@@ -91,26 +91,22 @@ class ServerState:
             message, headers = f"the server has failed: {self.failure}", {"x-should-retry": "false"}
             raise ApiError(503, message, code="failed", headers=headers)
 
-    def look(self) -> Forecast:
+    def look(self) -> Load:
         """Return the load of the engine. Raises ApiError 503 unless requests are served."""
         engine, lengths = self.llm().host.engine_if_any, self.door.lengths
         if engine is None:  # an encoder runs one call at a time
-            return Forecast(StepCosts(), self.settings.slots)
+            return Load((), StepCosts(), self.settings.slots)
         runner = engine.runner
 
         def fitting(num_tokens: int) -> int:
             needed = zip(runner.pool_pages, runner.pages_of(num_tokens), strict=True)
             return min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
 
-        sequences = engine.sequences
-        is_streamed = any(each.is_streamed for each in sequences)
-        reading = partial(engine.scheduler.prompt_tokens_beside, is_streamed=is_streamed)
-        forecast = Forecast(engine.scheduler.costs, engine.max_running, fitting, reading)
-        for each in sequences:
-            tenant = each.tenant
-            answer = min(float(each.room), lengths.expected(tenant, len(each.pieces)))
-            forecast.add(RemainingWork(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))
-        return forecast
+        def work_of(each: Any) -> RemainingWork:
+            answer = min(float(each.room), lengths.expected(each.tenant, len(each.pieces)))
+            return RemainingWork(each.tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer)
+
+        return Load([work_of(each) for each in engine.sequences], engine.scheduler.costs, engine.max_running, fitting)
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model unless the server is shutting down."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchanges
-from infer.serving.distributed.failover import Answering
+from infer.serving.distributed.failover import Answering, BeginExchange
 from infer.serving.distributed.replica import Replicas
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
@@ -66,11 +66,11 @@ def follow(state: ServerState, replicas: Replicas) -> None:
         state.phase = "ready" if replicas.is_ready else "loading"
 
 
-async def hand_on(request: Request, asked: AskedBody, replicas: Exchanges) -> Response:
-    """Return the answer of the replica that the router chooses."""
+async def hand_on(request: Request, asked: AskedBody, exchange: BeginExchange) -> Response:
+    """Return the answer of a replica."""
     path = request.url.path
     fail = failure_line if path.startswith("/api/") else _FAILURES.get(path, failure_events)
-    return await Answering(request, asked, replicas, fail).response()
+    return await Answering(request, asked, exchange, fail).response()
 
 
 async def read_body(request: Request) -> AskedBody:
@@ -96,7 +96,8 @@ class Front:
 
     async def _hand_on(self, request: Request, state: ServerState) -> Response:
         state.check_ready()
-        return await hand_on(request, await read_body(request), self._replicas)
+        asked = await read_body(request)
+        return await hand_on(request, asked, partial(self._replicas.exchange, asked.prompt))
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
         """Return the answer of a replica that is ready, or of another one if none is."""

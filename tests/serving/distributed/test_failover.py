@@ -81,12 +81,13 @@ class Lives:
     are_several = True
 
     def __init__(self, *lives: Life) -> None:
-        self.left, self.asked = list(lives), list[bytes]()
+        self.left, self.asked, self.prompts = list(lives), list[bytes](), list[RoutedPrompt]()
         self.answers = dict[str, tuple[int, bytes]]()
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Any]:
         life = self.left.pop(0)
+        self.prompts.append(prompt)
         head = life.head
 
         async def noting(request: bytes) -> ResponseHead:
@@ -386,7 +387,7 @@ def test_work_is_queued_at_a_replica_until_it_ends_however_it_ends(two: Two, way
     assert seen == [{"0": 0, "1": 0}, {"0": 0, "1": 107}, {"0": 0, "1": 0}]
 
 
-def ask_front(replicas: Any, method: str, path: str, phase: Any = "ready") -> httpx.Response:
+def ask_front(replicas: Any, method: str, path: str, phase: Any = "ready", **headers: str) -> httpx.Response:
     """Return the answer of a front in this phase."""
     state = ServerState(ServerSettings())
     state.phase = phase
@@ -394,7 +395,8 @@ def ask_front(replicas: Any, method: str, path: str, phase: Any = "ready") -> ht
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
+            body = {"prompt": "a"} if method == "POST" else None
+            return await client.request(method, path, json=body, headers=headers)
 
     return asyncio.run(ask())
 
@@ -404,6 +406,15 @@ def test_a_front_that_drains_takes_no_request() -> None:
     for phase, status in (("loading", 503), ("draining", 503), ("failed", 503), ("ready", 200)):
         assert ask_front(lives, "POST", "/v1/completions", phase).status_code == status
         assert len(lives.asked) == (phase == "ready")
+
+
+@pytest.mark.parametrize("name", ["x-session-id", "x-session-affinity"])
+def test_requests_of_a_client_s_session_have_one_session_for_the_router(name: str) -> None:
+    lives = Lives(*(Life(200, b"{}") for _ in range(3)))
+    for session in ("ses_1", "ses_1", "ses_2"):
+        assert ask_front(lives, "POST", "/v1/completions", **{name: session}).status_code == 200
+    first, second, other = (prompt.session for prompt in lives.prompts)
+    assert "" != first == second != other
 
 
 @cases(

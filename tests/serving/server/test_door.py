@@ -102,14 +102,6 @@ def test_prompts_that_are_being_read_are_counted_once() -> None:
     assert together.seconds_ahead("b", 100) == ahead
 
 
-def test_sequences_that_have_no_pages_have_no_slots() -> None:
-    long = [RemainingWork("a", index < 4, 8000, 0, 100.0) for index in range(12)]
-    few = load_of(long, slots_of=lambda num_tokens: 32_000 // num_tokens)
-    assert few.num_slots == 3
-    assert few.seconds_ahead("a", 10) > 10
-    assert load_of(long).seconds_ahead("a", 10) == 0.0
-
-
 @given(works, st.integers(1, 64), st.integers(0, 10_000))
 def test_no_wait_is_negative_and_others_are_waited_for_once(found: Any, num_slots: int, num_tokens: int) -> None:
     load = load_of(found, num_slots)

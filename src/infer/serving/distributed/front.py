@@ -33,7 +33,7 @@ _FAILURES = {
     "/v1/messages": failure_event,
     **dict.fromkeys(("/completion", "/infill"), failure_of_llamacpp),
 }  # routes whose streams can continue after their replica died
-_SESSION_HEADER = "x-session-id"
+_SESSION_HEADERS = ("x-session-id", "x-session-affinity")  # OpenCode sends the second one
 
 
 def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence[Sequence[str]]) -> int:
@@ -75,7 +75,8 @@ async def hand_on(request: Request, asked: AskedBody, exchange: BeginExchange) -
 
 async def read_body(request: Request) -> AskedBody:
     """Return the body of a request to one of the server's routes. Raises BodyError."""
-    session, tenant = request.headers.get(_SESSION_HEADER, ""), call_of(request).key_name
+    session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), "")
+    tenant = call_of(request).key_name
     is_repeatable = request.url.path in _REPEATABLE
     reading = partial(read_asked, await request.body(), session, tenant, is_repeatable=is_repeatable)
     return await read_apart(reading, await request.body())
@@ -115,4 +116,4 @@ class Front:
         found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
         are_several = self._replicas.are_several
         texts = [(text, {"replica": name} if are_several else {}) for name, text in found.items()]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts), state)

@@ -26,7 +26,15 @@ from infer.serving.server.replies import json_response
 from infer.serving.server.routes import health, web_files
 from infer.serving.server.routes.health import metrics_response
 from infer.serving.server.routes.openapi import description_routes
-from infer.serving.server.routes.served_models import ModelStatus, ServedModel, ServedModels, StatusValue, served_model
+from infer.serving.server.routes.served_models import (
+    ModelStatus,
+    ServedModel,
+    ServedModels,
+    StatusValue,
+    abilities_of,
+    facts_of,
+    served_model,
+)
 from infer.serving.server.server_state import ServerState
 from infer.system.files.atomic import locked_folder
 
@@ -152,7 +160,7 @@ class ShelfFront:
         """Return the metrics of all loaded models, with their names, and those of this process."""
         answers = await self._ask_loaded(b"/metrics")
         texts = [(found[1].decode(), {"model": name}) for name, found in answers.items() if found is not None]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts), state)
 
 
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
@@ -162,6 +170,7 @@ async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
     found.is_pinned = model.source.is_pinned
     if plan is not None:
         found.takes, found.memory_bytes = list(plan.takes), plan.num_bytes
+        found.capabilities = abilities_of(await facts_of(model.source.path))
     return found
 
 

@@ -39,14 +39,21 @@ class Snapshots:
     def __init__(self) -> None:
         self._taken_at = -math.inf
         self._taking: asyncio.Task[Any] | None = None
+        self._last: Any = None
 
-    async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one."""
+    async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]], seconds: float | None = None) -> Any:
+        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one.
+
+        If the engine takes longer than `seconds`, return the last snapshot, or None if there is none.
+        """
         now, taking = time.monotonic(), self._taking
         if taking is None or (taking.done() and now - self._taken_at >= _SNAPSHOT_SECONDS):
             taking = self._taking = asyncio.create_task(take())
             self._taken_at = now
-        return await asyncio.shield(taking)
+        await asyncio.wait({taking}, timeout=seconds)
+        if taking.done():
+            self._last = taking.result()
+        return self._last
 
 
 @final

@@ -174,18 +174,6 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
     assert plan_of(slow, [*streams, Demand(8000, entry=9)], 512).num_tokens[3] == LEAST_PROMPT_TOKENS
 
 
-@pytest.mark.parametrize(("base", "is_streamed"), [(0.0, True), (0.05, True), (0.0, False)])
-@pytest.mark.parametrize("num_decoding", [1, 8, 24])
-def test_a_step_reads_the_predicted_number_of_prompt_tokens(base: float, is_streamed: bool, num_decoding: int) -> None:
-    scheduler, machine = Scheduler(HOST_STEP, prompt_seconds=0.1), MACHINES["2 cores"]
-    assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == scheduling.FIRST_PROMPT_TOKENS
-    learn(scheduler, machine, base)
-    answers = [Demand(1, num_computed=100, entry=number, is_streamed=is_streamed) for number in range(num_decoding)]
-    plan = plan_of(scheduler, [*answers, Demand(8000, entry=99)], 512)
-    told = scheduler.prompt_tokens_beside(num_decoding, 100 * num_decoding, is_streamed=is_streamed)
-    assert told == pytest.approx(plan.num_tokens[-1], rel=0.05, abs=1)
-
-
 def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> None:
     scheduler, machine = Scheduler(HOST_STEP), MACHINES["2 cores"]
     learn(scheduler, machine)

@@ -1,22 +1,18 @@
 """Clients at the door of a simulated engine. A refused client retries several times, when it was told to."""
 
-import random
 from collections import defaultdict
-from functools import partial
 from math import inf
 from typing import final
 
 from infer.serving.protocols.errors import ApiError
-from infer.serving.server.door import Arrival, Door, Entry, Forecast, RemainingWork
+from infer.serving.server.door import Arrival, Door, Entry, Load, RemainingWork
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request, Simulation
 
 
 @final
 class DoorSimulation:
-    """Requests at a door. `told` has the wait that each refused request was told, in seconds.
-
-    `predicted` has the predicted wait of each accepted request."""
+    """Requests at a door. `told` has the wait that each refused request was told, in seconds."""
 
     def __init__(
         self, machine: Machine, requests: list[Request], *, num_retries: int = 2, mean: float = 64.0, **limits: float
@@ -29,26 +25,22 @@ class DoorSimulation:
         self.first_asked: dict[Request, float] = {}
         self.taken_at: dict[Request, float] = {}
         self.told: defaultdict[Request, list[float]] = defaultdict(list)
-        self.predicted: dict[Request, float] = {}
         self.entries: dict[Request, Entry] = {}  # entries of requests that have no token yet
 
     def run(self) -> None:
-        random.seed(7)  # the door's jitter
         self.life.run()
 
-    def look(self) -> Forecast:
+    def look(self) -> Load:
         machine, life = self.life.machine, self.life
-        sequences = [*life.running, *life.waiting]
-        is_streamed = any(each.is_streamed for each in sequences)
-        reading = partial(life.scheduler.prompt_tokens_beside, is_streamed=is_streamed)
-        forecast = Forecast(
-            life.scheduler.costs, machine.num_slots, lambda n: machine.num_pages // machine.pages_of(n), reading
-        )
-        for each in sequences:
+
+        def work_of(each: Request) -> RemainingWork:
             answer = min(float(each.max_new - each.num_given), self.door.lengths.expected(each.tenant, each.num_given))
             left = max(0, each.num_tokens - each.num_computed - 1)
-            forecast.add(RemainingWork(each.tenant, each in life.running, left, each.num_computed, answer))
-        return forecast
+            return RemainingWork(each.tenant, each in life.running, left, each.num_computed, answer)
+
+        works = [work_of(each) for each in (*life.running, *life.waiting)]
+        costs = life.scheduler.costs
+        return Load(works, costs, machine.num_slots, lambda n: machine.num_pages // machine.pages_of(n))
 
     def learn_waits(self) -> None:
         for request in [each for each in self.entries if each.first_token_at is not None]:
@@ -58,7 +50,6 @@ class DoorSimulation:
         self.learn_waits()
         self.first_asked.setdefault(request, self.life.now)
         arrival = Arrival(request.tenant, 1, 1, request.num_prompt, request.max_new)
-        forecast = self.door.forecast(self.look)
         try:
             entry = self.door.enter(arrival, b"%d" % id(request), self.look)
         except ApiError as refused:
@@ -68,9 +59,6 @@ class DoorSimulation:
         entry.submit()  # from now on, the request is in the engine
         entry.close()
         self.taken_at[request], self.entries[request] = self.life.now, entry
-        self.predicted[request] = self.door.wait_ratio.value * forecast.seconds_ahead(
-            request.tenant, request.num_prompt
-        )
         return None
 
     @property

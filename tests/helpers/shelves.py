@@ -10,7 +10,7 @@ import pytest
 
 from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange
-from infer.serving.distributed.replica import Replicas
+from infer.serving.distributed.replica import Replica
 from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
@@ -39,39 +39,36 @@ class OneReplica:
         return {}
 
 
-class FakeReplicas(Replicas):
+class FakeReplica(Replica):
     """A fake process that is ready a moment after its start, unless its model is named "broken"."""
 
     running: ClassVar[list[str]] = []
     loaded: ClassVar[list[str]] = []  # including models that were unloaded later
 
-    def __init__(self, commands: Any, *others: Any, **settings: Any) -> None:
-        super().__init__(commands, *others, **settings)
-        (self.name,) = commands[0]
-
-    async def start(self) -> None:
+    async def live(self, *, has_spare: bool) -> None:
         self.running.append(self.name)
         self.loaded.append(self.name)
+        self.is_ready, self._ended = self.name != "broken", asyncio.Event()
         await asyncio.sleep(0.01)
-        if self.name == "broken":
-            self.running.remove(self.name)
-            self.failure = InferError("its files are cut off")
-            self._settle()
-        else:
-            self._is_any_ready.set()
-
-    async def stop(self) -> None:
-        await asyncio.sleep(0.01)
+        self._is_settled.set()
+        if self.is_ready:
+            await self._ended.wait()
+            await asyncio.sleep(0.01)
         self.running.remove(self.name)
+        if not self.is_ready:
+            raise InferError("its files are cut off")
+
+    def terminate(self) -> None:
+        self._ended.set()
 
     def kill(self) -> None:
         pass
 
 
-def use_replicas(kind: type[FakeReplicas], patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("infer.serving.distributed.shelved_model.Replicas", kind)
-    patch.setattr(FakeReplicas, "running", [])
-    patch.setattr(FakeReplicas, "loaded", [])
+def use_replica(kind: type[FakeReplica], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("infer.serving.distributed.shelved_model.Replica", kind)
+    patch.setattr(FakeReplica, "running", [])
+    patch.setattr(FakeReplica, "loaded", [])
 
 
 @contextmanager
@@ -81,17 +78,16 @@ def serving_shelf(
     """Serve models of these names and folders, each answered at its port. Yield also the names of those that hang."""
     hung = list[str]()
 
-    class LocalReplicas(FakeReplicas):
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            super().__init__(*arguments, **settings)
-            self.exchange = OneReplica(ports[self.name]).exchange  # type: ignore[assignment]
+    class LocalReplica(FakeReplica):
+        def exchange(self) -> Any:
+            return OneReplica(ports[self.name]).exchange(RoutedPrompt(0))
 
-        async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-            return {} if self.name in hung else {"0": (200, b"")}
+        async def try_get(self, target: bytes) -> tuple[int, bytes] | None:
+            return None if self.name in hung else (200, b"")
 
     sources: Sequence[ModelSource] = [ModelSource(name, str(folder)) for name, folder in folders.items()]
     with pytest.MonkeyPatch.context() as patch:
-        use_replicas(LocalReplicas, patch)
+        use_replica(LocalReplica, patch)
         shelf = Shelf(
             sources, ServerSettings(memory=1 << 40), ShelfWork(plan, lambda source, _: [source.name]), sockets
         )

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,13 +13,14 @@ from browser import Page, browsing
 from idle import until
 from infer import LLM
 from infer.errors import InferError
+from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.routes import ollama
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS, serving
-from shelves import FakeReplicas, OneReplica
+from shelves import FakeReplica, OneReplica, use_replica
 from test_session import make_model
 
 pytestmark = pytest.mark.slow
@@ -61,11 +62,11 @@ def page(download: Download, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """Return the page of a server with the models of the download. One process answers for all of them."""
     with LLM(make_model(tmp_path / "model")) as llm, serving(llm, model="first", is_child=True) as child:
 
-        class LocalReplicas(FakeReplicas):
-            exchange = OneReplica(child.port).exchange  # type: ignore[assignment]
+        class LocalReplica(FakeReplica):
+            def exchange(self) -> Any:
+                return OneReplica(child.port).exchange(RoutedPrompt(0))
 
-        monkeypatch.setattr("infer.serving.distributed.shelved_model.Replicas", LocalReplicas)
-        monkeypatch.setattr(FakeReplicas, "running", [])
+        use_replica(LocalReplica, monkeypatch)
         work = ShelfWork(
             lambda source, _: ModelPlan(7, takes=("generate",)),
             lambda source, _: [source.name],
@@ -116,4 +117,4 @@ def test_a_model_is_downloaded_with_progress_can_be_stopped_and_is_chosen(page: 
     download.may_end.set()
     pull(page, NAME)
     page.until(f"{said} === '{NAME} is downloaded, and is being loaded.'")
-    until(lambda: NAME in FakeReplicas.running)
+    until(lambda: NAME in FakeReplica.running)

@@ -14,6 +14,7 @@ from infer.parameters import ANY, Number, Size, Whole, parameter
 
 UnknownFields = Literal["warn", "refuse", "ignore"]
 AgentPrompts = Literal["adapt", "keep"]
+MetricsNames = Literal["infer", "vllm"]
 _COUNT, _SECONDS = Whole(1), Number(0.1)
 
 
@@ -54,6 +55,9 @@ class ServerSettings:
         "warn", ANY, "Policy for unknown fields of a request that resemble no known field.", group="clients")
     agent_prompts: AgentPrompts = parameter(
         "adapt", ANY, "Claude Code's prompts; adapt moves the parts that change to the end, for prefix reuse.",
+        group="clients")
+    metrics_names: MetricsNames = parameter(
+        "infer", ANY, "Prefix of the names in /metrics; vllm suits dashboards and scalers that were made for vLLM.",
         group="clients")
     cors_origins: tuple[str, ...] = parameter(
         (), ANY, "Origin whose pages may call, such as https://example.org; * is all. Repeatable.",

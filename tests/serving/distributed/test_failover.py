@@ -81,12 +81,13 @@ class Lives:
     are_several = True
 
     def __init__(self, *lives: Life) -> None:
-        self.left, self.asked = list(lives), list[bytes]()
+        self.left, self.asked, self.prompts = list(lives), list[bytes](), list[RoutedPrompt]()
         self.answers = dict[str, tuple[int, bytes]]()
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Any]:
         life = self.left.pop(0)
+        self.prompts.append(prompt)
         head = life.head
 
         async def noting(request: bytes) -> ResponseHead:
@@ -123,7 +124,8 @@ def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tu
 
     async def run() -> None:
         asked = AskedBody(b"{}", RoutedPrompt(0), is_repeatable)
-        response = await Answering(Request(scope, until_gone), asked, lives, failure_events).response()
+        exchange = partial(lives.exchange, asked.prompt)
+        response = await Answering(Request(scope, until_gone), asked, exchange, failure_events).response()
         await response(scope, until_gone, keep)
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))
@@ -149,8 +151,15 @@ def test_a_request_of_which_the_client_has_nothing_is_asked_again_whatever_it_is
 
 
 def test_a_stream_continues_with_the_events_that_the_client_lacks() -> None:
-    lives = Lives(Life(200, EVENTS[:2], dies=True), Life(200, EVENTS[:3], dies=True), Life(200, EVENTS))
+    """Any number of replicas may die, as long as the client gets new events between the deaths."""
+    lives = Lives(*(Life(200, EVENTS[:count], dies=True) for count in range(5)), Life(200, EVENTS))
     assert answer(lives) == (200, b"".join(EVENTS))
+
+
+def test_a_stream_that_does_not_move_between_two_deaths_is_given_up() -> None:
+    lives = Lives(*(Life(200, EVENTS[:count], dies=True) for count in (1, 2, 2)), Life(200, EVENTS))
+    assert has_ended_early(*answer(lives))
+    assert len(lives.asked) == 3
 
 
 def test_a_stream_does_not_continue_with_an_error() -> None:
@@ -191,7 +200,7 @@ class Noting(Life):
         return await super().head(request)
 
 
-@pytest.mark.parametrize("cuts", [(0, 1), (1, 2), (2, 1), (1, 3), (3, 2), (3, 4), (5, 5)])
+@pytest.mark.parametrize("cuts", [(0, 2), (1, 2), (2, 3), (1, 3), (3, 3), (3, 4), (5, 5)])
 def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(cuts: tuple[int, int]) -> None:
     """Two replicas die after some notes and events, and a third one sends the other events."""
     replicas, counts = [Noting(cut) for cut in (*cuts, None)], [0]
@@ -201,11 +210,11 @@ def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(cuts: tup
     assert [each.given for each in replicas] == [PARTS[:count] for count in counts]
 
 
-def test_a_request_that_three_replicas_died_of_is_given_up() -> None:
-    lives, scope = Lives(*(Life(200, b"{}", dies=True) for _ in range(3)), Life(200, b"{}")), scope_of()
+def test_a_request_that_two_replicas_died_of_is_given_up() -> None:
+    lives, scope = Lives(*(Life(200, b"{}", dies=True) for _ in range(2)), Life(200, b"{}")), scope_of()
     with pytest.raises(ApiError) as caught:
         answer(lives, scope=scope)
-    assert (caught.value.code, len(lives.asked)) == ("engine_died", 3)
+    assert (caught.value.code, len(lives.asked)) == ("engine_died", 2)
     assert not call_of(Request(scope)).is_forwarded
 
 
@@ -378,7 +387,7 @@ def test_work_is_queued_at_a_replica_until_it_ends_however_it_ends(two: Two, way
     assert seen == [{"0": 0, "1": 0}, {"0": 0, "1": 107}, {"0": 0, "1": 0}]
 
 
-def ask_front(replicas: Any, method: str, path: str, phase: Any = "ready") -> httpx.Response:
+def ask_front(replicas: Any, method: str, path: str, phase: Any = "ready", **headers: str) -> httpx.Response:
     """Return the answer of a front in this phase."""
     state = ServerState(ServerSettings())
     state.phase = phase
@@ -386,7 +395,8 @@ def ask_front(replicas: Any, method: str, path: str, phase: Any = "ready") -> ht
 
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
+            body = {"prompt": "a"} if method == "POST" else None
+            return await client.request(method, path, json=body, headers=headers)
 
     return asyncio.run(ask())
 
@@ -396,6 +406,15 @@ def test_a_front_that_drains_takes_no_request() -> None:
     for phase, status in (("loading", 503), ("draining", 503), ("failed", 503), ("ready", 200)):
         assert ask_front(lives, "POST", "/v1/completions", phase).status_code == status
         assert len(lives.asked) == (phase == "ready")
+
+
+@pytest.mark.parametrize("name", ["x-session-id", "x-session-affinity"])
+def test_requests_of_a_client_s_session_have_one_session_for_the_router(name: str) -> None:
+    lives = Lives(*(Life(200, b"{}") for _ in range(3)))
+    for session in ("ses_1", "ses_1", "ses_2"):
+        assert ask_front(lives, "POST", "/v1/completions", **{name: session}).status_code == 200
+    first, second, other = (prompt.session for prompt in lives.prompts)
+    assert "" != first == second != other
 
 
 @cases(

@@ -22,7 +22,7 @@ from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from reranker_model import make_logit_score
 from served import Served, serving
-from shelves import FakeReplicas, OneReplica, serving_shelf
+from shelves import FakeReplica, OneReplica, serving_shelf
 from test_session import make_model
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -129,7 +129,7 @@ def on_shelf(child: Served, folder: Path, tmp_path: Path) -> Iterator[OnShelf]:
         return ModelPlan(7, takes=("generate", "embed"), context=64)
 
     with serving_shelf(dict.fromkeys("ab", child.port), dict.fromkeys("ab", folder), plan, tmp_path) as (front, hung):
-        yield OnShelf(front.client, hung, FakeReplicas.running)
+        yield OnShelf(front.client, hung, FakeReplica.running)
 
 
 def test_an_answer_loads_its_model_and_the_lists_tell_of_it(on_shelf: OnShelf) -> None:
@@ -182,7 +182,7 @@ def test_a_request_without_a_prompt_loads_and_unloads_a_model(on_shelf: OnShelf)
     assert on_shelf.post("/api/chat", messages=[], keep_alive=0).json()["done_reason"] == "unload"
     until(lambda: on_shelf.running == [])
     assert on_shelf.post("/api/generate", keep_alive=0).json()["done_reason"] == "unload"
-    assert FakeReplicas.loaded == ["a"]
+    assert FakeReplica.loaded == ["a"]
 
 
 def test_a_model_whose_process_hangs_is_named_and_the_server_is_not_ready(on_shelf: OnShelf) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,13 +24,12 @@ from idle import in_event_loop
 from infer import LLM
 from infer.errors import InferError
 from infer.serving.distributed.shelf import Shelf, ShelfWork
-from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, wait_seconds
-from infer.serving.distributed.unloading import Resident, Wishes, models_to_unload
+from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, models_to_unload, wait_seconds
 from infer.serving.protocols.errors import ApiError
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
 from shapes import SOURCE
-from shelves import FakeReplicas, use_replicas
+from shelves import FakeReplica, use_replica
 from test_session import make_model
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
@@ -39,19 +39,22 @@ from server_process import HOST, children, running
 SIZES = {"a": 6, "b": 6, "c": 3, "huge": 20}
 
 
+def resident(name: str, num_bytes: int, used_at: float, num_requests: int = 0) -> Any:
+    return SimpleNamespace(name=name, num_bytes=num_bytes, used_at=used_at, num_requests=num_requests)
+
+
 @cases(
     "missing residents expected",
-    (3, [Resident("old", 3, 1), Resident("new", 3, 2)], ["old"]),
-    (3, [Resident("busy", 3, 1, is_busy=True), Resident("idle", 3, 2)], ["idle"]),
-    (4, [Resident("busy", 3, 1, is_busy=True), Resident("idle", 3, 2)], ["idle", "busy"]),
-    (5, [Resident("small", 1, 1), Resident("large", 5, 2)], ["large"]),
-    (5, [Resident("small", 3, 1), Resident("large", 4, 2)], ["small", "large"]),
-    (3, [Resident("pinned", 9, 1, is_kept=True), Resident("new", 3, 2)], ["new"]),
-    (4, [Resident("pinned", 9, 1, is_kept=True), Resident("new", 3, 2)], None),
-    (0, [Resident("old", 3, 1)], []),
+    (3, [resident("old", 3, 1), resident("new", 3, 2)], ["old"]),
+    (3, [resident("busy", 3, 1, 1), resident("idle", 3, 2)], ["idle"]),
+    (4, [resident("busy", 3, 1, 1), resident("idle", 3, 2)], ["idle", "busy"]),
+    (5, [resident("small", 1, 1), resident("large", 5, 2)], ["large"]),
+    (5, [resident("small", 3, 1), resident("large", 4, 2)], ["small", "large"]),
+    (4, [resident("new", 3, 2)], []),
+    (0, [resident("old", 3, 1)], []),
 )
 def test_the_least_recently_used_idle_models_go_if_they_must(missing: int, residents: Any, expected: Any) -> None:
-    assert models_to_unload(missing, residents) == expected
+    assert [each.name for each in models_to_unload(missing, residents)] == expected
 
 
 def plan(source: ModelSource, most_bytes: int) -> ModelPlan:
@@ -68,13 +71,13 @@ def with_shelf(names: str = "a b c", pinned: str = "", loaded: str = "a c", **se
     def decorate(test: Callable[[Shelf], Coroutine[Any, Any, None]]) -> Callable[..., None]:
         @in_event_loop
         async def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-            use_replicas(FakeReplicas, monkeypatch)
+            use_replica(FakeReplica, monkeypatch)
             for name in ("_START_SECONDS", "_ANSWER_SECONDS"):
                 monkeypatch.setattr(f"infer.serving.distributed.shelved_model.{name}", 0.1)
             shelf = Shelf(sources, ServerSettings(memory=10, **settings), work, tmp_path)
             try:
                 await shelf.start()
-                await until(lambda: sorted(FakeReplicas.running) == loaded.split())
+                await until(lambda: sorted(FakeReplica.running) == loaded.split())
                 await test(shelf)
             finally:
                 shelf.kill()
@@ -86,8 +89,8 @@ def with_shelf(names: str = "a b c", pinned: str = "", loaded: str = "a c", **se
 
 async def answer(shelf: Shelf, name: str, until: asyncio.Event | None = None, tenant: str = "") -> str:
     async with shelf.admitted(await shelf.named(name), tenant):
-        assert name in FakeReplicas.running
-        assert sum(SIZES.get(each, 1) for each in FakeReplicas.running) <= 10
+        assert name in FakeReplica.running
+        assert sum(SIZES.get(each, 1) for each in FakeReplica.running) <= 10
         if until is not None:
             await until.wait()
     return name
@@ -102,7 +105,7 @@ async def begun(shelf: Shelf, name: str, work: Coroutine[Any, Any, Any]) -> "asy
     """Begin work that asks for a model. Return when its request waits, is answered or has ended."""
 
     def count() -> int:
-        return shelf.models[name].num_requests + sum(each.model.name == name for each in shelf._waiting)
+        return shelf.models[name].num_requests + len(shelf.models[name].waiting)
 
     before, task = count(), asyncio.create_task(work)
     await until(lambda: count() > before or task.done())
@@ -132,7 +135,7 @@ async def test_every_model_is_answered_however_many_clients_ask_for_another(shel
     async def ask(name: str) -> None:
         for _ in range(20):
             async with shelf.admitted(await shelf.named(name)):
-                assert sum(SIZES[each] for each in FakeReplicas.running) <= 10
+                assert sum(SIZES[each] for each in FakeReplica.running) <= 10
                 await asyncio.sleep(0.001)
             num_answers[name] += 1
 
@@ -151,43 +154,50 @@ async def test_a_request_that_waits_too_long_is_told_when_its_model_is_ready_and
     assert float(caught.value.headers["Retry-After"]) >= 1
     ended.set()
     await running
-    await until(lambda: "b" in FakeReplicas.running)  # nobody waits for it, but somebody was told to come back
+    await until(lambda: "b" in FakeReplica.running)  # nobody waits for it, but somebody was told to come back
     with pytest.raises(ApiError):
         await answer(shelf, "a")
     await asyncio.sleep(0.3)
-    assert (await answer(shelf, "b"), FakeReplicas.loaded.count("b")) == ("b", 1)
+    assert (await answer(shelf, "b"), FakeReplica.loaded.count("b")) == ("b", 1)
     assert await answer(shelf, "a") == "a", "b has been used: nobody else is expected"
 
 
-def test_a_model_is_kept_for_each_client_that_was_told_to_return_and_each_keeps_its_place() -> None:
-    wishes = Wishes()
-    wishes.add(1.0, now=10.0, seconds=5.0)
-    wishes.add(2.0, now=11.0, seconds=100.0)
-    assert (wishes.since(12.0), wishes.seconds_left(12.0)) == (1.0, 109.0)
-    assert wishes.take(14.0) == 14.0, "a new client: nobody is due"
-    assert wishes.take(15.0) == 1.0
-    assert (wishes.since(16.0), wishes.take(17.0)) == (2.0, 17.0)
-    assert wishes.take(11.0 + 60.0) == 2.0, "no client is told a longer time than a minute"
-    assert (wishes.seconds_left(80.0), wishes.since(80.0)) == (0.0, float("inf"))
-    wishes.add(3.0, now=80.0, seconds=5.0)
-    assert wishes.since(95.0) == float("inf"), "it is late, and nobody waits for it any more"
+def test_a_model_is_kept_for_each_client_that_was_told_to_return_and_each_keeps_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def at(seconds: float, call: Callable[[], Any]) -> Any:
+        now[0] = seconds
+        return call()
+
+    with socket.socket() as own:
+        model = ShelvedModel(ModelSource("a", "a"), own, lambda: None)
+    at(10.0, lambda: model.promise(1.0, 5.0))
+    at(11.0, lambda: model.promise(2.0, 100.0))
+    assert at(12.0, model.wanted_since) == 1.0
+    assert at(14.0, model.arrive) == 14.0, "a new client: nobody is due"
+    assert at(15.0, model.arrive) == 1.0
+    assert [at(16.0, model.wanted_since), at(17.0, model.arrive)] == [2.0, 17.0]
+    assert at(11.0 + 60.0, model.arrive) == 2.0, "no client is told a longer time than a minute"
+    assert model.wanted_since() == float("inf")
+    at(80.0, lambda: model.promise(3.0, 5.0))
+    assert at(95.0, model.wanted_since) == float("inf"), "it is late, and nobody waits for it any more"
 
 
-def test_a_wait_counts_the_loads_before_it_and_the_models_that_are_kept() -> None:
+def test_a_wait_counts_the_loads_before_it_and_the_answers_that_must_end() -> None:
     with ExitStack() as stack:
         models = dict[str, ShelvedModel]()
         for name, phase, load_seconds in (("a", "ready", 2.0), ("b", "unloaded", 3.0), ("c", "unloaded", 4.0)):
             own = stack.enter_context(socket.socket())
             models[name] = model = ShelvedModel(ModelSource(name, name), own, lambda: None)
             model.phase, model._load_seconds, model.plan = phase, load_seconds, ModelPlan(SIZES[name])
-        everything = models["c"], models.values(), {"b"}
-        assert wait_seconds(*everything, budget=9) == 4.0 + 3.0
-        models["a"].wishes.add(0.0, time.monotonic(), 20.0)
-        assert wait_seconds(*everything, budget=9) == 4.0 + 3.0, "c has room beside a"
-        assert wait_seconds(*everything, budget=8) == pytest.approx(4.0 + 3.0 + 30.0, abs=1.0)
-        models["a"].wishes.clear()
+        assert wait_seconds(models["c"], models.values()) == 4.0
+        models["b"].promise(0.0, 20.0)
+        assert wait_seconds(models["c"], models.values()) == 4.0 + 3.0
         models["a"].must_go, models["a"].num_requests = True, 1
-        assert wait_seconds(*everything, budget=8) == 4.0 + 3.0 + models["a"].busy_seconds
+        assert wait_seconds(models["c"], models.values()) == 4.0 + 3.0 + models["a"].busy_seconds
 
 
 def test_a_load_that_is_late_is_told_to_take_longer() -> None:
@@ -248,7 +258,7 @@ async def test_requests_for_unknown_names_share_one_look_for_models(shelf: Shelf
 @with_shelf(names="a b c", pinned="a", idle_unload=0.1)
 async def test_a_pinned_model_stays_and_an_idle_one_is_unloaded_after_its_time(shelf: Shelf) -> None:
     await answer(shelf, "c")
-    await until(lambda: FakeReplicas.running == ["a"])
+    await until(lambda: FakeReplica.running == ["a"])
     with pytest.raises(ApiError, match="too large"):
         await answer(shelf, "b")
     with pytest.raises(ApiError, match="pinned"):
@@ -304,7 +314,7 @@ async def test_files_that_were_replaced_are_planned_again_before_their_model_is_
     sizes["b"] = 9  # while it waits for memory
     ended.set()
     await asyncio.gather(*running)
-    assert (b.num_bytes, FakeReplicas.running) == (9, ["b"]), "c is not left beside the larger b"
+    assert (b.num_bytes, FakeReplica.running) == (9, ["b"]), "c is not left beside the larger b"
     assert (await answer(shelf, "a"), a.num_bytes) == ("a", 7)
 
 

@@ -195,7 +195,12 @@ def test_lists_describe_the_files_of_the_model(served: Served, folder: Path) -> 
     assert loaded["size"] > model["size"]
     shown = post(served, "/api/show", model="tiny:latest")
     assert shown["model_info"]["llama.context_length"] == 1_500
-    assert shown["capabilities"] == ["completion", "tools"]  # /api/chat answers tools, with a prompt of ours
+    (entry,) = served.client.get("/v1/models").json()["data"]
+    for each in (shown, entry):
+        assert (each["capabilities"], each["input_modalities"]) == (
+            ["completion", "tools"],
+            ["text"],
+        )  # /api/chat answers tools, with a prompt of ours
     version = served.client.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)  # Codex refuses older ones
     assert "not served here" in post(served, "/api/show", status=404, model="other")["error"]

@@ -6,6 +6,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -358,6 +359,25 @@ def test_only_counters_are_called_total(served: Served) -> None:
     kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
     totals = {name for name in kinds if name.endswith("_total")}
     assert totals == {name for name, kind in kinds.items() if kind == "counter"}
+
+
+def test_a_scaler_made_for_vllm_finds_its_metrics(llm: LLM) -> None:
+    with serving(llm, model='a "b"', metrics_names="vllm") as served:
+        ask(served, max_tokens=2)
+        found = metrics_of(served)
+    assert found["vllm:num_requests_waiting{'model_name': 'a \"b\"'}"] == 0
+    assert found["vllm:request_success_total{'model_name': 'a \"b\"', 'finished_reason': 'length'}"] == 1
+    assert not [name for name in found if name.startswith("infer:")]
+
+
+def test_metrics_are_shown_while_the_engine_hangs(llm: LLM) -> None:
+    ended = threading.Event()
+    with serving(llm) as served, ThreadPoolExecutor(1) as pool:
+        before = metrics_of(served)["infer:max_num_requests_running{}"]
+        pool.submit(llm._opened.loop.run, lambda: ended.wait(20))
+        time.sleep(0.2)  # a snapshot is used again for a shorter time
+        assert metrics_of(served)["infer:max_num_requests_running{}"] == before
+        ended.set()
 
 
 def test_the_process_is_measured_as_prometheus_client_does(served: Served) -> None:

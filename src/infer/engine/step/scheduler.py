@@ -106,20 +106,6 @@ class Scheduler:
         """Set the seconds that a step with prompts may take if no answer is streamed."""
         self._prompt_seconds = seconds
 
-    def prompt_tokens_beside(self, num_decoding: int, context: int, *, is_streamed: bool) -> int:
-        """Return the number of prompt tokens, at least 1, that a step reads in addition to `num_decoding` answers.
-
-        `context` is the sum of the positions before the answers' tokens.
-        """
-        costs = self.costs
-        if not (costs.costs.per_token or costs.costs.per_context):
-            return FIRST_PROMPT_TOKENS
-        seconds = self._seconds_beside(StepWork(num_decoding, num_decoding, context), is_streamed)
-        if seconds == inf:
-            return self._limits.tokens
-        least = min(LEAST_PROMPT_TOKENS, costs.tokens_in(STREAM_SECONDS / 2, 0))
-        return max(1, least, costs.tokens_in(seconds, 0))
-
     def plan(
         self,
         demands: Sequence[Demand],

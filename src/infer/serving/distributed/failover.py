@@ -7,7 +7,7 @@ replaced meanwhile, no stream is continued: its parts would be of two models.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from math import inf
 from typing import final
 
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from infer.serving.distributed.asked_body import AskedBody
 from infer.serving.distributed.exchange import (
     HOP_BY_HOP,
-    Exchanges,
+    Exchange,
     GoneError,
     ReplicaFailedError,
     ResponseHead,
@@ -44,8 +44,9 @@ from infer.serving.server.call import (
 from infer.serving.server.endpoint import while_connected
 from infer.serving.server.replies import EventStream
 
+BeginExchange = Callable[[], AbstractAsyncContextManager[Exchange]]  # raises GoneError if the replica dies
 Fail = Callable[[ApiError], bytes]
-_MOST_DEATHS = 3  # replicas that may die while they answer one request, because the request may be the cause
+_MOST_DEATHS = 2  # without a new event for the client between them, because the request may be the cause
 _FAILED_CODES = (ENGINE_FAILED, "failed")  # sent by a process whose engine has failed, and which is about to end
 _NOT_HANDED_ON = HOP_BY_HOP | {
     *(b"authorization", b"x-api-key", b"x-request-id", b"content-length"),
@@ -72,10 +73,13 @@ _error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 @final
 class Answering:
-    """One request. `fail` returns the last bytes of a stream that no replica can continue."""
+    """One request. `exchange` begins an exchange with a replica that is ready.
 
-    def __init__(self, request: Request, asked: AskedBody, replicas: Exchanges, fail: Fail) -> None:
-        self._request, self._asked, self._replicas, self._fail = request, asked, replicas, fail
+    `fail` returns the last bytes of a stream that no replica can continue.
+    """
+
+    def __init__(self, request: Request, asked: AskedBody, exchange: BeginExchange, fail: Fail) -> None:
+        self._request, self._asked, self._exchange, self._fail = request, asked, exchange, fail
         self._call = call_of(request)
         self._noted = list[SentPart]()  # parts whose events come next
         self._sent = list[SentPart]()  # parts of which the client has an event
@@ -108,11 +112,11 @@ class Answering:
 
     async def _answer(self) -> AsyncGenerator[ResponseHead | bytes, None]:
         """Yield the head, then the body as it arrives, from as many replicas as are needed."""
-        has_head = False
-        for _ in range(_MOST_DEATHS):
-            self._noted, self._num_seen = [], 0
+        has_head, num_deaths = False, 0
+        while num_deaths < _MOST_DEATHS:
+            self._noted, self._num_seen, num_sent = [], 0, self._num_sent
             try:
-                async with self._replicas.exchange(self._asked.prompt) as exchange:
+                async with self._exchange() as exchange:
                     head = await exchange.head(self._request_bytes(exchange.load_seconds))
                     fingerprint = _take_fingerprint(head)
                     if not _is_stream(head):
@@ -141,6 +145,7 @@ class Answering:
             except GoneError:
                 if has_head and not self._asked.is_repeatable:
                     break
+                num_deaths = 1 if self._num_sent > num_sent else num_deaths + 1
         raise _DIED
 
     def _unsent(self, events: Sequence[bytes]) -> bytes:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchanges
-from infer.serving.distributed.failover import Answering
+from infer.serving.distributed.failover import Answering, BeginExchange
 from infer.serving.distributed.replica import Replicas
 from infer.serving.protocols.events import failure_events
 from infer.serving.server.app import ROUTES
@@ -27,7 +27,7 @@ _OF_TEXTS = ("embeddings", "rerank", "classify")
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
 _HUNG = b'{"status":"hung"}'  # the answer if no replica answers
 _FAILURE_BY_PATH = {route.path: route.shape.failure for route in ROUTES}
-_SESSION_HEADER = "x-session-id"
+_SESSION_HEADERS = ("x-session-id", "x-session-affinity")  # OpenCode sends the second one
 
 
 def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence[Sequence[str]]) -> int:
@@ -60,15 +60,16 @@ def follow(state: ServerState, replicas: Replicas) -> None:
         state.phase = "ready" if replicas.is_ready else "loading"
 
 
-async def hand_on(request: Request, asked: AskedBody, replicas: Exchanges) -> Response:
-    """Return the answer of the replica that the router chooses."""
+async def hand_on(request: Request, asked: AskedBody, exchange: BeginExchange) -> Response:
+    """Return the answer of a replica."""
     fail = _FAILURE_BY_PATH.get(request.url.path, failure_events)
-    return await Answering(request, asked, replicas, fail).response()
+    return await Answering(request, asked, exchange, fail).response()
 
 
 async def read_body(request: Request) -> AskedBody:
     """Return the body of a request to one of the server's routes. Raises BodyError."""
-    session, tenant = request.headers.get(_SESSION_HEADER, ""), call_of(request).key_name
+    session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), "")
+    tenant = call_of(request).key_name
     is_repeatable = request.url.path in _REPEATABLE
     reading = partial(read_asked, await request.body(), session, tenant, is_repeatable=is_repeatable)
     return await read_apart(reading, await request.body())
@@ -89,7 +90,8 @@ class Front:
 
     async def _hand_on(self, request: Request, state: ServerState) -> Response:
         state.check_ready()
-        return await hand_on(request, await read_body(request), self._replicas)
+        asked = await read_body(request)
+        return await hand_on(request, asked, partial(self._replicas.exchange, asked.prompt))
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
         """Return the answer of a replica that is ready, or of another one if none is."""
@@ -107,4 +109,4 @@ class Front:
         found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
         are_several = self._replicas.are_several
         texts = [(text, {"replica": name} if are_several else {}) for name, text in found.items()]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts), state)

@@ -34,7 +34,6 @@ _SHORT_LIFE = 10.0  # seconds: a shorter life without an answer is a failure
 _MOST_SHORT = 5  # failures in a row, after which the process is not started again
 _GRACE_SECONDS = 1.0  # for a child to end by itself after its parent has died
 _PAUSE_SECONDS = 10.0  # before a failed replica is started again
-_END_SECONDS = 10.0  # for a replica without requests to end after SIGTERM
 
 
 def await_turn() -> bool:
@@ -62,7 +61,7 @@ class Replica:
         on_change: Callable[["Replica"], None],
         watchdog_seconds: float,
     ) -> None:
-        self.name, self.is_ready = name, False
+        self.name, self.is_ready, self._is_settled = name, False, asyncio.Event()
         self._watchdog_seconds, self._num_missed = watchdog_seconds, 0
         self._silent_seconds = 0.0  # duration of the checks that it missed in a row
         self.num_answered = 0  # requests of clients, since it is ready
@@ -80,12 +79,20 @@ class Replica:
         Raises InferError if it cannot start, or dies many times in a row.
         """
         num_short = 0
-        while not self._is_ending:
-            served_seconds = await self._run(has_spare=has_spare)
-            is_short = served_seconds < _SHORT_LIFE and not self.num_answered
-            num_short = num_short + 1 if is_short else 0
-            if num_short > _MOST_SHORT:
-                raise InferError(f"the engine's process died {num_short} times in a row within {_SHORT_LIFE:g} s")
+        try:
+            while not self._is_ending:
+                served_seconds = await self._run(has_spare=has_spare)
+                is_short = served_seconds < _SHORT_LIFE and not self.num_answered
+                num_short = num_short + 1 if is_short else 0
+                if num_short > _MOST_SHORT:
+                    raise InferError(f"the engine's process died {num_short} times in a row within {_SHORT_LIFE:g} s")
+        finally:
+            self._is_settled.set()
+
+    async def until_ready(self) -> bool:
+        """Return True when the process is ready, or False if it ends before that and is not started again."""
+        await self._is_settled.wait()
+        return self.is_ready
 
     @property
     def hangs(self) -> bool:
@@ -105,6 +112,7 @@ class Replica:
             if was_ready and not self.is_ready:
                 raise GoneError
             yield exchange
+            self.num_answered += was_ready
         except GoneError as error:
             if isinstance(error, ReplicaFailedError):  # the process would end by itself, but later
                 _signal(process, signal.SIGKILL)
@@ -160,6 +168,7 @@ class Replica:
         watching.cancel()
         self._num_missed = 0
         was_ready, self.is_ready = self.is_ready, False
+        self._is_settled.clear()
         served_seconds = time.monotonic() - self._ready_at if was_ready else 0.0
         self.drop_requests()
         self._on_change(self)
@@ -181,6 +190,7 @@ class Replica:
         while not await self._says_ready():
             await asyncio.sleep(_POLL_SECONDS)
         self.is_ready, self._ready_at = True, time.monotonic()
+        self._is_settled.set()
         self._on_change(self)
         if has_spare:
             self._spare = await self._spawn()
@@ -262,14 +272,6 @@ class Replicas:
         self._lives = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
         await self._is_settled.wait()
 
-    async def stop(self) -> None:
-        """End the replicas, which have no requests, and return when their processes have ended."""
-        self.terminate()
-        _, late = await asyncio.wait(self._lives, timeout=_END_SECONDS)
-        if late:
-            self.kill()
-            await asyncio.wait(late)
-
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
         """Yield an exchange with the replica chosen for the prompt, when a replica is ready.
@@ -284,19 +286,12 @@ class Replicas:
         try:
             async with ready[name].exchange() as exchange:
                 yield exchange
-                ready[name].num_answered += 1
         finally:
             self._queued[name] -= prompt.work
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
         """Return status and body by name, for the replicas that are ready and answer within a second."""
-        return await self._get(target, self._choosable())
-
-    async def get_while_loading(self, target: bytes) -> list[tuple[int, bytes]]:
-        """Return status and body of all replicas that answer within a second, ready or not."""
-        return list((await self._get(target, self._replicas)).values())
-
-    async def _get(self, target: bytes, asked: Sequence[Replica]) -> dict[str, tuple[int, bytes]]:
+        asked = self._choosable()
         answers = await asyncio.gather(*(replica.try_get(target) for replica in asked))
         return {replica.name: answer for replica, answer in zip(asked, answers, strict=True) if answer is not None}
 

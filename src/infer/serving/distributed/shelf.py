@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from infer.errors import InferError
-from infer.serving.distributed.replica import Replicas
-from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, refusal, wait_seconds
-from infer.serving.distributed.unloading import SLACK_SECONDS, models_to_unload
+from infer.serving.distributed.exchange import Exchange, GoneError
+from infer.serving.distributed.replica import Replica
+from infer.serving.distributed.shelved_model import (
+    SLACK_SECONDS,
+    ModelPlan,
+    ModelSource,
+    ShelvedModel,
+    Ticket,
+    models_to_unload,
+    refusal,
+    wait_seconds,
+)
 from infer.serving.protocols.errors import ApiError
 from infer.serving.server.door import retry_headers
 from infer.serving.server.endpoint import known_name
@@ -43,15 +52,6 @@ class ShelfWork(NamedTuple):
     version: Callable[[ModelSource], Hashable] = lambda source: None
 
 
-class _Ticket(NamedTuple):
-    """A request that waits for its model."""
-
-    model: ShelvedModel
-    tenant: str
-    arrived_at: float
-    admitted: "asyncio.Future[Replicas]"
-
-
 @final
 class Shelf:
     """For the event loop only. `folder` is for the models' sockets. The first of the sources is the default model.
@@ -64,7 +64,6 @@ class Shelf:
         self.settings, self.budget = settings, settings.memory or 0
         self.models: dict[str, ShelvedModel] = {}
         self._work, self._folder = work, folder
-        self._waiting = list[_Ticket]()
         self._tasks = set[asyncio.Task[None]]()
         self._changed, self._looking = asyncio.Event(), asyncio.Lock()
         self._looked_at = -math.inf
@@ -173,29 +172,45 @@ class Shelf:
     def terminate(self) -> None:
         """Send SIGTERM to all processes, which then drain. No model is loaded any more."""
         self._is_ending = True
-        for replicas in self._running():
-            replicas.terminate()
+        for model in self.models.values():
+            if model.replica is not None:
+                model.replica.terminate()
 
     def kill(self) -> None:
-        for replicas in self._running():
-            replicas.kill()
         for model in self.models.values():
+            if model.replica is not None:
+                model.replica.kill()
             model.own.close()
-
-    def _running(self) -> list[Replicas]:
-        return [model.replicas for model in self.models.values() if model.replicas is not None]
 
     # Requests
 
     @asynccontextmanager
-    async def admitted(self, model: ShelvedModel, tenant: str = "") -> AsyncIterator[Replicas]:
-        """Yield the model's process once it is ready. The model is not unloaded before the context ends.
+    async def exchange(
+        self, model: ShelvedModel, tenant: str, on_admitted: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[Exchange]:
+        """Yield an exchange with the model's process once it is ready.
+
+        Raises ApiError as `admitted` does, and GoneError if the process dies meanwhile.
+        """
+        was_ready, asked_at = model.phase == "ready", time.monotonic()
+        async with self.admitted(model, tenant) as replica:
+            on_admitted()
+            load_seconds = 0.0 if was_ready else time.monotonic() - asked_at
+            if not await replica.until_ready():
+                raise GoneError
+            async with replica.exchange() as exchange:
+                exchange.load_seconds = load_seconds
+                yield exchange
+
+    @asynccontextmanager
+    async def admitted(self, model: ShelvedModel, tenant: str = "") -> AsyncIterator[Replica]:
+        """Yield the model's process once it is loaded. The model is not unloaded before the context ends.
 
         Raises ApiError if the model cannot be loaded, or is not ready in time.
         """
-        replicas, began_at = await self._admit(model, tenant), time.monotonic()
+        replica, began_at = await self._admit(model, tenant), time.monotonic()
         try:
-            yield replicas
+            yield replica
         finally:
             model.note_use(tenant)
             model.end_answer(began_at)
@@ -218,44 +233,38 @@ class Shelf:
             self._pump()
             await self._until(lambda: not (model.is_leaving and model.is_in_memory))
 
-    async def _admit(self, model: ShelvedModel, tenant: str) -> Replicas:
+    async def _admit(self, model: ShelvedModel, tenant: str) -> Replica:
         model.note_use(tenant)
         try:
             await self._know(model)
         except InferError as error:
             raise ApiError(503, str(error), code="model_failed", headers=_NO_RETRY) from error
-        if sum(each.tenant == tenant for each in self._waiting) >= self.settings.max_queue:
+        waiting = [ticket for each in self.models.values() for ticket in each.waiting]
+        if sum(ticket.tenant == tenant for ticket in waiting) >= self.settings.max_queue:
             message = f"at most {self.settings.max_queue} requests of a key may wait for models: retry later"
             headers = retry_headers(self._wait_seconds(model))
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
-        arrived_at = model.wishes.take(time.monotonic())  # a client that returns keeps its place
-        ticket = _Ticket(model, tenant, arrived_at, asyncio.get_running_loop().create_future())
-        self._waiting.append(ticket)
+        ticket = Ticket(tenant, model.arrive(), asyncio.get_running_loop().create_future())
+        model.waiting.append(ticket)
         self._pump()
         is_admitted = False
         try:
             await asyncio.wait({ticket.admitted}, timeout=self.settings.max_ttft)
             if not ticket.admitted.done():
-                raise self._told_to_retry(ticket)
-            replicas = ticket.admitted.result()
+                raise self._told_to_retry(model, ticket)
+            ticket.admitted.result()
+            assert model.replica is not None
             is_admitted = True
-            return replicas
+            return model.replica
         finally:
             if not is_admitted:
-                self._forget(ticket)
+                model.forget(ticket)
+                self._pump()
 
-    def _forget(self, ticket: _Ticket) -> None:
-        """Drop a request that has left, or cannot be answered."""
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
-        elif ticket.admitted.done() and ticket.admitted.exception() is None:
-            ticket.model.num_requests -= 1
-        self._pump()
-
-    def _told_to_retry(self, ticket: _Ticket) -> ApiError:
+    def _told_to_retry(self, model: ShelvedModel, ticket: Ticket) -> ApiError:
         """Return the refusal of a request that has waited too long. Its model is loaded all the same."""
-        model, seconds = ticket.model, self._wait_seconds(ticket.model)
-        model.wishes.add(ticket.arrived_at, time.monotonic(), seconds)
+        seconds = self._wait_seconds(model)
+        model.promise(ticket.arrived_at, seconds)
         asyncio.get_running_loop().call_later(seconds + SLACK_SECONDS, self._pump)
         state = "is loading" if model.phase == "loading" else "waits for memory that models with active answers use"
         message = f"the model {model.name!r:.80} {state}: retry later"
@@ -263,8 +272,7 @@ class Shelf:
 
     def _wait_seconds(self, model: ShelvedModel) -> float:
         """Return the expected seconds until the model is ready."""
-        waiting = {each.model.name for each in self._waiting}
-        return wait_seconds(model, self.models.values(), waiting, self.budget)
+        return wait_seconds(model, self.models.values())
 
     async def _know(self, model: ShelvedModel) -> None:
         """Read the model's headers, unless it is in memory, or they were read and its files are the same.
@@ -293,52 +301,34 @@ class Shelf:
         """Admit the requests that may continue, and free memory for the model that was wanted first."""
         for model in self.models.values():
             model.must_go = model.is_leaving
-        wanted = None if self._is_ending else self._first_wanted()
-        if wanted is not None:
-            self._make_room(self.models[wanted[1]])
-        for ticket in list(self._waiting):
-            is_older = wanted is not None and ticket.arrived_at < wanted[0]
-            if ticket.model.phase == "ready" and (is_older or not ticket.model.must_go):
-                self._let_in(ticket)
-            elif ticket.model.failure is not None:
-                self._refuse(ticket, ticket.model.failure)
+        unloaded = [each for each in self.models.values() if each.phase == "unloaded"]
+        wanted = min(unloaded, key=ShelvedModel.wanted_since, default=None)
+        if wanted is not None and wanted.wanted_since() < math.inf and not self._is_ending:
+            self._make_room(wanted)
         for model in self.models.values():
+            if model.phase == "ready" and not model.must_go:
+                model.let_in()
+            elif model.failure is not None:
+                model.refuse()
             if model.must_go and model.is_idle:
                 self._begin_unload(model)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _first_wanted(self) -> tuple[float, str] | None:
-        """Return the model without a process that was wanted first, after the time since which it is wanted."""
-        now = time.monotonic()
-        since = {model.name: model.wishes.since(now) for model in self.models.values() if model.is_wanted}
-        for ticket in self._waiting:
-            since[ticket.model.name] = min(since.get(ticket.model.name, math.inf), ticket.arrived_at)
-        found = [(at, name) for name, at in since.items() if self.models[name].phase == "unloaded"]
-        return min(found, default=None)
-
     def _make_room(self, model: ShelvedModel) -> None:
-        """Begin to load the model if its memory is free. Otherwise mark the models that must be unloaded for it."""
+        """Begin to load the model if its memory is free. Otherwise mark the models that must be unloaded for it.
+
+        Models stay that are pinned, or that a client wants since an earlier time.
+        """
         missing = self.used_bytes + model.num_bytes - self.budget
         if missing <= 0:
             self._begin_load(model)
             return
         missing -= sum(each.num_bytes for each in self.models.values() if each.phase == "unloading")
-        residents = [each.resident for each in self.models.values() if each.phase in ("loading", "ready")]
-        for name in models_to_unload(missing, residents) or ():
-            self.models[name].must_go = True
-
-    def _let_in(self, ticket: _Ticket) -> None:
-        self._waiting.remove(ticket)
-        if not ticket.admitted.done():
-            assert ticket.model.replicas is not None
-            ticket.model.num_requests += 1
-            ticket.admitted.set_result(ticket.model.replicas)
-
-    def _refuse(self, ticket: _Ticket, failure: Exception) -> None:
-        self._waiting.remove(ticket)
-        if not ticket.admitted.done():
-            ticket.admitted.set_exception(ApiError(503, str(failure), code="model_failed"))
+        since = model.wanted_since()
+        ready = [each for each in self.models.values() if each.phase == "ready" and not each.source.is_pinned]
+        for each in models_to_unload(missing, (one for one in ready if one.wanted_since() > since)):
+            each.must_go = True
 
     def _begin_load(self, model: ShelvedModel) -> None:
         model.phase = "loading"
@@ -356,9 +346,8 @@ class Shelf:
             self._pump()
             return
         await model.load(self._work.command(model.source, model.plan), self.settings.watchdog_seconds)
-        if model.phase == "ready":  # all requests for this model continue, also those behind requests for others
-            for ticket in [each for each in self._waiting if each.model is model]:
-                self._let_in(ticket)
+        if model.phase == "ready":
+            model.let_in()  # also the requests behind those for other models
             self._unload_if_idle(model)
         self._pump()
 

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -14,9 +12,7 @@ from starlette.responses import Response
 
 from infer.errors import InferError
 from infer.serving.distributed.asked_body import AskedBody
-from infer.serving.distributed.exchange import Exchange
 from infer.serving.distributed.front import hand_on, read_body
-from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
 from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel, tasks_of_route
@@ -30,7 +26,15 @@ from infer.serving.server.replies import json_response
 from infer.serving.server.routes import health, web_files
 from infer.serving.server.routes.health import metrics_response
 from infer.serving.server.routes.openapi import description_routes
-from infer.serving.server.routes.served_models import ModelStatus, ServedModel, ServedModels, StatusValue, served_model
+from infer.serving.server.routes.served_models import (
+    ModelStatus,
+    ServedModel,
+    ServedModels,
+    StatusValue,
+    abilities_of,
+    facts_of,
+    served_model,
+)
 from infer.serving.server.server_state import ServerState
 from infer.system.files.atomic import locked_folder
 
@@ -72,31 +76,6 @@ class ModelBody(Parameters, kw_only=True):
 
 
 @final
-class ShelvedReplicas:
-    """The process of one model, in the form that `failover` needs. It is first loaded; then `on_admitted` is called."""
-
-    are_several = False
-
-    def __init__(
-        self, shelf: Shelf, model: ShelvedModel, tenant: str, on_admitted: Callable[[], None] = lambda: None
-    ) -> None:
-        self._shelf, self._model, self._tenant, self._on_admitted = shelf, model, tenant, on_admitted
-
-    @asynccontextmanager
-    async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
-        was_ready, asked_at = self._model.phase == "ready", time.monotonic()
-        async with self._shelf.admitted(self._model, self._tenant) as replicas:
-            self._on_admitted()
-            load_seconds = 0.0 if was_ready else time.monotonic() - asked_at
-            async with replicas.exchange(prompt) as exchange:
-                exchange.load_seconds = load_seconds
-                yield exchange
-
-    async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        return {} if self._model.replicas is None else await self._model.replicas.get(target)
-
-
-@final
 class ShelfFront:
     """The handlers of all routes. A request is for the model that its body or its query names.
 
@@ -105,7 +84,7 @@ class ShelfFront:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
-        self._ollama = ShelfOllama(shelf, partial(ShelvedReplicas, shelf))
+        self._ollama = ShelfOllama(shelf)
 
     @property
     def table(self) -> list[ApiRoute]:
@@ -133,12 +112,12 @@ class ShelfFront:
         model = await self._shelf.able(name, tasks_of_route(request.url.path))
         if request.url.path == _EVENTS:
             return await self._watch(request, asked, model)
-        return await hand_on(request, asked, ShelvedReplicas(self._shelf, model, call_of(request).key_name))
+        return await hand_on(request, asked, partial(self._shelf.exchange, model, call_of(request).key_name))
 
     async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
-        if model.phase != "ready" or model.replicas is None:
+        if model.phase != "ready" or model.replica is None:
             raise ApiError(503, f"the model {model.name!r:.80} is not loaded", code="not_loaded")
-        return await hand_on(request, asked, model.replicas)
+        return await hand_on(request, asked, model.replica.exchange)
 
     async def _list(self, request: Request, state: ServerState) -> Response:
         await self._shelf.look_again()
@@ -163,25 +142,25 @@ class ShelfFront:
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
         """Answer 503 also if the process of a loaded model does not answer."""
-        silent = [name for name, found in (await self._ask_loaded(b"/ready")).items() if not found]
+        silent = [name for name, found in (await self._ask_loaded(b"/ready")).items() if found is None]
         models = self._shelf.models
         hung = [name for name in silent if models[name].phase == "ready"]  # others were unloaded meanwhile
         if hung and state.phase == "ready":
             return json_response(health.Health("hung", models=hung), status=503)
         return await health.ready(request, state)
 
-    async def _ask_loaded(self, target: bytes) -> dict[str, list[bytes]]:
-        """Return the bodies of the answers of each loaded model, within a second."""
-        loaded = {each.name: each.replicas for each in self._shelf.models.values() if each.phase == "ready"}
-        asked = {name: replicas for name, replicas in loaded.items() if replicas is not None}
-        found = await asyncio.gather(*(replicas.get(target) for replicas in asked.values()))
-        return {name: [body for _, body in each.values()] for name, each in zip(asked, found, strict=True)}
+    async def _ask_loaded(self, target: bytes) -> dict[str, tuple[int, bytes] | None]:
+        """Return status and body of each loaded model, or None for a model that does not answer within a second."""
+        loaded = {each.name: each.replica for each in self._shelf.models.values() if each.phase == "ready"}
+        asked = {name: replica for name, replica in loaded.items() if replica is not None}
+        found = await asyncio.gather(*(replica.try_get(target) for replica in asked.values()))
+        return dict(zip(asked, found, strict=True))
 
     async def _read_metrics(self, request: Request, state: ServerState) -> Response:
         """Return the metrics of all loaded models, with their names, and those of this process."""
         answers = await self._ask_loaded(b"/metrics")
-        texts = [(body.decode(), {"model": name}) for name, bodies in answers.items() for body in bodies]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+        texts = [(found[1].decode(), {"model": name}) for name, found in answers.items() if found is not None]
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts), state)
 
 
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
@@ -191,13 +170,13 @@ async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
     found.is_pinned = model.source.is_pinned
     if plan is not None:
         found.takes, found.memory_bytes = list(plan.takes), plan.num_bytes
+        found.capabilities = abilities_of(await facts_of(model.source.path))
     return found
 
 
 async def _progress(model: ShelvedModel) -> float | None:
     """Return the loaded share of a model that is loading."""
-    if model.phase != "loading" or model.replicas is None:
+    if model.phase != "loading" or model.replica is None:
         return None
-    for _, body in await model.replicas.get_while_loading(b"/health"):
-        return float(json.loads(body).get("progress", 0.0))
-    return 0.0
+    found = await model.replica.try_get(b"/health")
+    return 0.0 if found is None else float(json.loads(found[1]).get("progress", 0.0))

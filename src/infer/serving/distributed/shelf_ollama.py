@@ -1,14 +1,13 @@
 """Ollama's API of a server of several models: its lists, and `keep_alive`, which loads and unloads models."""
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelved_model import ShelvedModel, tasks_of_route
@@ -22,12 +21,8 @@ from infer.serving.server.routes.ollama import ROUTES, pull_unless, refuse_chang
 from infer.serving.server.routes.served_models import facts_of
 from infer.serving.server.server_state import ServerState
 
-OLLAMA_ANSWERS = [
-    each.path for each in ALL_ROUTES if each.path.startswith("/api/") and each.operation
-]  # the routes that use a model
-MakeExchanges = Callable[
-    [ShelvedModel, str, Callable[[], None]], Exchanges
-]  # arguments: model, tenant, call on admission
+# The routes that use a model.
+OLLAMA_ANSWERS = [each.path for each in ALL_ROUTES if each.path.startswith("/api/") and each.operation]
 
 
 class _Wish(msgspec.Struct):
@@ -46,10 +41,10 @@ class _Wish(msgspec.Struct):
 
 @final
 class ShelfOllama:
-    """The handlers of Ollama's routes. `exchanges_of` returns the process of a model, with a call on admission."""
+    """The handlers of Ollama's routes."""
 
-    def __init__(self, shelf: Shelf, exchanges_of: MakeExchanges) -> None:
-        self._shelf, self._exchanges_of = shelf, exchanges_of
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -83,7 +78,7 @@ class ShelfOllama:
         def keep() -> None:  # not earlier, because the model may be unloaded until then
             model.idle_seconds, model.idle_tenant = seconds, tenant
 
-        return await hand_on(request, asked, self._exchanges_of(model, tenant, keep))
+        return await hand_on(request, asked, partial(self._shelf.exchange, model, tenant, keep))
 
     async def _tags(self, request: Request, state: ServerState) -> Response:
         await self._shelf.look_again()

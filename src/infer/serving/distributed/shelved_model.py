@@ -1,23 +1,33 @@
 """One model of a server of several: its process, its phase, its tasks, and the requests that it answers or lets wait.
 
+    unloaded ──> loading ──> ready ──> unloading ──> unloaded
+                    │          │
+                    └──────────┴──> failed ──> unloaded (at the next request)
+
+A model is wanted since its first waiting request arrived. A request that has waited for its time is told when to
+retry. Its model is still wanted until the client can be back, and the client keeps its place.
+
 For the event loop only. Tasks have the names of `ModelPlan.takes`.
 """
 
+import asyncio
 import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, final
 
 from infer.errors import InferError
-from infer.serving.distributed.replica import Replicas
-from infer.serving.distributed.unloading import Resident, Wishes
+from infer.serving.distributed.replica import Replica
 from infer.serving.protocols.errors import ApiError
 from infer.serving.server.app import ROUTES
+from infer.serving.server.waiting_line import MAX_RETRY_SECONDS
 
 log = logging.getLogger("infer.server")
+SLACK_SECONDS = 10.0  # for which a model is kept after the time that a client was told
 _START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # estimates for a model that was never loaded here
+_END_SECONDS = 10.0  # for a process without requests to end after SIGTERM
 _KEPT_SECONDS = 60.0  # after a key's use, in which no other key unloads the model
 _ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer before one has ended; weight of the newest answer in the mean
 ModelPhase = Literal["unloaded", "loading", "ready", "unloading", "failed"]
@@ -51,6 +61,21 @@ class ModelPlan(NamedTuple):
     context: int | None = None  # tokens
 
 
+class Ticket(NamedTuple):
+    """A request that waits for its model. `admitted` is done when it may continue."""
+
+    tenant: str
+    arrived_at: float
+    admitted: "asyncio.Future[None]"
+
+
+class _Told(NamedTuple):
+    """A client that was told when to retry: since when it wants the model, and the time when it is due."""
+
+    since: float
+    due_at: float
+
+
 @final
 class ShelvedModel:
     """A model, loaded or not. A model that `must_go` accepts no requests, and is unloaded after its last answer."""
@@ -61,14 +86,16 @@ class ShelvedModel:
         self.plan: ModelPlan | None = None  # None before its headers were read
         self.version: Hashable = None  # version of the files for which the plan was made
         self.failure: Exception | None = None  # the reason why it could not be loaded
-        self.replicas: Replicas | None = None
+        self.replica: Replica | None = None
         self.must_go = self.is_leaving = False  # unloaded for another model; unloaded on request
+        self.waiting = list[Ticket]()  # in the order of their arrival
         self.num_requests = 0  # active requests
         self.used_at = -math.inf  # time of the end of its last answer
         self.idle_seconds: float | None = None  # it is unloaded after this idle time; None: the server's setting
         self.idle_tenant = ""  # the tenant that has set `idle_seconds`
+        self._life: asyncio.Task[None] | None = None  # of its process
         self._used_at_by_tenant: dict[str, float] = {}
-        self.wishes = Wishes()
+        self._told = list[_Told]()
         self._began_at, self._load_seconds = 0.0, 0.0
         self._answer_seconds = _ANSWER_SECONDS
 
@@ -92,15 +119,57 @@ class ShelvedModel:
     def is_idle(self) -> bool:
         return self.phase == "ready" and not self.num_requests
 
-    @property
-    def resident(self) -> Resident:
-        is_kept = self.source.is_pinned or self.phase == "loading" or self.is_wanted
-        return Resident(self.name, self.num_bytes, self.used_at, is_busy=self.num_requests > 0, is_kept=is_kept)
+    # Clients that want it
 
-    @property
-    def is_wanted(self) -> bool:
-        """True while a client is expected that was told when to retry."""
-        return self.wishes.seconds_left(time.monotonic()) > 0
+    def wanted_since(self) -> float:
+        """Return the time since which a client wants the model that waits or is to return, or infinity if none does."""
+        arrivals = [ticket.arrived_at for ticket in self.waiting]
+        return min([*arrivals, *(told.since for told in self._expected())], default=math.inf)
+
+    def promise(self, since: float, seconds: float) -> None:
+        """Expect a client again after these seconds, but at most after the longest time that a client is told."""
+        self._told.append(_Told(since, time.monotonic() + min(seconds, MAX_RETRY_SECONDS)))
+
+    def arrive(self) -> float:
+        """Return the time since which a client that arrives now wants the model.
+
+        Clients cannot be distinguished, so the first client that is due has returned.
+        """
+        now = time.monotonic()
+        due = min(self._expected(), key=lambda told: told.due_at, default=None)
+        if due is None or due.due_at > now:
+            return now
+        self._told.remove(due)
+        return due.since
+
+    def _expected(self) -> list[_Told]:
+        now = time.monotonic()
+        self._told = [told for told in self._told if now < told.due_at + SLACK_SECONDS]
+        return self._told
+
+    def let_in(self) -> None:
+        """Let all waiting requests continue."""
+        for ticket in self.waiting:
+            if not ticket.admitted.done():
+                self.num_requests += 1
+                ticket.admitted.set_result(None)
+        self.waiting.clear()
+
+    def refuse(self) -> None:
+        """Refuse all waiting requests of a model that has failed."""
+        for ticket in self.waiting:
+            if not ticket.admitted.done():
+                ticket.admitted.set_exception(ApiError(503, str(self.failure), code="model_failed"))
+        self.waiting.clear()
+
+    def forget(self, ticket: Ticket) -> None:
+        """Drop a request that has left, or cannot be answered."""
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+        elif ticket.admitted.done() and ticket.admitted.exception() is None:
+            self.num_requests -= 1
+
+    # Its use
 
     @property
     def load_seconds(self) -> float:
@@ -132,62 +201,78 @@ class ShelvedModel:
         self.used_at = time.monotonic()
         self._answer_seconds += _LEARNING * (self.used_at - began_at - self._answer_seconds)
 
+    # Its process
+
     async def load(self, command: Sequence[str], watchdog_seconds: float) -> None:
         """Start the process of a model in phase "loading", and return in phase "ready" or "failed".
 
         If the process is ended meanwhile, the phase stays "loading".
         """
         self._began_at = time.monotonic()
-        replicas = Replicas([command], [self.own], watchdog_seconds, self._follow, has_spares=False)
-        self.replicas = replicas
-        await replicas.start()
-        if replicas.failure is None and replicas.is_ready:
+        self.replica = replica = Replica(self.name, self.own, command, lambda _: None, watchdog_seconds)
+        self._life = asyncio.create_task(self._live(replica))
+        if await replica.until_ready():
             self.used_at = time.monotonic()
             self._load_seconds = self.used_at - self._began_at
             self.phase = "ready"
             log.info("%s: loaded in %.1f s", self.name, self._load_seconds)
 
+    async def _live(self, replica: Replica) -> None:
+        try:
+            await replica.live(has_spare=False)
+        except (InferError, OSError) as error:
+            self.fail(InferError(f"the model {self.name} cannot be loaded: {error}"))
+            self._on_failure()
+
     async def unload(self) -> None:
         """End the process of a model in phase "unloading", and return in phase "unloaded"."""
-        assert self.replicas is not None
-        await self.replicas.stop()
-        self.replicas, self.phase, self.is_leaving, self.idle_seconds = None, "unloaded", False, None
+        assert self.replica is not None
+        assert self._life is not None
+        self.replica.terminate()
+        await asyncio.wait({self._life}, timeout=_END_SECONDS)
+        self.replica.kill()
+        await self._life
+        self.replica, self.phase, self.is_leaving, self.idle_seconds = None, "unloaded", False, None
         log.info("%s: unloaded", self.name)
 
     def fail(self, failure: Exception) -> None:
         log.error("%s", failure)
-        self.phase, self.failure, self.replicas = "failed", failure, None
-        self.wishes.clear()
-
-    def _follow(self, replicas: Replicas) -> None:
-        if replicas.failure is not None:
-            self.fail(InferError(f"the model {self.name} cannot be loaded: {replicas.failure}"))
-            self._on_failure()
+        self.phase, self.failure, self.replica = "failed", failure, None
+        self._told.clear()
 
 
-def wait_seconds(model: ShelvedModel, models: Collection[ShelvedModel], waiting: Collection[str], budget: int) -> float:
+def models_to_unload(missing_bytes: int, models: Iterable[ShelvedModel]) -> list[ShelvedModel]:
+    """Return models that together have at least the missing bytes of memory, or none if there are too few.
+
+    Idle models are chosen before busy ones, and among these the least recently used first. All chosen models are
+    needed: the memory of the others would not be enough.
+    """
+    chosen, freed = list[ShelvedModel](), 0
+    for each in sorted(models, key=lambda each: (each.num_requests > 0, each.used_at)):
+        if freed < missing_bytes:
+            chosen.append(each)
+            freed += each.num_bytes
+    if freed < missing_bytes:
+        return []
+    for each in reversed(list(chosen)):  # the most recently used ones stay if possible
+        if freed - each.num_bytes >= missing_bytes:
+            chosen.remove(each)
+            freed -= each.num_bytes
+    return chosen
+
+
+def wait_seconds(model: ShelvedModel, models: Iterable[ShelvedModel]) -> float:
     """Return the expected seconds until the model is ready.
 
-    `waiting` are the names of the models for which requests wait. Models are loaded one after the other, and a model
-    makes room only after its answers have ended. A model that is kept for clients makes no room before they can be
-    back.
+    Models are loaded one after the other, and a model makes room only after its answers have ended.
     """
     if model.phase == "loading":
         return model.load_seconds
     others = [each for each in models if each is not model]
-    ahead = [each for each in others if not each.is_in_memory and (each.is_wanted or each.name in waiting)]
-    loads = [model, *ahead, *(each for each in others if each.phase == "loading")]
+    is_wanted = (each.phase == "unloaded" and each.wanted_since() < math.inf for each in others)
+    ahead = [each for each, is_ahead in zip(others, is_wanted, strict=True) if is_ahead or each.phase == "loading"]
     answering = max((each.busy_seconds for each in others if each.must_go), default=0.0)
-    return sum(each.load_seconds for each in loads) + max(answering, _kept_seconds(model, others, budget))
-
-
-def _kept_seconds(model: ShelvedModel, others: Sequence[ShelvedModel], budget: int) -> float:
-    """Return for how long models that are kept for clients prevent the load of this one."""
-    kept = [each for each in others if each.is_in_memory and (each.is_wanted or each.source.is_pinned)]
-    if model.num_bytes + sum(each.num_bytes for each in kept) <= budget:
-        return 0.0
-    now = time.monotonic()
-    return max((each.wishes.seconds_left(now) for each in kept), default=0.0)
+    return sum(each.load_seconds for each in (model, *ahead)) + answering
 
 
 def tasks_of_route(path: str) -> Sequence[str]:

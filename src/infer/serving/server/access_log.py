@@ -39,7 +39,7 @@ from infer.serving.server.server_state import ServerState
 log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
 _MOST_HEADER = 2048  # characters
 _CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MOST_LINES = 4_096
+MOST_LINES = 10_000
 _FLUSH_SECONDS = 1.0
 
 

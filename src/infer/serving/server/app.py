@@ -1,21 +1,26 @@
-"""The ASGI app: the table of all routes, and the layers that each request passes before its handler."""
+"""The ASGI app: the table of all paths, and the layers that each request passes before its handler.
 
-from collections.abc import Sequence
-from functools import partial
+A row of the table says path, method, body and answer of a route, and if it needs no key. A path is looked up once, for
+the key, the handler, and the messages of 404 and 405.
+"""
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import ASGIApp
+from starlette.requests import HTTPConnection
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.access_log import with_calls
-from infer.serving.server.auth import guarded, no_route
+from infer.serving.server.auth import make_guard
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, Endpoint, error_response
+from infer.serving.server.endpoint import ApiRoute, Endpoint, error_response, refusal_of
 from infer.serving.server.routes import (
     answer_trace,
     engine_events,
@@ -39,13 +44,24 @@ ROUTES += description_routes(ROUTES)
 _ANSWER_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
 
+# What to use instead, by the first word of the paths of other servers.
+_ELSEWHERE = {
+    "api": "only a part of Ollama's API is served, GET /docs lists the routes",
+    "slots": "use /v1/engine/events",
+    "version": "use /props",
+    "ping": "use /health",
+    "audio": "only text is served",
+    "images": "only text is served",
+    "files": "files are not kept: use `infer batch`",
+    "batches": "batches are not kept: use `infer batch`",
+    "generate": "use /v1/completions",
+    "invocations": "use /v1/chat/completions",
+}
+
+
 def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     settings = state.settings
-    routes = [Route(each.path, Endpoint(each, state), methods=[each.method]) for each in table]
-    refuse = partial(_refuse, known=[each.path for each in table if "{" not in each.path])
-    routed = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
-    routed.router.redirect_slashes = False
-    app = guarded(routed, settings, table)
+    app = _routed(state, table)
     if settings.cors_origins:  # pages of these origins may call, but never with a browser's credentials
         app = CORSMiddleware(
             app,
@@ -58,16 +74,81 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     return with_calls(app, state)
 
 
-def _refuse(request: Request, error: Exception, known: Sequence[str]) -> Response:
-    """Answer 404 and 405 in OpenAI's error format."""
-    assert isinstance(error, HTTPException)
-    path, refusal = request.url.path, ApiError(error.status_code, error.detail)
-    if error.status_code == 404:
-        refusal = ApiError(404, no_route(request.method, path, known), code="unknown_url")
-    if error.status_code == 405:
-        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-        allowed = ", ".join(sorted({method for route in routes for method in route.methods}))
-        message = f"{path} takes {allowed}, not {request.method}"
-        refusal = ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
-    call_of(request).error_code = refusal.code or refusal.type
-    return error_response(refusal)
+class _Row(NamedTuple):
+    """A route with its handler as an ASGI app, and the pattern of its path."""
+
+    pattern: re.Pattern[str]
+    route: ApiRoute
+    endpoint: Endpoint
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return ("GET", "HEAD") if self.route.method == "GET" else (self.route.method,)
+
+
+def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
+    """Return the app of the routes, for requests that may enter. The name of a request's key is stored in its call."""
+    rows = [_Row(compile_path(each.path)[0], each, Endpoint(each, state)) for each in table]
+    guard = make_guard(state.settings)
+
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        call = call_of(HTTPConnection(scope))
+        path, found = _find(rows, scope["path"].removeprefix(scope.get("root_path", "")))
+        row = next((each for each in found if scope["method"] in each.methods), None)
+        try:
+            name = guard(Headers(scope=scope), any(each.route.is_open for each in found))
+            call.key_name = name or call.key_name  # a parent process has found it already
+            if row is None:
+                raise _missing(scope["method"], path, found, rows)
+        except ApiError as error:
+            refusal = refusal_of(error, call, found[0].route.shape if found else ErrorShape)
+            await error_response(refusal)(scope, receive, send)
+            return
+        if path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape"), "root_path": ""}
+        match = row.pattern.match(path)
+        assert match is not None
+        await row.endpoint({**scope, "path_params": match.groupdict()}, receive, send)
+
+    return call_app
+
+
+def _find(rows: Sequence[_Row], path: str) -> tuple[str, list[_Row]]:
+    """Return the path of a route that this path means, with the rows of this path, or the path itself and no rows."""
+    path = path.replace("\n", "%0A")  # `$` in a route's pattern also matches before a newline
+    for each in _spellings(path):
+        if found := [row for row in rows if row.pattern.match(each)]:
+            return each, found
+    return path, []
+
+
+def _spellings(path: str) -> list[str]:
+    """Return paths that this path may mean.
+
+    A path may lack /v1, begin with /openai, or end with a slash, because clients combine it with many base URLs.
+    """
+    if path.startswith("/page/"):
+        return [path]
+    plain = re.sub("/{2,}", "/", path).rstrip("/") or "/"
+    plain = plain.removeprefix("/openai") or "/"
+    found = [plain, f"/v1{plain}", plain.removeprefix("/v1"), plain.replace("/v1/v1/", "/v1/", 1)]
+    return [each for each in found if each != "/" or path == "/"]
+
+
+def _missing(method: str, path: str, found: Iterable[_Row], rows: Iterable[_Row]) -> ApiError:
+    """Return error 405 if the path has routes of other methods, and 404 otherwise.
+
+    The message of 404 names the nearest path, or what to use instead.
+    """
+    if allowed := ", ".join(sorted({each for row in found for each in row.methods})):
+        message = f"{path} takes {allowed}, not {method}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    steps = [each for each in path.split("/") if each and each != "v1"]
+    hint = _ELSEWHERE.get(steps[0]) if steps else None
+    if hint is None:
+        known = [row.route.path for row in rows if "{" not in row.route.path]
+        near = difflib.get_close_matches(path[:200], known, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else "GET /docs lists the routes"
+    return ApiError(404, f"there is no {method} {path:.200} here: {hint}", code="unknown_url")

@@ -1,79 +1,38 @@
-"""The second layer of the app: API keys, names of hosts, and paths in any spelling.
+"""API keys and names of hosts: which requests may enter.
 
 Every request needs a key if there are keys, except on open routes such as those for the server's health. A server
 without keys on a loopback address answers to local names only: a web page can rebind its own name to this machine, and
-could then read every answer as one of its own origin. Paths are matched to the table of routes.
+could then read every answer as one of its own origin.
 """
 
-import difflib
 import hashlib
 import hmac
-import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection
-from starlette.routing import compile_path
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.errors import InvalidRequestError
 from infer.serving.protocols.errors import ApiError
-from infer.serving.protocols.events import ErrorShape
-from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, error_response, refusal_of
 from infer.serving.server_settings import ServerSettings
 
-# What to use instead, by the first word of the paths of other servers.
-_ELSEWHERE = {
-    "api": "only a part of Ollama's API is served, GET /docs lists the routes",
-    "slots": "use /v1/engine/events",
-    "version": "use /props",
-    "ping": "use /health",
-    "audio": "only text is served",
-    "images": "only text is served",
-    "files": "files are not kept: use `infer batch`",
-    "batches": "batches are not kept: use `infer batch`",
-    "generate": "use /v1/completions",
-    "invocations": "use /v1/chat/completions",
-}
 
+def make_guard(settings: ServerSettings) -> Callable[[Headers, bool], str]:
+    """Return a function that returns the name of a request's key, from its headers and if its path is open.
 
-def guarded(app: ASGIApp, settings: ServerSettings, table: Sequence[ApiRoute]) -> ASGIApp:
-    """Return the app for requests that may enter. The name of a request's key is stored in its call."""
-    shape_by_path = {route.path: route.shape for route in table}
-    patterns = [compile_path(path)[0] for path in shape_by_path]
-    open_patterns = [compile_path(route.path)[0] for route in table if route.is_open]
+    The function raises ApiError 401 or 403 for a request that may not enter.
+    """
     name_by_digest = {_digest(key): name for key, name in settings.api_keys.items()}
     hosts = _allowed_hosts(settings)
 
-    def check(scope: Scope, headers: Headers) -> str:
-        """Return the name of the key. Raises ApiError 401 or 403."""
+    def check(headers: Headers, is_open: bool) -> str:
         if hosts is not None:
             _check_host(headers.get("host", ""), hosts, settings)
-        if not name_by_digest or any(each.match(scope["path"]) for each in open_patterns):
-            return ""
-        return _key_name(headers, name_by_digest)
+        return "" if is_open or not name_by_digest else _key_name(headers, name_by_digest)
 
-    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
-            return
-        call = call_of(HTTPConnection(scope))
-        if (path := known_path(scope["path"], patterns)) != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape")}
-        try:
-            name = check(scope, Headers(scope=scope))
-        except ApiError as error:
-            refusal = refusal_of(error, call, shape_by_path.get(path, ErrorShape))
-            await error_response(refusal)(scope, receive, send)
-            return
-        call.key_name = name or call.key_name  # a parent process has found it already
-        await app(scope, receive, send)
-
-    return call_app
+    return check
 
 
 def read_keys(path: Path) -> dict[str, str]:
@@ -165,31 +124,3 @@ def _is_loopback(host: str) -> bool:
     except OSError:
         return False
     return ip_address(found).is_loopback
-
-
-def known_path(path: str, patterns: Iterable[re.Pattern[str]]) -> str:
-    """Return the path of a route that this path means, or the path itself.
-
-    A path may lack /v1, begin with /openai, or end with a slash, because clients combine it with many base URLs.
-    """
-    path = path.replace("\n", "%0A")  # `$` in a route's pattern also matches before a newline
-    return next((each for each in _candidates(path) if any(known.match(each) for known in patterns)), path)
-
-
-def no_route(method: str, path: str, known: Iterable[str]) -> str:
-    """Return the message for a path without a route. It names the nearest path, or what to use instead."""
-    steps = [each for each in path.split("/") if each and each != "v1"]
-    message = f"there is no {method} {path:.200} here"
-    if steps and (instead := _ELSEWHERE.get(steps[0])):
-        return f"{message}: {instead}"
-    near = difflib.get_close_matches(path[:200], list(known), n=1, cutoff=0.6)
-    return f"{message}: did you mean {near[0]}?" if near else f"{message}: GET /docs lists the routes"
-
-
-def _candidates(path: str) -> list[str]:
-    if path.startswith("/page/"):
-        return [path]
-    plain = re.sub("/{2,}", "/", path).rstrip("/") or "/"
-    plain = plain.removeprefix("/openai") or "/"
-    found = [plain, f"/v1{plain}", plain.removeprefix("/v1"), plain.replace("/v1/v1/", "/v1/", 1)]
-    return [each for each in found if each != "/" or path == "/"]

@@ -4,7 +4,9 @@ Requests are counted when they end; steps are counted from the engine's log. `pr
 so functions import it: the server listens before.
 """
 
+import json
 import platform
+import re
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -23,6 +25,7 @@ _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.
 _WAITS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 30, 60)
 _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_INFER_NAME = re.compile(r"^(# \w+ )?infer:(\w+)({)?", re.MULTILINE)
 _SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -196,6 +199,18 @@ def _text_of(families: Iterable[Any]) -> str:
 
     registry: Any = SimpleNamespace(collect=lambda: families)
     return generate_latest(registry).decode()
+
+
+def with_vllm_names(text: str, model: str) -> str:
+    """Return metrics with vLLM's prefix, and its label `model_name` on each sample, for vLLM's dashboards."""
+
+    def renamed(found: re.Match[str]) -> str:
+        comment, name, begins_labels = found.groups()
+        if comment:
+            return f"{comment}vllm:{name}"
+        return f"vllm:{name}{{model_name={json.dumps(model)}{',' if begins_labels else '}'}"
+
+    return _INFER_NAME.sub(renamed, text)
 
 
 def _engine_families(now: Any) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeVar, final
 
 import infer
@@ -20,7 +20,7 @@ from infer.engine.step.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.serving.protocols.errors import ApiError
 from infer.serving.server.call import Call
-from infer.serving.server.door import Door, Forecast, RemainingWork, retry_headers
+from infer.serving.server.door import Door, Load, RemainingWork, retry_headers
 from infer.serving.server.metrics import Metrics
 from infer.serving.server_settings import ServerSettings
 from infer.system.processes.child_process import asking_for
@@ -39,14 +39,21 @@ class Snapshots:
     def __init__(self) -> None:
         self._taken_at = -math.inf
         self._taking: asyncio.Task[Any] | None = None
+        self._last: Any = None
 
-    async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one."""
+    async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]], seconds: float | None = None) -> Any:
+        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one.
+
+        If the engine takes longer than `seconds`, return the last snapshot, or None if there is none.
+        """
         now, taking = time.monotonic(), self._taking
         if taking is None or (taking.done() and now - self._taken_at >= _SNAPSHOT_SECONDS):
             taking = self._taking = asyncio.create_task(take())
             self._taken_at = now
-        return await asyncio.shield(taking)
+        await asyncio.wait({taking}, timeout=seconds)
+        if taking.done():
+            self._last = taking.result()
+        return self._last
 
 
 @final
@@ -91,26 +98,22 @@ class ServerState:
             message, headers = f"the server has failed: {self.failure}", {"x-should-retry": "false"}
             raise ApiError(503, message, code="failed", headers=headers)
 
-    def look(self) -> Forecast:
+    def look(self) -> Load:
         """Return the load of the engine. Raises ApiError 503 unless requests are served."""
         engine, lengths = self.llm().host.engine_if_any, self.door.lengths
         if engine is None:  # an encoder runs one call at a time
-            return Forecast(StepCosts(), self.settings.slots)
+            return Load((), StepCosts(), self.settings.slots)
         runner = engine.runner
 
         def fitting(num_tokens: int) -> int:
             needed = zip(runner.pool_pages, runner.pages_of(num_tokens), strict=True)
             return min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
 
-        sequences = engine.sequences
-        is_streamed = any(each.is_streamed for each in sequences)
-        reading = partial(engine.scheduler.prompt_tokens_beside, is_streamed=is_streamed)
-        forecast = Forecast(engine.scheduler.costs, engine.max_running, fitting, reading)
-        for each in sequences:
-            tenant = each.tenant
-            answer = min(float(each.room), lengths.expected(tenant, len(each.pieces)))
-            forecast.add(RemainingWork(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))
-        return forecast
+        def work_of(each: Any) -> RemainingWork:
+            answer = min(float(each.room), lengths.expected(each.tenant, len(each.pieces)))
+            return RemainingWork(each.tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer)
+
+        return Load([work_of(each) for each in engine.sequences], engine.scheduler.costs, engine.max_running, fitting)
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model unless the server is shutting down."""

@@ -228,6 +228,7 @@ class ShownModel(Struct):
     details: OllamaDetails
     model_info: Json
     capabilities: list[str]
+    input_modalities: list[str]
     modified_at: str
 
 
@@ -279,6 +280,7 @@ def shown(name: str, facts: ModelFacts, context: int | None) -> ShownModel:
         details=_details(facts),
         model_info=info,
         capabilities=list(facts.abilities),
+        input_modalities=["text"],
         modified_at=time_text(facts.modified_at),
     )
 

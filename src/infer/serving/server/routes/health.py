@@ -1,6 +1,7 @@
 """`/health` reports if the process is alive, `/ready` if it accepts requests, and `/metrics` what it counts."""
 
 import time
+from functools import partial
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -8,10 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.serving.server.endpoint import get
+from infer.serving.server.metrics import with_vllm_names
 from infer.serving.server.replies import json_response
 from infer.serving.server.server_state import ServerState
 
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SNAPSHOT_SECONDS = 1.0  # for an engine to show its work
 _STUCK = 4  # /health is bad after 1/4 of the time after which the watchdog ends the process
 
 
@@ -56,14 +59,18 @@ def _report(state: ServerState) -> Health:
 
 
 async def read_metrics(request: Request, state: ServerState) -> Response:
-    if (llm := state.loaded) is None:
-        return metrics_response(state.metrics.text())
-    engine = llm.host.engine_if_any
-    snapshot = None if engine is None else await llm.host.answers.run(engine.snapshot)
-    return metrics_response(state.metrics.text(llm.host, snapshot))
+    """Return the metrics. An engine that hangs stops no scrape: its last snapshot is shown."""
+    host = None if state.loaded is None else state.loaded.host
+    engine = None if host is None else host.engine_if_any
+    snapshot = None
+    if host is not None and engine is not None:
+        snapshot = await state.snapshots.latest(partial(host.answers.run, engine.snapshot), _SNAPSHOT_SECONDS)
+    return metrics_response(state.metrics.text(host, snapshot), state)
 
 
-def metrics_response(text: str) -> Response:
+def metrics_response(text: str, state: ServerState) -> Response:
+    if state.settings.metrics_names == "vllm":
+        text = with_vllm_names(text, state.settings.model)
     return Response(text, headers={"Content-Type": _TYPE})
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -49,6 +49,8 @@ class ServedModel(Struct, kw_only=True):
     context_length: Count | UnsetType = UNSET  # OpenRouter's name
     status: ModelStatus | UnsetType = UNSET  # llama.cpp's name
     takes: list[str] | UnsetType = UNSET
+    capabilities: list[str] | UnsetType = UNSET  # Ollama's names
+    input_modalities: list[str] = field(default_factory=lambda: ["text"])  # OpenRouter's name
     memory_bytes: Count | UnsetType = UNSET
     is_pinned: bool | UnsetType = UNSET
 
@@ -61,18 +63,26 @@ class ServedModels(Struct, tag_field="object", tag="list"):
 
 
 async def list_models(request: Request, state: ServerState) -> Response:
-    return json_response(ServedModels([_model(state, name) for name in names_of(state)]))
+    return json_response(ServedModels([await _model(state, name) for name in names_of(state)]))
 
 
 async def get_model(request: Request, state: ServerState) -> Response:
     name = request.path_params["id"]
     check_model(request, state, name)
-    return json_response(_model(state, name))
+    return json_response(await _model(state, name))
 
 
-def _model(state: ServerState, name: str) -> ServedModel:
+async def _model(state: ServerState, name: str) -> ServedModel:
     length = None if (loaded := state.loaded) is None else loaded.host.model.max_seq_len
-    return served_model(state, name, root=state.settings.model, context=length)
+    found = served_model(state, name, root=state.settings.model, context=length)
+    if loaded is not None:  # headers are not read while the model is loading
+        found.capabilities = abilities_of(await facts_of(state.settings.model_path))
+    return found
+
+
+def abilities_of(facts: ModelFacts | None) -> list[str] | UnsetType:
+    """Return what a model can do, in Ollama's words, if its headers can be read."""
+    return UNSET if facts is None else list(facts.abilities)
 
 
 def served_model(state: ServerState, name: str, *, root: str, context: int | None) -> ServedModel:

@@ -10,7 +10,7 @@ from cases import cases
 from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import subcommands
-from infer.cli.commands.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
+from infer.cli.commands.replay import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.serving.protocols.asked import ask_chat, ask_completion
 from infer.serving.protocols.bodies import ChatBody, CompletionBody
 from infer.serving.protocols.read_body import read_body

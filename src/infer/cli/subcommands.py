@@ -212,13 +212,10 @@ def replay(context: click.Context, options: command_options.ReplayOptions) -> in
     Exit status: 0 if the answer is the same, 1 if it differs. Without -m the link's own model answers, if it is on this
     machine.
     """
-    from infer.cli.commands.permalink import read_permalink
+    from infer.cli.commands.replay import model_of, read_permalink, read_request, run_replay
 
     is_stdin = options.permalink == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)
-    with needs_extra():
-        from infer.cli.commands.replay import model_of, read_request, run_replay
-
     body = read_request(link)
     if not is_given(context, "model"):
         options = replace(options, model=model_of(link, options.model, quiet=options.quiet))

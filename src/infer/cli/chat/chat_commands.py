@@ -273,7 +273,7 @@ def _trace(session: ChatSession, argument: str) -> Table:
 
 
 def _link(session: ChatSession, argument: str) -> Table:
-    return Table([session.permalink().url])
+    return Table([session.permalink()])
 
 
 def _save(session: ChatSession, argument: str) -> str:

@@ -10,7 +10,6 @@ from dataclasses import astuple
 from typing import Any
 
 import infer
-from infer.cli.commands.permalink import Permalink, body_of
 from infer.cli.options.command_options import GenerateOptions
 from infer.cli.options.prompts import Prompt
 from infer.cli.terminal.process_streams import cancel_on_signal
@@ -24,7 +23,10 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
     """Answer one prompt and return the exit status. The text goes to stdout while it is generated."""
     writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options.quiet)
     is_text = not (options.as_json or options.as_lines)
-    body = body_of(prompt, params, options.model) if options.permalink else None
+    if options.permalink:
+        from infer.cli.commands.replay import Permalink, body_of
+
+        body = body_of(prompt, params, options.model)
 
     def on_token(token_id: int, text: str) -> None:
         line.close()
@@ -47,7 +49,7 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
     if not cancellation.exit_status:
         lines = () if options.quiet else [*cut_lines([result]), *time_lines(result, verbose=options.verbose)]
         _report(lines, [result], params, options)
-        if body is not None:
+        if options.permalink:
             print(Permalink.of(body, result, model.system_fingerprint).url, file=sys.stderr)
     return cancellation.exit_status
 

@@ -68,7 +68,7 @@ def _show_version(*, with_machine: bool) -> None:
     if not with_machine:
         click.echo(f"infer {package.__version__}")
         return
-    from infer.cli.commands.machine_report import version_lines
+    from infer.cli.commands.models_command import version_lines
 
     for line in version_lines():
         click.echo(line)
@@ -255,9 +255,9 @@ def deploy(context: click.Context, options: server_options.DeployOptions) -> int
     options = take_named(context, options)
     check_options(options, [])
     with needs_extra():
-        from infer.cli.commands.ray_command import run_deploy
+        from infer.cli.commands.serve_command import run_deploy
 
-    return run_deploy(options)
+        return run_deploy(options)
 
 
 @_command
@@ -301,7 +301,7 @@ _add("doctor", command_options.DoctorOptions, "quality_commands.run_doctor")
 _add("quantize", command_options.QuantizeOptions, "quantize_command.run_quantize")
 _add("imatrix", command_options.ImatrixOptions, "quantize_command.run_imatrix")
 _add("estimate", command_options.EstimateOptions, "explain_command.run_estimate")
-_add("compile", command_options.CompileOptions, "machine_report.run_compile")
+_add("compile", command_options.CompileOptions, "models_command.run_compile")
 _add("models", command_options.ListOptions, "models_command.run_models")
 _add("list", command_options.ListOptions, "models_command.run_models")
 _add("pull", command_options.PullOptions, "models_command.run_pull")

@@ -23,6 +23,7 @@ from infer.cli.options.model_loading import (
     check_suite,
     choose_model,
     choose_models,
+    chosen_or_default,
     kernels_ahead,
     load_model,
     load_quietly,
@@ -258,6 +259,28 @@ def deploy(context: click.Context, options: server_options.DeployOptions) -> int
         from infer.cli.commands.serve_command import run_deploy
 
         return run_deploy(options)
+
+
+class PassingCommand(TolerantCommand):
+    """A command that passes the words after `--` on, in its argument `arguments`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:end])
+        ctx.params["arguments"] += tuple(args[end + 1 :])
+        return rest
+
+
+@infer.command(cls=PassingCommand)
+@takes_options(server_options.LaunchOptions)
+def launch(context: click.Context, options: server_options.LaunchOptions) -> int:
+    """Run a coding agent with a model of the server at --url, or of a server that runs as long as the agent.
+
+    The words after -- are arguments of the agent. The exit status is the agent's.
+    """
+    from infer.cli.commands.server_commands import run_launch
+
+    return run_launch(options, lambda: chosen_or_default(context, server_options.DEFAULT_MODEL))
 
 
 @_command

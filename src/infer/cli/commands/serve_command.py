@@ -6,7 +6,6 @@ runs the application of `ray_serve` on the current Ray cluster, or starts one he
 
 import logging
 import os
-import shlex
 import socket
 import sys
 import warnings
@@ -17,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import infer
+from infer.cli.commands.server_commands import client_lines, context_remark, page_url
 from infer.cli.options.model_loading import bytes_for_prefixes, check_loading, model_settings
 from infer.cli.options.server_options import DeployOptions, ServeOptions
 from infer.cli.terminal.process_streams import cancel_on_signal
-from infer.cli.terminal.terminal import json_text
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.file_versions import file_versions
@@ -43,9 +42,6 @@ from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
 OLLAMA_PORT = 11434
-NO_KEY, KEY = "none", "YOUR_KEY"  # clients need a key even if the server needs none
-# Tokens that coding agents send, and the context that they need.
-_AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768
 _OBJECT_STORE_BYTES = 100 * 2**20  # answers go through Ray's store in small pieces
 _RAY_NAME = "infer"
 _BUDGET_SHARE = 0.9  # of the available memory: the rest is for the process that clients talk to, and for the system
@@ -176,37 +172,8 @@ def _welcome(settings: ServerSettings, url: str, context: int) -> Iterator[str]:
     yield f"open {page_url(url)} in a browser, or run one of these:"
     for program, line in client_lines(url, settings.model, has_keys=bool(settings.api_keys)):
         yield f"  {program:<12}{line}"
-    if context < _AGENT_CONTEXT:
-        yield f"  (Claude Code and Codex send {_AGENT_PROMPT} tokens with a question; this context holds {context:,})"
-
-
-def page_url(url: str) -> str:
-    """Return the URL for a browser on this machine.
-
-    A server that listens on all addresses is reached over the loopback address.
-    """
-    return url.replace("://0.0.0.0:", "://127.0.0.1:", 1).replace("://[::]:", "://[::1]:", 1)
-
-
-def client_lines(url: str, model: str, *, has_keys: bool) -> Iterator[tuple[str, str]]:
-    """Yield the name and the line of each client program. `url` has no path.
-
-    Claude Code, Codex and Open WebUI are shell commands; Continue's line belongs in its config.yaml.
-    """
-    key = KEY if has_keys else NO_KEY
-    base, name = page_url(url), shlex.quote(model)
-    yield (
-        "Claude Code",
-        f"ANTHROPIC_BASE_URL={base} ANTHROPIC_AUTH_TOKEN={key} ANTHROPIC_MODEL={name} "
-        f"ANTHROPIC_DEFAULT_HAIKU_MODEL={name} claude",
-    )
-    env_key = ', env_key="INFER_API_KEY"' if has_keys else ""
-    provider = f'{{name="infer", base_url="{base}/v1", wire_api="responses"{env_key}}}'
-    given = f"INFER_API_KEY={key} " if has_keys else ""
-    yield "Codex", f"{given}codex -c model_provider=infer -c 'model_providers.infer={provider}' -m {name}"
-    values = {"name": model, "provider": "openai", "model": model, "apiBase": f"{base}/v1", "apiKey": key}
-    yield "Continue", f"models: [{json_text(values)}]"
-    yield "Open WebUI", f"OPENAI_API_BASE_URL={base}/v1 OPENAI_API_KEY={key} open-webui serve"
+    if remark := context_remark(context):
+        yield f"  ({remark})"
 
 
 def run_models(options: ServeOptions) -> int:

@@ -76,7 +76,7 @@ def choose_model(context: click.Context, options: Options) -> Options:
     """
     if options.named is not None or is_given(context, "model"):
         return take_named(context, options)
-    return replace(options, model=_chosen_or_default(context, options.model))
+    return replace(options, model=chosen_or_default(context, options.model))
 
 
 def choose_models(context: click.Context, options: ServeOptions) -> ServeOptions:
@@ -86,11 +86,12 @@ def choose_models(context: click.Context, options: ServeOptions) -> ServeOptions
     """
     models = (*options.named, *options.models)
     if not (models or options.models_dir or options.load_on_demand or options.pinned):
-        models = (_chosen_or_default(context, options.model),)
+        models = (chosen_or_default(context, options.model),)
     return replace(options, named=(), models=models)
 
 
-def _chosen_or_default(context: click.Context, default: str) -> str:
+def chosen_or_default(context: click.Context, default: str) -> str:
+    """Return the model that a person at the terminal chooses, or the default if there is no terminal."""
     from infer.files.hub.find import installed_models
 
     has_default = any(name == default for name, _, _ in installed_models())

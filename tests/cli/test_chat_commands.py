@@ -11,10 +11,10 @@ import pytest
 
 from cases import cases
 from fake_cli import FakeModel
-from infer.cli.chat import chat_commands
-from infer.cli.chat.chat_commands import Question, calls_shown, completions, run_command
-from infer.cli.chat.chat_prompt import history_path, read_history
-from infer.cli.chat.chat_session import ChatSession, Opened
+from infer.cli import chat_commands
+from infer.cli.chat_commands import Question, calls_shown, completions, run_command
+from infer.cli.chat_prompt import history_path, read_history
+from infer.cli.chat_session import ChatSession, Opened
 from infer.cli.commands.replay import read_permalink
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import cases
-from infer.cli.terminal.streamed_text import MarkdownStyle, WordWrap, display_width
+from infer.cli.streamed_text import MarkdownStyle, WordWrap, display_width
 
 TEXTS = st.text(alphabet="ab1 .*_`#>|-\\~\n\té", max_size=80)
 

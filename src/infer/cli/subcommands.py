@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 import infer as package
-from infer.cli.options import command_options, server_options
-from infer.cli.options.model_loading import (
+from infer.cli import command_options, server_options
+from infer.cli.model_loading import (
     check_constraints,
     check_grammar,
     check_options,
@@ -30,9 +30,10 @@ from infer.cli.options.model_loading import (
     needs_extra,
     take_named,
 )
-from infer.cli.options.option_fields import TolerantCommand, takes_options, what_to_type
-from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text, read_texts
-from infer.cli.options.prompts import (
+from infer.cli.option_fields import TolerantCommand, takes_options, what_to_type
+from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text, read_texts
+from infer.cli.process_streams import exit_on_signal
+from infer.cli.prompts import (
     given_values,
     is_given,
     many_prompts,
@@ -41,9 +42,8 @@ from infer.cli.options.prompts import (
     one_prompt,
     own_params,
 )
-from infer.cli.options.server_options import serves_several
-from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import Spinner
+from infer.cli.server_options import serves_several
+from infer.cli.terminal import Spinner
 from infer.compute.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
 
@@ -159,7 +159,7 @@ def batch(context: click.Context, options: command_options.BatchOptions) -> int:
     """
     given = {name: value for name, value in given_values(context, context.params).items() if name != "seed"}
     check_options(options, [SamplingParams.from_mapping(given)])
-    from infer.cli.commands.batch_command import run_batch
+    from infer.cli.commands.text_commands import run_batch
 
     return run_batch(options, given, partial(load_model, options))
 
@@ -201,7 +201,7 @@ def chat(context: click.Context, options: command_options.ChatOptions) -> int:
     Without a MODEL, a terminal shows the models to choose from; otherwise the default answers.
     """
     options = choose_model(context, options)
-    from infer.cli.chat.chat_loop import run_chat
+    from infer.cli.chat_loop import run_chat
 
     return run_chat(options, given_values(context, context.params), load_model)
 
@@ -288,7 +288,7 @@ def sample_trace(context: click.Context, options: command_options.TraceOptions) 
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = given_values(context, context.params)
     check_options(options, [SamplingParams.from_mapping({**neutral_values(is_chat=options.chat), **given})])
-    from infer.cli.commands.trace_command import run_trace
+    from infer.cli.commands.generate_command import run_trace
 
     prompt = one_prompt(options, quiet=options.quiet)
     model = load_model(options)

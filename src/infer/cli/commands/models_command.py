@@ -13,9 +13,9 @@ from itertools import product
 import click
 
 import infer
-from infer.cli.options.command_options import CompileOptions, ListOptions, PullOptions, RemovalOptions
-from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import columns_of_rows, print_report
+from infer.cli.command_options import CompileOptions, ListOptions, PullOptions, RemovalOptions
+from infer.cli.process_streams import exit_on_signal
+from infer.cli.terminal import columns_of_rows, print_report
 from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.errors import InferError, InvalidRequestError
 from infer.files import open_checkpoint

@@ -20,9 +20,9 @@ from typing import Any, Literal, Self, final, get_args
 import msgspec
 
 import infer
-from infer.cli.options.prompts import Prompt
-from infer.cli.terminal.process_streams import cancel_on_signal
-from infer.cli.terminal.terminal import PrefillLine, TextWriter, json_text
+from infer.cli.process_streams import cancel_on_signal
+from infer.cli.prompts import Prompt
+from infer.cli.terminal import PrefillLine, TextWriter, json_text
 from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand

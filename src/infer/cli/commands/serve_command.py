@@ -17,9 +17,9 @@ from pathlib import Path
 
 import infer
 from infer.cli.commands.server_commands import client_lines, context_remark, page_url
-from infer.cli.options.model_loading import bytes_for_prefixes, check_loading, model_settings
-from infer.cli.options.server_options import DeployOptions, ServeOptions
-from infer.cli.terminal.process_streams import cancel_on_signal
+from infer.cli.model_loading import bytes_for_prefixes, check_loading, model_settings
+from infer.cli.process_streams import cancel_on_signal
+from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.file_versions import file_versions

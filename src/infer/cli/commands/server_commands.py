@@ -21,16 +21,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
-from infer.cli.options.option_files import refusing
-from infer.cli.options.server_options import (
+from infer.cli.option_files import refusing
+from infer.cli.process_streams import Terminated, handling
+from infer.cli.server_options import (
     ClientName,
     LaunchOptions,
     RunningServerOptions,
     ServerAddress,
     StopOptions,
 )
-from infer.cli.terminal.process_streams import Terminated, handling
-from infer.cli.terminal.terminal import Spinner, columns_of_rows, json_text, note, print_report
+from infer.cli.terminal import Spinner, columns_of_rows, json_text, note, print_report
 from infer.errors import InferError, InvalidRequestError
 from infer.system.spellings import plain_name
 

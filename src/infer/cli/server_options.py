@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 import click
 
-from infer.cli.options.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
-from infer.cli.options.option_fields import Declared, Group, argument, option, settings_field
+from infer.cli.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
+from infer.cli.option_fields import Declared, Group, argument, option, settings_field
 from infer.model_settings import ModelSettings
 from infer.serving.server_settings import ServerSettings
 

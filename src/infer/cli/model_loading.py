@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import click
 
 import infer
-from infer.cli.options.command_options import (
+from infer.cli.command_options import (
     BenchOptions,
     ChatOptions,
     CompareOptions,
@@ -25,10 +25,10 @@ from infer.cli.options.command_options import (
     LoadOptions,
     PerplexityOptions,
 )
-from infer.cli.options.prompts import is_given
-from infer.cli.options.server_options import DeployOptions, ServeOptions
-from infer.cli.terminal.process_streams import exit_on_signal, keeping_garbage
-from infer.cli.terminal.terminal import Spinner, columns_of_rows, note
+from infer.cli.process_streams import exit_on_signal, keeping_garbage
+from infer.cli.prompts import is_given
+from infer.cli.server_options import DeployOptions, ServeOptions
+from infer.cli.terminal import Spinner, columns_of_rows, note
 from infer.compute.backends.before_load import step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InferError, InvalidRequestError

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 import click
 
-from infer.cli.options.option_fields import Declared, Group, argument, option, settings_field
-from infer.cli.options.option_files import read_named_file, read_schema
-from infer.cli.options.prompts import PromptOptions, logprobs_options, sampling_options
+from infer.cli.option_fields import Declared, Group, argument, option, settings_field
+from infer.cli.option_files import read_named_file, read_schema
+from infer.cli.prompts import PromptOptions, logprobs_options, sampling_options
 from infer.compute.operands.limits import GPU_STEP
 from infer.model_settings import ModelSettings, Overflow, Speculation
 from infer.outputs import Pooling

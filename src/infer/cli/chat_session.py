@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import infer
-from infer.cli.options.option_files import refusing
+from infer.cli.option_files import refusing
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter, without_zeros

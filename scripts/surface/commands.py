@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from infer.cli.chat.chat_commands import COMMANDS as CHAT_COMMANDS
-from infer.cli.options.option_fields import ALIASES, REPLACED
+from infer.cli.chat_commands import COMMANDS as CHAT_COMMANDS
+from infer.cli.option_fields import ALIASES, REPLACED
 from infer.cli.subcommands import infer as program
 
 Row = tuple[str, str]

@@ -17,7 +17,7 @@ def run() -> None:
     if leaves_quietly:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     from infer.cli import main
-    from infer.cli.terminal.process_streams import end_process, prepare_streams
+    from infer.cli.process_streams import end_process, prepare_streams
 
     try:
         if leaves_quietly:

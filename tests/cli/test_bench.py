@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import Gemma3TextConfig, Lfm2Config, Qwen3_5TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
@@ -14,9 +13,9 @@ from commands import refused, run
 from encoder_models import BY_NAME, make_encoder
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.cli.bench.memory_probe import MemoryProbe
-from infer.cli.bench.profile import mixer_bytes, mixer_flops, profile, split_label, summarize
+from infer.cli.bench.profile import mixer_bytes, mixer_flops, profile, summarize
 from infer.cli.bench.speed import Workload, kv_bytes, measure, weight_bytes_by_kind, workloads
-from infer.cli.commands.bench_command import columns, comparison_lines, profile_lines, speed_lines
+from infer.cli.commands.bench_command import comparison_lines, profile_lines, speed_lines
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.mixers import GatedDeltaNet
@@ -204,34 +203,14 @@ def test_a_comparison_shows_ratios_and_the_conditions_that_differ(folder: Path, 
     (["--report", "no/folder/x.json"], "no/folder is not a folder"),
     (["--warmup", "-1"], "-1 is not in the range"),
     (["--repeats", "x"], "'x' is not a valid integer"),
+    (["--dtype", "float32", "--weights", "q8"], "contradict"),
 )
 def test_a_wrong_option_or_report_is_one_line(folder: Path, monkeypatch: Any, options: list[str], message: str) -> None:
     monkeypatch.setattr("infer.cli.commands.bench_command.LLM", None)
     assert message in refused("bench", "--model", folder, *options)
 
 
-def test_reading_memory_leaves_the_number_of_threads_alone() -> None:
-    before = torch.get_num_threads()
-    with MemoryProbe(threads=2, num_bytes=READ_BYTES) as memory:
-        assert memory.read_rate(tries=1) > 0
-    assert torch.get_num_threads() == before
-
-
 # Profile
-
-
-@cases(
-    "label expected",
-    ("embed.rows", ("embed", "embed")),
-    ("L0.attend.chunks", ("L0", "attend")),
-    ("L12.qkv.matmul Q4_1", ("L12", "qkv")),
-    ("L12.qkv.normalize", ("L12", "norm")),
-    ("L3.output.post_norm", ("L3", "norm")),
-    ("head.matmul Q8_0", ("head", "head")),
-    ("head.normalize", ("head", "norm")),
-)
-def test_a_label_names_a_layer_and_a_kind(label: str, expected: tuple[str, str]) -> None:
-    assert split_label(label) == expected
 
 
 def test_a_profile_has_every_operation_and_layer_and_both_add_up_to_the_same_time(llm: LLM) -> None:
@@ -350,20 +329,6 @@ def test_a_bar_is_exact_to_an_eighth_of_a_character(share: float, expected: str)
     assert bar(share, 4) == expected
 
 
-def test_a_decode_step_is_shown_beside_the_limit(llm: LLM) -> None:
-    commands = [("L0.qkv.matmul F32", 1e-5), ("L0.qkv.normalize", 2e-5)]
-    found = summarize(llm.model, "decode", commands, 1, 12, 1e12)
-    qkv = next(operation for operation in found.operations if operation.kind == "qkv")
-    lines = list(profile_lines(found, 100))
-    assert "the limit is 1000.0 GB/s" in lines[1]
-    assert f"{qkv.num_bytes / qkv.seconds / 1e12:.1%}" in lines[-3]
-    assert lines[-4].split()[:2] == ["norm", "1"]
-
-
-def test_columns_rise_with_their_values() -> None:
-    assert columns([0.0, 1.0, 2.0, 4.0], 4.0) == "▁▃▅█"
-
-
 # The command
 
 
@@ -373,6 +338,7 @@ def test_the_command_prints_a_table_and_its_progress_only_on_a_terminal(folder: 
         assert part in out
     assert f" {instruction_set().name}, " in out
     assert err == ""
+    assert "max_seq_len must be from 2 to the model's own 128" in refused("bench", "--model", folder, "-n", "1000")
     assert "loading" in run("bench", "--model", folder, *SMALL, is_terminal=True).err
 
 
@@ -382,15 +348,6 @@ def test_the_command_prints_json(folder: Path) -> None:
     record = run(*asked, "--precision", "fast").json()
     assert (record["weights"], record["precision"], record["speed"]["workload"]["new_tokens"]) == ("q8", "fast", 4)
     assert [found["name"] for found in run(*asked, "--profile").json()["profile"]] == ["prefill", "decode"]
-
-
-@cases(
-    "options message",
-    (["-n", "1000"], "max_seq_len must be from 2 to the model's own 128"),
-    (["--dtype", "float32", "--weights", "q8"], "contradict"),
-)
-def test_values_that_the_model_cannot_have_are_one_line(folder: Path, options: list[str], message: str) -> None:
-    assert message in refused("bench", "--model", folder, *options)
 
 
 def test_an_encoder_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

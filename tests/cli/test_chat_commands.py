@@ -11,11 +11,11 @@ import pytest
 
 from cases import cases
 from fake_cli import FakeModel
-from infer.cli.chat import chat_commands
-from infer.cli.chat.chat_commands import Question, calls_shown, completions, run_command
-from infer.cli.chat.chat_prompt import history_path, read_history
-from infer.cli.chat.chat_session import ChatSession, Opened
-from infer.cli.commands.permalink import read_permalink
+from infer.cli import chat_commands
+from infer.cli.chat_commands import Question, calls_shown, completions, run_command
+from infer.cli.chat_prompt import history_path, read_history
+from infer.cli.chat_session import ChatSession, Opened
+from infer.cli.commands.replay import read_permalink
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
@@ -216,15 +216,6 @@ def test_help_lists_every_name(session: ChatSession) -> None:
     shown = " ".join(f"{name} {meaning}" for name, meaning in told.rows)
     assert set(chat_commands.BY_NAME) <= set(re.findall(r"/[a-z?]+", shown))
     assert all(command.meaning in shown for command in chat_commands.COMMANDS)
-
-
-@pytest.mark.parametrize(("typed", "meant"), [("/rerty", "/retry"), ("/exti", "/exit"), ("/histroy", "/history")])
-def test_a_misspelt_command_gets_a_suggestion(session: ChatSession, typed: str, meant: str) -> None:
-    refused(session, typed, f"did you mean {meant}")
-
-
-def test_a_pasted_block_and_two_slashes_are_messages() -> None:
-    assert [chat_commands.is_command(text) for text in ("/help", "/usr/bin\n/bin", "//help")] == [True, False, False]
 
 
 def test_history_shows_the_conversation(session: ChatSession) -> None:

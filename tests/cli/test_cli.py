@@ -22,7 +22,7 @@ from cases import cases
 from commands import FAKE, fake_process, refused, run
 from fake_cli import FakeModel
 from infer.cli import subcommands
-from infer.cli.terminal.terminal import Spinner
+from infer.cli.terminal import Spinner
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.sampling.defaults import SamplingDefaults
 from infer.errors import InvalidRequestError
@@ -34,7 +34,7 @@ from watched import python_command
 
 HEAVY = {
     *("torch", "numba", "numpy", "transformers", "tokenizers", "jinja2", "msgspec", "prompt_toolkit", "rich"),
-    *("asyncio", "infer.cli.chat.chat_loop", "infer.cli.chat.chat_prompt"),
+    *("asyncio", "infer.cli.chat_loop", "infer.cli.chat_prompt"),
 }
 
 
@@ -312,7 +312,7 @@ def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_model_is_loaded_as_the_options_say(command: str, loaded_with: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    for module in ("subcommands", "chat.chat_loop"):
+    for module in ("subcommands", "chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt, is_chat = ["-p", "a"] if command == "generate" else [], command == "chat"
     run(command, "-q", *prompt)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import cases
-from infer.cli.terminal.streamed_text import MarkdownStyle, WordWrap, display_width
+from infer.cli.streamed_text import MarkdownStyle, WordWrap, display_width
 
 TEXTS = st.text(alphabet="ab1 .*_`#>|-\\~\n\té", max_size=80)
 
@@ -73,12 +73,6 @@ def test_styles_take_no_columns(text: str, width: int) -> None:
 )  # fmt: skip
 def test_marks_are_dim_and_what_they_mark_is_styled(text: str, expected: list[tuple[str, str]]) -> None:
     assert parts(text) == expected
-
-
-def test_a_word_that_is_styled_goes_to_the_next_line_with_its_style() -> None:
-    wrap, style = WordWrap(lambda: 12), MarkdownStyle()
-    shown = wrap.feed(style.feed("some words **bold**")) + wrap.feed(style.finish()) + wrap.finish()
-    assert (plain(shown), display_width(shown.split("\n")[1])) == ("some words\n**bold**", 8)
 
 
 # Wrapping

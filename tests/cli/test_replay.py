@@ -10,7 +10,7 @@ from cases import cases
 from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import subcommands
-from infer.cli.commands.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
+from infer.cli.commands.replay import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.serving.protocols.fields import read_body
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
 from infer.serving.protocols.params import Served as ModelOfBody

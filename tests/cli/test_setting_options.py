@@ -9,9 +9,9 @@ import click
 import pytest
 
 from infer import LLM
-from infer.cli.options.command_options import BenchOptions, ChatOptions, GenerateOptions
-from infer.cli.options.option_fields import make_options
-from infer.cli.options.server_options import ServeOptions
+from infer.cli.command_options import BenchOptions, ChatOptions, GenerateOptions
+from infer.cli.option_fields import make_options
+from infer.cli.server_options import ServeOptions
 from infer.cli.subcommands import infer as program
 from infer.engine.tensor_parallel.ranks import ModelSource
 from infer.errors import InvalidRequestError

@@ -10,7 +10,7 @@ import pytest
 
 from cases import cases
 from commands import FAKE, refused
-from infer.cli.terminal.terminal import Spinner
+from infer.cli.terminal import Spinner
 from shapes import SOURCE
 from terminals import SECONDS
 
@@ -82,7 +82,7 @@ def test_a_missing_stdin_is_empty_and_a_missing_stdout_takes_the_text() -> None:
 def test_no_file_takes_the_place_of_a_missing_stream(tmp_path: Path) -> None:
     program = """
 import os
-from infer.cli.terminal.process_streams import prepare_streams
+from infer.cli.process_streams import prepare_streams
 prepare_streams()
 first = os.open("file", os.O_CREAT | os.O_WRONLY)
 assert first > 2, first
@@ -96,7 +96,7 @@ print("text")
 def test_a_stdout_that_does_not_block_is_waited_for() -> None:
     program = """
 import os
-from infer.cli.terminal.process_streams import prepare_streams
+from infer.cli.process_streams import prepare_streams
 os.set_blocking(1, False)
 prepare_streams()
 print("x" * 1_000_000)
@@ -147,7 +147,7 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
 def test_the_process_ends_without_taking_its_memory_apart() -> None:
     program = """
 import atexit, sys
-from infer.cli.terminal.process_streams import end_process
+from infer.cli.process_streams import end_process
 class Heavy:
     def __del__(self):
         print("taken apart")

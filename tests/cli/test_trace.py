@@ -12,8 +12,8 @@ from cases import cases
 from commands import run
 from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.cli.commands.trace_command import trace_lines
-from infer.cli.terminal.streamed_text import display_width
+from infer.cli.commands.generate_command import trace_lines
+from infer.cli.streamed_text import display_width
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.definition import LogitsError, sample_token
 from infer.compute.sampling.history import History

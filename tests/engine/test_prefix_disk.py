@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.cli.options.model_loading import bytes_for_prefixes
-from infer.cli.options.option_fields import make_options
-from infer.cli.options.server_options import ServeOptions
+from infer.cli.model_loading import bytes_for_prefixes
+from infer.cli.option_fields import make_options
+from infer.cli.server_options import ServeOptions
 from infer.cli.subcommands import infer as commands
 from infer.compute.kvcache.page_exchange import PageExchange
 from infer.compute.kvcache.prefix_store import PrefixStore

@@ -15,9 +15,9 @@ from click.core import UNSET
 import infer.engine.step.request_options as request_options
 import infer.model_settings as model_settings
 import infer.sampling_params as sampling_params
-from infer.cli.options.command_options import DiskOption, ServedOptions
-from infer.cli.options.option_fields import apply_options, decorators_of
-from infer.cli.options.server_options import (
+from infer.cli.command_options import DiskOption, ServedOptions
+from infer.cli.option_fields import apply_options, decorators_of
+from infer.cli.server_options import (
     ClientOptions,
     LimitOptions,
     ModelsOptions,

@@ -19,8 +19,8 @@ import torch
 
 import infer
 from infer.cli import main, subcommands
-from infer.cli.options.command_options import BatchOptions, LoadOptions
-from infer.cli.options.model_loading import load_model
+from infer.cli.command_options import BatchOptions, LoadOptions
+from infer.cli.model_loading import load_model
 from infer.llm import LLM
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import yaml
 
 import infer
 import site_hooks
-from infer.cli.options.option_fields import ALIASES
+from infer.cli.option_fields import ALIASES
 from infer.cli.subcommands import infer as command_line
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ from typing import Any
 
 import click
 
-from infer.cli.options.option_fields import Invocation
+from infer.cli.option_fields import Invocation
+from infer.cli.process_streams import STDOUT, Terminated, ignore_signals, raise_on_sigterm, silence_stdout
 from infer.cli.subcommands import infer
-from infer.cli.terminal.process_streams import STDOUT, Terminated, ignore_signals, raise_on_sigterm, silence_stdout
 from infer.errors import InferError
 
 _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't allocate memory")

@@ -15,44 +15,25 @@ from typing import Any
 import click
 
 import infer as package
-from infer.cli.options.command_options import (
-    BatchOptions,
-    BenchOptions,
-    ChatOptions,
-    ClassifyOptions,
-    CompareOptions,
-    CompileOptions,
-    DoctorOptions,
-    EmbedOptions,
-    EstimateOptions,
-    ExplainOptions,
-    GenerateOptions,
-    ImatrixOptions,
-    ListOptions,
-    PerplexityOptions,
-    PullOptions,
-    QuantizeOptions,
-    RemovalOptions,
-    ReplayOptions,
-    RerankOptions,
-    TraceOptions,
-)
-from infer.cli.options.model_loading import (
+from infer.cli import command_options, server_options
+from infer.cli.model_loading import (
     check_constraints,
     check_grammar,
     check_options,
     check_suite,
     choose_model,
     choose_models,
+    chosen_or_default,
     kernels_ahead,
     load_model,
     load_quietly,
     needs_extra,
     take_named,
 )
-from infer.cli.options.option_fields import TolerantCommand, takes_options, what_to_type
-from infer.cli.options.option_files import MAX_PROMPTS_BYTES, GivenText, read_text, read_texts
-from infer.cli.options.prompts import (
+from infer.cli.option_fields import TolerantCommand, takes_options, what_to_type
+from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text, read_texts
+from infer.cli.process_streams import exit_on_signal
+from infer.cli.prompts import (
     given_values,
     is_given,
     many_prompts,
@@ -61,15 +42,8 @@ from infer.cli.options.prompts import (
     one_prompt,
     own_params,
 )
-from infer.cli.options.server_options import (
-    DeployOptions,
-    RunningServerOptions,
-    ServeOptions,
-    StopOptions,
-    serves_several,
-)
-from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import Spinner
+from infer.cli.server_options import serves_several
+from infer.cli.terminal import Spinner
 from infer.compute.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
 
@@ -95,7 +69,7 @@ def _show_version(*, with_machine: bool) -> None:
     if not with_machine:
         click.echo(f"infer {package.__version__}")
         return
-    from infer.cli.commands.machine_report import version_lines
+    from infer.cli.commands.models_command import version_lines
 
     for line in version_lines():
         click.echo(line)
@@ -125,14 +99,20 @@ def _command(run: Callable[[click.Context, Any], int | None]) -> click.Command:
     return infer.command()(takes_options(get_annotations(run)["options"])(run))
 
 
-def _add(name: str, kind: type, path: str) -> None:
-    """Add a command that calls the function at a dotted path. Ctrl-C ends the imports immediately."""
+def _add(
+    name: str, kind: type, path: str, arguments: Callable[[Any], tuple[Any, ...]] = lambda options: (options,)
+) -> None:
+    """Add a command that calls the function at a path in `commands`. Ctrl-C ends the imports immediately.
+
+    `arguments` returns the arguments of the function, before the imports.
+    """
 
     def run(context: click.Context, options: Any) -> int | None:
-        module, _, function = path.rpartition(".")
+        given = arguments(options)
+        module, _, function = path.partition(".")
         with exit_on_signal():
-            imported = import_module(module)
-        status: int | None = getattr(imported, function)(options)
+            imported = import_module(f"infer.cli.commands.{module}")
+        status: int | None = getattr(imported, function)(*given)
         return status
 
     run.__doc__ = kind.__doc__
@@ -140,7 +120,7 @@ def _add(name: str, kind: type, path: str) -> None:
 
 
 @_command
-def generate(context: click.Context, options: GenerateOptions) -> int:
+def generate(context: click.Context, options: command_options.GenerateOptions) -> int:
     """Continue a PROMPT, or a text on stdin. The text goes to stdout while it is generated, the times to stderr."""
     check_constraints(context)
     if options.logprobs is not None and not (options.as_json or options.as_lines):
@@ -163,14 +143,14 @@ def generate(context: click.Context, options: GenerateOptions) -> int:
     model = load_model(options)
     defaults = model_defaults(model, context.params)
     params = merge_params(defaults, given, is_chat=options.chat, quiet=options.quiet)
-    if asked:
-        own = own_params(asked, given, neutral, defaults)
-        return answer_many(model, [each.prompt for each in asked], own, options)
-    return answer_one(model, prompt, params, options)
+    if not asked:
+        return answer_one(model, prompt, params, options)
+    own = own_params(asked, given, neutral, defaults)
+    return answer_many(model, [each.prompt for each in asked], own, options)
 
 
 @_command
-def batch(context: click.Context, options: BatchOptions) -> int:
+def batch(context: click.Context, options: command_options.BatchOptions) -> int:
     """Answer a file of rows, {"id": …, "prompt": …} or OpenAI's batch format, into a file of lines.
 
     Each line is written when its answer ends. If the command was stopped or killed, run it again: it answers the rows
@@ -179,51 +159,13 @@ def batch(context: click.Context, options: BatchOptions) -> int:
     """
     given = {name: value for name, value in given_values(context, context.params).items() if name != "seed"}
     check_options(options, [SamplingParams.from_mapping(given)])
-    from infer.cli.commands.batch_command import run_batch
+    from infer.cli.commands.text_commands import run_batch
 
     return run_batch(options, given, partial(load_model, options))
 
 
-def _texts_and_model(options: EmbedOptions | RerankOptions | ClassifyOptions) -> tuple[list[GivenText], "package.LLM"]:
-    check_options(options, [])
-    return read_texts(options.source), load_model(options)
-
-
 @_command
-def embed(context: click.Context, options: EmbedOptions) -> None:
-    """Convert the lines of FILE, or of stdin, to vectors.
-
-    The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
-    """
-    texts, model = _texts_and_model(options)
-    from infer.cli.commands.text_commands import run_embed
-
-    run_embed(model, texts, options)
-
-
-@_command
-def rerank(context: click.Context, options: RerankOptions) -> None:
-    """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
-    texts, model = _texts_and_model(options)
-    from infer.cli.commands.text_commands import run_rerank
-
-    run_rerank(model, texts, options)
-
-
-@_command
-def classify(context: click.Context, options: ClassifyOptions) -> None:
-    """Label the lines of FILE, or of stdin, with a classifier.
-
-    The lines of a .jsonl file are strings, or objects {"text": …, "text_pair": …, "id": …}.
-    """
-    texts, model = _texts_and_model(options)
-    from infer.cli.commands.text_commands import run_classify
-
-    run_classify(model, texts, options)
-
-
-@_command
-def perplexity(context: click.Context, options: PerplexityOptions) -> None:
+def perplexity(context: click.Context, options: command_options.PerplexityOptions) -> None:
     """Measure how well a MODEL predicts a text, as llama.cpp does."""
     options = take_named(context, options)
     check_options(options, [])
@@ -234,7 +176,7 @@ def perplexity(context: click.Context, options: PerplexityOptions) -> None:
 
 
 @_command
-def compare(context: click.Context, options: CompareOptions) -> None:
+def compare(context: click.Context, options: command_options.CompareOptions) -> None:
     """Measure how far the predictions of a MODEL are from those of a REFERENCE, over a text.
 
     Without MODEL, it is the reference with the given options. The options do not apply to the reference itself.
@@ -253,31 +195,28 @@ def compare(context: click.Context, options: CompareOptions) -> None:
 
 
 @_command
-def chat(context: click.Context, options: ChatOptions) -> int:
+def chat(context: click.Context, options: command_options.ChatOptions) -> int:
     """Talk to a MODEL. /help lists the commands; messages may also come from a pipe.
 
     Without a MODEL, a terminal shows the models to choose from; otherwise the default answers.
     """
     options = choose_model(context, options)
-    from infer.cli.chat.chat_loop import run_chat
+    from infer.cli.chat_loop import run_chat
 
     return run_chat(options, given_values(context, context.params), load_model)
 
 
 @_command
-def replay(context: click.Context, options: ReplayOptions) -> int:
+def replay(context: click.Context, options: command_options.ReplayOptions) -> int:
     """Answer a PERMALINK again, from generate --permalink, /link in a chat, or the server's page; - is stdin.
 
     Exit status: 0 if the answer is the same, 1 if it differs. Without -m the link's own model answers, if it is on this
     machine.
     """
-    from infer.cli.commands.permalink import read_permalink
+    from infer.cli.commands.replay import model_of, read_permalink, read_request, run_replay
 
     is_stdin = options.permalink == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)
-    with needs_extra():
-        from infer.cli.commands.replay import model_of, read_request, run_replay
-
     body = read_request(link)
     if not is_given(context, "model"):
         options = replace(options, model=model_of(link, options.model, quiet=options.quiet))
@@ -286,7 +225,7 @@ def replay(context: click.Context, options: ReplayOptions) -> int:
 
 
 @_command
-def serve(context: click.Context, options: ServeOptions) -> int:
+def serve(context: click.Context, options: server_options.ServeOptions) -> int:
     """Serve one MODEL or several over HTTP, with OpenAI's API. SIGTERM and Ctrl-C drain; a second one ends it now.
 
     Without a MODEL, a terminal shows the models to choose from; otherwise the default is served. Several models share
@@ -308,8 +247,8 @@ def ray_group() -> None:
 
 
 @ray_group.command(cls=TolerantCommand)
-@takes_options(DeployOptions)
-def deploy(context: click.Context, options: DeployOptions) -> int:
+@takes_options(server_options.DeployOptions)
+def deploy(context: click.Context, options: server_options.DeployOptions) -> int:
     """Serve a MODEL as a Ray Serve application, on the cluster of $RAY_ADDRESS or on the running one here.
 
     If no cluster runs, one is started on this machine only. It ends with Ctrl-C or SIGTERM.
@@ -317,17 +256,39 @@ def deploy(context: click.Context, options: DeployOptions) -> int:
     options = take_named(context, options)
     check_options(options, [])
     with needs_extra():
-        from infer.cli.commands.ray_command import run_deploy
+        from infer.cli.commands.serve_command import run_deploy
 
-    return run_deploy(options)
+        return run_deploy(options)
+
+
+class PassingCommand(TolerantCommand):
+    """A command that passes the words after `--` on, in its argument `arguments`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:end])
+        ctx.params["arguments"] += tuple(args[end + 1 :])
+        return rest
+
+
+@infer.command(cls=PassingCommand)
+@takes_options(server_options.LaunchOptions)
+def launch(context: click.Context, options: server_options.LaunchOptions) -> int:
+    """Run a coding agent with a model of the server at --url, or of a server that runs as long as the agent.
+
+    The words after -- are arguments of the agent. The exit status is the agent's.
+    """
+    from infer.cli.commands.server_commands import run_launch
+
+    return run_launch(options, lambda: chosen_or_default(context, server_options.DEFAULT_MODEL))
 
 
 @_command
-def sample_trace(context: click.Context, options: TraceOptions) -> None:
+def sample_trace(context: click.Context, options: command_options.TraceOptions) -> None:
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = given_values(context, context.params)
     check_options(options, [SamplingParams.from_mapping({**neutral_values(is_chat=options.chat), **given})])
-    from infer.cli.commands.trace_command import run_trace
+    from infer.cli.commands.generate_command import run_trace
 
     prompt = one_prompt(options, quiet=options.quiet)
     model = load_model(options)
@@ -336,7 +297,7 @@ def sample_trace(context: click.Context, options: TraceOptions) -> None:
 
 
 @_command
-def bench(context: click.Context, options: BenchOptions) -> None:
+def bench(context: click.Context, options: command_options.BenchOptions) -> None:
     """Measure a MODEL here: prefill, decode, latency, memory, and the share of the memory's speed."""
     check_suite(context)
     options = take_named(context, options)
@@ -348,16 +309,25 @@ def bench(context: click.Context, options: BenchOptions) -> None:
         run_bench(options)
 
 
+def _with_texts(options: Any) -> tuple[Any, ...]:
+    check_options(options, [])
+    texts = read_texts(options.source)
+    return load_model(options), texts, options
+
+
 # The commands that only call one function, which is imported when it is called. Most are about files and servers.
-_add("explain", ExplainOptions, "infer.cli.commands.explain_command.run_explain")
-_add("doctor", DoctorOptions, "infer.cli.commands.quality_commands.run_doctor")
-_add("quantize", QuantizeOptions, "infer.cli.commands.quantize_command.run_quantize")
-_add("imatrix", ImatrixOptions, "infer.cli.commands.quantize_command.run_imatrix")
-_add("estimate", EstimateOptions, "infer.cli.commands.explain_command.run_estimate")
-_add("compile", CompileOptions, "infer.cli.commands.machine_report.run_compile")
-_add("models", ListOptions, "infer.cli.commands.models_command.run_models")
-_add("list", ListOptions, "infer.cli.commands.models_command.run_models")
-_add("pull", PullOptions, "infer.cli.commands.models_command.run_pull")
-_add("rm", RemovalOptions, "infer.cli.commands.models_command.run_rm")
-_add("ps", RunningServerOptions, "infer.cli.commands.server_commands.run_ps")
-_add("stop", StopOptions, "infer.cli.commands.server_commands.run_stop")
+_add("embed", command_options.EmbedOptions, "text_commands.run_embed", _with_texts)
+_add("rerank", command_options.RerankOptions, "text_commands.run_rerank", _with_texts)
+_add("classify", command_options.ClassifyOptions, "text_commands.run_classify", _with_texts)
+_add("explain", command_options.ExplainOptions, "explain_command.run_explain")
+_add("doctor", command_options.DoctorOptions, "quality_commands.run_doctor")
+_add("quantize", command_options.QuantizeOptions, "quantize_command.run_quantize")
+_add("imatrix", command_options.ImatrixOptions, "quantize_command.run_imatrix")
+_add("estimate", command_options.EstimateOptions, "explain_command.run_estimate")
+_add("compile", command_options.CompileOptions, "models_command.run_compile")
+_add("models", command_options.ListOptions, "models_command.run_models")
+_add("list", command_options.ListOptions, "models_command.run_models")
+_add("pull", command_options.PullOptions, "models_command.run_pull")
+_add("rm", command_options.RemovalOptions, "models_command.run_rm")
+_add("ps", server_options.RunningServerOptions, "server_commands.run_ps")
+_add("stop", server_options.StopOptions, "server_commands.run_stop")

@@ -17,8 +17,8 @@ import pytest
 
 from cases import cases
 from infer import InferError, SamplingParams, Tokenizer
-from infer.cli.commands.machine_report import run_compile
-from infer.cli.options.command_options import CompileOptions
+from infer.cli.command_options import CompileOptions
+from infer.cli.commands.models_command import run_compile
 from infer.compute.backends.cpu import records
 from infer.compute.backends.cpu.backend import CpuBackend
 from infer.compute.backends.cpu.compile import addresses, compiler, linked_code

@@ -14,8 +14,8 @@ import pytest
 
 from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams, Stream
-from infer.cli.chat.chat_commands import run_command
-from infer.cli.chat.chat_session import ChatSession
+from infer.cli.chat_commands import run_command
+from infer.cli.chat_session import ChatSession
 from infer.compute import ops
 from infer.engine.session import session_file
 from infer.engine.session.session import Session

@@ -16,9 +16,8 @@ from encoder_models import BY_NAME, make_encoder
 from fake_cli import FakeModel
 from fake_hub import FakeHub, serving
 from gguf_files import write_model
-from infer.cli import subcommands
-from infer.cli.options import model_loading
-from infer.cli.options.model_loading import ModelOffer, offer_lines
+from infer.cli import model_loading, subcommands
+from infer.cli.model_loading import ModelOffer, offer_lines
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.page_sizes import slot_bytes
 from infer.compute.quantization.ggml_types import BLOCK_TYPES

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from infer.cli.commands.serve_command import client_lines
+from infer.cli.commands.server_commands import client_lines
 from terminals import SECONDS, plain, terminal
 
 NAMES = ["url", "model", "slots", "memory", "limits", "ends"]
@@ -45,7 +45,7 @@ def codex_settings(command: list[str]) -> dict[str, Any]:
 def test_each_line_is_read_by_its_program_as_it_is_meant(model: str, has_keys: bool) -> None:
     key = "YOUR_KEY" if has_keys else "none"
     found = lines(model=model, has_keys=has_keys)
-    assert list(found) == ["Claude Code", "Codex", "Continue", "Open WebUI"]
+    assert list(found) == ["Claude Code", "Codex", "opencode", "Continue", "Open WebUI"]
     environment, command = shell_words(found["Claude Code"])
     assert environment == {
         "ANTHROPIC_BASE_URL": "http://127.0.0.1:8000", "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_MODEL": model,

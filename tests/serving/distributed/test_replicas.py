@@ -274,7 +274,6 @@ def test_limits_change_while_requests_are_served(folder: Path) -> None:
 
 def test_without_ray_its_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "infer.cli.commands.ray_command", raising=False)  # a test imports every module
     told = refused("ray", "deploy", "--model", folder)
     assert told == "ray is not installed: run pip install '.[ray]' in the clone of infer"
 

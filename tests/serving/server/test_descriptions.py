@@ -18,7 +18,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from infer import LLM
-from infer.cli.commands.serve_command import client_lines
+from infer.cli.commands.server_commands import client_lines
 from infer.cli.subcommands import infer
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront

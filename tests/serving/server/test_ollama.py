@@ -13,8 +13,8 @@ from fake_hub import FakeHub
 from fake_hub import serving as serving_hub
 from infer import LLM
 from infer.cli.commands.serve_command import make_settings
-from infer.cli.options.option_fields import make_options
-from infer.cli.options.server_options import ServeOptions
+from infer.cli.option_fields import make_options
+from infer.cli.server_options import ServeOptions
 from infer.cli.subcommands import infer
 from infer.serving.protocols.fields import BodyError
 from infer.serving.protocols.ollama.ask import seconds_of

@@ -8,7 +8,7 @@ import pytest
 
 from cases import cases
 from infer import LLM, SamplingParams
-from infer.cli.chat.chat_session import ChatSession
+from infer.cli.chat_session import ChatSession
 from openai_shapes import check, events, named_events
 from served import Served, serving
 from test_session import TEXT_IDS, make_model

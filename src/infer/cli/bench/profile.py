@@ -143,7 +143,7 @@ def summarize(
 
 
 def split_label(label: str) -> tuple[str, str]:
-    """Return layer and kind: `L12.qkv.matmul Q4_1` → (`L12`, `qkv`); `head.normalize` → (`head`, `norm`)."""
+    """Return layer and kind: `L0.qkv.matmul Q4_1` → (`L0`, `qkv`); `head.normalize` → (`head`, `norm`)."""
     parts = label.split(".", maxsplit=2)
     layer, kind = parts[0], parts[1] if parts[0][0] == "L" and len(parts) == 3 else parts[0]
     return layer, "norm" if parts[-1] in NORMS else kind

@@ -22,8 +22,8 @@ from infer.cli.bench.report import (
     write_report,
 )
 from infer.cli.bench.speed import Speed, StepTime, Workload, measure, workloads
-from infer.cli.options.command_options import BenchOptions
-from infer.cli.terminal.terminal import Spinner, TextWriter, json_text
+from infer.cli.command_options import BenchOptions
+from infer.cli.terminal import Spinner, TextWriter, json_text
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.llm import LLM

@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from infer.cli.options.command_options import EstimateOptions, ExplainOptions
-from infer.cli.terminal.terminal import columns_of_rows, print_report
+from infer.cli.command_options import EstimateOptions, ExplainOptions
+from infer.cli.terminal import columns_of_rows, print_report
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint

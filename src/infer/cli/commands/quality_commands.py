@@ -18,11 +18,11 @@ import click
 
 import infer
 from infer.cli.bench.text_measures import Divergence, Perplexity, measure_divergence, measure_perplexity
-from infer.cli.options.command_options import CompareOptions, DoctorOptions, PerplexityOptions
-from infer.cli.options.option_files import refusing
-from infer.cli.options.prompts import is_given
-from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows, json_text
+from infer.cli.command_options import CompareOptions, DoctorOptions, PerplexityOptions
+from infer.cli.option_files import refusing
+from infer.cli.process_streams import exit_on_signal
+from infer.cli.prompts import is_given
+from infer.cli.terminal import Spinner, TextWriter, columns_of_rows, json_text
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings

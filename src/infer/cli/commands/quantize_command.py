@@ -9,10 +9,10 @@ from math import prod
 from pathlib import Path
 
 from infer.cli.bench.text_measures import collect_importance
-from infer.cli.options.command_options import ImatrixOptions, QuantizeOptions
-from infer.cli.options.option_files import MAX_PROMPTS_BYTES, read_text, refusing
-from infer.cli.terminal.process_streams import exit_on_signal, keeping_garbage
-from infer.cli.terminal.terminal import Spinner, TextWriter, columns_of_rows, note
+from infer.cli.command_options import ImatrixOptions, QuantizeOptions
+from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text, refusing
+from infer.cli.process_streams import exit_on_signal, keeping_garbage
+from infer.cli.terminal import Spinner, TextWriter, columns_of_rows, note
 from infer.compute.quantization.file_types import FILE_TYPES
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.quantisers import QUANTISED_TYPES

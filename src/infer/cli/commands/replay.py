@@ -1,27 +1,146 @@
-"""`infer replay`: generate a permalink's answer again, with the same bits if the model is the same.
+"""Permalinks, and `infer replay`: an answer again, with the same bits if the model is the same.
 
-The body is read as the server's routes read it.
+A permalink is a request to the server with its seed, and the values that show if another answer to it is the same. It
+is `http://host/#r=` and base64url of JSON, as the server's page reads and writes it. Browsers send the part after `#`
+to no host. The body is read as the server's routes read it.
 """
 
+import base64
+import binascii
+import hashlib
+import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self, final, get_args
 
 import msgspec
 
 import infer
-from infer.cli.commands.permalink import Permalink, sha256_of
-from infer.cli.terminal.process_streams import cancel_on_signal
-from infer.cli.terminal.terminal import PrefillLine, TextWriter, json_text
+from infer.cli.process_streams import cancel_on_signal
+from infer.cli.prompts import Prompt
+from infer.cli.terminal import PrefillLine, TextWriter, json_text
 from infer.engine.requests.ask import Ask
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
+from infer.outputs import GenerationResult
+from infer.parameters import Bias, Number, Texts, TokenIds
+from infer.request_limits import MAX_BIAS, MAX_STOPS
+from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text, complete_chat
 from infer.serving.protocols.params import Served, refuse_unless_neutral
 
+Route = Literal["/v1/chat/completions", "/v1/completions"]
+VERSION = 1
+HOST = "http://127.0.0.1:8000/"  # the default address of `infer serve`
 DIFFERENT = 1  # exit status
+
+
+@final
+@dataclass(frozen=True)
+class Permalink:
+    """A permalink. `body` is the body for the route. `sha256` is the hash of the answer's text."""
+
+    route: Route
+    body: Mapping[str, Any]
+    fingerprint: str | None = None
+    sha256: str | None = None
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], result: GenerationResult, fingerprint: str) -> Self:
+        """Return the permalink of an answer to this body."""
+        route: Route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        return cls(route, {**body, "seed": signed(result.seed)}, fingerprint, sha256_of(result.text))
+
+    @property
+    def url(self) -> str:
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        content = json.dumps({"v": VERSION, **given}, ensure_ascii=False, separators=(",", ":"))
+        return f"{HOST}#r={base64.urlsafe_b64encode(content.encode('utf-8', 'replace')).decode().rstrip('=')}"
+
+
+def read_permalink(text: str) -> Permalink:
+    """Return the permalink in a whole URL, or in the part after its `#`. Raises InvalidRequestError."""
+    fragment = re.fullmatch(r"(?:.*#)?r=([^=]+)=*", "".join(text.split()))
+    if fragment is None:
+        raise InvalidRequestError(f"a permalink must end in #r=…, got {text.strip()!r:.80}")
+    encoded = fragment[1]
+    try:
+        found = json.loads(base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True))
+    except (binascii.Error, ValueError, RecursionError):
+        raise InvalidRequestError("the permalink is damaged: the part after r= must be base64url of JSON") from None
+    if not isinstance(found, dict) or found.get("v") != VERSION:
+        version = found.get("v") if isinstance(found, dict) else None
+        raise InvalidRequestError(
+            f"the permalink's v must be {VERSION}, got {version!r:.40}: a newer version of infer may read it"
+        )
+    if found.get("route") not in get_args(Route):
+        raise InvalidRequestError(f"the permalink's route must be {' or '.join(get_args(Route))}, "
+                                  f"got {found.get('route')!r:.80}")  # fmt: skip
+    if not isinstance(found.get("body"), dict):
+        raise InvalidRequestError(f"the permalink's body must be an object, got {found.get('body')!r:.80}")
+    for name in ("fingerprint", "sha256"):
+        if not isinstance(found.get(name), str | None):
+            raise InvalidRequestError(f"the permalink's {name} must be a string, got {found[name]!r:.80}")
+    return Permalink(found["route"], found["body"], found.get("fingerprint"), found.get("sha256"))
+
+
+def sha256_of(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def body_of(prompt: Prompt, params: SamplingParams, model: str) -> dict[str, Any]:
+    """Return the route's body for this answer, without its seed.
+
+    Numbers are always included, because another server's model may have other defaults. Values that are off are left
+    out. Raises InvalidRequestError for parameters that no route accepts.
+    """
+    is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
+    body: dict[str, Any] = {"model": Path(model).name if Path(model).exists() else model}
+    body |= {"messages" if is_chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    for name, declared in PARAMETERS.items():
+        if declared.bodies or declared.body_name:
+            value = getattr(params, name)
+            if isinstance(declared.kind, Number) or declared.none or value:
+                body[declared.body_name or name] = _written(name, value)
+    return body | _schema(params)
+
+
+def _written(name: str, value: Any) -> Any:
+    """Return a parameter's value in JSON."""
+    match PARAMETERS[name].kind:
+        case Texts() if name == "stop" and len(value) > MAX_STOPS:
+            raise InvalidRequestError(f"stop must have at most {MAX_STOPS} strings in a permalink, got {len(value)}")
+        case Texts():
+            return list(value)
+        case TokenIds():
+            return sorted(value)
+        case Bias():
+            for token_id, bias in value.items():
+                if not abs(bias) <= MAX_BIAS:
+                    rule = f"from -{MAX_BIAS} to {MAX_BIAS}"
+                    raise InvalidRequestError(f"logit_bias must be {rule} in a permalink, got {token_id}={bias:g}")
+            return {str(token_id): bias for token_id, bias in value.items()}
+    return PARAMETERS[name].none[-1] if value is None else value
+
+
+def signed(seed: int | None) -> int | None:
+    """Return the seed as the routes accept it: a signed integer of 64 bits."""
+    return seed if seed is None or seed < 2**63 else seed - 2**64
+
+
+def _schema(params: SamplingParams) -> dict[str, Any]:
+    if params.json_schema is None:
+        return {}
+    schema = json.loads(str(params.json_schema))
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"json_schema must be an object in a permalink, got {params.json_schema!r:.80}")
+    named = {"name": "answer", "schema": schema, "strict": True}  # a schema that is not strict has its own mark
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
 def read_request(link: Permalink) -> ChatBody | CompletionBody:

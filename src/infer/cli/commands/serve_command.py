@@ -1,10 +1,11 @@
 """`infer serve`: the server of a model, or of several that share one memory budget, each in its own process.
 
-This module does not load torch: the thread that loads the model does, or the process of the model.
+This module does not load torch: the thread that loads the model does, or the process of the model. `infer ray deploy`
+runs the application of `ray_serve` on the current Ray cluster, or starts one here.
 """
 
 import logging
-import shlex
+import os
 import socket
 import sys
 import warnings
@@ -15,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import infer
-from infer.cli.options.model_loading import bytes_for_prefixes, check_loading
-from infer.cli.options.server_options import DeployOptions, ServeOptions
-from infer.cli.terminal.terminal import json_text
+from infer.cli.commands.server_commands import client_lines, context_remark, page_url
+from infer.cli.model_loading import bytes_for_prefixes, check_loading, model_settings
+from infer.cli.process_streams import cancel_on_signal
+from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.file_versions import file_versions
@@ -33,16 +35,15 @@ from infer.serving.server.auth import read_keys
 from infer.serving.server.process import OnProgress, OnReady, bind, check_certificate, run_server, warmed
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.cores.cores import default_num_threads, take_cores
+from infer.system.cores.cores import default_num_threads, num_processors, take_cores
 from infer.system.memory.available_memory import available_memory_bytes
 from infer.system.spellings import plain_name
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
 OLLAMA_PORT = 11434
-NO_KEY, KEY = "none", "YOUR_KEY"  # clients need a key even if the server needs none
-# Tokens that coding agents send, and the context that they need.
-_AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768
+_OBJECT_STORE_BYTES = 100 * 2**20  # answers go through Ray's store in small pieces
+_RAY_NAME = "infer"
 _BUDGET_SHARE = 0.9  # of the available memory: the rest is for the process that clients talk to, and for the system
 
 
@@ -171,37 +172,8 @@ def _welcome(settings: ServerSettings, url: str, context: int) -> Iterator[str]:
     yield f"open {page_url(url)} in a browser, or run one of these:"
     for program, line in client_lines(url, settings.model, has_keys=bool(settings.api_keys)):
         yield f"  {program:<12}{line}"
-    if context < _AGENT_CONTEXT:
-        yield f"  (Claude Code and Codex send {_AGENT_PROMPT} tokens with a question; this context holds {context:,})"
-
-
-def page_url(url: str) -> str:
-    """Return the URL for a browser on this machine.
-
-    A server that listens on all addresses is reached over the loopback address.
-    """
-    return url.replace("://0.0.0.0:", "://127.0.0.1:", 1).replace("://[::]:", "://[::1]:", 1)
-
-
-def client_lines(url: str, model: str, *, has_keys: bool) -> Iterator[tuple[str, str]]:
-    """Yield the name and the line of each client program. `url` has no path.
-
-    Claude Code, Codex and Open WebUI are shell commands; Continue's line belongs in its config.yaml.
-    """
-    key = KEY if has_keys else NO_KEY
-    base, name = page_url(url), shlex.quote(model)
-    yield (
-        "Claude Code",
-        f"ANTHROPIC_BASE_URL={base} ANTHROPIC_AUTH_TOKEN={key} ANTHROPIC_MODEL={name} "
-        f"ANTHROPIC_DEFAULT_HAIKU_MODEL={name} claude",
-    )
-    env_key = ', env_key="INFER_API_KEY"' if has_keys else ""
-    provider = f'{{name="infer", base_url="{base}/v1", wire_api="responses"{env_key}}}'
-    given = f"INFER_API_KEY={key} " if has_keys else ""
-    yield "Codex", f"{given}codex -c model_provider=infer -c 'model_providers.infer={provider}' -m {name}"
-    values = {"name": model, "provider": "openai", "model": model, "apiBase": f"{base}/v1", "apiKey": key}
-    yield "Continue", f"models: [{json_text(values)}]"
-    yield "Open WebUI", f"OPENAI_API_BASE_URL={base}/v1 OPENAI_API_KEY={key} open-webui serve"
+    if remark := context_remark(context):
+        yield f"  ({remark})"
 
 
 def run_models(options: ServeOptions) -> int:
@@ -313,3 +285,70 @@ def _command(options: ServeOptions, port: int, source: ModelSource, plan: ModelP
     """Return the command of a model's process: the command of this process, with the model last."""
     command = [sys.executable, "-m", "infer", *sys.argv[1:], *plan.options, "--port", str(port)]
     return [*command, "--model", source.path, "--served-as", source.name, "--listen-fd"]
+
+
+def run_deploy(options: DeployOptions) -> int:
+    """Deploy the application, and return 0 when it serves.
+
+    If a cluster was started for it, return after a signal has ended both.
+    """
+    import ray
+    from ray import serve
+
+    from infer.serving.distributed.ray_serve import Deployed, application
+
+    settings = make_settings(options)
+    most = options.max_replicas or options.replicas
+    model = model_settings(options)
+    threads = model.threads or max(1, num_processors() // most)
+    names = ("replicas", "fronts", "max_replicas", "upscale_seconds", "downscale_seconds")
+    asked = Deployed(
+        load={"model": options.model, **vars(model), "threads": threads},
+        settings=settings,
+        **{name: getattr(options, name) for name in names},
+    )
+    is_own = _join(num_cpus=threads * most)
+    try:
+        port = _free_port(settings) if is_own else settings.port
+        serve.start(http_options={"host": settings.host, "port": port})
+        serve.run(application(asked), name=_RAY_NAME, route_prefix="/")
+        write_notice(f"{url_of(settings, port)}/v1: at most {most} replicas of {settings.model}")
+        if is_own:
+            with cancel_on_signal() as cancellation:  # in place of Ray's handlers
+                cancellation.event.wait()
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _free_port(settings: ServerSettings) -> int:
+    """Return the port to listen on. Raises InvalidRequestError if the requested port is taken."""
+    with bind(settings) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _join(num_cpus: int) -> bool:
+    """Join the current cluster, or start one on this machine only, which ends with this process.
+
+    Return True if a cluster was started. Raises InvalidRequestError if there is no cluster at $RAY_ADDRESS.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # they would be sent to another host
+    # The default of 5 s is too short on a busy machine.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    try:
+        ray.init("auto", log_to_driver=False)
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise InvalidRequestError(
+                f"RAY_ADDRESS={address!r:.80}: no cluster there lets us in: start one (ray start --head), set "
+                "RAY_AUTH_MODE=token if it asks for the token in ~/.ray/auth_token, or unset RAY_ADDRESS"
+            ) from error
+        ray.init(
+            num_cpus=num_cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, log_to_driver=False
+        )
+        return True
+    return False

@@ -1,29 +1,182 @@
-"""`infer embed`, `rerank` and `classify`: texts as vectors, sorted by their relevance to a query, or labelled."""
+"""The commands that answer a file of texts into lines: `infer batch`, `embed`, `rerank` and `classify`.
+
+When the same `infer batch` runs again, it continues where it stopped.
+"""
 
 import sys
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from threading import Event
+from typing import Any, final
 
 import infer
-from infer.cli.options.command_options import ClassifyOptions, EmbedOptions, RerankOptions
-from infer.cli.options.option_files import GivenText, refusing
-from infer.cli.terminal.process_streams import exit_on_signal
-from infer.cli.terminal.terminal import Spinner, TextWriter, json_text, note
+from infer.cli.command_options import BatchOptions, ClassifyOptions, EmbedOptions, RerankOptions
+from infer.cli.option_files import GivenText, refusing
+from infer.cli.process_streams import cancel_on_signal, exit_on_signal
+from infer.cli.terminal import Spinner, TextWriter, has_cursor, json_text, note
+from infer.engine.step.request_options import RequestOptions
 from infer.engine.texts.text_ids import VectorOptions
-from infer.engine.texts.text_tasks import embed, together
-from infer.errors import TruncationWarning
+from infer.errors import InvalidRequestError, TruncationWarning
+from infer.serving.batch_file.output_file import OutputFile
+from infer.serving.batch_file.result_line import BatchSettings, Line, Write
+from infer.serving.batch_file.row import Row, read_rows
+from infer.serving.batch_file.workers import answer_by_workers
+from infer.serving.protocols.params import seed_of
+from infer.system.cores.cores import num_processors
+from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 
 _TEXTS_PER_CALL = 64  # per update of the progress bar
+_REDRAW_SECONDS, _NOTICE_SECONDS = 0.2, 30.0
+
+Load = Callable[[], Any]  # returns the `LLM` that the options describe
+
+
+@final
+class Progress:
+    """A bar with the rate and the remaining time if stderr is a terminal, else an occasional line."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self.num_done, self.num_failed, self._total = 0, 0, total
+        self._started = self._shown_at = time.monotonic()
+        self._is_bar = shown and has_cursor(sys.stderr)
+        self._line, self._is_shown = StatusLine(), shown
+        self._seconds = _REDRAW_SECONDS if self._is_bar else _NOTICE_SECONDS
+
+    def timed(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield the rows. The clock starts when the first row is requested, after the model is loaded."""
+        self._started = time.monotonic()
+        yield from rows
+
+    def count(self, *, has_failed: bool) -> None:
+        self.num_done += 1
+        self.num_failed += has_failed
+        now = time.monotonic()
+        if self._is_shown and now - self._shown_at >= self._seconds:
+            self._shown_at = now
+            if self._is_bar:
+                picture = f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
+                self._line.show(f"{picture} {self.num_done} of {self._total} rows, {self._pace(now)}")
+            else:
+                write_notice(f"{self.num_done} of {self._total} rows, {self._pace(now)}")
+
+    def close(self) -> None:
+        self._line.close()
+
+    @property
+    def rate(self) -> float:
+        """Number of rows per second."""
+        return self.num_done / max(time.monotonic() - self._started, 1e-9)
+
+    def _pace(self, now: float) -> str:
+        left = (self._total - self.num_done) * (now - self._started) / max(self.num_done, 1)
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return f"{self.rate:.1f} rows/s, {_duration(left)} left{failed}"
+
+
+def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> int:
+    """Answer the rows and return the exit status: that of a signal, 1 if a row failed or has no line, or 0."""
+    source, quiet = options.source, options.quiet
+    ids = _ids_of(source)
+    settings = BatchSettings(options.model, options.seed or 0, options.batch_size, values, RequestOptions())
+    with OutputFile(options.output, options.model, retry_errors=options.retry_errors) as output:
+        _check_seed(source, output, settings)
+        todo = ids - output.finished
+        num_failed, progress = output.num_failed, Progress(len(todo), shown=not quiet)
+        if output.finished and not quiet:
+            note(f"{len(ids & output.finished)} of {len(ids)} rows are already answered")
+
+        def write(line: Line) -> None:
+            output.write(line.text)
+            progress.count(has_failed=line.has_failed)
+
+        with ExitStack() as stack:
+            stack.callback(progress.close)
+            cancellation = stack.enter_context(cancel_on_signal())
+            event = cancellation.event
+            rows = progress.timed(row for row in _rows(source) if row.id in todo and not event.is_set())
+            if todo and options.workers == 1:
+                _answer_here(load, rows, settings, cancel=event, write=write)
+            elif todo:
+                each = num_processors() // (options.workers * options.settings.tensor_parallel)
+                given = {"model": options.model, **vars(options.settings)}
+                given["threads"] = options.settings.threads or max(1, each)
+                answer_by_workers(rows, settings, given, options.workers, write, event.is_set)
+        is_whole = progress.num_done == len(todo)
+        if not (quiet and is_whole):
+            note(_summary(progress, len(todo), num_failed))
+    return cancellation.exit_status or int(num_failed + progress.num_failed > 0 or not is_whole)
+
+
+def _answer_here(load: Load, rows: Iterator[Row], settings: BatchSettings, *, cancel: Event, write: Write) -> None:
+    from infer.serving.batch_file.answering import answer_rows
+
+    with load() as llm:
+        answer_rows(llm, rows, replace(settings, options=RequestOptions(cancel=cancel)), write)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.exists() and not path.is_file():
+        raise InvalidRequestError(f"the input {path} must be a regular file, because it is read twice")
+    try:
+        with refusing(f"the input {path} cannot be read"), path.open(encoding="utf-8") as file:
+            yield from read_rows(file)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the input {path} is not UTF-8: {error.reason}") from error
+
+
+def _ids_of(path: Path) -> set[str]:
+    """Return the ids of all rows.
+
+    Raises InvalidRequestError if two rows have one id, because their lines could not be distinguished.
+    """
+    ids = set[str]()
+    for row in _rows(path):
+        if row.id in ids:
+            raise InvalidRequestError(f"the input {path} has two rows with the id {row.id!r:.60}: ids must differ")
+        ids.add(row.id)
+    if not ids:
+        raise InvalidRequestError(f"the input {path} has no row")
+    return ids
+
+
+def _check_seed(path: Path, output: OutputFile, settings: BatchSettings) -> None:
+    """Raise InvalidRequestError if the output has answers with another `--seed`."""
+    if not output.seeds or "seed" in settings.values:
+        return
+    for row in _rows(path):
+        seed = output.seeds.get(row.id)
+        if seed is not None and "seed" not in row.values and seed != seed_of(settings.seed, row.id):
+            raise InvalidRequestError(
+                f"{output.path} has answers with another --seed than {settings.seed}: give the same seed, "
+                "name another output, or remove it"
+            )
+
+
+def _summary(progress: Progress, total: int, num_failed_before: int) -> str:
+    num_failed = num_failed_before + progress.num_failed
+    if progress.num_done < total:
+        return f"stopped: {progress.num_done} of {total} rows are answered; the same command answers the others"
+    failed = f", {num_failed} of all failed: answer them again with --retry-errors" if num_failed else ""
+    return f"{total} rows answered, {progress.rate:.1f} rows/s{failed}" if total else f"nothing is left to do{failed}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions) -> None:
     """Write one vector per text: a `.npy` file of all, or one JSON line per text."""
+    import numpy as np
+    import torch
+
+    from infer.engine.texts.text_tasks import embed, together
+
     normalize = False if options.no_normalize else None
     asked = VectorOptions(options.pooling, options.prompt_name, options.dimensions, normalize, options.truncate)
     host, found = model._opened, list[torch.Tensor]()

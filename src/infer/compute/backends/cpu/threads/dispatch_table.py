@@ -2,7 +2,7 @@
 
     row: address of the command's code | address of its arguments | barrier after it: 0 no, 1 yes, 2 if several tokens
 
-Labels (`L12.attend`) and the objects that the arguments point to are kept in cold lists beside it. Commands divide
+Labels (`L0.attend`) and the objects that the arguments point to are kept in cold lists beside it. Commands divide
 their work by the number of threads, or as units that threads take (`work_stealing`). Threads wait for each other as
 `barrier` describes. If thread 0 has waited too long for the others, it dismisses them at a barrier and computes their
 parts itself.

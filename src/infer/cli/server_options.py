@@ -1,18 +1,19 @@
 """The options of `infer serve`, `ray deploy`, `ps` and `stop`. `ServerSettings` and `ModelSettings` declare most."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import click
 
-from infer.cli.options.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
-from infer.cli.options.option_fields import Declared, Group, argument, option, settings_field
+from infer.cli.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
+from infer.cli.option_fields import Declared, Group, argument, option, settings_field
 from infer.model_settings import ModelSettings
 from infer.serving.server_settings import ServerSettings
 
 _SECONDS = click.FloatRange(min=0.1)
 _COUNT = click.IntRange(min=1)
 MAX_REPLICAS = 64
+ClientName = Literal["claude", "codex", "opencode"]
 
 
 DEFAULT_MODEL = "smollm2"
@@ -106,14 +107,25 @@ class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions
     drain_seconds: float = option(type=click.FloatRange(min=0), default=600.0,
                                   help="Time for the running answers of an engine or a front that is removed.")
 
-class RunningServerOptions(Declared):
-    """List the models of a running server: their state and their memory."""
+class ServerAddress(Declared):
+    """Options of a command that asks a running server."""
 
     url: str = option(default="http://127.0.0.1:8000", envvar="INFER_URL", show_envvar=True, help="Server's URL.")
     api_key: str | None = option(envvar="INFER_API_KEY", show_envvar=True, metavar="KEY",
                                  help="API key, if the server has keys.")
-    as_json: bool = option("--json", help="Print the server's answer as JSON.")
     verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
+
+
+class LaunchOptions(ServerAddress):
+    client: ClientName = argument()
+    model: str | None = argument(metavar="[MODEL]", required=False)
+    arguments: tuple[str, ...] = argument(metavar="[-- ARGUMENT...]", type=click.UNPROCESSED)
+
+
+class RunningServerOptions(ServerAddress):
+    """List the models of a running server: their state and their memory."""
+
+    as_json: bool = option("--json", help="Print the server's answer as JSON.")
 
 
 class StopOptions(RunningServerOptions):

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union, dataclass_transform, final, get
 
 import click
 
-from infer.cli.options.option_files import read_named_file
+from infer.cli.option_files import read_named_file
 from infer.model_settings import DEVICE, TEMPLATE
 from infer.parameters import Kind, Number, Parameter, Size, Whole, parameters_of
 from infer.system.spellings import parse_size

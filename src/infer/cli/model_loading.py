@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import click
 
 import infer
-from infer.cli.options.command_options import (
+from infer.cli.command_options import (
     BenchOptions,
     ChatOptions,
     CompareOptions,
@@ -25,10 +25,10 @@ from infer.cli.options.command_options import (
     LoadOptions,
     PerplexityOptions,
 )
-from infer.cli.options.prompts import is_given
-from infer.cli.options.server_options import DeployOptions, ServeOptions
-from infer.cli.terminal.process_streams import exit_on_signal, keeping_garbage
-from infer.cli.terminal.terminal import Spinner, columns_of_rows, note
+from infer.cli.process_streams import exit_on_signal, keeping_garbage
+from infer.cli.prompts import is_given
+from infer.cli.server_options import DeployOptions, ServeOptions
+from infer.cli.terminal import Spinner, columns_of_rows, note
 from infer.compute.backends.before_load import step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InferError, InvalidRequestError
@@ -76,7 +76,7 @@ def choose_model(context: click.Context, options: Options) -> Options:
     """
     if options.named is not None or is_given(context, "model"):
         return take_named(context, options)
-    return replace(options, model=_chosen_or_default(context, options.model))
+    return replace(options, model=chosen_or_default(context, options.model))
 
 
 def choose_models(context: click.Context, options: ServeOptions) -> ServeOptions:
@@ -86,11 +86,12 @@ def choose_models(context: click.Context, options: ServeOptions) -> ServeOptions
     """
     models = (*options.named, *options.models)
     if not (models or options.models_dir or options.load_on_demand or options.pinned):
-        models = (_chosen_or_default(context, options.model),)
+        models = (chosen_or_default(context, options.model),)
     return replace(options, named=(), models=models)
 
 
-def _chosen_or_default(context: click.Context, default: str) -> str:
+def chosen_or_default(context: click.Context, default: str) -> str:
+    """Return the model that a person at the terminal chooses, or the default if there is no terminal."""
     from infer.files.hub.find import installed_models
 
     has_default = any(name == default for name, _, _ in installed_models())

@@ -11,8 +11,8 @@ from typing import Protocol, Self, TextIO, final, runtime_checkable
 
 import click
 
-from infer.cli.terminal.process_streams import raise_if_reader_has_gone
-from infer.cli.terminal.streamed_text import MarkdownStyle, WordWrap
+from infer.cli.process_streams import raise_if_reader_has_gone
+from infer.cli.streamed_text import MarkdownStyle, WordWrap
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 import click
 
-from infer.cli.options.option_fields import Declared, Group, argument, option, settings_field
-from infer.cli.options.option_files import read_named_file, read_schema
-from infer.cli.options.prompts import PromptOptions, logprobs_options, sampling_options
+from infer.cli.option_fields import Declared, Group, argument, option, settings_field
+from infer.cli.option_files import read_named_file, read_schema
+from infer.cli.prompts import PromptOptions, logprobs_options, sampling_options
 from infer.compute.operands.limits import GPU_STEP
 from infer.model_settings import ModelSettings, Overflow, Speculation
 from infer.outputs import Pooling
@@ -150,6 +150,11 @@ class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
 
 
 class EmbedOptions(LoadOptions):
+    """Convert the lines of FILE, or of stdin, to vectors.
+
+    The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
+    """
+
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
     output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
                                  help="A .npy file for all vectors, or JSON lines.  [default: JSON lines on stdout]")
@@ -162,6 +167,8 @@ class EmbedOptions(LoadOptions):
 
 
 class RerankOptions(LoadOptions, RerankerOption):
+    """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
+
     query: str = argument(metavar="QUERY")
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
     top_n: int | None = option("-n", "--top-n", type=AT_LEAST_1, help="Number of documents to show.  [default: all]")
@@ -171,6 +178,11 @@ class RerankOptions(LoadOptions, RerankerOption):
 
 
 class ClassifyOptions(LoadOptions):
+    """Label the lines of FILE, or of stdin, with a classifier.
+
+    The lines of a .jsonl file are strings, or objects {"text": …, "text_pair": …, "id": …}.
+    """
+
     source: Path = argument(metavar="[FILE]", default="-", type=FILE)
     output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
                                  help="Output: a file of JSON lines.  [default: stdout]")

@@ -19,7 +19,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import click
 
 import infer
-from infer.cli.chat.chat_commands import (
+from infer.cli.chat_commands import (
     LEAVE_HINT,
     Edit,
     Leave,
@@ -33,14 +33,14 @@ from infer.cli.chat.chat_commands import (
     message_of,
     run_command,
 )
-from infer.cli.chat.chat_session import ChatSession, Opened
+from infer.cli.chat_session import ChatSession, Opened
+from infer.cli.command_options import ChatOptions
 from infer.cli.commands.generate_command import rate_text
-from infer.cli.options.command_options import ChatOptions
-from infer.cli.options.model_loading import check_options
-from infer.cli.options.prompts import merge_params, model_defaults
-from infer.cli.terminal.process_streams import Terminated, cancel_on_signal, keys_hidden
-from infer.cli.terminal.streamed_text import MarkdownStyle, WordWrap
-from infer.cli.terminal.terminal import PrefillLine, TextWriter, columns_of, has_cursor, note, note_rows
+from infer.cli.model_loading import check_options
+from infer.cli.process_streams import Terminated, cancel_on_signal, keys_hidden
+from infer.cli.prompts import merge_params, model_defaults
+from infer.cli.streamed_text import MarkdownStyle, WordWrap
+from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, note, note_rows
 from infer.compute.sampling.defaults import neutral_values
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
@@ -85,7 +85,7 @@ def chat_input(complete: Callable[[str], Iterable[str]]) -> Iterator[ChatInput]:
     `complete` returns the completions of a line up to the cursor.
     """
     if is_terminal() and has_cursor(sys.stdout) and _has_editor():
-        from infer.cli.chat.chat_prompt import ChatPrompt
+        from infer.cli.chat_prompt import ChatPrompt
 
         yield ChatPrompt(complete)
         return
@@ -103,7 +103,7 @@ def chat_input(complete: Callable[[str], Iterable[str]]) -> Iterator[ChatInput]:
 
 def _has_editor() -> bool:
     try:
-        import_module("infer.cli.chat.chat_prompt")
+        import_module("infer.cli.chat_prompt")
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("prompt_toolkit"):
             raise

@@ -19,8 +19,8 @@ import click
 from click.core import ParameterSource
 
 import infer
-from infer.cli.options.option_fields import Declared, Function, apply_options, argument, option
-from infer.cli.options.option_files import (
+from infer.cli.option_fields import Declared, Function, apply_options, argument, option
+from infer.cli.option_files import (
     MAX_PROMPT_BYTES,
     MAX_PROMPTS_BYTES,
     is_stdin_taken,

@@ -13,12 +13,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from infer.cli.chat.chat_session import OFF, ChatSession, Messages, is_json_name, is_saved_chat, params_to_json
-from infer.cli.commands.generate_command import rate_text
-from infer.cli.commands.trace_command import trace_lines
-from infer.cli.options.option_files import MAX_GRAMMAR_BYTES, read_text
-from infer.cli.terminal.streamed_text import shortened
-from infer.cli.terminal.terminal import columns_of
+from infer.cli.chat_session import OFF, ChatSession, Messages, is_json_name, is_saved_chat, params_to_json
+from infer.cli.commands.generate_command import rate_text, trace_lines
+from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
+from infer.cli.streamed_text import shortened
+from infer.cli.terminal import columns_of
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
 from infer.sampling_params import PARAMETER_NAMES, SamplingParams
@@ -273,7 +272,7 @@ def _trace(session: ChatSession, argument: str) -> Table:
 
 
 def _link(session: ChatSession, argument: str) -> Table:
-    return Table([session.permalink().url])
+    return Table([session.permalink()])
 
 
 def _save(session: ChatSession, argument: str) -> str:

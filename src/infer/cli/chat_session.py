@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import infer
-from infer.cli.commands.permalink import Permalink, body_of
-from infer.cli.options.option_files import refusing
+from infer.cli.option_files import refusing
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter, without_zeros
@@ -195,12 +194,14 @@ class ChatSession:
         tools = last.tools or None
         return self.model.sample_trace(last.messages, last.params, step=step, prompt_ids=last.prompt_ids, tools=tools)
 
-    def permalink(self) -> Permalink:
-        """Return the permalink of the last answer.
+    def permalink(self) -> str:
+        """Return the permalink of the last answer, a URL.
 
         Its prompt is ids if the tokenizer encodes the conversation differently. Raises InvalidRequestError for an
         answer that was stopped, and for a request that no route of the server accepts.
         """
+        from infer.cli.commands.replay import Permalink, body_of
+
         last = self.last_answer()
         if last.result.finish_reason == "abort":
             raise InvalidRequestError("the last answer was stopped: /regenerate gives one that has a permalink")
@@ -208,7 +209,7 @@ class ChatSession:
         prompt = last.messages if is_same else last.prompt_ids
         body = body_of(prompt, last.params, self.name)
         body |= {"tools": last.tools} if last.tools else {}
-        return Permalink.of(body, last.result, self.model.system_fingerprint)
+        return Permalink.of(body, last.result, self.model.system_fingerprint).url
 
     def open_calls(self) -> list[dict[str, Any]]:
         """Return the functions that the last answer calls and that have no result yet, in OpenAI's form."""

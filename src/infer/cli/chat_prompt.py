@@ -23,8 +23,8 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.search import accept_search
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from infer.cli.chat.chat_commands import LEAVE_HINT, is_open_block, message_of
-from infer.cli.terminal.terminal import note
+from infer.cli.chat_commands import LEAVE_HINT, is_open_block, message_of
+from infer.cli.terminal import note
 from infer.system.files.atomic import replacing
 
 MAX_MESSAGES = 1000

@@ -1,1 +1,0 @@
-"""`infer chat`: a conversation at a terminal or through a pipe."""

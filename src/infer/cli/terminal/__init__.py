@@ -1,1 +1,0 @@
-"""A terminal: streams, signals, styles, and lines that are wrapped and hidden."""

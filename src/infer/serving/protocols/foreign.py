@@ -32,10 +32,16 @@ class Foreign(NamedTuple):
 
 
 def _schema_format(schema: Any) -> dict[str, Any]:
-    if isinstance(schema, str):
-        check_limits(schema)
-        schema = msgspec.json.decode(schema)
+    schema = _decoded(schema)
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "schema", "schema": schema}}}
+
+
+def _decoded(given: Any) -> Any:
+    """Return a value that may be given as JSON text."""
+    if not isinstance(given, str):
+        return given
+    check_limits(given)
+    return msgspec.json.decode(given)
 
 
 def _structured(given: Any) -> dict[str, Any]:
@@ -51,7 +57,9 @@ def _structured(given: Any) -> dict[str, Any]:
                 found["response_format"] = {"type": "json_object"}
             case "regex" | "choice" if value is not None:
                 found[name] = value
-            case "grammar" | "structural_tag" if value is not None:
+            case "structural_tag" if value is not None:
+                found["response_format"] = {"type": name, **_decoded(value)}
+            case "grammar" if value is not None:
                 found[f"structured_outputs.{name}"] = value  # not one of our fields, so it is refused
     return found
 

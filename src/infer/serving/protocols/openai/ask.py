@@ -48,6 +48,7 @@ from infer.serving.protocols.params import (
     template_variables,
     token_limit,
 )
+from infer.serving.protocols.structural_tags import StructuralTagFormat, lark_of
 from infer.text.grammar.grammar import not_strict
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -176,7 +177,7 @@ class JsonSchemaFormat(Parameters, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
-Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
+Format = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 
 
 class Function(ToolKeys, kw_only=True):
@@ -511,6 +512,8 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
             return _schema({"type": "object"} if schema is None else schema, strict)
         case NamedSchemaFormat(schema=schema, strict=strict):
             return _schema(schema, strict)
+        case StructuralTagFormat():
+            return {"grammar": lark_of(asked)}
     return {}
 
 

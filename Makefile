@@ -56,14 +56,14 @@ rest: export INFER_TESTS = rest
 rest: assets ## the tests that `make test` leaves out
 	$(PYTEST) tests
 
-# Each check has a core, Ray first, which takes longest and mostly waits. What they need comes before: two at once would
-# install into one environment.
+# Ray comes first, which takes longest and mostly waits, and two others are beside it. What they need comes before: two at
+# once would install into one environment.
 .PHONY: more
 more: $(VENV)/.docs $(VENV)/.fuzz $(VENV)/.ray ## wheel, docs, fuzz, ray, intel and emulate; with INFER_TESTS=all triton
 	@checks="ray wheel docs fuzz"; if [ "$$INFER_TESTS" = all ]; then $(MAKE) $(VENV)/.triton || exit 1; checks="$$checks triton"; fi; \
 	if $(MAKE) $(VENV)/.intel; then checks="$$checks intel"; else echo "Intel's OpenCL runtime cannot be installed"; fi; \
 	if command -v qemu-aarch64 >/dev/null; then checks="$$checks emulate"; else echo "no kernel is emulated: qemu-user is not installed"; fi; \
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target FUZZ_SECONDS=12 $$checks
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target FUZZ_SECONDS=12 $$checks
 
 .PHONY: wheel
 wheel: $(VENV)/.dev ## a wheel has every file, and serves

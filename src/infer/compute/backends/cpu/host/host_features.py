@@ -4,13 +4,13 @@ LLVM reports little about an ARM CPU on Linux and nothing on macOS, so the syste
 """
 
 import ctypes
-import os
 import platform
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import llvmlite.binding as llvm
+
+from infer.compute.backends.cpu.host.numba_settings import has_numba_settings
 
 # LLVM's name of a feature: its bit in getauxval(AT_HWCAP) or (AT_HWCAP2) on Linux, its name in sysctl on macOS.
 _HWCAP, _HWCAP2 = 16, 26
@@ -57,16 +57,3 @@ def target_features() -> frozenset[str]:
         if config.CPU_NAME not in (None, "host"):
             return frozenset()
     return arm_features().union(name for name, present in llvm.get_host_cpu_features().items() if present)
-
-
-def has_numba_settings() -> bool:
-    return any(numba_settings())
-
-
-def numba_settings() -> tuple[list[tuple[str, str]], bytes]:
-    """Return Numba's settings in the environment, and those that it reads in the working directory."""
-    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
-    try:
-        return variables, Path(".numba_config.yaml").read_bytes()
-    except OSError:
-        return variables, b""

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from infer.compute.backends.cpu.host.host_features import numba_settings
+from infer.compute.backends.cpu.host.numba_settings import numba_settings
 from infer.system.files.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 from infer.system.status_line import write_notice
 

@@ -106,11 +106,7 @@ class GroupRows:
     def slide(self, row: int, length: int) -> None:
         """From now on, show tokens after `length` slots only sinks and window, and free the other pages."""
         self.restore(row, self.state_from_start(is_short=True))
-        self.table.drop_unseen(row, self._first_seen(row, length))
-
-    def _first_seen(self, row: int, slot: int) -> int:
-        """Return the first slot in the window of a token at this slot."""
-        return self.seen(row, slot)[1].start
+        self.table.drop_unseen(row, self.seen(row, length)[1].start)
 
     def seen(self, row: int, slot: int) -> tuple[range, range]:
         """Return the slots before `slot` that a token of the row at `slot` sees: the sinks, and the window."""
@@ -131,7 +127,7 @@ class GroupRows:
         if self.table.is_ready(row, start, end):
             return []
         self.version += 1
-        return self.table.reserve(row, start, end, self._first_seen(row, start))
+        return self.table.reserve(row, start, end, self.seen(row, start)[1].start)
 
     def is_ready(self, row: int, position: int, count: int) -> bool:
         return self.table.is_ready(row, slot := position - self.shifts.item(row), slot + count)
@@ -140,7 +136,7 @@ class GroupRows:
         """Return `PageTable.num_needed` for tokens with the slots [start, end)."""
         if self.table.is_ready(row, start, end):
             return 0
-        return self.table.num_needed(row, start, end, self._first_seen(row, start))
+        return self.table.num_needed(row, start, end, self.seen(row, start)[1].start)
 
     def can_continue(self, row: int, slot: int) -> bool:
         """Return True if the row has every slot that a token at this slot sees."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from infer.engine.prepare.preparing_child import format_to_json
 from infer.errors import InvalidRequestError
@@ -25,13 +25,6 @@ _LEAST_BYTES = 500
 _BYTES_PER_CHARACTER = 12  # memory of Python objects per character of schemas and warnings as JSON
 
 
-class PreparedAnswer(NamedTuple):
-    """A format whose tools can be enforced, and the source of its grammar, or None if no grammar constrains it."""
-
-    form: AnswerFormat
-    source: str | None
-
-
 @final
 class AnswerGrammars:
     """Prepares answers and caches them, because an agent sends the same tools in every turn. For any thread."""
@@ -40,18 +33,21 @@ class AnswerGrammars:
         self._compiler = compiler
         self._kept = SizedCache[dict[str, Any]](MAX_PREPARED_BYTES)
 
-    def prepare(self, form: AnswerFormat, answer: Grammar | None) -> PreparedAnswer:
-        """Prepare an answer. `answer` is the request's own grammar for the text. Raises InvalidRequestError."""
+    def prepare(self, form: AnswerFormat, answer: Grammar | None) -> tuple[AnswerFormat, str | None]:
+        """Return a format whose tools can be enforced, and the source of its grammar, or None if it needs none.
+
+        `answer` is the request's own grammar for the text. Raises InvalidRequestError.
+        """
         has_calls = form.calls is not None
         if not has_calls and not (form.reasoning and (answer is not None or form.budget is not None)):
-            return PreparedAnswer(form, None)
+            return form, None
         self._compiler.check_answers()
         form = _as_json(form)
         question = {"format": format_to_json(form), "answer": answer}
         key = blake2b(json.dumps(question).encode(), digest_size=32).digest()
         name, backend = "tools" if has_calls else "the grammar of the answer", self._compiler.backend
         prepared = self._kept.get_or_make(key, lambda: ask_trial(backend, question, name), _num_bytes)
-        return PreparedAnswer(_with(form, prepared), prepared["source"])
+        return _with(form, prepared), prepared["source"]
 
 
 def _num_bytes(prepared: Mapping[str, Any]) -> int:

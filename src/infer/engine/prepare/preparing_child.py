@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, about
@@ -242,17 +243,13 @@ class Program:
         self._tools = ToolAnswers(self._library, self._try, read_seconds) if name == "llguidance" else None
 
     def answer(self, question: Any) -> dict[str, Any]:
-        if isinstance(question, list):
-            return answered(lambda: self._read(Grammar(*question)))
-        return answered(lambda: self._prepare(question))
+        if self._tools is not None and isinstance(question, dict):
+            return answered(partial(self._tools.prepare, question, self._answer_seconds))
+        return answered(partial(self._read, Grammar(*question)))
 
     def _read(self, grammar: Grammar) -> dict[str, Any]:
         read = read_within(self._library, self._name, self._try, grammar, self._read_seconds)
         return {"source": read.source, "warnings": read.warnings}
-
-    def _prepare(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._tools is not None
-        return self._tools.prepare(question, self._answer_seconds)
 
 
 def _limit(what: int, count: int) -> None:

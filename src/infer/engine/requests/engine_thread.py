@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from itertools import chain
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, final
 
@@ -41,8 +42,7 @@ class EngineThread(threading.Thread):
 
         self._held = ExitStack()  # closed at the thread's end
         self._answers: dict[Sequence, Answer] = {}  # of the active sequences
-        self._calls = deque[EngineCall[Any]]()  # calls that have not begun
-        self._begun_calls = deque[EngineCall[Any]]()  # the first one continues when no other call must begin
+        self._calls = deque[EngineCall[Any]]()  # of those that have begun the first one continues
         self._debts: dict[str, float] = {}  # seconds of steps that others are owed for a tenant's calls
         self._draining = list[EngineCall[bool]]()  # calls that end when no sequences are left
         self._why_failed = ""
@@ -54,7 +54,7 @@ class EngineThread(threading.Thread):
             try:
                 while not self._is_closed:
                     try:
-                        if not (self._calls or self._begun_calls):  # calls that a fault left behind
+                        if not self._calls:  # calls that a fault left behind
                             self.inbox.get()()
                         self._run_until_idle()
                     except BaseException as error:  # a fault of this module
@@ -64,7 +64,7 @@ class EngineThread(threading.Thread):
 
     def _run_until_idle(self) -> None:
         """Run steps and calls until none are left."""
-        while not self._is_closed and (self._answers or self._calls or self._begun_calls):
+        while not self._is_closed and (self._answers or self._calls):
             if self.engine is not None:
                 self.engine.listen()  # before the inbox is read: messages that arrive later interrupt the step
             while not self.inbox.empty():
@@ -158,6 +158,12 @@ class EngineThread(threading.Thread):
         return len(self._answers)
 
     @property
+    def has_room(self) -> bool:
+        """True if a new sequence gets a slot: it must end a multi-step, and others must wait anyway. For any thread."""
+        engine = self.engine
+        return engine is not None and len(self._answers) < engine.max_running
+
+    @property
     def _backlogs(self) -> set[Backlog]:
         return {answer.backlog for answer in self._answers.values() if answer.backlog is not None}
 
@@ -225,13 +231,12 @@ class EngineThread(threading.Thread):
 
         A call that does not give way also stops the calls behind it.
         """
-        for calls in (self._calls, self._begun_calls):
-            for call in calls:
-                if call.tenant not in self._debts or call.is_cancelled:
-                    calls.remove(call)
-                    return call
-                if not call.gives_way:
-                    break
+        for call in sorted(self._calls, key=attrgetter("has_begun")):  # others begin first
+            if call.tenant not in self._debts or call.is_cancelled:
+                self._calls.remove(call)
+                return call
+            if not call.gives_way:
+                break
         return None
 
     def _advance(self, call: EngineCall[Any]) -> None:
@@ -249,9 +254,9 @@ class EngineThread(threading.Thread):
         else:
             call.gives_way = gives_way or not call.has_begun
             if call.gives_way:
-                self._begun_calls.append(call)
+                self._calls.append(call)
             else:
-                self._begun_calls.appendleft(call)
+                self._calls.appendleft(call)
             call.has_begun = True
         if others:
             self._debts[call.tenant] = len(others) * (time.monotonic() - began)
@@ -295,7 +300,7 @@ class EngineThread(threading.Thread):
                 self.engine.close()
         finally:
             self.engine = None
-            for call in (*self._calls, *self._begun_calls):
+            for call in self._calls:
                 call.refuse(closed())
             self.is_over = True
             self.refuse_all()

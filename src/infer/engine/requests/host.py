@@ -206,11 +206,7 @@ class Host:
             )
 
     def text_states(self) -> HiddenStates | TextEncoder:
-        """Return the computation of texts' hidden states, made on first use. For the loop's thread.
-
-        Raises InvalidRequestError for a model that several processes share.
-        """
-        self.check_has_states()
+        """Return the computation of texts' hidden states, made on first use. For the loop's thread."""
         if self._text_states is None:
             make = TextEncoder if self.reads_whole_texts else HiddenStates
             self._text_states = make(self.model, self.settings.cache.kv_type, capture=self.settings.capture)

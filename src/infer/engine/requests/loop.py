@@ -77,7 +77,7 @@ class Loop:
     def submit(self, answer: Answer) -> None:
         """Compute an answer, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
         self._check_sender("an answer", self.thread.refusal)
-        self._send(partial(self.thread.submit, answer), is_urgent=self._has_room)
+        self._send(partial(self.thread.submit, answer), is_urgent=self.thread.has_room)
 
     def proceed(self, answer: Answer) -> None:
         """Continue a paused answer. Never blocks and never raises."""
@@ -90,7 +90,7 @@ class Loop:
         except InferError:
             backlog.end_waiting()
             raise
-        is_urgent = backlog.num_running < backlog.most_running and self._has_room
+        is_urgent = backlog.num_running < backlog.most_running and self.thread.has_room
         self._send(partial(self.thread.refill, backlog), is_urgent=is_urgent)
 
     def drop(self, backlog: Backlog) -> None:
@@ -177,12 +177,6 @@ class Loop:
             )
         if refusal is not None:
             raise refusal()
-
-    @property
-    def _has_room(self) -> bool:
-        """True if a new sequence gets a slot: it must end a multi-step, and others must wait anyway."""
-        engine = self.thread.engine
-        return engine is not None and self.thread.num_sequences < engine.max_running
 
     def _send(self, message: Callable[[], None], *, is_urgent: bool = True) -> None:
         """Let the thread call `message`. An urgent one ends a multi-step."""

@@ -1,12 +1,16 @@
 """Make the cache of a model, or refuse it if it does not fit the available memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.mixers import Mixer
+from infer.compute.operands.step import Step
+from infer.compute.ops import Backend
 from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.transformer import Transformer
@@ -50,6 +54,16 @@ def plan_rows(model: Transformer, settings: CacheSettings, pool_pages: int | Non
     layers = model.architecture.cached_mixers if model.backend.computes_on_host else model.own_mixers
     budget = _budget_of(model, layers, settings, model.step_limits, num_tokens=model.max_seq_len, pool_pages=pool_pages)
     return budget.planned(model.backend.available_bytes())
+
+
+def record_step(
+    forward: Callable[[Step, PagedCache], Tensor], backend: Backend, cache: PagedCache, num_tokens: int, num_logits: int
+) -> ops.Recorded | None:
+    """Return `forward` over an empty cache, recorded for steps up to these sizes. None if nothing is recorded."""
+    cache.reserve(0, 1)  # for the step that is recorded and not run
+    recorded = backend.capture(lambda step: forward(step, cache), num_tokens, num_logits)
+    cache.truncate(0, 0)
+    return recorded
 
 
 def _budget_of(

@@ -7,12 +7,11 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import with_state_memory
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.operands.step import Chunk, Step
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.caches import make_cache, record_step
 from infer.errors import InvalidRequestError
 from infer.models.memory.memory_budget import STATES_SHARE
 from infer.models.transformer import Transformer
@@ -45,16 +44,9 @@ class HiddenStates:
             why = f"vectors of texts need memory beside the pool, which has taken it: {error}"
             raise InvalidRequestError(f"{why}; load the model with fewer pool_pages") from error
         self._shared_row, self._shared = self.max_texts, list[int]()  # and its tokens
-        self._captured = self._capture() if capture else None
-
-    def _capture(self) -> ops.Recorded | None:
-        """Record a step without logits. Its logits buffer is the residual stream."""
-        self._cache.reserve(0, 1)  # for the step that is recorded and not run
-        captured = self._model.backend.capture(
-            lambda step: self._model.residual(step, self._cache), STEP_TOKENS, STEP_TOKENS
-        )
-        self._cache.truncate(0, 0)
-        return captured
+        # A step without logits: its logits buffer is the residual stream.
+        limits = STEP_TOKENS, STEP_TOKENS
+        self._captured = record_step(model.residual, model.backend, self._cache, *limits) if capture else None
 
     def share(self, beginning: Sequence[int], num_step_tokens: Callable[[], int]) -> Iterator[None]:
         """Compute the common beginning of the texts of the next call of `of`, unless the cache still has it.

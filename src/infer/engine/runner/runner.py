@@ -19,7 +19,7 @@ from infer.compute.kvcache.snapkv import PromptCompression
 from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History, remember
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.caches import make_cache, record_step
 from infer.errors import InvalidRequestError
 from infer.models.transformer import Transformer
 from infer.sampling_params import SamplingParams
@@ -63,15 +63,8 @@ class Runner:
         self.checkpoint_tokens = cache.checkpoint_tokens if self.shares_prefixes else 0
         self._compression = PromptCompression(cache) if cache.settings.keeps_whole_prompts else None
         self.compresses_prompts = self._compression is not None  # once they are complete
-        self._captured = self._capture() if capture else None
-
-    def _capture(self) -> ops.Recorded | None:
-        self.cache.reserve(0, 1)  # for the step that is recorded and not run
-        captured = self._backend.capture(
-            lambda step: self.model.forward(step, self.cache), self._step_tokens, self.model.step_limits.logits
-        )
-        self.cache.truncate(0, 0)
-        return captured
+        limits = self._step_tokens, model.step_limits.logits
+        self._captured = record_step(model.forward, model.backend, cache, *limits) if capture else None
 
     def warm_up(self, vocab_size: int) -> int:
         """Record steps before the first request, if the device compiles kernels for them, and return their number.

@@ -224,11 +224,7 @@ class Session:
         """
         check_callback("on_token", on_token)
         ask = Ask.of((), params, options, keywords)
-
-        def given(transcript: Transcript) -> Messages:
-            return [copied(message) for message in messages]
-
-        return _run(self._begin(given, ask, on_prefill), on_token)
+        return _run(self._begin(lambda transcript: list(map(copied, messages)), ask, on_prefill), on_token)
 
     def generate(
         self,

@@ -37,8 +37,8 @@ class Drafting:
 
     def enter(self, sequence: Sequence) -> None:
         """Begin to draft for a sequence that has got its slot, if its request wants drafts."""
-        if num_drafts := sequence.request.num_draft_tokens:
-            self._policies[sequence.slot] = DraftPolicy(num_drafts, self._drafter.priors)
+        if (options := sequence.request.options).speculation:
+            self._policies[sequence.slot] = DraftPolicy(options.num_draft_tokens, self._drafter.priors)
             sequence.attempt(partial(self._drafter.begin, sequence.slot, sequence.token_ids), None)
 
     def drafted(self, sequences: Iterable[Sequence]) -> list[Sequence]:

@@ -397,6 +397,7 @@ class Sequence:
             self._tail = self.attempt(self._text.flush, Parsed(""))
         tail, grammar = self._tail or Parsed(""), self.grammar
         reasoning, tool_calls = assembled(chain(*(piece.deltas for piece in self.pieces if piece.deltas), tail.deltas))
+        logprobs = None if self.params.logprobs is None else [p.logprob for p in self.pieces if p.logprob is not None]
         return GenerationResult(
             token_ids=self.generated,
             text="".join(piece.text for piece in self.pieces) + tail.text,
@@ -416,8 +417,6 @@ class Sequence:
             truncated_tokens=self.request.num_truncated,
             warnings=self.request.warnings,
             stats=self.stats,
-            logprobs=None
-            if self.params.logprobs is None
-            else [p.logprob for p in self.pieces if p.logprob is not None],
+            logprobs=logprobs,
             timing=self.timer.result(),
         )

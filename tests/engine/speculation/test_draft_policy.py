@@ -256,11 +256,6 @@ def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, f
         assert all(0 < times.promised(count) <= times.seconds(count) for count in range(1, 12))
 
 
-def test_a_policy_drafts_no_negative_number() -> None:
-    with pytest.raises(ValueError, match="max_draft_tokens"):
-        DraftPolicy(-1, PRIORS)
-
-
 # n-gram drafts
 
 

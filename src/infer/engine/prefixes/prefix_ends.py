@@ -77,6 +77,5 @@ def prefix_end(earlier: _Ids, prompt: _Ids) -> PrefixEnd | None:
 def _common(left: _Ids, right: _Ids) -> int:
     """Return the length of the common prefix."""
     count = min(len(left), len(right))
-    unequal = left[:count] != right[:count]
-    first = int(unequal.argmax()) if count else 0
-    return first if count and unequal[first] else count
+    unequal = np.flatnonzero(left[:count] != right[:count])
+    return int(unequal[0]) if len(unequal) else count

@@ -23,7 +23,7 @@ from infer.engine.requests.prompt_encoding import Message, prompt_ids
 from infer.engine.requests.stream import OnPrefill, OnToken, Stream
 from infer.engine.session.session_cache import SessionCache, Tensors
 from infer.engine.session.session_file import read_session, write_session
-from infer.engine.session.transcript import Transcript, copied, keep_spelling
+from infer.engine.session.transcript import Transcript, copied, keep_spelling, typed
 from infer.engine.step.request import check_prompt
 from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback
 from infer.engine.step.sequence import Sequence as Answering
@@ -176,7 +176,6 @@ class Session:
             >>> llm.session().send("What is the capital of France?").text
             'The capital of France is Paris.'
         """
-        check_callback("on_token", on_token)
         stream = self.stream(message, params, on_prefill=on_prefill, options=options, **keywords)
         return _run(stream, on_token)
 
@@ -222,13 +221,8 @@ class Session:
             >>> session.answer([{"role": "user", "content": "What is the capital of France?"}]).text
             'The capital of France is Paris.'
         """
-        check_callback("on_token", on_token)
         ask = Ask.of((), params, options, keywords)
-
-        def given(transcript: Transcript) -> Messages:
-            return [copied(message) for message in messages]
-
-        return _run(self._begin(given, ask, on_prefill), on_token)
+        return _run(self._begin(lambda transcript: list(map(copied, messages)), ask, on_prefill), on_token)
 
     def generate(
         self,
@@ -249,7 +243,6 @@ class Session:
             >>> session.generate(temperature=0, max_new_tokens=2).text
             ' Paris.'
         """
-        check_callback("on_token", on_token)
         ask = Ask.of((), params, options, keywords)
         return _run(self._begin(lambda transcript: None, ask, on_prefill), on_token)
 
@@ -374,21 +367,16 @@ class Session:
         saved = read_session(Path(path), self._host.fingerprint(cache.kind), cache.num_bytes)
         try:
             transcript = Transcript.from_record(saved.token_ids, saved.record)
-            if transcript.token_ids:
+            if length := len(transcript.token_ids):
                 check_prompt(self._host.requests.limits, transcript.token_ids, room=0)
-            num_cached = saved.record.get("num_cached")
-            if type(num_cached) is not int or not 0 <= num_cached <= len(transcript.token_ids):
-                raise InvalidRequestError(
-                    f"num_cached must be in [0, {len(transcript.token_ids)}], got {num_cached!r:.80}"
-                )
-            note = saved.record.get("note", {})
-            if not isinstance(note, dict):
-                raise InvalidRequestError(f"note must be an object, got {note!r:.80}")
+            num_cached, note = typed(saved.record, "num_cached", int), typed({"note": {}} | saved.record, "note", dict)
+            if not 0 <= num_cached <= length:
+                raise InvalidRequestError(f"num_cached must be in [0, {length}], got {num_cached!r:.80}")
             self._cache.load(saved.tensors, transcript.token_ids[:num_cached])
         except InvalidRequestError as error:
             raise type(error)(f"{path} cannot be loaded: {error}") from error
         self._transcript = transcript
-        return note
+        return dict(note)
 
     def _respell(self, rendered: list[int]) -> list[int]:
         """Return rendered messages in the spelling of the conversation's ids, which are in the cache."""
@@ -463,6 +451,7 @@ def begin_session(
 
 def _run(stream: Stream, on_token: OnToken | None) -> GenerationResult:
     try:
+        check_callback("on_token", on_token)
         return stream.run(on_token)
     finally:
         stream.close()

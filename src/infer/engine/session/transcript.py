@@ -77,17 +77,17 @@ class Transcript:
     @classmethod
     def from_record(cls, token_ids: list[int], record: Mapping[str, Any]) -> Self:
         """Return the conversation of a record. Raises InvalidRequestError if `to_record` cannot have written it."""
-        messages, template = _typed(record, "messages", list), _typed(record, "template", dict)
+        messages, template = typed(record, "messages", list), typed(record, "template", dict)
         if not all(isinstance(message, dict) for message in messages):
             raise InvalidRequestError("messages must be objects")
         turns = [Turn(0, 0)]
-        for pair in _typed(record, "turns", list):
+        for pair in typed(record, "turns", list):
             if not isinstance(pair, list) or list(map(type, pair)) != [int, int]:
                 raise InvalidRequestError("turns must be pairs of counts")
             turns.append(Turn(*pair))
             if pair[0] < turns[-2].num_messages or pair[1] < turns[-2].num_tokens:
                 raise InvalidRequestError("turns must be in increasing order")
-        num_given = _typed(record, "num_given", int)
+        num_given = typed(record, "num_given", int)
         if turns[-1].num_messages > len(messages) or turns[-1].num_tokens > len(token_ids):
             raise InvalidRequestError("turns must end within the messages and tokens")
         if not 0 <= num_given <= len(messages):
@@ -95,7 +95,8 @@ class Transcript:
         return cls(token_ids, messages, turns[1:], template, num_given)
 
 
-def _typed(record: Mapping[str, Any], name: str, kind: type) -> Any:
+def typed(record: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a value of a record. Raises InvalidRequestError if it is not of this type."""
     if type(record.get(name)) is not kind:
         raise InvalidRequestError(f"{name} must be of type {kind.__name__}, got {record.get(name)!r:.80}")
     return record[name]

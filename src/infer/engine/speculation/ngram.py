@@ -55,11 +55,10 @@ class NgramDraft:
     def __init__(self, token_ids: list[int]) -> None:
         """Index the ids. `token_ids` is the caller's own list: the caller appends to it, then calls `follow`."""
         self._ids, self._length = token_ids, len(token_ids)
-        ids = token_ids
         self._end_by_ngram: dict[tuple[int, ...], int] = {}  # the place after its last occurrence
         for size in range(MIN_NGRAM, MAX_NGRAM + 1):
-            ngrams = zip(*(ids[start:] for start in range(size)), strict=False)
-            self._end_by_ngram.update(zip(ngrams, range(size, len(ids)), strict=False))
+            ngrams = zip(*(token_ids[start:] for start in range(size)), strict=False)
+            self._end_by_ngram.update(zip(ngrams, range(size, len(token_ids)), strict=False))
         self._endings = self._make_endings()
         self._guess = self._guessed(_NONE)
 
@@ -88,9 +87,7 @@ class NgramDraft:
             return []
         ids, start = self._ids, self._guess.start
         period = self._length - start
-        return ids[start : start + min(period, max_tokens)] + [
-            ids[start + i % period] for i in range(period, max_tokens)
-        ]
+        return [ids[start + i % period] for i in range(max_tokens)]
 
     def match(self) -> int:
         """Return the number of equal tokens before the guess of `propose`, up to MAX_MATCH.

@@ -182,8 +182,6 @@ class DraftPolicy:
     """
 
     def __init__(self, max_draft_tokens: int, priors: Priors, *, margin: float = 0.08) -> None:
-        if max_draft_tokens < 0:
-            raise ValueError(f"max_draft_tokens must be at least 0, got {max_draft_tokens}")
         sizes = {2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
         self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
         self._margin, self._priors = margin, priors

@@ -39,10 +39,9 @@ class TextOutput:
         self._detokenizer = tokenizer.make_detokenizer(prompt_ids=prompt_ids)
         self._parser = parser
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        asked = params.max_new_tokens
-        is_cut = asked is None or asked > room
-        self.limit = room if asked is None or asked > room else asked
-        self._limit_reason: tuple[FinishReason, str] = ("length", "context" if is_cut else "max_new_tokens")
+        asked = room + 1 if params.max_new_tokens is None else params.max_new_tokens
+        self.limit = min(asked, room)
+        self._limit_reason: tuple[FinishReason, str] = ("length", "context" if asked > room else "max_new_tokens")
         self.num_tokens = self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -112,24 +111,16 @@ class SequenceGrammar:
         self._make = make_constraint
         self.constraint = make_constraint()
         self._num_followed = self.constraint.num_accepted  # accepted tokens that it has followed
-        self._complete_at: int | None = None  # number of tokens after which the grammar was complete
+        self.complete_at: int | None = None  # number of tokens after which the grammar was first complete
         self.error: str | None = None  # why the last masks must not be used
-
-    @property
-    def is_complete(self) -> bool:
-        """True if the grammar was complete after any token."""
-        return self._complete_at is not None
-
-    def is_complete_at(self, num_tokens: int) -> bool:
-        return self._complete_at == num_tokens
 
     def replay(self, token_ids: Items[int]) -> None:
         """Go back to these tokens, which are the first ones that the grammar has seen."""
         self.constraint = self._make()
         self.constraint.accept(token_ids)
         self._num_followed = self.constraint.num_accepted
-        if self._complete_at is not None and self._complete_at > len(token_ids):
-            self._complete_at = None
+        if self.complete_at is not None and self.complete_at > len(token_ids):
+            self.complete_at = None
         self.error = None
 
     def follow(self, token_id: int, num_tokens: int) -> bool:
@@ -142,8 +133,8 @@ class SequenceGrammar:
         else:
             self._num_followed += 1
         is_complete = self.constraint.num_accepted == self._num_followed and self.constraint.done
-        if is_complete and self._complete_at is None:
-            self._complete_at = num_tokens
+        if is_complete and self.complete_at is None:
+            self.complete_at = num_tokens
         return is_complete
 
     def allowed(self, drafts: Items[int]) -> Items[int]:

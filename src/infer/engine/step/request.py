@@ -38,11 +38,6 @@ class Request:
     warnings: tuple[str, ...] = ()  # parts of tools and messages that were left out or changed
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Largest number of drafts in a step, 0 without drafts."""
-        return self.options.num_draft_tokens if self.options.speculation else 0
-
-    @property
     def is_held(self) -> bool:
         """True if the text must follow a grammar of the user's."""
         return grammar_of(self.params) is not None

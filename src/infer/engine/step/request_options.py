@@ -143,11 +143,6 @@ def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -
     return replace(options or RequestOptions(), **own), {n: v for n, v in keywords.items() if n not in OPTIONS}
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise InvalidRequestError for a value that is not one of the choices."""
-    OneOf(choices).check(name, value)
-
-
 def check_count(name: str, value: object, least: int, most: int) -> None:
     """Raise InvalidRequestError for a value that is not a whole number within these limits."""
     Count(least, most).check(name, value)

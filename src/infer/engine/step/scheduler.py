@@ -298,8 +298,7 @@ class StepShares:
         costs = {tenant: max(cost, self._last.get(tenant, 0.0)) for tenant, cost in self._costs_alone(parts).items()}
         self._last = {tenant: self._last.get(tenant, 0.0) for tenant in costs}
         self._owed = {tenant: self._owed.get(tenant, 0.0) for tenant in costs} if len(costs) > 1 else {}
-        behind = {tenant: owed / costs[tenant] for tenant, owed in self._owed.items() if costs[tenant] > 0}
-        behind = {tenant: num_steps for tenant, num_steps in behind.items() if num_steps >= 1}
+        behind = {tenant: owed / costs[tenant] for tenant, owed in self._owed.items() if 0 < costs[tenant] <= owed}
         self.most_steps = None
         if 0 < len(behind) < len(costs):  # a step earns only a part of its cost
             rates = self._rates(costs)

@@ -197,8 +197,7 @@ class Sequence:
         self.checkpoints = self.request.checkpoints
         if num_matched > num_computed:
             self.checkpoints = tuple(sorted((*self.checkpoints, num_matched)))
-        if self.lease is not None:
-            self.num_dropped = num_dropped
+        self.num_dropped = num_dropped
         if len(self.pieces) == len(self.request.options.answer_prefix):
             self.num_reused = min(num_computed, self.num_prompt_tokens)
 
@@ -268,7 +267,7 @@ class Sequence:
         text, grammar = self._begin_text(), self.grammar
         del self.token_ids[self.num_prompt_tokens + num_tokens :]
         for index, token_id in enumerate(self.token_ids[self.num_prompt_tokens :], 1):
-            text.push(token_id, is_complete=grammar is not None and grammar.is_complete_at(index))
+            text.push(token_id, is_complete=grammar is not None and grammar.complete_at == index)
         text.finish_reason = text.stop_reason = None
         self._text = text
         if grammar is not None:
@@ -396,8 +395,9 @@ class Sequence:
         """Return the answer so far; its finish_reason is "abort" if it is unfinished."""
         if self._tail is None and self.finish_reason in ("abort", "error"):
             self._tail = self.attempt(self._text.flush, Parsed(""))
-        tail = self._tail or Parsed("")
+        tail, grammar = self._tail or Parsed(""), self.grammar
         reasoning, tool_calls = assembled(chain(*(piece.deltas for piece in self.pieces if piece.deltas), tail.deltas))
+        logprobs = None if self.params.logprobs is None else [p.logprob for p in self.pieces if p.logprob is not None]
         return GenerationResult(
             token_ids=self.generated,
             text="".join(piece.text for piece in self.pieces) + tail.text,
@@ -410,15 +410,13 @@ class Sequence:
             prompt_tokens=self.num_prompt_tokens,
             generated_tokens=len(self.pieces),
             seed=self.params.seed,
-            grammar_complete=None if self.grammar is None or not self.request.is_held else self.grammar.is_complete,
+            grammar_complete=None if grammar is None or not self.request.is_held else grammar.complete_at is not None,
             reused_tokens=self.num_reused,
             disk_tokens=0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory),
             dropped_tokens=self.num_dropped,
             truncated_tokens=self.request.num_truncated,
             warnings=self.request.warnings,
             stats=self.stats,
-            logprobs=None
-            if self.params.logprobs is None
-            else [p.logprob for p in self.pieces if p.logprob is not None],
+            logprobs=logprobs,
             timing=self.timer.result(),
         )

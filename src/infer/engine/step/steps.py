@@ -37,8 +37,8 @@ class Drafting:
 
     def enter(self, sequence: Sequence) -> None:
         """Begin to draft for a sequence that has got its slot, if its request wants drafts."""
-        if num_drafts := sequence.request.num_draft_tokens:
-            self._policies[sequence.slot] = DraftPolicy(num_drafts, self._drafter.priors)
+        if (options := sequence.request.options).speculation:
+            self._policies[sequence.slot] = DraftPolicy(options.num_draft_tokens, self._drafter.priors)
             sequence.attempt(partial(self._drafter.begin, sequence.slot, sequence.token_ids), None)
 
     def drafted(self, sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -200,12 +200,9 @@ class Steps:
         """
         if self._drafting.drafted(active) or any(each.grammar is not None for each in active):
             return NO_PLAN, []
-        plan, works = self._plan(slots, active)
-        if plan.num_steps > 1:
+        (plan, works), try_reserve = self._plan(slots, active), slots.runner.try_reserve
+        if plan.num_steps > 1 or any(try_reserve(sequence.slot, len(chunk.token_ids)) for sequence, chunk in works):
             return NO_PLAN, []
-        for sequence, chunk in works:
-            if slots.runner.try_reserve(sequence.slot, len(chunk.token_ids)):
-                return NO_PLAN, []
         return plan, works
 
     def step_times(self, active: Items[Sequence]) -> StepTimes | None:

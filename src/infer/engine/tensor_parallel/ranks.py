@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, final
+from typing import IO, Any, Literal, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -270,15 +270,14 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connectio
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shared_memory(num_bytes: int) -> BinaryIO:
+def _shared_memory(num_bytes: int) -> IO[bytes]:
     """Return a file of shared memory without a name, filled with zeros. The caller closes it."""
     if sys.platform == "linux":
-        memory: Any = os.fdopen(os.memfd_create("infer-ranks"), "w+b")
+        memory: IO[bytes] = os.fdopen(os.memfd_create("infer-ranks"), "w+b")
     else:
         memory = tempfile.TemporaryFile()  # noqa: SIM115
     memory.truncate(num_bytes)
-    found: BinaryIO = memory
-    return found
+    return memory
 
 
 def _start(

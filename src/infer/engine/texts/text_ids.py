@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final, get_args
 
-from infer.engine.step.request_options import check_choice, check_count
 from infer.outputs import Pooling
+from infer.parameters import Count, OneOf
 
 
 @final
@@ -21,9 +21,9 @@ class VectorOptions:
     def check(self, size: int) -> None:
         """Raise InvalidRequestError for a pooling that does not exist, or more dimensions than a vector has."""
         if self.pooling is not None:
-            check_choice("pooling", self.pooling, get_args(Pooling))
+            OneOf(get_args(Pooling)).check("pooling", self.pooling)
         if self.dimensions is not None:
-            check_count("dimensions", self.dimensions, 1, size)
+            Count(1, size).check("dimensions", self.dimensions)
 
 
 class ReadText(NamedTuple):

@@ -15,7 +15,7 @@ from terminals import CTRL_C, CTRL_D, CTRL_Z, PROMPT, SECONDS, UNSEEN, Terminal,
 
 WITHOUT_EXTRA = """
 import runpy, sys
-sys.modules["prompt_toolkit"] = sys.modules["rich"] = None
+sys.modules["prompt_toolkit"] = None
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")

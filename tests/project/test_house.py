@@ -24,7 +24,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
 
 # A function may import these: heavy dependencies that most programs never need, loaded on their first use.
 LAZY_DEPENDENCIES = {
-    *("huggingface_hub", "importlib", "llguidance", "prompt_toolkit", "prometheus_client", "rich", "torch", "triton"),
+    *("huggingface_hub", "importlib", "llguidance", "prompt_toolkit", "prometheus_client", "ray", "torch", "triton"),
     *("uvicorn", "xgrammar"),
 }
 LIGHT_MODULES = "infer, infer.sampling_params, infer.outputs, infer.errors, infer.cli, infer.files"

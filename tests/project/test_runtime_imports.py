@@ -27,8 +27,8 @@ RANKS = ("engine/tensor_parallel/ranks", "engine/tensor_parallel/follower")
 # Modules that are forbidden elsewhere, and the only files that may use them, by folder.
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "subprocess": {  # git for the commit of a clone, compilers, strangers' grammars, ranks, and the user's clients
-        "cli/commands/": ("server_commands",),
-        "": ("cli/bench/report", "compute/backends/cpu/compile/parallel", "system/processes/child_process", RANKS[0]),
+        "cli/commands/": ("bench_report", "server_commands"),
+        "": ("compute/backends/cpu/compile/parallel", "system/processes/child_process", RANKS[0]),
     },
     # Rows and calls, through pipes to processes that this one started
     "multiprocessing": {"serving/batch_file/": ("workers",)},

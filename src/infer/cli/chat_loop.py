@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from threading import Thread
@@ -68,14 +68,8 @@ def is_terminal() -> bool:
 
 def import_ahead() -> None:
     """Import the packages of the extra `chat` in the background, for a chat at a terminal."""
-
-    def import_all() -> None:
-        with suppress(ModuleNotFoundError):
-            _has_editor()
-            import_module("rich.table")
-
     if is_terminal() and has_cursor(sys.stdout):
-        Thread(target=import_all, daemon=True).start()
+        Thread(target=_has_editor, daemon=True).start()
 
 
 @contextmanager

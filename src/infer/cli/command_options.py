@@ -34,6 +34,18 @@ class ModelArgument(Declared):
     named: str | None = argument(metavar="[MODEL]", required=False)
 
 
+class VerboseOption(Declared):
+    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
+
+
+class ProgressOptions(VerboseOption):
+    quiet: bool = option("-q", "--quiet", help="Print no progress.")
+
+
+class ThreadsOption(Declared):
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
+
+
 class ManyPromptsOptions(Declared):
     prompts_file: Path | None = option(
         metavar="FILE",
@@ -204,7 +216,7 @@ class CompareOptions(PerplexityOptions):
                                help="Also write a page: the divergence over the text, the weights' errors by layer.")
 
 
-class ImatrixOptions(Declared):
+class ImatrixOptions(ThreadsOption, ProgressOptions):
     """Collect the importance matrix of a MODEL over texts, for quantisation, as llama.cpp does.
 
     Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
@@ -220,9 +232,6 @@ class ImatrixOptions(Declared):
                              help="Tokens of a chunk; each chunk begins with an empty context.")
     parse_special: bool = option(help="Read control tokens in the texts as control tokens, not as text.")
     force: bool = option(help="Replace OUT if it exists.")
-    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
-    quiet: bool = option("-q", "--quiet", help="Print no progress.")
-    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, DiskOption):
@@ -242,11 +251,10 @@ class TraceOptions(PromptOptions, LoadOptions):
     as_json: bool = option("--json", help="Print one JSON object instead of a table.")
 
 
-class InspectionOptions(Declared):
+class InspectionOptions(VerboseOption):
     """The options of a command that reports on a model without generating."""
 
     as_json: bool = option("--json", help="Print one JSON object instead of a table.")
-    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 class BenchOptions(ModelArgument, ModelOption, NumberOptions, CacheOptions, DeviceOption, InspectionOptions):
@@ -283,7 +291,7 @@ class DoctorOptions(NamedModel, InspectionOptions):
     html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
 
 
-class QuantizeOptions(Declared):
+class QuantizeOptions(ThreadsOption, VerboseOption):
     """Write a MODEL as a GGUF file of another type, with llama.cpp's mixture of types.
 
     Only a few rows are in memory at a time. OUT.gguf appears when it is complete.
@@ -304,9 +312,7 @@ class QuantizeOptions(Declared):
     requantize: bool = option(help="Also quantise tensors that are already quantised: more precision is lost.")
     dry_run: bool = option(help="Show the sizes and types without writing the file.")
     force: bool = option("-f", "--force", help="Replace the output if it exists.")
-    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
     quiet: bool = option("-q", "--quiet", help="Print nothing.")
-    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
@@ -319,20 +325,16 @@ class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions
     device: Literal["cpu", "cuda"] = option(default="cpu")
 
 
-class CompileOptions(NamedModel):
+class CompileOptions(NamedModel, ProgressOptions):
     """Compile the CPU kernels that a model needs, so that its first use is fast: for images and Dockerfiles."""
 
     is_all: bool = option("--all", help="Compile for every kv type and precision, not only the usual ones.")
-    quiet: bool = option("-q", "--quiet", help="Print no progress.")
-    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
-class PullOptions(Declared):
+class PullOptions(ProgressOptions):
     """Download a model, or its missing files, from the Hugging Face hub into the hub's local cache."""
 
     model: str = argument(metavar="ORG/REPO[:Q4_K_M]")
-    quiet: bool = option("-q", "--quiet", help="Print no progress.")
-    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 class RemovalOptions(PullOptions):

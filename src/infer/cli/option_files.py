@@ -38,7 +38,7 @@ def read_text(path: Path, what: str, limit: int = MAX_PROMPT_BYTES) -> str:
         raise InvalidRequestError(f"{what} {path} cannot be read: {reason}") from error
     try:
         with refusing(f"{what} {path} cannot be read"):
-            return _decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}")
+            return _decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}", limit)
     finally:
         os.close(descriptor)
 
@@ -49,9 +49,7 @@ def read_stdin(what: str, limit: int) -> str:
         return ""
     with refusing(f"{what} cannot be read"):
         content = sys.stdin.buffer.read(limit + 1)
-    if len(content) > limit:
-        raise InvalidRequestError(_too_long(what, limit))
-    return _decode(content, what)
+    return _decode(content, what, limit)
 
 
 @contextmanager
@@ -63,7 +61,9 @@ def refusing(problem: str) -> Iterator[None]:
         raise InvalidRequestError(f"{problem}: {error.strerror}") from error
 
 
-def _decode(content: bytes, what: str) -> str:
+def _decode(content: bytes, what: str, limit: int) -> str:
+    if len(content) > limit:
+        raise InvalidRequestError(_too_long(what, limit))
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -71,6 +71,7 @@ def _decode(content: bytes, what: str) -> str:
 
 
 def _read_checked(descriptor: int, what: str, limit: int) -> bytes:
+    """Return at most one byte more than the limit."""
     status = os.fstat(descriptor)
     mode = status.st_mode
     if stat.S_ISDIR(mode):
@@ -81,7 +82,8 @@ def _read_checked(descriptor: int, what: str, limit: int) -> bytes:
         raise InvalidRequestError(_too_long(what, limit))
     first = _first_bytes(descriptor, what, limit) if stat.S_ISFIFO(mode) else b""
     os.set_blocking(descriptor, True)
-    return _read_up_to(descriptor, what, limit, first)
+    with open(descriptor, "rb", closefd=False) as file:
+        return first + file.read(limit + 1 - len(first))
 
 
 def _first_bytes(descriptor: int, what: str, limit: int) -> bytes:
@@ -96,15 +98,6 @@ def _first_bytes(descriptor: int, what: str, limit: int) -> bytes:
     if not first:
         raise InvalidRequestError(f"{what} cannot be read: it is a pipe without a writer")
     return first
-
-
-def _read_up_to(descriptor: int, what: str, limit: int, first: bytes = b"") -> bytes:
-    content = bytearray(first)
-    while len(content) <= limit and (block := os.read(descriptor, min(limit + 1 - len(content), _BLOCK))):
-        content += block
-    if len(content) > limit:
-        raise InvalidRequestError(_too_long(what, limit))
-    return bytes(content)
 
 
 def _take_stdin(what: str) -> None:

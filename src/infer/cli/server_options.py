@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import click
 
-from infer.cli.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions
+from infer.cli.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions, VerboseOption
 from infer.cli.option_fields import Declared, Group, argument, option, settings_field
 from infer.model_settings import ModelSettings
 from infer.serving.server_settings import ServerSettings
@@ -107,13 +107,12 @@ class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions
     drain_seconds: float = option(type=click.FloatRange(min=0), default=600.0,
                                   help="Time for the running answers of an engine or a front that is removed.")
 
-class ServerAddress(Declared):
+class ServerAddress(VerboseOption):
     """Options of a command that asks a running server."""
 
     url: str = option(default="http://127.0.0.1:8000", envvar="INFER_URL", show_envvar=True, help="Server's URL.")
     api_key: str | None = option(envvar="INFER_API_KEY", show_envvar=True, metavar="KEY",
                                  help="API key, if the server has keys.")
-    verbose: bool = option("-v", "--verbose", help="Print a traceback with an error.")
 
 
 class LaunchOptions(ServerAddress):

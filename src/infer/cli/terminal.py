@@ -4,15 +4,15 @@ import itertools
 import json
 import os
 import sys
+import textwrap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Protocol, Self, TextIO, final, runtime_checkable
 
 import click
 
 from infer.cli.process_streams import raise_if_reader_has_gone
-from infer.cli.streamed_text import MarkdownStyle, WordWrap
+from infer.cli.streamed_text import MIN_WIDTH, MarkdownStyle, WordWrap
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -149,7 +149,7 @@ def columns_of_rows(rows: Sequence[Sequence[str]], alignments: str) -> Iterator[
 
 def print_report(record: object, lines: Iterable[str], *, as_json: bool) -> None:
     """Print a record as one line of JSON, or the lines."""
-    click.echo(json_text(record) if as_json else "\n".join(lines))
+    TextWriter(sys.stdout).write("".join(f"{line}\n" for line in ([json_text(record)] if as_json else lines)))
 
 
 def json_text(record: object) -> str:
@@ -173,19 +173,15 @@ def note(text: str) -> None:
 
 
 def note_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """Write rows of two columns to stderr. On a terminal with rich, long values are wrapped within their column."""
-    if has_cursor(sys.stderr):
-        with suppress(ModuleNotFoundError):
-            from rich.console import Console
-            from rich.table import Table
-
-            table = Table.grid(padding=(0, 2, 0, 0))
-            for name, value in rows:
-                table.add_row(f"  {name}", value)
-            console = Console(stderr=True, width=columns_of(sys.stderr), highlight=False, markup=False, emoji=False)
-            console.print(table, style=None if os.environ.get("NO_COLOR") else "dim")
-            return
-    note("\n".join(f"  {line}" for line in columns_of_rows(rows, "<<")))
+    """Write rows of two columns to stderr. On a terminal, long values are wrapped within their column."""
+    width, columns = max(len(name) for name, _ in rows), columns_of(sys.stderr) if sys.stderr.isatty() else 0
+    lines = []
+    for name, value in rows:
+        head = f"  {name:<{width}}  "
+        is_wrapped = columns >= len(head) + MIN_WIDTH
+        wrapped = textwrap.wrap(value, columns - len(head), break_on_hyphens=False) if is_wrapped else [value]
+        lines.append(f"\n{'':{len(head)}}".join([head + wrapped[0], *wrapped[1:]]))
+    note("\n".join(lines))
 
 
 def columns_of(stream: TextIO) -> int:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, final
 from infer.cli.bench.memory_probe import MemoryProbe
 from infer.compute.kvcache.page_sizes import read_bytes
 from infer.compute.operands.weights import Projection
-from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.models.transformer import Transformer
 from infer.outputs import GenerationTiming, percentile
@@ -47,14 +46,6 @@ class Workload:
     warmups: int = 2
     seed: int = 42
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # fields of SamplingParams
-
-    def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "new_tokens", "context", "repeats"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(f"{name} must be at least 1, got {value}")
-        if self.warmups < 0:
-            raise InvalidRequestError(f"warmups must be at least 0, got {self.warmups}")
 
     @property
     def depth(self) -> int:

@@ -11,7 +11,9 @@ from typing import Any
 
 from infer import __version__
 from infer.cli.bench.profile import Profile, StepOperation, profile
-from infer.cli.bench.report import (
+from infer.cli.bench.speed import Speed, StepTime, Workload, measure, workloads
+from infer.cli.command_options import BenchOptions
+from infer.cli.commands.bench_report import (
     COMPARED,
     Report,
     check_report,
@@ -21,8 +23,6 @@ from infer.cli.bench.report import (
     read_report,
     write_report,
 )
-from infer.cli.bench.speed import Speed, StepTime, Workload, measure, workloads
-from infer.cli.command_options import BenchOptions
 from infer.cli.terminal import Spinner, TextWriter, json_text
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint

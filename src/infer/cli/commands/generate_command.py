@@ -19,7 +19,7 @@ from infer.cli.command_options import GenerateOptions, TraceOptions
 from infer.cli.process_streams import cancel_on_signal
 from infer.cli.prompts import Prompt
 from infer.cli.streamed_text import display_width, shortened
-from infer.cli.terminal import PrefillLine, Spinner, TextWriter, columns_of_rows, json_text
+from infer.cli.terminal import PrefillLine, Spinner, TextWriter, columns_of_rows, json_text, print_report
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, SampleTrace, TraceCandidate, percentile
 from infer.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
@@ -252,9 +252,7 @@ def run_trace(model: "infer.LLM", prompt: Prompt, params: SamplingParams, option
     with Spinner(f"step {options.step}", shown=not options.quiet):
         trace = model.sample_trace(prompt, params, step=options.step, num_candidates=options.num_candidates)
     if options.as_json:
-        writer = TextWriter(sys.stdout)
-        writer.write(json_text({"model": options.model} | trace.to_json()))
-        writer.end_line()
+        print_report({"model": options.model} | trace.to_json(), (), as_json=True)
         return
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((100, 24)).columns if is_terminal else None

@@ -6,7 +6,6 @@ kind of matrix. The file of a page is checked before the work and written at its
 """
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from infer.cli.command_options import CompareOptions, DoctorOptions, PerplexityO
 from infer.cli.option_files import refusing
 from infer.cli.process_streams import exit_on_signal
 from infer.cli.prompts import is_given
-from infer.cli.terminal import Spinner, TextWriter, columns_of_rows, json_text
+from infer.cli.terminal import Spinner, columns_of_rows, print_report
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings
@@ -50,7 +49,8 @@ def run_perplexity(model: "infer.LLM", text: str, options: PerplexityOptions) ->
     """Write the perplexity of a text."""
     with exit_on_signal(), Spinner("predicting", shown=not options.quiet) as spinner:
         found = measure_perplexity(model, text, options.context, spinner.progress)
-    _write(found, [_perplexity_row("perplexity", found), _extent_row(found)], as_json=options.as_json)
+    rows = [_perplexity_row("perplexity", found), _extent_row(found)]
+    print_report(found.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
 def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: CompareOptions) -> None:
@@ -63,7 +63,7 @@ def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: 
             both = open_checkpoint(options.reference), open_checkpoint(options.model)
             errors = {} if both[0].path == both[1].path else weight_errors(*both, spinner.progress)
         write_page(options.html, comparison_page((options.model, options.reference), found, rows, errors))
-    _write(found, rows, as_json=options.as_json)
+    print_report(found.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
 def reference_options(context: click.Context, options: CompareOptions) -> CompareOptions:
@@ -99,11 +99,6 @@ def _perplexity_row(name: str, found: Perplexity) -> tuple[str, str]:
     return name, f"{found.perplexity:.4f} ± {found.standard_error:.4f}"
 
 
-def _write(found: Perplexity | Divergence, rows: list[tuple[str, str]], *, as_json: bool) -> None:
-    lines = [json_text(found.to_json())] if as_json else columns_of_rows(rows, "<<")
-    TextWriter(sys.stdout).write("".join(f"{line}\n" for line in lines))
-
-
 def run_doctor(options: DoctorOptions) -> int:
     """Write the findings, and a page to --html. Return the exit status: 1 if there are findings."""
     check_page(options.html)
@@ -111,8 +106,7 @@ def run_doctor(options: DoctorOptions) -> int:
         found = examine(options.model, spinner.progress)
     if options.html is not None:
         write_page(options.html, doctor_page(found))
-    text = json_text(found.to_json()) if options.as_json else "\n".join(finding_lines(found))
-    TextWriter(sys.stdout).write(f"{text}\n")
+    print_report(found.to_json(), finding_lines(found), as_json=options.as_json)
     return 1 if found.findings else 0
 
 
@@ -183,16 +177,22 @@ def comparison_page(
         section("Divergence by position", by_position, _divergence_chart("position", first, found.kl_by_position)),
         section("Divergence by window", by_window, _divergence_chart("window", 1, found.kl_by_window)),
     ]
-    kinds = by_kind_and_layer(errors)
-    if kinds:
-        explanation = "The norm of the difference, as a share of the norm of the reference's matrix. One bar per layer."
-        charts = [_error_row(kind, by_layer) for kind, by_layer in kinds.items()]
-        sections.append(section("Error of the weights", explanation, chart_rows(charts)))
+    explanation = "The norm of the difference, as a share of the norm of the reference's matrix. One bar per layer."
+    charts = [_error_row(kind, by_layer) for kind, by_layer in by_kind_and_layer(errors).items()]
     others = {name.removesuffix(".weight"): error for name, error in errors.items() if "layers." not in name}
-    if others:
-        tiles = [(name, f"{100 * error:.3g} %") for name, error in others.items()]
-        sections.append(section("Error outside of layers", "", facts(tiles)))
+    tiles = [(name, f"{100 * error:.3g} %") for name, error in others.items()]
+    sections += _matrices("Error of the weights", explanation, charts, tiles)
     return page(f"infer compare: {names[0]}", f"reference: {names[1]}", sections)
+
+
+def _matrices(
+    heading: str, explanation: str, rows: Sequence[ChartRow], others: Sequence[tuple[str, str]]
+) -> Iterator[str]:
+    """Yield a section with charts of the matrices of layers, and one with facts about the other matrices."""
+    if rows:
+        yield section(heading, explanation, chart_rows(rows))
+    if others:
+        yield section("Matrices outside of layers", "", facts(others))
 
 
 def _error_row(kind: str, by_layer: dict[int, list[float]]) -> ChartRow:
@@ -230,23 +230,12 @@ def doctor_page(found: Diagnosis) -> str:
     texts = [(each.place, f"{each.problem}: {each.fix}") for each in found.findings]
     sections = [facts(tiles), section("Findings", "", remarks(texts, instead="No faults found."))]
     layers = by_kind_and_layer({each.name: each for each in matrices})
-    if layers:
-        bad = {each.requantise or each.place.partition(" ")[0] for each in found.findings}
-        sections.append(section("Size by layer", "", tall_chart(_sizes(list(layers.values())))))
-        rows = [_kind_row(kind, by_layer, bad) for kind, by_layer in layers.items()]
-        sections.append(section("Kinds of matrices", _EXPLANATION, chart_rows(rows)))
+    bad = {each.requantise or each.place.partition(" ")[0] for each in found.findings}
+    rows = [_kind_row(kind, by_layer, bad) for kind, by_layer in layers.items()]
     others = [each for each in matrices if not each.name.startswith("model.layers.")]
-    if others:
-        tiles = [(each.info.name, f"{each.info.type}, {_megabytes(each.info.file_bytes)}") for each in others]
-        sections.append(section("Matrices outside of layers", "", facts(tiles)))
+    tiles = [(each.info.name, f"{each.info.type}, {_megabytes(each.info.file_bytes)}") for each in others]
+    sections += _matrices("Kinds of matrices", _EXPLANATION, rows, tiles)
     return page(f"infer doctor: {name}", found.path, sections)
-
-
-def _sizes(kinds: Sequence[dict[int, list[TensorSummary]]]) -> Bars:
-    """Return the bytes of all matrices of each layer."""
-    layers = sorted({layer for kind in kinds for layer in kind})
-    sizes = [sum(each.info.file_bytes for kind in kinds for each in kind.get(layer, ())) / 1e6 for layer in layers]
-    return Bars("MB of matrices", sizes, labels_of(layers))
 
 
 def _kind_row(kind: str, by_layer: dict[int, list[TensorSummary]], bad: set[str]) -> ChartRow:

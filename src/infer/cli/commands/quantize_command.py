@@ -1,7 +1,6 @@
 """`infer quantize` and `infer imatrix`: a model as a GGUF file of another type, and the importance matrix for it."""
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import reduce
@@ -12,7 +11,7 @@ from infer.cli.bench.text_measures import collect_importance
 from infer.cli.command_options import ImatrixOptions, QuantizeOptions
 from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text, refusing
 from infer.cli.process_streams import exit_on_signal, keeping_garbage
-from infer.cli.terminal import Spinner, TextWriter, columns_of_rows, note
+from infer.cli.terminal import Spinner, columns_of_rows, note, print_report
 from infer.compute.quantization.file_types import FILE_TYPES
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.quantisers import QUANTISED_TYPES
@@ -46,9 +45,7 @@ def run_quantize(options: QuantizeOptions) -> None:
     if not options.dry_run:
         _write(options, model, request, types, threads)
     if not options.quiet:
-        TextWriter(sys.stdout).write(
-            "".join(f"{line}\n" for line in columns_of_rows(list(_rows(model, types)), "<>><"))
-        )
+        print_report(None, columns_of_rows(list(_rows(model, types)), "<>><"), as_json=False)
 
 
 def open_quantisable(path: Path) -> QuantisableModel:

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any, final
 
+import numpy as np
+
 import infer
 from infer.cli.command_options import BatchOptions, ClassifyOptions, EmbedOptions, RerankOptions
 from infer.cli.option_files import GivenText, refusing
@@ -172,7 +174,6 @@ def _duration(seconds: float) -> str:
 
 def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions) -> None:
     """Write one vector per text: a `.npy` file of all, or one JSON line per text."""
-    import numpy as np
     import torch
 
     from infer.engine.texts.text_tasks import embed, together

@@ -14,6 +14,7 @@ import torch
 
 import infer
 from infer.cli.bench.speed import Speed
+from infer.cli.option_files import refusing
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.system.cores.cores import processor_name
@@ -119,22 +120,16 @@ def write_report(path: Path, report: Report) -> Path:
     if path.is_dir():
         when = report["timestamp"][:19].translate({ord(each): None for each in "-:"}).replace("T", "-")
         path /= f"bench-{Path(report['model']).name}-{report['suite'] or 'single'}-{when}.json"
-    try:
-        with replacing(path, 0o666) as file:
-            file.write(json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise InvalidRequestError(f"the report {path} cannot be written: {error.strerror}") from error
+    with refusing(f"the report {path} cannot be written"), replacing(path, 0o666) as file:
+        file.write(json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
     return path
 
 
 def read_report(path: Path) -> Report:
     """Return a report of an earlier run. Raises InvalidRequestError if the file is none."""
-    try:
+    found = None
+    with refusing(f"the report {path} cannot be read"), suppress(ValueError, RecursionError):
         found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InvalidRequestError(f"the report {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError):
-        found = None
     if not isinstance(found, dict) or found.get("format") != _FORMAT or not _are_configs(found.get("configs")):
         raise InvalidRequestError(f"{path} is not a report of infer bench: write one with --report")
     return found

@@ -1,7 +1,7 @@
 """OpenAI's bodies of `/v1/chat/completions` and `/v1/completions`, and the `Ask` of each. Null means absent."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, final
 
@@ -405,7 +405,7 @@ def ask_chat(body: ChatBody, served: Served) -> Ask:
     )
 
 
-def ask_completion(body: CompletionBody, served: Served) -> Ask:
+def ask_completion(body: CompletionBody, served: Served) -> Ask | Callable[[], Ask]:
     """Return what a body asks. A prompt with a suffix gets the marks of its model. Raises BodyError.
 
     If the model cannot fill in text, warn and continue the prompts.
@@ -423,9 +423,13 @@ def ask_completion(body: CompletionBody, served: Served) -> Ask:
         raise refuse("echo must not be given with suffix: leave out echo", "echo")
     if any(not isinstance(each, str) for each in asked.prompts):
         raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
-    with refusing("suffix"):
-        prompts = [served.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
-    return between(asked, prompts, served)
+
+    def fill_in() -> Ask:
+        with refusing("suffix"):
+            prompts = [served.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
+        return between(asked, prompts, served)
+
+    return fill_in
 
 
 def between(asked: Ask, prompts: Sequence[Sequence[int]], served: Served) -> Ask:
@@ -473,8 +477,8 @@ def conversation_options(body: Any, effort: str | None, prompt_name: str = "mess
 def option_values(body: Any, effort: str | None) -> dict[str, Any]:
     """Return the fields of RequestOptions that a body sets. Raises BodyError."""
     given = {
-        "tools": plain(body.tools) or None,
-        "tool_choice": plain(body.tool_choice),
+        "tools": plain(body.tools) if body.tools else None,
+        "tool_choice": None if body.tool_choice is None else plain(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_budget": budget_of(body.thinking_token_budget, effort),
     }

@@ -47,10 +47,10 @@ from infer.serving.protocols.openai.ask import (
 )
 from infer.serving.protocols.params import Served, make_params, refusal, refuse_unless_neutral, seeds_of
 from infer.serving.server.call import call_of
-from infer.serving.server.choices import accept
+from infer.serving.server.choices import accept, served_by
 from infer.serving.server.endpoint import post, while_connected
 from infer.serving.server.replies import json_response
-from infer.serving.server.routes.protocols import answering, served_by
+from infer.serving.server.routes.protocols import answering
 from infer.serving.server.server_state import ServerState
 
 # Fields of the completions that have no meaning here, with their neutral values.

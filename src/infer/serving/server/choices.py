@@ -24,7 +24,7 @@ from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
 from infer.serving.protocols.fields import Reading
-from infer.serving.protocols.params import AskOf, Served, refusal
+from infer.serving.protocols.params import AskOf, Served, refusal, refusing
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import answer_any_model, check_result, enter, of_tenant, text_tokens, while_connected
@@ -258,10 +258,8 @@ async def prepared(request: Request, state: ServerState, prepare: Callable[[], _
     Raises ApiError 429 if too much work of the tenant is waiting, and 400 that names `param` if the library refuses it.
     """
     state.check_ready()
-    try:
+    with refusing(param):
         return await while_connected(request, state.turns.run(call_of(request).key_name, prepare))
-    except InvalidRequestError as error:
-        raise refusal(error, param) from error
 
 
 async def answer_body(request: Request, state: ServerState, body: Any, *, ask: AskOf, shape: type[Shape]) -> Response:

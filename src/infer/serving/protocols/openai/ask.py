@@ -10,7 +10,6 @@ from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import OPTIONS, RequestOptions
-from infer.errors import InvalidRequestError
 from infer.request_limits import (
     MAX_ANSWERS,
     MAX_BIAS,
@@ -41,7 +40,6 @@ from infer.serving.protocols.params import (
     make_params,
     plain,
     prompts_of,
-    refusal,
     refusing,
     seeds_of,
     stops_of,
@@ -448,7 +446,7 @@ def ask_text(body: TextBody, served: Served) -> Ask:
         raise refuse(message, "prompt")
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
     params = make_params(values, served.defaults, seeds_of(body.seed, num_choices), "prompt")
-    return Ask(prompts, params, make_options(body), is_answered=body.max_tokens != 0)
+    return Ask(prompts, params, RequestOptions(**values_of(body, OPTIONS)), is_answered=body.max_tokens != 0)
 
 
 def chat_values(body: ChatBody) -> dict[str, Any]:
@@ -468,10 +466,8 @@ def completion_values(body: TextBody) -> dict[str, Any]:
 
 def conversation_options(body: Any, effort: str | None, prompt_name: str = "messages", **others: Any) -> RequestOptions:
     """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
-    try:
+    with refusing(prompt_name):
         return RequestOptions(**option_values(body, effort), **others)
-    except InvalidRequestError as error:
-        raise refusal(error, prompt_name) from error
 
 
 def option_values(body: Any, effort: str | None) -> dict[str, Any]:
@@ -520,11 +516,6 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
 
 def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
     return {"json_schema": schema if strict else not_strict(schema)}
-
-
-def make_options(body: GeneratingBody) -> RequestOptions:
-    """Return the options that the body sets."""
-    return RequestOptions(**values_of(body, OPTIONS))
 
 
 def _bias_id(key: str, value: float) -> int:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, Self, TypeVar, final
 
 import msgspec
 from msgspec import UNSET
@@ -13,7 +13,7 @@ from infer.serving.protocols.answers import Answer, Extension, Head, Json
 from infer.serving.protocols.errors import ApiError
 from infer.serving.protocols.params import Served
 
-_Answer = TypeVar("_Answer", bound=Answer)
+_Answer = TypeVar("_Answer", Answer, "Answer | Json")
 Chunk = Answer | Json  # a dict is an event whose `type` is also its name
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 Scores = Sequence[TokenLogprob | None]  # one entry per token of a prompt
@@ -22,24 +22,21 @@ _LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u202
 
 
 class Delta(NamedTuple):
-    """The next pieces of the choice with index `choice`, or its end.
-
-    At the end, `tail` and `tail_deltas` are the text and the reasoning that were held back.
-    """
+    """The next pieces of the choice with index `choice`, or its end with the text and the reasoning held back."""
 
     choice: int
     pieces: Sequence[Piece]
+    text: str
+    deltas: Sequence[ReasoningDelta | ToolCallDelta]
     result: GenerationResult | None = None
-    tail: str = ""
-    tail_deltas: tuple[ReasoningDelta, ...] = ()
 
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces) + self.tail
-
-    @property
-    def deltas(self) -> list[ReasoningDelta | ToolCallDelta]:
-        return [*(delta for piece in self.pieces for delta in piece.deltas), *self.tail_deltas]
+    @classmethod
+    def of(cls, choice: int, pieces: Sequence[Piece]) -> Self:
+        text, deltas = "", list[ReasoningDelta | ToolCallDelta]()
+        for piece in pieces:
+            text += piece.text
+            deltas += piece.deltas
+        return cls(choice, pieces, text, deltas)
 
 
 @final
@@ -95,16 +92,6 @@ class Shape(ErrorShape, ABC):
         """Return for each scoring of the prompts the number of the likeliest tokens, or None to leave it out."""
         return ()
 
-    @staticmethod
-    def is_encoded(body: Any) -> bool:
-        """Return True if the ask of a body encodes texts, which takes some time."""
-        return bool(getattr(body, "suffix", None))
-
-    @staticmethod
-    def without_ask(body: Any, served: Served) -> Answer | None:
-        """Return the answer to a body that asks nothing of the model, else None."""
-        return None
-
     @abstractmethod
     def whole(self, results: Sequence[GenerationResult]) -> Answer | Sequence[Answer]: ...
 
@@ -130,8 +117,8 @@ class Shape(ErrorShape, ABC):
 
 
 def with_warnings(answer: _Answer, warnings: Sequence[str]) -> _Answer:
-    """Add the warnings about the body, if any, to the answer, and return it."""
-    if warnings:
+    """Add the warnings about the body, if any, to an answer that can hold them, and return it."""
+    if warnings and isinstance(answer, Answer):
         answer.infer = Extension() if answer.infer is UNSET else answer.infer
         answer.infer.warnings = warnings
     return answer

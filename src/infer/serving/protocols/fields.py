@@ -64,12 +64,12 @@ def shown(value: Any) -> str:
 def declares(*bodies: Bodies) -> Callable[[type[_Body]], type[_Body]]:
     """Return a decorator that adds the fields of all parameters and options that are declared for these bodies.
 
-    Each field may be null, which means absent.
+    Each field may be null, which means absent. `/openapi.json` has the description of its type.
     """
 
     def extend(cls: type[_Body]) -> type[_Body]:
         fields = [
-            (each.body_name or name, _described(_type_of(each), each.help) | None, None)
+            (each.body_name or name, Annotated[_type_of(each), Meta(description=each.help)] | None, None)
             for name, each in DECLARED.items()
             if each.bodies in bodies
         ]
@@ -86,11 +86,6 @@ def values_of(body: msgspec.Struct, declared: dict[str, Parameter]) -> dict[str,
     """Return the values that a body gives, by their declared names. Null means absent."""
     given = {name: getattr(body, each.body_name or name, None) for name, each in declared.items() if each.bodies}
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _described(kind: Any, help: str) -> Any:
-    """Return the type with its description, which `/openapi.json` has."""
-    return Annotated[kind, Meta(description=help)]
 
 
 def _type_of(declared: Parameter) -> Any:
@@ -187,6 +182,14 @@ def _plain(name: str) -> str:
 type_info = cache(inspect.type_info)
 
 
+@cache
+def _types_of(cls: type[Struct]) -> dict[str, tuple[inspect.Type, ...]]:
+    """Return the alternative types of each field of a Struct."""
+    found = inspect.type_info(cls)
+    assert isinstance(found, inspect.StructType)
+    return {each.encode_name: tuple(flat(each.type)) for each in found.fields}
+
+
 def flat(found: inspect.Type) -> Iterator[inspect.Type]:
     """Yield the alternatives of a type, without unions and metadata."""
     if isinstance(found, inspect.UnionType):
@@ -212,21 +215,20 @@ def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], rea
     if isinstance(given, list):
         lists = [each for each in types if isinstance(each, inspect.ListType)]
         inner = tuple(one for each in lists for one in flat(each.item_type))
-        has_structs = any(isinstance(each, inspect.StructType) for each in inner)
-        if has_structs and any(each.max_length is not None and len(given) > each.max_length for each in lists):
-            return given  # refused for its length
-        has_integers = any(isinstance(each, inspect.IntType) for each in inner)
-        if not has_structs and (not has_integers or set(map(type, given)) <= {int}):
+        inner_kinds = set(map(type, inner))
+        if inspect.StructType in inner_kinds:
+            if any(each.max_length is not None and len(given) > each.max_length for each in lists):
+                return given  # refused for its length
+        elif inspect.IntType not in inner_kinds or set(map(type, given)) <= {int}:
             return given
         return [_settled(each, inner, [*steps, index], reading) for index, each in enumerate(given)]
-    if isinstance(given, str) and not any(isinstance(each, inspect.StrType) for each in types):
+    kinds = set(map(type, types))
+    if isinstance(given, str) and inspect.StrType not in kinds:
         values = [value for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
         if values and given not in values:
             raise _none_of(values, given, steps)
-    if type(given) is float and given.is_integer():
-        is_integer = any(isinstance(each, inspect.IntType) for each in types)
-        if is_integer and not any(isinstance(each, inspect.FloatType) for each in types):
-            return int(given)
+    if type(given) is float and given.is_integer() and inspect.IntType in kinds and inspect.FloatType not in kinds:
+        return int(given)
     return given
 
 
@@ -247,19 +249,19 @@ def _none_of(values: list[Any], given: str, steps: list[Step]) -> BodyError:
 
 
 def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], reading: Reading) -> Any:
-    fields = {each.encode_name: each for each in found.fields}
+    types_by_name = _types_of(found.cls)
     if issubclass(found.cls, Parameters | ToolKeys) and len(given) > MAX_KEYS:
         path = path_of(steps)
         raise refuse(f"{path or 'the body'} must have at most {MAX_KEYS} fields, got {len(given)}", path or None)
     if issubclass(found.cls, Parameters):
-        known = [*fields, *((found.tag_field,) if found.tag_field else ())]
+        known = [*types_by_name, *((found.tag_field,) if found.tag_field else ())]
         given = _taken(given, known, found.cls.foreign, steps, reading)
         if note := found.cls.note_on(given):
             reading.warn(f"{path_of(steps)}{note}")
     elif issubclass(found.cls, ToolKeys):
-        _warn_of_tool(given, [*fields, str(found.tag_field)], found.cls.misplaced, steps, reading)
+        _warn_of_tool(given, [*types_by_name, str(found.tag_field)], found.cls.misplaced, steps, reading)
     return {
-        name: _settled(value, tuple(flat(fields[name].type)), [*steps, name], reading) if name in fields else value
+        name: _settled(value, types_by_name[name], [*steps, name], reading) if name in types_by_name else value
         for name, value in given.items()
     }
 

@@ -3,7 +3,7 @@
 Their bodies are those of `/v1/completions`, with llama.cpp's names and formats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, final
 
 from msgspec import UNSET, Struct, UnsetType
@@ -70,19 +70,23 @@ def complete_llamacpp(given: dict[str, Any], reading: Reading) -> dict[str, Any]
     return found
 
 
-def ask_continuation(body: CompletionBody, served: Served) -> Ask:
+def ask_continuation(body: CompletionBody, served: Served) -> Ask | Callable[[], Ask]:
     """Return what a body of `/completion` asks. Raises BodyError."""
     return ask_completion(_settled(body, served), served)
 
 
-def ask_infill(body: InfillBody, served: Served) -> Ask:
-    """Return what a body of `/infill` asks. Raises BodyError."""
+def ask_infill(body: InfillBody, served: Served) -> Callable[[], Ask]:
+    """Return a function that makes what a body of `/infill` asks. Raises BodyError."""
     asked, most = ask_text(_settled(body, served), served), served.max_seq_len
     files = [(each.filename, each.text) for each in body.input_extra or ()]
     room = most - min(asked.params[0].max_new_tokens or NUM_TOKENS_OF_CALLS, most // 2)
-    with refusing("input_prefix"):
-        prompt = served.tokenizer.encode_infill(body.before, body.input_suffix, files, max_tokens=room)
-    return between(asked, [prompt], served)
+
+    def encode() -> Ask:
+        with refusing("input_prefix"):
+            prompt = served.tokenizer.encode_infill(body.before, body.input_suffix, files, max_tokens=room)
+        return between(asked, [prompt], served)
+
+    return encode
 
 
 def _settled(body: _Body, served: Served) -> _Body:
@@ -170,10 +174,6 @@ class LlamacppShape(Shape):
         self._spelling = Spelling.of(accepted.served.tokenizer)
         self._has_content, self._has_tokens = body.max_tokens != 0, bool(body.return_token_ids or body.stream)
         self._num_predicted = [0] * len(self._prompt_ids) * len(self._params)
-
-    @staticmethod
-    def is_encoded(body: TextBody) -> bool:
-        return isinstance(body, InfillBody) or Shape.is_encoded(body)
 
     def whole(self, results: Sequence[GenerationResult]) -> LlamacppCompletion | list[LlamacppCompletion]:
         found = [

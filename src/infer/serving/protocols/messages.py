@@ -34,8 +34,10 @@ def complete_each(messages: list[Any], reading: Reading, complete: Callable[...,
 
 def last_user(messages: list[Any]) -> int:
     """Return the index of the user's last message, or -1 if there is none."""
-    found = [index for index, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"]
-    return found[-1] if found else -1
+    for index in range(len(messages) - 1, -1, -1):
+        if isinstance(each := messages[index], dict) and each.get("role") == "user":
+            return index
+    return -1
 
 
 def own_tools(

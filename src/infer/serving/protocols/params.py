@@ -15,6 +15,7 @@ import msgspec
 
 import infer
 from infer.compute.sampling.defaults import default_params
+from infer.engine.requests.ask import Ask
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.request_limits import MAX_KEYS
 from infer.sampling_params import (
@@ -25,6 +26,7 @@ from infer.sampling_params import (
     UnknownParameterError,
     without_zeros,
 )
+from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
@@ -64,6 +66,10 @@ class Served:
         tokenizer = llm.tokenizer
         facts = (llm.sampling_defaults, tokenizer.chat_template, tokenizer, llm.max_seq_len, llm.can_chat)
         return cls(*facts, llm.system_fingerprint, **request)
+
+
+# An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.
+AskOf = Callable[[Any, Served], Ask | Callable[[], Ask] | Answer]
 
 
 def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:

@@ -44,13 +44,6 @@ class SentPart(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Given(NamedTuple):
-    """The tokens with which a choice begins."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-
-
 _note_decoder = msgspec.msgpack.Decoder(SentPart)
 _parts_decoder = msgspec.msgpack.Decoder(list[SentPart])
 
@@ -73,14 +66,15 @@ def unpack(packed: bytes) -> list[SentPart]:
     return _parts_decoder.decode(packed)
 
 
-def given_to(choice: int, parts: Sequence[SentPart]) -> Given:
-    """Return all tokens of a choice except the last one.
+def given_to(choice: int, parts: Sequence[SentPart]) -> tuple[list[int], list[TokenLogprob]]:
+    """Return all tokens of a choice except the last one, and their log-probabilities.
 
     The last token is sampled again, because it may be the one that ends the answer.
     """
     own = [part for part in parts if part.choice == choice]
     token_ids = [token_id for part in own for token_id in part.token_ids]
-    return Given(token_ids[:-1], [logprob for part in own for logprob in part.logprobs][: max(0, len(token_ids) - 1)])
+    logprobs = [logprob for part in own for logprob in part.logprobs]
+    return token_ids[:-1], logprobs[: max(0, len(token_ids) - 1)]
 
 
 @final

@@ -5,12 +5,14 @@ reads the prompt. The others begin after its first piece, and find the prompt in
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, final
+from itertools import chain
+from typing import Any, TypeVar, final
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 import infer
 from infer.engine.requests.ask import Ask
@@ -18,13 +20,18 @@ from infer.engine.step.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
+from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.errors import ApiError
-from infer.serving.protocols.events import Delta
-from infer.serving.protocols.params import refusal
+from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
+from infer.serving.protocols.fields import Reading
+from infer.serving.protocols.params import AskOf, Served, refusal, refusing
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import check_result, enter, of_tenant, text_tokens, while_connected
+from infer.serving.server.endpoint import answer_any_model, check_result, enter, of_tenant, text_tokens, while_connected
+from infer.serving.server.replies import EventStream, json_response
 from infer.serving.server.server_state import ServerState
+
+_Found = TypeVar("_Found")
 
 
 @final
@@ -32,14 +39,14 @@ class Choices:
     def __init__(
         self, call: Call, state: ServerState, groups: "Sequence[Sequence[infer.AsyncStream]]", *, is_answered: bool
     ) -> None:
-        self._call, self._state, self._groups, self._is_answered = call, state, groups, is_answered
-        self._streams = [stream for group in groups for stream in group]
+        self._call, self._state, self._is_answered = call, state, is_answered
+        self._streams, self._size = list(chain.from_iterable(groups)), len(groups[0])  # choices, and those of a prompt
         self._has_begun = set[int]()
 
     @property
     def firsts(self) -> list[Any]:
         """The `step.sequence.Sequence` of the first choice of each prompt."""
-        return [group[0].sequence for group in self._groups]
+        return [stream.sequence for stream in self._streams[:: self._size]]
 
     async def begin(self) -> None:
         """Put the first choice of each prompt into the queue."""
@@ -66,25 +73,25 @@ class Choices:
             check_result(result, self._state)
         return results
 
-    async def parts(self) -> AsyncGenerator[Delta, None]:
-        """Yield the parts of all choices when they arrive, each choice with its end.
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of all choices when they arrive, each choice with its end.
 
         A choice that fails has no end. Its ApiError is raised when all other choices have ended.
         """
         if not self._is_answered:
             for index, result in enumerate(self._empty()):
-                yield Delta(index, (), result)
+                yield Delta(index, (), "", (), result)
             return
         failures = list[ApiError]()
         try:
             async with aclosing(self._read_all()) as read:
                 async for index, pieces in read:
                     try:
-                        part = Delta(index, pieces) if pieces else await self._end(index)
+                        delta = Delta.of(index, pieces) if pieces else await self._end(index)
                     except ApiError as error:
                         failures.append(_of_choice(error, index))
                     else:
-                        yield part
+                        yield delta
         finally:
             self.cancel()
         if failures:
@@ -100,13 +107,16 @@ class Choices:
         for part in sent:
             await self._begin(part.choice)
             yield part.choice, [await anext(self._streams[part.choice]) for _ in part.token_ids]
+        if len(self._streams) == 1:  # it needs no tasks
+            has_ended = bool(sent) and not sent[-1].token_ids
+            while not has_ended:
+                pieces = await self._streams[0].take()
+                yield self._noted(0, pieces)
+                has_ended = not pieces
+            return
         has_given = {part.choice // size for part in sent}
-        has_ended = {part.choice for part in sent if not part.token_ids}
-        while len(self._streams) == 1 and 0 not in has_ended:  # one choice needs no tasks
-            pieces = await self._streams[0].take()
-            yield self._noted(0, pieces)
-            has_ended |= set() if pieces else {0}
-        open_ones = [index for index in range(len(self._streams)) if index not in has_ended]
+        ended = {part.choice for part in sent if not part.token_ids}
+        open_ones = [index for index in range(len(self._streams)) if index not in ended]
         reading = {self._read(index): index for index in open_ones if index % size == 0 or index // size in has_given}
         try:
             while reading:
@@ -134,11 +144,10 @@ class Choices:
         stream = self._streams[index]
         result = self._call.result_by_stream[stream] = await stream.result()
         check_result(result, self._state)
-        pieces = stream.sequence.pieces
-        tail = result.text[sum(len(piece.text) for piece in pieces) :]
-        known, _ = assembled(delta for piece in pieces for delta in piece.deltas)
-        rest = (result.reasoning or "")[len(known or "") :]
-        return Delta(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
+        known = Delta.of(index, stream.sequence.pieces)
+        reasoning, _ = assembled(known.deltas)
+        rest = (result.reasoning or "")[len(reasoning or "") :]
+        return Delta(index, (), result.text[len(known.text) :], (ReasoningDelta(rest),) if rest else (), result)
 
     def cancel(self) -> None:
         """Cancel the choices that have not ended."""
@@ -154,11 +163,6 @@ class Choices:
             )
             for each in sequences
         ]
-
-    @property
-    def _size(self) -> int:
-        """Number of choices per prompt."""
-        return len(self._groups[0])
 
     async def _begin(self, index: int) -> None:
         """Put a choice into the queue unless it has begun."""
@@ -231,3 +235,77 @@ def _of_choice(error: ApiError, index: int) -> ApiError:
     return ApiError(
         error.status, f"choice {index}: {error.message}", error.type, error.param, error.code, error.headers
     )
+
+
+def served_by(request: Request, state: ServerState, body: Any) -> Served:
+    """Return the model that answers a body, whatever model the body names."""
+    llm, call = answer_any_model(request, state, body.model), call_of(request)
+    return Served.by(
+        llm,
+        id=call.id,
+        model=call.model,
+        created=call.created,
+        load_seconds=call.load_seconds,
+        seconds=lambda: call.seconds,
+        reading=Reading(state.settings.unknown_fields, call.warnings),
+        agent_prompts=state.settings.agent_prompts,
+    )
+
+
+async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
+    """Return the result of `prepare`, which runs on a thread in the tenant's turn.
+
+    Raises ApiError 429 if too much work of the tenant is waiting, and 400 that names `param` if the library refuses it.
+    """
+    state.check_ready()
+    with refusing(param):
+        return await while_connected(request, state.turns.run(call_of(request).key_name, prepare))
+
+
+async def answer_body(request: Request, state: ServerState, body: Any, *, ask: AskOf, shape: type[Shape]) -> Response:
+    """Answer a body with what its protocol asks and shows, whole or as a stream."""
+    served, call = served_by(request, state, body), call_of(request)
+    asked = ask(body, served)
+    if isinstance(asked, Answer):
+        return json_response(asked)
+    if not isinstance(asked, Ask):
+        asked = await prepared(request, state, asked, "prompt")
+    choices = await accept(request, state, asked)
+    accepted = Accepted(served, asked, choices.firsts)
+    if nums := shape.scored(body):
+        scores = [await _scores_of(request, state, accepted.prompt_ids, num) for num in nums]
+        accepted = accepted._replace(scores=scores)
+    shown = shape(accepted, body)
+    if shape.is_stream_by_default if body.stream is None else body.stream:
+        events, seconds = _events(choices, shown, call), state.settings.comment_seconds
+        return EventStream(events, comment_seconds=seconds, fail=shown.fail, media_type=shape.media_type)
+    return json_response(shown.whole(await while_connected(request, choices.results())), call)
+
+
+async def _scores_of(
+    request: Request, state: ServerState, prompts: Sequence[Sequence[int]], num: int | None
+) -> list[Scores]:
+    """Return the log-probability of each token of each prompt, with the `num` likeliest tokens.
+
+    If `num` is None, the scores are empty.
+    """
+    if num is None:
+        return [() for _ in prompts]
+    llm = state.llm()
+    return [await while_connected(request, llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
+
+
+async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[bytes, None]:
+    results: dict[int, GenerationResult] = {}
+    for chunk in shape.opening():
+        yield shape.event(chunk)
+    async with aclosing(choices.deltas()) as deltas:
+        async for delta in deltas:
+            for chunk in shape.chunks(delta):
+                yield shape.event(chunk if delta.result is None else with_warnings(chunk, call.warnings))
+            if delta.result is not None:
+                results[delta.choice] = delta.result
+    for chunk in shape.closing([result for _, result in sorted(results.items())]):
+        yield shape.event(with_warnings(chunk, call.warnings))
+    if shape.last:
+        yield shape.last

@@ -7,8 +7,7 @@ release what it reads (an `AsyncStream` does).
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
 from math import inf
 from typing import Any, final
 
@@ -17,69 +16,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from infer.outputs import GenerationResult
 from infer.serving.protocols.errors import ENGINE_FAILED, ApiError
-from infer.serving.protocols.events import EVENTS, Chunk, Scores, Shape, failure_events, with_warnings
+from infer.serving.protocols.events import EVENTS, failure_events, with_warnings
 from infer.serving.server.call import FAILED, Call, call_of
-from infer.serving.server.choices import Choices
 from infer.serving.server.connection import has_stalled
-from infer.serving.server.endpoint import refusal_of, until_gone, while_connected
-from infer.serving.server.server_state import ServerState
+from infer.serving.server.endpoint import refusal_of, until_gone
 
 _COMMENT = b": the answer goes on\n\n"
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-
-
-async def reply(
-    request: Request, state: ServerState, choices: Choices, shape: Shape, *, is_streamed: bool | None
-) -> Response:
-    call = call_of(request)
-    if shape.is_stream_by_default if is_streamed is None else is_streamed:
-        events = _events(choices, shape, call)
-        seconds = state.settings.comment_seconds
-        return EventStream(events, comment_seconds=seconds, fail=shape.fail, media_type=shape.media_type)
-    results = await while_connected(request, choices.results())
-    return json_response(shape.whole(results), call)
 
 
 def json_response(answer: Any, call: Call | None = None, status: int = 200) -> Response:
     """Return the answer as JSON. With a call, it must be an `Answer`, which gets the call's warnings, or a list."""
     found = answer if call is None or isinstance(answer, list) else with_warnings(answer, call.warnings)
     return Response(msgspec.json.encode(found), status, media_type="application/json")
-
-
-async def score_prompts(
-    request: Request, state: ServerState, prompts: Sequence[Sequence[int]], num: int | None
-) -> list[Scores]:
-    """Return the log-probability of each token of each prompt, with the `num` likeliest tokens.
-
-    If `num` is None, the scores are empty.
-    """
-    if num is None:
-        return [() for _ in prompts]
-    llm = state.llm()
-    return [await while_connected(request, llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
-
-
-async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[bytes, None]:
-    results: dict[int, GenerationResult] = {}
-    for chunk in shape.opening():
-        yield shape.event(chunk)
-    async with aclosing(choices.parts()) as parts:
-        async for part in parts:
-            for chunk in shape.chunks(part):
-                yield shape.event(chunk if part.result is None else _warned(chunk, call))
-            if part.result is not None:
-                results[part.choice] = part.result
-    for chunk in shape.closing([results[index] for index in sorted(results)]):
-        yield shape.event(_warned(chunk, call))
-    if shape.last:
-        yield shape.last
-
-
-def _warned(chunk: Chunk, call: Call) -> Chunk:
-    """Add the call's warnings, if any, to a chunk that can hold them, and return it."""
-    return chunk if isinstance(chunk, dict) else with_warnings(chunk, call.warnings)
 
 
 @final

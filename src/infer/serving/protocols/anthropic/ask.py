@@ -16,7 +16,6 @@ from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
-from infer.errors import InvalidRequestError
 from infer.request_limits import MAX_STOPS, MAX_TOKENS, MAX_TOOLS
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse
 from infer.serving.protocols.foreign import Foreign
@@ -28,7 +27,7 @@ from infer.serving.protocols.messages import (
     placeholder,
     text_of,
 )
-from infer.serving.protocols.params import Served, make_params, refusal, seeds_of, stops_of
+from infer.serving.protocols.params import Served, make_params, refusing, seeds_of, stops_of
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
@@ -390,10 +389,8 @@ def options_of(body: PromptBody, template: str | None) -> RequestOptions:
     A thinking budget is an upper limit, so it is ignored if the template has no reasoning.
     """
     budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
-    try:
+    with refusing("messages"):
         return RequestOptions(**tool_fields(body.tools, body.tool_choice), reasoning_budget=budget)
-    except InvalidRequestError as error:
-        raise refusal(error, "messages") from error
 
 
 def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:

@@ -5,7 +5,8 @@ Messages, tools and options stay as they were sent; the bodies of OpenAI's route
 
 import math
 import re
-from typing import Annotated, Any, final
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, final
 
 from msgspec import Meta
 
@@ -13,6 +14,7 @@ from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 from infer.serving.protocols.fields import DECLARED, Parameters, as_given, body_from, refuse, shown
 from infer.serving.protocols.foreign import Foreign
+from infer.serving.protocols.ollama.events import OllamaAnswer, without_prompt
 from infer.serving.protocols.openai.ask import (
     Alternatives,
     ChatBody,
@@ -56,6 +58,8 @@ class AnsweringBody(_OllamaBody, kw_only=True):
     them: they are used if `options` do not set them.
     """
 
+    is_chat: ClassVar[bool] = False
+
     stream: bool | None = None  # the default is true
     format: str | dict[str, Any] | None = None
     think: bool | str | None = None
@@ -72,12 +76,10 @@ class AnsweringBody(_OllamaBody, kw_only=True):
 class OllamaChatBody(AnsweringBody, kw_only=True):
     """A conversation. Without messages, the model is only loaded, or unloaded if `keep_alive` is 0."""
 
+    is_chat = True
+
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-
-    @property
-    def has_prompt(self) -> bool:
-        return bool(self.messages)
 
 
 @final
@@ -97,10 +99,6 @@ class OllamaGenerateBody(AnsweringBody, kw_only=True):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-
-    @property
-    def has_prompt(self) -> bool:
-        return bool(self.prompt or self.suffix)
 
 
 class _EmbeddingBody(_OllamaBody, kw_only=True):
@@ -131,13 +129,17 @@ class OllamaModelBody(_OllamaBody, kw_only=True):
     stream: bool | None = None  # the default is true
 
 
-def ask_conversation(body: OllamaChatBody, served: Served) -> Ask:
+def ask_conversation(body: OllamaChatBody, served: Served) -> Ask | OllamaAnswer:
     """Return what a body asks. Raises BodyError."""
+    if not body.messages:
+        return _load(body, served)
     return _ask_chat([_message(each) for each in body.messages or ()], body.tools, body, served)
 
 
-def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask:
+def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask | Callable[[], Ask] | OllamaAnswer:
     """Return what a body asks: an answer to a user's message, or the continuation of a text. Raises BodyError."""
+    if not (body.prompt or body.suffix):
+        return _load(body, served)
     prompt = body.prompt or ""
     if served.can_chat and not (body.raw or body.suffix):
         messages = [{"role": "system", "content": body.system}] if body.system else []
@@ -150,6 +152,11 @@ def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask:
     meant = body_from(given, CompletionBody, as_given, served.reading)
     refuse_unless_neutral(meant, _ONE_ANSWER)
     return ask_completion(meant, served)
+
+
+def _load(body: AnsweringBody, served: Served) -> OllamaAnswer:
+    is_unloaded = seconds_of(body.keep_alive) == 0
+    return without_prompt(served.model, served.created, is_chat=body.is_chat, is_unloaded=is_unloaded)
 
 
 def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:

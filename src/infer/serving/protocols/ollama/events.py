@@ -27,8 +27,6 @@ from infer.serving.protocols.answers import (
 )
 from infer.serving.protocols.errors import ApiError
 from infer.serving.protocols.events import LINES, Accepted, Chunk, Delta, Shape, line
-from infer.serving.protocols.ollama.ask import AnsweringBody, OllamaChatBody, OllamaGenerateBody, seconds_of
-from infer.serving.protocols.params import Served
 
 _FILLS_IN = "{# .Suffix #}"  # a comment: Continue searches for this word to learn if the model can fill in text
 FOREVER = "9999-12-31T23:59:59Z"  # the end of a model that is never unloaded for being idle
@@ -110,19 +108,9 @@ class OllamaShape(Shape):
 
     last, media_type, is_stream_by_default = b"", LINES, True
 
-    def __init__(self, accepted: Accepted, body: AnsweringBody) -> None:
-        self._served, self._is_chat = accepted.served, isinstance(body, OllamaChatBody)
+    def __init__(self, accepted: Accepted, body: Any) -> None:
+        self._served, self._is_chat = accepted.served, body.is_chat
         self._spelling = Spelling.of(accepted.served.tokenizer) if body.logprobs else None
-
-    @staticmethod
-    def without_ask(body: OllamaChatBody | OllamaGenerateBody, served: Served) -> OllamaAnswer | None:
-        """Return the answer to a body without a prompt, which only loads or unloads the model."""
-        if body.has_prompt:
-            return None
-        is_unloaded = seconds_of(body.keep_alive) == 0
-        return without_prompt(
-            served.model, served.created, is_chat=isinstance(body, OllamaChatBody), is_unloaded=is_unloaded
-        )
 
     def whole(self, results: Sequence[GenerationResult]) -> OllamaAnswer:
         (result,) = results
@@ -183,7 +171,7 @@ class OllamaShape(Shape):
 
 
 def without_prompt(model: str, created: int, *, is_chat: bool, is_unloaded: bool) -> OllamaAnswer:
-    """Return the answer to a request that only loads or unloads the model."""
+    """Return the answer to a body without a prompt, which only loads or unloads the model."""
     end: Any = {"done": True, "done_reason": "unload" if is_unloaded else "load"}
     fields = {"model": model, "created_at": time_text(float(created)), **end}
     if is_chat:

@@ -1,7 +1,7 @@
 """OpenAI's bodies of `/v1/chat/completions` and `/v1/completions`, and the `Ask` of each. Null means absent."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, final
 
@@ -10,7 +10,6 @@ from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import OPTIONS, RequestOptions
-from infer.errors import InvalidRequestError
 from infer.request_limits import (
     MAX_ANSWERS,
     MAX_BIAS,
@@ -41,7 +40,6 @@ from infer.serving.protocols.params import (
     make_params,
     plain,
     prompts_of,
-    refusal,
     refusing,
     seeds_of,
     stops_of,
@@ -406,7 +404,7 @@ def ask_chat(body: ChatBody, served: Served) -> Ask:
     )
 
 
-def ask_completion(body: CompletionBody, served: Served) -> Ask:
+def ask_completion(body: CompletionBody, served: Served) -> Ask | Callable[[], Ask]:
     """Return what a body asks. A prompt with a suffix gets the marks of its model. Raises BodyError.
 
     If the model cannot fill in text, warn and continue the prompts.
@@ -424,9 +422,13 @@ def ask_completion(body: CompletionBody, served: Served) -> Ask:
         raise refuse("echo must not be given with suffix: leave out echo", "echo")
     if any(not isinstance(each, str) for each in asked.prompts):
         raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
-    with refusing("suffix"):
-        prompts = [served.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
-    return between(asked, prompts, served)
+
+    def fill_in() -> Ask:
+        with refusing("suffix"):
+            prompts = [served.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
+        return between(asked, prompts, served)
+
+    return fill_in
 
 
 def between(asked: Ask, prompts: Sequence[Sequence[int]], served: Served) -> Ask:
@@ -445,7 +447,7 @@ def ask_text(body: TextBody, served: Served) -> Ask:
         raise refuse(message, "prompt")
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
     params = make_params(values, served.defaults, seeds_of(body.seed, num_choices), "prompt")
-    return Ask(prompts, params, make_options(body), is_answered=body.max_tokens != 0)
+    return Ask(prompts, params, RequestOptions(**values_of(body, OPTIONS)), is_answered=body.max_tokens != 0)
 
 
 def chat_values(body: ChatBody) -> dict[str, Any]:
@@ -465,17 +467,15 @@ def completion_values(body: TextBody) -> dict[str, Any]:
 
 def conversation_options(body: Any, effort: str | None, prompt_name: str = "messages", **others: Any) -> RequestOptions:
     """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
-    try:
+    with refusing(prompt_name):
         return RequestOptions(**option_values(body, effort), **others)
-    except InvalidRequestError as error:
-        raise refusal(error, prompt_name) from error
 
 
 def option_values(body: Any, effort: str | None) -> dict[str, Any]:
     """Return the fields of RequestOptions that a body sets. Raises BodyError."""
     given = {
-        "tools": plain(body.tools) or None,
-        "tool_choice": plain(body.tool_choice),
+        "tools": plain(body.tools) if body.tools else None,
+        "tool_choice": None if body.tool_choice is None else plain(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_budget": budget_of(body.thinking_token_budget, effort),
     }
@@ -519,11 +519,6 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
 
 def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
     return {"json_schema": schema if strict else not_strict(schema)}
-
-
-def make_options(body: GeneratingBody) -> RequestOptions:
-    """Return the options that the body sets."""
-    return RequestOptions(**values_of(body, OPTIONS))
 
 
 def _bias_id(key: str, value: float) -> int:

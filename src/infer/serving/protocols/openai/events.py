@@ -37,23 +37,16 @@ from infer.serving.protocols.events import Accepted, Delta, Scores, Shape
 from infer.serving.protocols.openai.ask import ChatBody, CompletingBody, CompletionBody
 
 
-class StreamUsage(NamedTuple):
-    """The chunks of a stream that contain the usage: an additional last one, or every chunk."""
+def ends_with_usage(body: CompletingBody) -> bool:
+    """Return True if the last chunk of a stream has the usage."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
 
-    is_last: bool = False
-    is_in_each: bool = False
 
-    @classmethod
-    def of(cls, body: CompletingBody) -> "StreamUsage":
-        if (options := body.stream_options) is None:
-            return cls()
-        return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
-
-    def after(self, num_prompt_tokens: int, num_completion_tokens: int) -> Usage | UnsetType | None:
-        """Return the usage field of a chunk after this many tokens."""
-        if not self.is_in_each:
-            return None if self.is_last else UNSET
-        return Usage(num_prompt_tokens, num_completion_tokens, num_prompt_tokens + num_completion_tokens)
+def usage_so_far(body: CompletingBody, num_prompt_tokens: int, num_tokens: int) -> Usage | UnsetType | None:
+    """Return the usage field of a chunk after this many tokens of the answer."""
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        return Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
+    return None if ends_with_usage(body) else UNSET
 
 
 class ChatLogprobs(Struct):
@@ -116,21 +109,15 @@ class StoredChats(Struct, tag_field="object", tag="list"):
 class ChatShape(Shape):
     def __init__(self, accepted: Accepted, body: ChatBody) -> None:
         (prompt_ids,), spelling = accepted.prompt_ids, Spelling.of(accepted.served.tokenizer)
-        self._head, self._body, self._spelling, self._usage = (
-            accepted.head("chatcmpl-"),
-            body,
-            spelling,
-            StreamUsage.of(body),
-        )
+        self._head, self._body, self._spelling = accepted.head("chatcmpl-"), body, spelling
         self._num_prompt_tokens, self._num_tokens = len(prompt_ids), 0
         self._of_prompt: Json = {"prompt_token_ids": prompt_ids} if body.return_token_ids else {}
         for (scores,) in accepted.scores:
-            if scores:
-                self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, spelling)
+            self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, spelling)
 
     @staticmethod
     def scored(body: ChatBody) -> Sequence[int | None]:
-        return (body.prompt_logprobs,)
+        return () if body.prompt_logprobs is None else (body.prompt_logprobs,)
 
     def whole(self, results: Sequence[GenerationResult]) -> ChatCompletion:
         choices = [
@@ -161,17 +148,19 @@ class ChatShape(Shape):
             chunk = self._chunk(ChunkChoice(index=part.choice, delta=delta, finish_reason=reason))
             chunk.infer = extension({part.choice: part.result})
             return [chunk]
-        logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
+        logprobs = None
+        if self._body.logprobs:
+            logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
         ids = token_columns(part.pieces, self._spelling.token_bytes) if self._body.return_token_ids else {}
         if not (delta or ids or (logprobs and logprobs.content)):
             return []
         return [self._chunk(ChunkChoice(index=part.choice, delta=delta, logprobs=logprobs, **ids))]
 
     def closing(self, results: Sequence[GenerationResult]) -> list[ChatChunk]:
-        return [ChatChunk(*self._head, [], usage_of(results, len(results)))] if self._usage.is_last else []
+        return [ChatChunk(*self._head, [], usage_of(results, len(results)))] if ends_with_usage(self._body) else []
 
     def _chunk(self, choice: ChunkChoice) -> ChatChunk:
-        return ChatChunk(*self._head, [choice], self._usage.after(self._num_prompt_tokens, self._num_tokens))
+        return ChatChunk(*self._head, [choice], usage_so_far(self._body, self._num_prompt_tokens, self._num_tokens))
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> ChatLogprobs | None:
         if not self._body.logprobs:
@@ -216,8 +205,8 @@ class Completion(HeadedAnswer, tag_field="object", tag="text_completion"):
 class Prompt(NamedTuple):
     given: Any
     ids: Sequence[int]
-    echoed: Scores  # set if the prompt is echoed with log-probabilities
-    scored: Scores  # set if `prompt_logprobs` asks for them
+    echoed: Scores = ()  # set if the prompt is echoed with log-probabilities
+    scored: Scores = ()  # set if `prompt_logprobs` asks for them
 
 
 @final
@@ -225,12 +214,7 @@ class CompletionShape(Shape):
     def __init__(self, accepted: Accepted, body: CompletionBody) -> None:
         columns = accepted.ask.prompts, accepted.prompt_ids, *accepted.scores
         prompts, tokenizer = [Prompt(*each) for each in zip(*columns, strict=True)], accepted.served.tokenizer
-        self._head, self._body, self._tokenizer, self._usage = (
-            accepted.head("cmpl-"),
-            body,
-            tokenizer,
-            StreamUsage.of(body),
-        )
+        self._head, self._body, self._tokenizer = accepted.head("cmpl-"), body, tokenizer
         self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0
         self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1
         self._openings = [self._opening(prompt) for prompt in prompts]
@@ -244,7 +228,8 @@ class CompletionShape(Shape):
 
     @staticmethod
     def scored(body: CompletionBody) -> Sequence[int | None]:
-        return body.logprobs if body.echo else None, body.prompt_logprobs
+        nums = body.logprobs if body.echo else None, body.prompt_logprobs
+        return () if nums == (None, None) else nums
 
     def whole(self, results: Sequence[GenerationResult]) -> Completion:
         choices = list[CompletionChoice]()
@@ -280,7 +265,8 @@ class CompletionShape(Shape):
         return [self._chunk(CompletionChoice(part.choice, part.text, columns, **ids))]
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Completion]:
-        return [Completion(*self._head, [], usage_of(results, self._num_choices))] if self._usage.is_last else []
+        usage = usage_of(results, self._num_choices)
+        return [Completion(*self._head, [], usage)] if ends_with_usage(self._body) else []
 
     def _opening(self, prompt: Prompt) -> CompletionChoice:
         """Return the fields of a choice that come from its prompt.
@@ -323,7 +309,7 @@ class CompletionShape(Shape):
         return CompletionLogprobs(**columns, text_offset=self._offsets[index].of(token_ids))
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
-        return Completion(*self._head, [choice], self._usage.after(self._num_prompt_tokens, self._num_tokens))
+        return Completion(*self._head, [choice], usage_so_far(self._body, self._num_prompt_tokens, self._num_tokens))
 
 
 @final

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.engine.requests.ask import Ask
-from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
 from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES, NUM_TOKENS_OF_COMPLETIONS
 from infer.serving.protocols.answers import (
@@ -45,12 +44,12 @@ from infer.serving.protocols.openai.ask import (
     messages_of,
     sampling_values,
 )
-from infer.serving.protocols.params import Served, make_params, refusal, refuse_unless_neutral, seeds_of
+from infer.serving.protocols.params import Served, make_params, refuse_unless_neutral, refusing, seeds_of
 from infer.serving.server.call import call_of
-from infer.serving.server.choices import accept
+from infer.serving.server.choices import accept, served_by
 from infer.serving.server.endpoint import post, while_connected
 from infer.serving.server.replies import json_response
-from infer.serving.server.routes.protocols import answering, served_by
+from infer.serving.server.routes.protocols import answering
 from infer.serving.server.server_state import ServerState
 
 # Fields of the completions that have no meaning here, with their neutral values.
@@ -158,11 +157,9 @@ async def trace(request: Request, state: ServerState, body: TraceBody) -> Respon
         answer, facts = given, {"seed": asked.params[0].seed}
         _check_answer(given, len(prompt_ids), llm.host.requests.limits.vocab_size, llm.host.model.max_seq_len)
     num = body.num_candidates or NUM_CANDIDATES
-    try:
+    with refusing("answer_token_ids"):
         tracing = llm.trace_answer(prompted, answer, num_candidates=num, **part)
         traces = await while_connected(request, tracing)
-    except InvalidRequestError as error:
-        raise refusal(error, "answer_token_ids") from error
     call, spelling = call_of(request), llm.llm.tokenizer.token_bytes
     found = Trace(
         model=call.model,

@@ -20,8 +20,8 @@ from infer.serving.protocols.anthropic.ask import (
     complete_messages,
 )
 from infer.serving.protocols.anthropic.events import AnthropicMessage, InputTokens, MessageShape
-from infer.serving.protocols.events import Accepted, ErrorShape, Shape
-from infer.serving.protocols.fields import Complete, Reading, as_given
+from infer.serving.protocols.events import ErrorShape, Shape
+from infer.serving.protocols.fields import Complete, as_given
 from infer.serving.protocols.llamacpp import (
     InfillBody,
     LlamacppCompletion,
@@ -34,17 +34,15 @@ from infer.serving.protocols.ollama.ask import OllamaChatBody, OllamaGenerateBod
 from infer.serving.protocols.ollama.events import OllamaChat, OllamaGeneration, OllamaShape
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_completion, complete_chat
 from infer.serving.protocols.openai.events import ChatCompletion, ChatShape, Completion, CompletionShape, StoredChats
-from infer.serving.protocols.params import Served
+from infer.serving.protocols.params import AskOf, Served
 from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response
 from infer.serving.protocols.responses.events import ResponseAnswer, ResponseInputTokens, ResponseShape
 from infer.serving.server.call import call_of
-from infer.serving.server.choices import accept
-from infer.serving.server.endpoint import ApiRoute, answer_any_model, get, post
-from infer.serving.server.replies import json_response, reply, score_prompts
-from infer.serving.server.routes.tokens import count_prompt, prepared
+from infer.serving.server.choices import answer_body, served_by
+from infer.serving.server.endpoint import ApiRoute, get, post
+from infer.serving.server.replies import json_response
+from infer.serving.server.routes.tokens import count_prompt
 from infer.serving.server.server_state import ServerState
-
-AskOf = Callable[[Any, Served], Ask]
 
 
 def answering(
@@ -62,25 +60,11 @@ def answering(
     return post(path, handler, summary, body, answer, operation, streams=True, complete=complete, shape=shape)
 
 
-async def answer_body(request: Request, state: ServerState, body: Any, *, ask: AskOf, shape: type[Shape]) -> Response:
-    served = served_by(request, state, body)
-    if (answer := shape.without_ask(body, served)) is not None:
-        return json_response(answer)
-    if shape.is_encoded(body):
-        asked = await prepared(request, state, lambda: ask(body, served), "prompt")
-    else:
-        asked = ask(body, served)
-    choices = await accept(request, state, asked)
-    accepted = Accepted(served, asked, choices.firsts)
-    scores = [await score_prompts(request, state, accepted.prompt_ids, num) for num in shape.scored(body)]
-    return await reply(request, state, choices, shape(accepted._replace(scores=scores), body), is_streamed=body.stream)
-
-
 def counting(
     path: str,
     body: type[Struct],
     answer: Any,
-    ask: AskOf,
+    ask: Callable[[Any, Served], Ask],
     complete: Complete,
     shape: type[ErrorShape] = ErrorShape,
 ) -> ApiRoute:
@@ -91,21 +75,6 @@ def counting(
         return json_response(answer(await count_prompt(request, state, asked)), call_of(request))
 
     return post(path, count, "Count a conversation's tokens", body, answer, complete=complete, shape=shape)
-
-
-def served_by(request: Request, state: ServerState, body: Any) -> Served:
-    """Return the model that answers a body, whatever model the body names."""
-    llm, call = answer_any_model(request, state, body.model), call_of(request)
-    return Served.by(
-        llm,
-        id=call.id,
-        model=call.model,
-        created=call.created,
-        load_seconds=call.load_seconds,
-        seconds=lambda: call.seconds,
-        reading=Reading(state.settings.unknown_fields, call.warnings),
-        agent_prompts=state.settings.agent_prompts,
-    )
 
 
 async def list_chats(request: Request, state: ServerState) -> Response:

@@ -5,7 +5,7 @@ format. Fields of both have different names: `add_special` and `with_pieces` in 
 `add_special_tokens` and `return_token_strs` in vLLM's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar, final
 
@@ -16,13 +16,13 @@ from starlette.responses import Response
 import infer
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
-from infer.errors import InvalidRequestError
 from infer.serving.protocols.answers import Answer, Bytes, Count
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
-from infer.serving.protocols.params import plain, refusal, template_variables
+from infer.serving.protocols.params import plain, template_variables
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import check_model, post, while_connected
+from infer.serving.server.choices import prepared
+from infer.serving.server.endpoint import check_model, post
 from infer.serving.server.replies import json_response
 from infer.serving.server.server_state import ServerState
 
@@ -164,18 +164,6 @@ async def apply_template(request: Request, state: ServerState, body: ApplyTempla
 
     text = await prepared(request, state, render, "messages")
     return json_response(RenderedTemplate(text), call_of(request))
-
-
-async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
-    """Return the result of `prepare`, which runs on a thread in the tenant's turn.
-
-    Raises ApiError 429 if too much work of the tenant is waiting, and 400 that names `param` if the library refuses it.
-    """
-    state.check_ready()
-    try:
-        return await while_connected(request, state.turns.run(call_of(request).key_name, prepare))
-    except InvalidRequestError as error:
-        raise refusal(error, param) from error
 
 
 async def count_prompt(request: Request, state: ServerState, asked: Ask) -> int:

@@ -21,7 +21,7 @@ from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError
 from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
-from looping import beside, in_threads, loop_of, open_stream
+from looping import beside, in_threads, loop_of, open_stream, until_idle
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 
 MOST = 16  # limit of unread pieces in these tests
@@ -95,7 +95,7 @@ def test_a_paused_answer_that_is_closed_or_dropped_has_the_pieces_read(world: Wo
         del stream
         assert Outcome.of(open_stream(loop, make_sequence(world, SHORT, Way())).run()) == by_definition(world, SHORT)
         assert sequence.finish_reason == "abort"
-    assert loop.drain()
+    until_idle(loop)
     assert loop.thread.num_sequences == 0
 
 
@@ -105,7 +105,7 @@ def test_a_paused_answer_ends_with_its_timeout(world: World, loop: Loop, monkeyp
     stream = open_stream(loop, make_sequence(world, LONG, Way(), timeout=0.5))
     next(stream)
     now += 0.5
-    assert loop.drain()
+    until_idle(loop)
     assert stream.sequence.result().stop_reason == "timeout"
 
 
@@ -175,10 +175,9 @@ def test_waiters_see_what_arrives_from_several_threads() -> None:
 
     def wait(at_least: int) -> None:
         for count in range(0, at_least, 7):
-            assert waiters.wait(lambda count=count: len(num_arrived) >= count)  # type: ignore[misc]
+            waiters.wait(lambda count=count: len(num_arrived) >= count)  # type: ignore[misc]
 
     in_threads([notify] * 2 + [lambda: wait(2 * most)] * 3)
-    assert not waiters.wait(lambda: len(num_arrived) > 2 * most, 0.01)
 
 
 # Readers
@@ -271,6 +270,6 @@ def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: Wor
     with beside(partial(in_thread, seed) for seed in range(3)):
         asyncio.run(in_tasks(3))
         assert Outcome.of(stream.run()) == by_definition(world, LONG)
-    assert loop.drain()
+    until_idle(loop)
     assert not engine.sequences
     engine.runner.cache.check_integrity()  # type: ignore[attr-defined]

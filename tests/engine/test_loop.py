@@ -26,7 +26,7 @@ from infer.engine.step.sequence import Sequence
 from infer.errors import ClosedError, EngineFailedError, InferError
 from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
-from looping import in_threads, loop_of, open_stream
+from looping import in_threads, loop_of, open_stream, until_idle
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 from refusals import check_refused
 
@@ -166,7 +166,7 @@ def test_a_thread_that_drops_or_closes_a_stream_on_the_loop_does_not_wait(world:
     place.loop.run(streams[0].close)
     place.loop.run(streams.clear)
     del stream
-    assert place.loop.drain()
+    until_idle(place.loop)
     assert [sequence.finish_reason for sequence in sequences] == ["abort"] * 2
 
 
@@ -184,18 +184,8 @@ def test_a_paused_answer_ends_with_its_event_loop(world: World, place: Place, mo
         return stream
 
     left = asyncio.run(begin())
-    assert place.loop.drain()
+    until_idle(place.loop)
     assert left.sequence.finish_reason == "abort"
-
-
-def test_a_drained_loop_finishes_its_answers_and_takes_no_others(world: World, place: Place) -> None:
-    asked = [place.submit(LONG) for _ in range(3)]
-    place.may_step.clear()
-    assert not place.loop.drain(0.01)
-    check_refused(lambda: place.submit(SHORT), "accepts no more requests: it is shutting down", InferError)
-    place.may_step.set()
-    assert place.loop.drain()
-    assert [Outcome.of(each.sequence.result()) for each in asked] == [by_definition(world, LONG)] * 3
 
 
 @pytest.mark.parametrize("closes_on_the_loop", [False, True])
@@ -261,7 +251,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     assert asked[0].pieces
     with pytest.raises(EngineFailedError, match="the engine has failed") as caught:
         list(stream)
-    assert place.loop.drain()
+    until_idle(place.loop)
     assert caught.value.__cause__ is place.loop.thread.failure is error
     assert said == [error]
     assert {reply.get() for reply in called} == {3}
@@ -374,14 +364,12 @@ class Endless:
 
 @pytest.mark.parametrize(("is_closed", "message"), [(False, "the call was cancelled"), (True, "the model is closed")])
 def test_work_that_is_cancelled_or_closed_ends_at_its_next_yield(place: Place, is_closed: bool, message: str) -> None:
-    """After closing, a drain waits for nothing."""
     endless = Endless()
     reply = place.loop.call(endless.work())
     endless.has_begun.wait()
     (place.loop.close if is_closed else reply.cancel)()
     check_refused(reply.get, message, ClosedError if is_closed else InferError)
     assert endless.is_ended.is_set()
-    assert not is_closed or place.loop.drain(30.0)
 
 
 def test_work_whose_task_is_cancelled_ends_at_its_next_yield(place: Place) -> None:

@@ -20,7 +20,7 @@ from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, SamplingParams
 from infer.engine.requests.loop_calls import once
 from infer.system.processes import child_process
-from looping import in_threads
+from looping import in_threads, until_idle
 from refusals import check_refused
 from watched import python_command
 
@@ -128,7 +128,7 @@ def test_every_answer_under_load_is_as_alone(
     in_threads(partial(in_thread, index) for index in range(3))
     num_before = llm._opened.engine.snapshot().num_preemptions
     asyncio.run(answer_together(same))
-    assert llm._opened.loop.drain()
+    until_idle(llm._opened.loop)
     assert llm._opened.engine.snapshot().num_preemptions > num_before or "pool_pages" not in settings
     assert not llm._opened.engine.sequences
     llm.trim()

@@ -21,7 +21,7 @@ from infer.engine.requests.loop_calls import EngineCall, once
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ConstraintError, EngineFailedError
-from looping import in_threads, loop_of, open_stream
+from looping import in_threads, loop_of, open_stream, until_idle
 from path_cases import CONTEXT, Case, Outcome, Place, Way, World, all_by_definition, make_runner, make_sequence, run_all
 from refusals import check_refused
 from steps_behind import RunsOnItsOwn
@@ -245,7 +245,7 @@ def test_rows_that_are_cancelled_while_others_run_alone_end(world: World, cancel
     for stream in streams:
         stream.answer.begin()
     have_come.set()
-    assert loop.drain(60)
+    until_idle(loop)
     for stream in streams:
         stream.close()
     assert (guilty.finish_reason, other.finish_reason) == ("abort" if "a" in cancelled else "error", "abort")

@@ -21,6 +21,12 @@ def loop_of(engine: Engine) -> Loop:
     return loop
 
 
+def until_idle(loop: Loop) -> None:
+    """Wait until all answers have ended."""
+    while loop.run(lambda: loop.thread.num_sequences):
+        pass
+
+
 def until_freed() -> None:
     """Wait until the threads of dropped models have freed them."""
     gc.collect()

@@ -38,6 +38,12 @@ _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, 
 _Found = TypeVar("_Found")
 
 
+def _seconds_to_compute(costs: StepCosts, num_tokens: int, start: int) -> float | None:
+    """Return the predicted seconds for `num_tokens` tokens from position `start`, or None if that is unknown."""
+    is_known = costs.costs.per_token or costs.costs.per_context
+    return costs.predict_further(num_tokens, context_of(num_tokens, start)) if is_known else None
+
+
 @final
 class Engine:
     """The engine. Only the loop's thread uses it (`requests.loop`).
@@ -366,9 +372,3 @@ class Engine:
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
         return LaunchedStep(plan, works, pending, filling, parts, started, is_multi_step, behind is not None)
-
-
-def _seconds_to_compute(costs: StepCosts, num_tokens: int, start: int) -> float | None:
-    """Return the predicted seconds for `num_tokens` tokens from position `start`, or None if that is unknown."""
-    is_known = costs.costs.per_token or costs.costs.per_context
-    return costs.predict_further(num_tokens, context_of(num_tokens, start)) if is_known else None

@@ -100,8 +100,8 @@ def counted_calls(compiler: Compiler, form: AnswerFormat) -> int:
 
     sys.setprofile(count)
     try:
-        found = AnswerGrammars(compiler).prepare(form, None)
-        compiler.answer_maker(found.source)()
+        _, source = AnswerGrammars(compiler).prepare(form, None)
+        compiler.answer_maker(source)()
     finally:
         sys.setprofile(None)
     return num_calls
@@ -120,9 +120,9 @@ def test_steps_of_the_server_s_process_do_not_grow_with_a_schema(name: str, host
 @pytest.mark.slow
 def test_tools_that_take_too_long_together_lose_their_schemas(compiler: Compiler) -> None:
     slow = much_that_is_shared(2_000)
-    found = AnswerGrammars(compiler).prepare(format_of(slow, {"properties": {"a": TEXT}}, name="qwen3-coder"), None)
-    assert [tool.parameters.get("additionalProperties") for tool in found.form.calls.tools] == [True, True]
-    (said,) = found.form.warnings
+    form, _ = AnswerGrammars(compiler).prepare(format_of(slow, {"properties": {"a": TEXT}}, name="qwen3-coder"), None)
+    assert [tool.parameters.get("additionalProperties") for tool in form.calls.tools] == [True, True]
+    (said,) = form.warnings
     assert re.search("tools f0, f1: their schemas are left out.*take more than 1 s to compile: give fewer or sm", said)
     strict = format_of(slow, name="qwen3-coder", is_strict=True)
     message = "take more than 1 s to compile: give fewer or smaller ones"
@@ -163,7 +163,7 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
     long = {"type": "integer", "description": "x" * 500_000}
     compiler.compile(Grammar("json_schema", json.dumps(long)))
     grammars = AnswerGrammars(compiler)
-    compiler.answer_maker(grammars.prepare(format_of({"properties": {"a": long}}), None).source)()
+    compiler.answer_maker(grammars.prepare(format_of({"properties": {"a": long}}), None)[1])()
     keys = {*compiler._compiled._kept, *grammars._kept._kept}
     assert {(type(key), len(key)) for key in keys} == {(bytes, 32)}
 

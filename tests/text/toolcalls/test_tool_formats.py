@@ -81,7 +81,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def constraint_of(tokenizer: Tokenizer, form: AnswerFormat, answer: Grammar | None = None) -> Constraint:
     compiler = compiler_of(tokenizer)
-    source = AnswerGrammars(compiler).prepare(form, answer).source
+    _, source = AnswerGrammars(compiler).prepare(form, answer)
     assert source is not None
     return compiler.answer_maker(source)()
 

@@ -10,7 +10,6 @@ may wait, or wake others, at any moment.
 import asyncio
 import math
 import threading
-import time
 from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable
@@ -35,17 +34,14 @@ class Waiters:
         self._gates = deque[LockType]()
         self._tasks = set[asyncio.Future[None]]()
 
-    def wait(self, is_due: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
-        """Wait until `is_due()` is True. It is called after each `notify`. Return False at the timeout."""
-        ends_at = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+    def wait(self, is_due: Callable[[], bool]) -> None:
+        """Wait until `is_due()` is True. It is called after each `notify`."""
         while not is_due():
             gate = allocate_lock()
             gate.acquire()
             self._gates.append(gate)
-            left = ends_at - time.monotonic()
-            if not is_due() and not gate.acquire(timeout=-1 if left == math.inf else max(0.0, left)):
-                return is_due()
-        return True
+            if not is_due():
+                gate.acquire()
 
     async def wait_as_task(self, is_due: Callable[[], bool]) -> None:
         """Wait until `is_due()` is True. For any number of tasks of the relay's event loop."""

@@ -44,7 +44,6 @@ class EngineThread(threading.Thread):
         self._answers: dict[Sequence, Answer] = {}  # of the active sequences
         self._calls = deque[EngineCall[Any]]()  # of those that have begun the first one continues
         self._debts: dict[str, float] = {}  # seconds of steps that others are owed for a tenant's calls
-        self._draining = list[EngineCall[bool]]()  # calls that end when no sequences are left
         self._why_failed = ""
         self._is_closed = False
 
@@ -135,13 +134,6 @@ class EngineThread(threading.Thread):
         else:
             self._calls.append(call)
 
-    def drain(self, call: EngineCall[bool]) -> None:
-        """End a call after all sequences have ended."""
-        if self._answers:
-            self._draining.append(call)
-        else:
-            call.set(True)
-
     def close(self) -> None:
         """End the sequences, and the thread."""
         self._is_closed = True
@@ -217,8 +209,6 @@ class EngineThread(threading.Thread):
                 relay.call()
             except RuntimeError:  # its event loop is closed
                 self._cancel_unread()
-        while self._draining and not self._answers:
-            self._draining.pop().set(True)
 
     def _cancel_unread(self) -> None:
         """End the answers whose event loop is closed, because nothing can read them."""

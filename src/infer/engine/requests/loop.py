@@ -147,13 +147,6 @@ class Loop:
 
     # Its end
 
-    def drain(self, timeout_seconds: float | None = None) -> bool:
-        """Refuse new sequences, and wait until all others have ended. Return False at the timeout."""
-        self.thread.refusal = self.thread.refusal or _drained
-        call = EngineCall(once(bool))
-        self._send(partial(self.thread.drain, call))
-        return call.wait(timeout_seconds)
-
     def close(self) -> None:
         """End all sequences as cancelled, free the engine, and end the thread. A second call does nothing.
 
@@ -185,10 +178,6 @@ class Loop:
             engine.interrupt()
         if self.thread.is_over:
             self.thread.refuse_all()
-
-
-def _drained() -> InferError:
-    return InferError("the service accepts no more requests: it is shutting down")
 
 
 def _close_all() -> None:

@@ -31,15 +31,11 @@ class EngineCall(Generic[_Found]):
     def get(self) -> _Found:
         """Wait for the result. An exception that interrupts the wait, such as Ctrl-C, cancels the call."""
         try:
-            self.wait()
+            self._waiters.wait(lambda: self.is_done)
         except BaseException:
             self.cancel()
             raise
         return self.found
-
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until the call is done. Return False at the timeout."""
-        return self._waiters.wait(lambda: self.is_done, timeout_seconds)
 
     async def wait_as_task(self) -> None:
         """Wait until the call is done. If the task is cancelled, so is the call."""

@@ -137,7 +137,7 @@ class Tenants:
         return all(self.accounts[tenant] <= self.accounts[other] for other in others)
 
     def _least_active(self) -> float:
-        return min((self.accounts[tenant] for tenant in self._num_active), default=0.0)
+        return min(map(self.accounts.__getitem__, self._num_active), default=0.0)
 
 
 @final

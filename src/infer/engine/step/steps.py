@@ -253,7 +253,10 @@ class Steps:
         generated, held_up, cut = _wait(launched)
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
-        self._learn(launched.plan, works, num_steps, clock, held_up)
+        times = self.step_times([sequence for sequence, _ in works])
+        if times and not all(each.pieces and len(chunk.token_ids) == chunk.num_logits for each, chunk in works):
+            times = None  # the table is of steps whose tokens are all sampled, as drafts are
+        self._scheduler.update(launched.plan, num_steps, clock.ended - clock.started, times, held_up)
         runner, is_kept = slots.runner, launched.is_kept
         is_remembered = runner.shares_prefixes and not is_kept
         each_held_up = held_up / max(1, sum([sequence.grammar is not None for sequence, _ in works]))
@@ -288,13 +291,6 @@ class Steps:
             started, ended = max(started, self._last_ended if launched.is_behind else 0.0), ends[-1].sampling
         self._last_ended = ended
         return Clock(started, ends, ended)
-
-    def _learn(self, plan: Plan, works: Items[Work], num_steps: int, clock: Clock, held_up: float) -> None:
-        """Learn the costs of a step from its time, before its tokens are accepted."""
-        times = self.step_times([sequence for sequence, _ in works])
-        if times and not all(each.pieces and len(chunk.token_ids) == chunk.num_logits for each, chunk in works):
-            times = None
-        self._scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
 
 
 def _wait(launched: LaunchedStep) -> tuple[Generated, float, Items[int]]:

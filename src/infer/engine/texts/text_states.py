@@ -21,6 +21,7 @@ from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
 from infer.engine.runner.text_encoder import TextEncoder
 from infer.engine.step.request import check_prompt
 from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
+from infer.engine.step.sequence import common_length
 from infer.engine.texts.text_ids import ReadText, TextIds
 from infer.errors import ContextLengthError, InvalidRequestError, ModelError
 from infer.outputs import Pooling
@@ -95,9 +96,8 @@ def _num_shared(host: Host, texts: Sequence[list[int]]) -> int:
     """
     if len(texts) < 2 or host.model.is_long(max(map(len, texts))):
         return 0
-    first, last = min(texts), max(texts)
     most = min(min(map(len, texts)) - 1, MAX_SHARED_TOKENS)
-    count = next((at for at in range(most) if first[at] != last[at]), max(0, most))
+    count = common_length(min(texts)[: max(0, most)], max(texts))
     return count if count >= LEAST_PROMPT_TOKENS else 0
 
 
@@ -118,13 +118,12 @@ def _batches(lengths: Sequence[int], most_tokens: int, most_texts: int) -> Itera
 class PooledStates:
     """The vectors of texts, in float64. Each is summed token by token, so its bits do not depend on the parts."""
 
-    def __init__(self, pooling: Pooling, num_texts: int, size: int, num_skipped: Sequence[int] = ()) -> None:
-        """Begin without states. `num_skipped` is the number of first tokens of each text to skip; () skips none."""
+    def __init__(self, pooling: Pooling, num_texts: int, size: int, num_skipped: Sequence[int]) -> None:
+        """Begin without states. `num_skipped` is the number of first tokens of each text to skip."""
         self._pooling = pooling
         first = -torch.inf if pooling == "max" else 0.0
         self._vectors = torch.full((num_texts, size), first, dtype=torch.float64)
-        self._num_skipped = list(num_skipped) or [0] * num_texts
-        self._num_tokens = [0] * num_texts
+        self._num_skipped, self._num_tokens = num_skipped, [0] * num_texts
 
     def add(self, text: int, states: Float[Tensor, "tokens size"]) -> None:
         """Pool the states of the next tokens of a text."""

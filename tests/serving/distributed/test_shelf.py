@@ -122,7 +122,7 @@ async def test_an_answer_is_not_ended_for_another_model_and_later_requests_wait_
     running = [await begun(shelf, "a", note("a", ended))]
     running += [await begun(shelf, name, note(name)) for name in ("b", "a", "c")]
     await until(lambda: answered == ["c"])  # it can stay, and goes on
-    assert shelf.models["a"].phase == "ready", "it answers"
+    assert shelf.models["a"].phase == "loaded", "it answers"
     ended.set()
     await asyncio.gather(*running)
     assert answered == ["c", "a", "b", "a"]
@@ -189,7 +189,7 @@ def test_a_model_is_kept_for_each_client_that_was_told_to_return_and_each_keeps_
 def test_a_wait_counts_the_loads_before_it_and_the_answers_that_must_end() -> None:
     with ExitStack() as stack:
         models = dict[str, ShelvedModel]()
-        for name, phase, load_seconds in (("a", "ready", 2.0), ("b", "unloaded", 3.0), ("c", "unloaded", 4.0)):
+        for name, phase, load_seconds in (("a", "loaded", 2.0), ("b", "unloaded", 3.0), ("c", "unloaded", 4.0)):
             own = stack.enter_context(socket.socket())
             models[name] = model = ShelvedModel(ModelSource(name, name), own, lambda: None)
             model.phase, model._load_seconds, model.plan = phase, load_seconds, ModelPlan(SIZES[name])
@@ -275,7 +275,7 @@ async def test_a_key_unloads_no_model_that_another_key_has_just_used(shelf: Shel
         await shelf.unload(model, "alice")
     assert (error.value.status, error.value.code) == (409, "model_in_use")
     await asyncio.sleep(0.05)
-    assert model.phase == "ready"
+    assert model.phase == "loaded"
     assert shelf.idle_seconds_of(model) > 50
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infer.serving.distributed.shelved_model._KEPT_SECONDS", 0.0)

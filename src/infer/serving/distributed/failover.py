@@ -9,7 +9,7 @@ replaced meanwhile, no stream is continued: its parts would be of two models.
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from math import inf
-from typing import final
+from typing import Any, final
 
 import msgspec
 from starlette.requests import Request
@@ -55,20 +55,6 @@ _NOT_HANDED_ON = HOP_BY_HOP | {
 _DIED = ApiError(
     503, "the engine's process died and starts again: retry later", code="engine_died", headers={"Retry-After": "2"}
 )
-
-
-class _Error(msgspec.Struct):
-    code: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    """An error of any of the protocols. Ollama's is a text, and its code is a field next to it."""
-
-    error: _Error | str
-    code: str | None = None
-
-
-_error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 @final
@@ -186,13 +172,14 @@ class Answering:
         return request_bytes(self._request.method, target, headers, packed + self._asked.content)
 
 
-def _code_of(body: bytes) -> str | None:
-    """Return the code of an error's body, or None."""
+def _code_of(body: bytes) -> Any:
+    """Return the code of an error's body, or None. Ollama's error is a text, and its code is a field next to it."""
     try:
-        found = _error_decoder.decode(body)
-        return found.code if isinstance(found.error, str) else found.error.code
+        found = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:
         return None
+    error = found.get("error")
+    return (error if isinstance(error, dict) else found).get("code")
 
 
 def _take_fingerprint(head: ResponseHead) -> bytes | None:

@@ -163,7 +163,7 @@ class Shelf:
 
         def is_settled() -> bool:
             phases = {model.phase for model in firsts}
-            return "ready" in phases or "loading" not in phases
+            return "loaded" in phases or "loading" not in phases
 
         await self._until(is_settled)
         if firsts and all(model.failure is not None for model in firsts):
@@ -192,7 +192,7 @@ class Shelf:
 
         Raises ApiError as `admitted` does, and GoneError if the process dies meanwhile.
         """
-        was_ready, asked_at = model.phase == "ready", time.monotonic()
+        was_ready, asked_at = model.phase == "loaded", time.monotonic()
         async with self.admitted(model, tenant) as replica:
             on_admitted()
             load_seconds = 0.0 if was_ready else time.monotonic() - asked_at
@@ -242,7 +242,7 @@ class Shelf:
         waiting = [ticket for each in self.models.values() for ticket in each.waiting]
         if sum(ticket.tenant == tenant for ticket in waiting) >= self.settings.max_queue:
             message = f"at most {self.settings.max_queue} requests of a key may wait for models: retry later"
-            headers = retry_headers(self._wait_seconds(model))
+            headers = retry_headers(wait_seconds(model, self.models.values()))
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
         ticket = Ticket(tenant, model.arrive(), asyncio.get_running_loop().create_future())
         model.waiting.append(ticket)
@@ -263,16 +263,12 @@ class Shelf:
 
     def _told_to_retry(self, model: ShelvedModel, ticket: Ticket) -> ApiError:
         """Return the refusal of a request that has waited too long. Its model is loaded all the same."""
-        seconds = self._wait_seconds(model)
+        seconds = wait_seconds(model, self.models.values())
         model.promise(ticket.arrived_at, seconds)
         asyncio.get_running_loop().call_later(seconds + SLACK_SECONDS, self._pump)
         state = "is loading" if model.phase == "loading" else "waits for memory that models with active answers use"
         message = f"the model {model.name!r:.80} {state}: retry later"
         return ApiError(503, message, code="loading", headers=retry_headers(seconds))
-
-    def _wait_seconds(self, model: ShelvedModel) -> float:
-        """Return the expected seconds until the model is ready."""
-        return wait_seconds(model, self.models.values())
 
     async def _know(self, model: ShelvedModel) -> None:
         """Read the model's headers, unless it is in memory, or they were read and its files are the same.
@@ -306,10 +302,8 @@ class Shelf:
         if wanted is not None and wanted.wanted_since() < math.inf and not self._is_ending:
             self._make_room(wanted)
         for model in self.models.values():
-            if model.phase == "ready" and not model.must_go:
-                model.let_in()
-            elif model.failure is not None:
-                model.refuse()
+            if model.failure is not None or (model.phase == "loaded" and not model.must_go):
+                model.settle()
             if model.must_go and model.is_idle:
                 self._begin_unload(model)
         changed, self._changed = self._changed, asyncio.Event()
@@ -326,8 +320,8 @@ class Shelf:
             return
         missing -= sum(each.num_bytes for each in self.models.values() if each.phase == "unloading")
         since = model.wanted_since()
-        ready = [each for each in self.models.values() if each.phase == "ready" and not each.source.is_pinned]
-        for each in models_to_unload(missing, (one for one in ready if one.wanted_since() > since)):
+        loaded = [each for each in self.models.values() if each.phase == "loaded" and not each.source.is_pinned]
+        for each in models_to_unload(missing, (one for one in loaded if one.wanted_since() > since)):
             each.must_go = True
 
     def _begin_load(self, model: ShelvedModel) -> None:
@@ -346,8 +340,8 @@ class Shelf:
             self._pump()
             return
         await model.load(self._work.command(model.source, model.plan), self.settings.watchdog_seconds)
-        if model.phase == "ready":
-            model.let_in()  # also the requests behind those for other models
+        if model.phase == "loaded":
+            model.settle()  # also the requests behind those for other models
             self._unload_if_idle(model)
         self._pump()
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -15,7 +15,7 @@ from infer.serving.distributed.asked_body import AskedBody
 from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
-from infer.serving.distributed.shelved_model import ModelPhase, ModelSource, ShelvedModel, tasks_of_route
+from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of_route
 from infer.serving.protocols.errors import ApiError
 from infer.serving.protocols.fields import Parameters
 from infer.serving.server.app import ROUTES
@@ -30,7 +30,6 @@ from infer.serving.server.routes.served_models import (
     ModelStatus,
     ServedModel,
     ServedModels,
-    StatusValue,
     abilities_of,
     facts_of,
     served_model,
@@ -40,9 +39,6 @@ from infer.system.files.atomic import locked_folder
 
 _EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
 _OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model, if this server has no other handler
-_STATUS_BY_PHASE: Mapping[ModelPhase, StatusValue] = {  # llama.cpp's names
-    "unloaded": "unloaded", "loading": "loading", "ready": "loaded", "unloading": "unloading", "failed": "failed",
-}  # fmt: skip
 
 
 def run_shelf(state: ServerState, listener: socket.socket, sources: Sequence[ModelSource], work: ShelfWork) -> int:
@@ -115,7 +111,7 @@ class ShelfFront:
         return await hand_on(request, asked, partial(self._shelf.exchange, model, call_of(request).key_name))
 
     async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
-        if model.phase != "ready" or model.replica is None:
+        if model.phase != "loaded" or model.replica is None:
             raise ApiError(503, f"the model {model.name!r:.80} is not loaded", code="not_loaded")
         return await hand_on(request, asked, model.replica.exchange)
 
@@ -144,14 +140,14 @@ class ShelfFront:
         """Answer 503 also if the process of a loaded model does not answer."""
         silent = [name for name, found in (await self._ask_loaded(b"/ready")).items() if found is None]
         models = self._shelf.models
-        hung = [name for name in silent if models[name].phase == "ready"]  # others were unloaded meanwhile
+        hung = [name for name in silent if models[name].phase == "loaded"]  # others were unloaded meanwhile
         if hung and state.phase == "ready":
             return json_response(health.Health("hung", models=hung), status=503)
         return await health.ready(request, state)
 
     async def _ask_loaded(self, target: bytes) -> dict[str, tuple[int, bytes] | None]:
         """Return status and body of each loaded model, or None for a model that does not answer within a second."""
-        loaded = {each.name: each.replica for each in self._shelf.models.values() if each.phase == "ready"}
+        loaded = {each.name: each.replica for each in self._shelf.models.values() if each.phase == "loaded"}
         asked = {name: replica for name, replica in loaded.items() if replica is not None}
         found = await asyncio.gather(*(replica.try_get(target) for replica in asked.values()))
         return dict(zip(asked, found, strict=True))
@@ -166,7 +162,7 @@ class ShelfFront:
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
     plan, error = model.plan, None if model.failure is None else str(model.failure)
     found = served_model(state, model.name, root=model.source.path, context=None if plan is None else plan.context)
-    found.status = ModelStatus(_STATUS_BY_PHASE[model.phase], await _progress(model), error)
+    found.status = ModelStatus(model.phase, await _progress(model), error)
     found.is_pinned = model.source.is_pinned
     if plan is not None:
         found.takes, found.memory_bytes = list(plan.takes), plan.num_bytes

@@ -89,7 +89,7 @@ class ShelfOllama:
         found = [
             listed(each.name, await facts_of(each.source.path), self._loaded(each))
             for each in list(self._shelf.models.values())
-            if each.phase == "ready"
+            if each.phase == "loaded"
         ]
         return json_response(OllamaModels(found))
 

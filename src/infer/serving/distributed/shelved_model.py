@@ -1,8 +1,8 @@
 """One model of a server of several: its process, its phase, its tasks, and the requests that it answers or lets wait.
 
-    unloaded ──> loading ──> ready ──> unloading ──> unloaded
-                    │          │
-                    └──────────┴──> failed ──> unloaded (at the next request)
+    unloaded ──> loading ──> loaded ──> unloading ──> unloaded
+                    │           │
+                    └───────────┴──> failed ──> unloaded (at the next request)
 
 A model is wanted since its first waiting request arrived. A request that has waited for its time is told when to
 retry. Its model is still wanted until the client can be back, and the client keeps its place.
@@ -16,12 +16,13 @@ import math
 import socket
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, final
+from typing import NamedTuple, final
 
 from infer.errors import InferError
 from infer.serving.distributed.replica import Replica
 from infer.serving.protocols.errors import ApiError
 from infer.serving.server.app import ROUTES
+from infer.serving.server.routes.served_models import StatusValue
 from infer.serving.server.waiting_line import MAX_RETRY_SECONDS
 
 log = logging.getLogger("infer.server")
@@ -30,7 +31,6 @@ _START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # estimates for a model that was n
 _END_SECONDS = 10.0  # for a process without requests to end after SIGTERM
 _KEPT_SECONDS = 60.0  # after a key's use, in which no other key unloads the model
 _ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer before one has ended; weight of the newest answer in the mean
-ModelPhase = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 _TASKS_BY_OPERATION: Mapping[str, Sequence[str]] = {
     "embeddings": ("embed",),
     "rerank": ("rerank", "embed"),  # a model for embeddings compares its vectors
@@ -82,7 +82,7 @@ class ShelvedModel:
 
     def __init__(self, source: ModelSource, own: socket.socket, on_failure: Callable[[], None]) -> None:
         self.source, self.own, self._on_failure = source, own, on_failure
-        self.phase: ModelPhase = "unloaded"
+        self.phase: StatusValue = "unloaded"
         self.plan: ModelPlan | None = None  # None before its headers were read
         self.version: Hashable = None  # version of the files for which the plan was made
         self.failure: Exception | None = None  # the reason why it could not be loaded
@@ -113,11 +113,11 @@ class ShelvedModel:
 
     @property
     def is_in_memory(self) -> bool:
-        return self.phase in ("loading", "ready", "unloading")
+        return self.phase in ("loading", "loaded", "unloading")
 
     @property
     def is_idle(self) -> bool:
-        return self.phase == "ready" and not self.num_requests
+        return self.phase == "loaded" and not self.num_requests
 
     # Clients that want it
 
@@ -147,19 +147,14 @@ class ShelvedModel:
         self._told = [told for told in self._told if now < told.due_at + SLACK_SECONDS]
         return self._told
 
-    def let_in(self) -> None:
-        """Let all waiting requests continue."""
+    def settle(self) -> None:
+        """Let all waiting requests continue, or refuse them if the model has failed."""
         for ticket in self.waiting:
-            if not ticket.admitted.done():
+            if not ticket.admitted.done() and self.failure is not None:
+                ticket.admitted.set_exception(ApiError(503, str(self.failure), code="model_failed"))
+            elif not ticket.admitted.done():
                 self.num_requests += 1
                 ticket.admitted.set_result(None)
-        self.waiting.clear()
-
-    def refuse(self) -> None:
-        """Refuse all waiting requests of a model that has failed."""
-        for ticket in self.waiting:
-            if not ticket.admitted.done():
-                ticket.admitted.set_exception(ApiError(503, str(self.failure), code="model_failed"))
         self.waiting.clear()
 
     def forget(self, ticket: Ticket) -> None:
@@ -204,7 +199,7 @@ class ShelvedModel:
     # Its process
 
     async def load(self, command: Sequence[str], watchdog_seconds: float) -> None:
-        """Start the process of a model in phase "loading", and return in phase "ready" or "failed".
+        """Start the process of a model in phase "loading", and return in phase "loaded" or "failed".
 
         If the process is ended meanwhile, the phase stays "loading".
         """
@@ -214,7 +209,7 @@ class ShelvedModel:
         if await replica.until_ready():
             self.used_at = time.monotonic()
             self._load_seconds = self.used_at - self._began_at
-            self.phase = "ready"
+            self.phase = "loaded"
             log.info("%s: loaded in %.1f s", self.name, self._load_seconds)
 
     async def _live(self, replica: Replica) -> None:

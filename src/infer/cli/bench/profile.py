@@ -16,7 +16,6 @@ import torch
 
 from infer.cli.bench.memory_probe import MemoryProbe
 from infer.cli.bench.speed import (
-    OnProgress,
     Workload,
     make_prompt,
     projections_by_kind,
@@ -30,6 +29,7 @@ from infer.compute.operands.mixers import Attention, GatedDeltaNet, Mixer, Short
 from infer.compute.operands.weights import Projection
 from infer.engine.runner.runner import Runner
 from infer.llm import LLM
+from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
 
 CALIBRATION_TOKENS = 256  # tokens of a step that is long compared with Python's overhead

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
@@ -22,11 +22,11 @@ from infer.cli.bench.memory_probe import MemoryProbe
 from infer.compute.kvcache.page_sizes import read_bytes
 from infer.compute.operands.weights import Projection
 from infer.llm import LLM
+from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
 from infer.outputs import GenerationTiming, percentile
 from infer.sampling_params import SamplingParams
 
-OnProgress = Callable[[int, int], None]
 _SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 

@@ -23,7 +23,7 @@ from infer.cli.commands.bench_report import (
     read_report,
     write_report,
 )
-from infer.cli.terminal import Spinner, TextWriter, json_text
+from infer.cli.terminal import Spinner, TextWriter, columns_of_rows, json_text
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.llm import LLM
@@ -250,15 +250,12 @@ def memory_line(speed: Speed) -> str:
 def comparison_lines(before: Report, after: Report) -> Iterator[str]:
     """Yield a table of the figures now as multiples of those of a report, and the conditions that differ."""
     yield f"compared with {before.get('timestamp')}, as now / before:"
-    headings = [f"{title} {'↑' if is_rate else '↓'}" for title, is_rate in COMPARED.values()]
-    widths = [max(len(each), 9) for each in headings]
-    yield f"{'config':<21}" + "".join(f"{each:>{width + 3}}" for each, width in zip(headings, widths, strict=True))
+    rows = [["config", *(f"{title} {'↑' if is_rate else '↓'}" for title, is_rate in COMPARED.values())]]
     for name, ratios in compare(before, after).items():
-        if isinstance(ratios, str):
-            yield f"{name:<21}   {ratios}"
-        else:
-            shown = ["–" if ratio is None else f"{ratio:.2f} ×" for ratio in ratios.values()]
-            yield f"{name:<21}" + "".join(f"{each:>{width + 3}}" for each, width in zip(shown, widths, strict=True))
+        shown = ratios.values() if isinstance(ratios, dict) else [ratios]
+        cells = [each if isinstance(each, str) else "–" if each is None else f"{each:.2f} ×" for each in shown]
+        rows.append([name, *cells, *[""] * (len(COMPARED) - len(cells))])
+    yield from columns_of_rows(rows, "<" + ">" * len(COMPARED))
     yield from differences(before, after)
 
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -45,13 +46,10 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
         elif options.as_lines:
             writer.write(f"{json_text({'token_id': token_id, 'text': text})}\n")
 
-    with cancel_on_signal() as cancellation:
-        try:
-            result = model.generate(
-                prompt, params, on_token=on_token, cancel=cancellation.event, on_prefill=line.show, **_path(options)
-            )
-        finally:
-            line.close()
+    with cancel_on_signal() as cancellation, closing(line):
+        result = model.generate(
+            prompt, params, on_token=on_token, cancel=cancellation.event, on_prefill=line.show, **_path(options)
+        )
     if not is_text:
         writer.write(f"{json_text(_record(result, options))}\n")
     writer.end_line()

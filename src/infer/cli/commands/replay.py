@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, final, get_args
@@ -188,12 +188,9 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
         writer.write(text)
 
     host = llm._opened
-    with cancel_on_signal() as cancellation:
+    with cancel_on_signal() as cancellation, closing(line):
         asked = replace(asked, options=replace(asked.options, cancel=cancellation.event))
-        try:
-            result = host.stream(host.requests.sequence(asked), line.show).run(on_token)
-        finally:
-            line.close()
+        result = host.stream(host.requests.sequence(asked), line.show).run(on_token)
     for call in result.tool_calls:
         writer.end_line()
         writer.write(json_text(call.to_json()))

@@ -7,7 +7,7 @@ takes one core for a second, and one client's texts must not occupy the threads 
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -209,9 +209,9 @@ class Turns:
 
     def __init__(self, most_running: int = 2, most_waiting: int = 32) -> None:
         """Let at most `most_running` pieces of work run, and at most `most_waiting` per tenant wait."""
-        self._most_running, self._most_waiting = most_running, most_waiting
-        self._running = set[str]()
-        self._waiting = deque[tuple[str, asyncio.Future[None]]]()
+        self._most_waiting, self._num_waiting = most_waiting, Counter[str]()
+        self._own = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by tenant
+        self._free = asyncio.Semaphore(most_running)
 
     async def run(self, tenant: str, work: Callable[[], _Found]) -> _Found:
         """Return the result of `work`, which runs on a thread.
@@ -230,33 +230,21 @@ class Turns:
         return await asyncio.shield(task)
 
     async def _enter(self, tenant: str) -> None:
-        if Counter(name for name, _ in self._waiting)[tenant] >= self._most_waiting:
+        if self._num_waiting[tenant] >= self._most_waiting:
             message = f"the server is busy: {self._most_waiting} of your texts already wait, try again later"
             raise ApiError(429, message, code="rate_limit_exceeded", headers=retry_headers(_RETRY_SECONDS))
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((tenant, turn))
-        self._admit()
+        self._num_waiting[tenant] += 1
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting = deque(each for each in self._waiting if each[1] is not turn)
-            else:  # the turn was given at the same moment
-                self._end(tenant)
-            raise
-
-    def _admit(self) -> None:
-        for entry in list(self._waiting):
-            tenant, turn = entry
-            if len(self._running) < self._most_running and tenant not in self._running:
-                self._running.add(tenant)
-                self._waiting.remove(entry)
-                turn.set_result(None)
+            await self._own[tenant].acquire()
+            try:
+                await self._free.acquire()
+            except asyncio.CancelledError:
+                self._own[tenant].release()
+                raise
+        finally:
+            self._num_waiting[tenant] -= 1
 
     def _leave(self, tenant: str, done: "asyncio.Future[_Found]") -> None:
         done.cancelled() or done.exception()  # mark the error as retrieved, because the caller may be gone
-        self._end(tenant)
-
-    def _end(self, tenant: str) -> None:
-        self._running.discard(tenant)
-        self._admit()
+        self._own[tenant].release()
+        self._free.release()

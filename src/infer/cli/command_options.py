@@ -42,10 +42,6 @@ class ProgressOptions(VerboseOption):
     quiet: bool = option("-q", "--quiet", help="Print no progress.")
 
 
-class ThreadsOption(Declared):
-    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
-
-
 class ManyPromptsOptions(Declared):
     prompts_file: Path | None = option(
         metavar="FILE",
@@ -216,7 +212,7 @@ class CompareOptions(PerplexityOptions):
                                help="Also write a page: the divergence over the text, the weights' errors by layer.")
 
 
-class ImatrixOptions(ThreadsOption, ProgressOptions):
+class ImatrixOptions(ProgressOptions):
     """Collect the importance matrix of a MODEL over texts, for quantisation, as llama.cpp does.
 
     Without texts, it adds the matrices of --in-file. Ctrl-C writes nothing.
@@ -232,6 +228,7 @@ class ImatrixOptions(ThreadsOption, ProgressOptions):
                              help="Tokens of a chunk; each chunk begins with an empty context.")
     parse_special: bool = option(help="Read control tokens in the texts as control tokens, not as text.")
     force: bool = option(help="Replace OUT if it exists.")
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
 
 
 class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, DiskOption):
@@ -291,7 +288,7 @@ class DoctorOptions(NamedModel, InspectionOptions):
     html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
 
 
-class QuantizeOptions(ThreadsOption, VerboseOption):
+class QuantizeOptions(VerboseOption):
     """Write a MODEL as a GGUF file of another type, with llama.cpp's mixture of types.
 
     Only a few rows are in memory at a time. OUT.gguf appears when it is complete.
@@ -312,6 +309,7 @@ class QuantizeOptions(ThreadsOption, VerboseOption):
     requantize: bool = option(help="Also quantise tensors that are already quantised: more precision is lost.")
     dry_run: bool = option(help="Show the sizes and types without writing the file.")
     force: bool = option("-f", "--force", help="Replace the output if it exists.")
+    threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
     quiet: bool = option("-q", "--quiet", help="Print nothing.")
 
 

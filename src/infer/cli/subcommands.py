@@ -33,15 +33,7 @@ from infer.cli.model_loading import (
 from infer.cli.option_fields import TolerantCommand, takes_options, what_to_type
 from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text, read_texts
 from infer.cli.process_streams import exit_on_signal
-from infer.cli.prompts import (
-    given_values,
-    is_given,
-    many_prompts,
-    merge_params,
-    model_defaults,
-    one_prompt,
-    own_params,
-)
+from infer.cli.prompts import given_values, is_given, many_prompts, merge_params, model_defaults, one_prompt, own_params
 from infer.cli.server_options import serves_several
 from infer.cli.terminal import Spinner
 from infer.compute.sampling.defaults import neutral_values

@@ -15,13 +15,7 @@ from typing import Any, final
 import torch
 
 from infer.cli.bench.memory_probe import MemoryProbe
-from infer.cli.bench.speed import (
-    Workload,
-    make_prompt,
-    projections_by_kind,
-    token_bytes,
-    weight_bytes_by_kind,
-)
+from infer.cli.bench.speed import Workload, make_prompt, projections_by_kind, token_bytes, weight_bytes_by_kind
 from infer.compute.kvcache.page_sizes import read_bytes
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import STATE_TOKENS

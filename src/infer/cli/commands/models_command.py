@@ -36,16 +36,8 @@ _NONE = (
     "(org/repo:Q4_K_M), or set INFER_MODELS to a folder of .gguf files"
 )
 _PACKAGES = (
-    "torch",
-    "numba",
-    "llvmlite",
-    "numpy",
-    "tokenizers",
-    "safetensors",
-    "llguidance",
-    "xgrammar",
-    "triton",
-    "pyopencl",
+    *("torch", "numba", "llvmlite", "numpy", "tokenizers"),
+    *("safetensors", "llguidance", "xgrammar", "triton", "pyopencl"),
 )
 _VARIABLES = ("INFER_ISA", "INFER_CACHE", "INFER_MODELS", "CUDA_VISIBLE_DEVICES", "OCL_ICD_VENDORS", "OMP_NUM_THREADS")
 

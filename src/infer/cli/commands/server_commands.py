@@ -23,13 +23,7 @@ from typing import IO, Any, NamedTuple
 
 from infer.cli.option_files import refusing
 from infer.cli.process_streams import Terminated, handling
-from infer.cli.server_options import (
-    ClientName,
-    LaunchOptions,
-    RunningServerOptions,
-    ServerAddress,
-    StopOptions,
-)
+from infer.cli.server_options import ClientName, LaunchOptions, RunningServerOptions, ServerAddress, StopOptions
 from infer.cli.terminal import Spinner, columns_of_rows, json_text, note, print_report
 from infer.errors import InferError, InvalidRequestError
 from infer.system.spellings import plain_name
@@ -129,18 +123,16 @@ def run_launch(options: LaunchOptions, choose_model: Callable[[], str]) -> int:
 
 def _served_model(options: LaunchOptions) -> Mapping[str, Any]:
     """Return the named model of the server, or its first one. Raises InvalidRequestError if it has none."""
-    models = _ask(options, "/v1/models")["data"]
-    wanted = models[:1] if options.model is None else [
-        each for each in models if each["id"] in (options.model, plain_name(options.model))
-    ]  # fmt: skip
-    if not wanted:
-        names = ", ".join(each["id"] for each in models)
-        raise InvalidRequestError(
-            f"{options.model or 'a model'} is not served at {options.url}, which serves {names or 'none'}: "
-            "name one of these, or give another --url to start a server there"
-        )
-    found: Mapping[str, Any] = wanted[0]
-    return found
+    models: list[dict[str, Any]] = _ask(options, "/v1/models")["data"]
+    names = [each["id"] for each in models]
+    wanted = names[:1] if options.model is None else [options.model, plain_name(options.model)]
+    for each in models:
+        if each["id"] in wanted:
+            return each
+    raise InvalidRequestError(
+        f"{options.model or 'a model'} is not served at {options.url}, which serves {', '.join(names) or 'none'}: "
+        "name one of these, or give another --url to start a server there"
+    )
 
 
 def _readiness(options: ServerAddress) -> float | None:

@@ -3,6 +3,7 @@
 import base64
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,8 +137,9 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
     prompt: Any = MESSAGES if is_chat else "hello"
     body = {**Permalink(CHAT, body_of(prompt, params, "tiny")).body, "seed": 5}
     defaults = {"temperature": 0.1, "top_k": 3, "repetition_penalty": 2.0, "min_p": 0.3}
+    model = Mock(sampling_defaults=defaults, tokenizer=Mock(chat_template=None))
     ask, kind = (ask_chat, ChatBody) if is_chat else (ask_text, CompletionBody)
-    asked = ask(read_body(json.dumps(body).encode(), kind), ModelOfBody(defaults))
+    asked = ask(read_body(json.dumps(body).encode(), kind), ModelOfBody(model))
     expected = {**{name: getattr(params, name) for name in SamplingParams.__slots__}, "seed": 5}
     assert {name: getattr(asked.params[0], name) for name in expected} == expected
 

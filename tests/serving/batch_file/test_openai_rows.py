@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, ask_chat, complete_chat
 from infer.serving.protocols.params import Served
 
+SERVED = Served(Mock(sampling_defaults={}, tokenizer=Mock(chat_template=None)))
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -71,7 +73,7 @@ def test_alternatives_need_log_probabilities_in_a_chat_and_are_a_number_in_a_com
 )
 def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> None:
     with pytest.raises(BodyError) as refused:
-        ask_chat(read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody, complete_chat), Served())
+        ask_chat(read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody, complete_chat), SERVED)
     assert chat_row(**fields).problem == str(refused.value)
 
 

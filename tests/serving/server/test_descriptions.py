@@ -362,4 +362,3 @@ def test_a_protocol_is_added_by_one_file_and_one_row_as_the_page_says(llm: LLM) 
     with serving(llm, table=[*ROUTES, eval(row, names)]) as served:
         assert served.ask("/pretend", text="hello") == {"said": expected}
         assert "".join(each["said"] for each in events_of(served.stream("/pretend", text="hello"))) == expected
-        assert served.refusal("/pretend", text="hello", streem=True)["message"].endswith("did you mean stream?")

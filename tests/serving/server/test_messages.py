@@ -171,8 +171,7 @@ def test_prompts_are_texts_ids_or_several_and_the_end_has_its_reason(infill: Ser
     several = infill.ask("/completion", prompt=["ab", "c"], **GREEDY)
     assert text["content"] == ids["content"] == several[0]["content"]
     assert [each["index"] for each in several] == [0, 1]
-    biased = {"logit_bias": [[ord("q"), 100], [ord("r"), False]], "temperature": 0}
-    word = infill.ask("/completion", prompt="ab", stop=["qq"], **biased)
+    word = infill.ask("/completion", prompt="ab", stop=["qq"], logit_bias=[[113, 100], [114, False]], temperature=0)
     assert (word["content"], word["stop_type"], word["stopping_word"]) == ("", "word", "qq")
     end = infill.ask("/completion", prompt="ab", logit_bias=[[256, 100]])
     assert (end["stop_type"], end["tokens_predicted"]) == ("eos", 1)

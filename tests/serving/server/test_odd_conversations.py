@@ -59,8 +59,9 @@ def test_a_template_that_reads_parts_sees_the_question(served: Served, llm: LLM,
         messages = [{"role": "user", "content": content}]
         assert num_prompt_tokens(served, path, messages) == len(llm.tokenizer.encode(prompt))
         assert served.ask("/apply-template", messages=messages)["prompt"] == prompt
-    found = llm.chat([{"role": "user", "content": "Is this safe?"}], max_new_tokens=1)
-    assert found.prompt_tokens == len(llm.tokenizer.encode(prompt))
+    assert llm.chat(turns(("user", "Is this safe?")), max_new_tokens=1).prompt_tokens == len(
+        llm.tokenizer.encode(prompt)
+    )
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -208,7 +208,7 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
 
 def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Ask:
     with _naming_the_body():
-        served = Served.by(llm)
+        served = Served(llm)
         asked = ask_chat(body, served) if isinstance(body, ChatBody) else ask_text(body, served)
     count = len(asked.prompts) * len(asked.params) if asked.is_answered else 0
     if count != 1:

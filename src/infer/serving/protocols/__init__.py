@@ -1,1 +1,1 @@
-"""The bodies that other programs send, as the server, `infer batch`, `infer replay` and the router read them."""
+"""The protocols of other programs: bodies that they send, and answers and events that they read."""

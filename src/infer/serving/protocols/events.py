@@ -13,14 +13,15 @@ from infer.serving.protocols.answers import Answer, Extension, Head, Json
 from infer.serving.protocols.errors import ApiError
 from infer.serving.protocols.params import Served
 
-_Answer = TypeVar("_Answer", Answer, "Answer | Json")
 Chunk = Answer | Json  # a dict is an event whose `type` is also its name
+_Chunk = TypeVar("_Chunk", bound=Chunk)
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 Scores = Sequence[TokenLogprob | None]  # one entry per token of a prompt
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
 
 
+@final
 class Delta(NamedTuple):
     """The next pieces of the choice with index `choice`, or its end with the text and the reasoning held back."""
 
@@ -60,7 +61,9 @@ class Accepted(NamedTuple):
     def head(self, prefix: str) -> Head:
         """Return the fields that an answer begins with. Its id is the request's id, which also appears in the log."""
         served = self.served
-        return Head(prefix + served.id.removeprefix("req-"), served.created, served.model, served.fingerprint)
+        return Head(
+            prefix + served.id.removeprefix("req-"), served.created, served.model, served.llm.system_fingerprint
+        )
 
 
 class ErrorShape:
@@ -116,7 +119,7 @@ class Shape(ErrorShape, ABC):
         return self.failure(error)
 
 
-def with_warnings(answer: _Answer, warnings: Sequence[str]) -> _Answer:
+def with_warnings(answer: _Chunk, warnings: Sequence[str]) -> _Chunk:
     """Add the warnings about the body, if any, to an answer that can hold them, and return it."""
     if warnings and isinstance(answer, Answer):
         answer.infer = Extension() if answer.infer is UNSET else answer.infer

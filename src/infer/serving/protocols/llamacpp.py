@@ -77,13 +77,13 @@ def ask_continuation(body: CompletionBody, served: Served) -> Ask | Callable[[],
 
 def ask_infill(body: InfillBody, served: Served) -> Callable[[], Ask]:
     """Return a function that makes what a body of `/infill` asks. Raises BodyError."""
-    asked, most = ask_text(_settled(body, served), served), served.max_seq_len
+    asked, most = ask_text(_settled(body, served), served), served.llm.max_seq_len
     files = [(each.filename, each.text) for each in body.input_extra or ()]
     room = most - min(asked.params[0].max_new_tokens or NUM_TOKENS_OF_CALLS, most // 2)
 
     def encode() -> Ask:
         with refusing("input_prefix"):
-            prompt = served.tokenizer.encode_infill(body.before, body.input_suffix, files, max_tokens=room)
+            prompt = served.llm.tokenizer.encode_infill(body.before, body.input_suffix, files, max_tokens=room)
         return between(asked, [prompt], served)
 
     return encode
@@ -171,7 +171,7 @@ class LlamacppShape(Shape):
 
     def __init__(self, accepted: Accepted, body: TextBody) -> None:
         self._served, self._params, self._prompt_ids = accepted.served, accepted.ask.params, accepted.prompt_ids
-        self._spelling = Spelling.of(accepted.served.tokenizer)
+        self._spelling = Spelling.of(accepted.served.llm.tokenizer)
         self._has_content, self._has_tokens = body.max_tokens != 0, bool(body.return_token_ids or body.stream)
         self._num_predicted = [0] * len(self._prompt_ids) * len(self._params)
 
@@ -224,9 +224,9 @@ class LlamacppShape(Shape):
             tokens_predicted=result.generated_tokens if self._has_content else 0,
             tokens_evaluated=result.prompt_tokens,
             model=self._served.model,
-            generation_settings={"n_ctx": self._served.max_seq_len, "n_predict": params.max_new_tokens or -1}
+            generation_settings={"n_ctx": self._served.llm.max_seq_len, "n_predict": params.max_new_tokens or -1}
             | settings,
-            prompt=self._served.tokenizer.decode(self._ids_of(index), skip_special_tokens=False),
+            prompt=self._served.llm.tokenizer.decode(self._ids_of(index), skip_special_tokens=False),
             has_new_line="\n" in result.text,
             truncated=False,
             stop_type="word" if is_word else "eos" if result.finish_reason in ("eos", "stop") else "limit",

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, final
+from typing import Any, final
 
 import msgspec
 
-import infer
 from infer.compute.sampling.defaults import default_params
 from infer.engine.requests.ask import Ask
-from infer.errors import ContextLengthError, InvalidRequestError
+from infer.errors import ClosedError, ContextLengthError, InvalidRequestError
 from infer.request_limits import MAX_KEYS
 from infer.sampling_params import (
     ALIASES,
@@ -46,12 +45,7 @@ _NOT_FOR_TEMPLATES = frozenset(
 class Served:
     """The model that a body is for, and the request that sent it. `reading` has the warnings about the body."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's own sampling parameters
-    template: str | None = None
-    tokenizer: Any = None  # an `infer.Tokenizer`
-    max_seq_len: int = 0
-    can_chat: bool = True
-    fingerprint: str = ""
+    llm: Any  # an `infer.LLM`
     id: str = ""  # of the request
     model: str = ""  # the name that the client used
     created: int = 0
@@ -59,13 +53,6 @@ class Served:
     seconds: Callable[[], float] = time.perf_counter  # since the request was received
     reading: Reading = field(default_factory=Reading)
     agent_prompts: AgentPrompts = "adapt"
-
-    @classmethod
-    def by(cls, llm: "infer.LLM", **request: Any) -> Self:
-        """Return the facts of a model, with those of a request."""
-        tokenizer = llm.tokenizer
-        facts = (llm.sampling_defaults, tokenizer.chat_template, tokenizer, llm.max_seq_len, llm.can_chat)
-        return cls(*facts, llm.system_fingerprint, **request)
 
 
 # An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.
@@ -197,6 +184,8 @@ def refusing(prompt_name: str) -> Iterator[None]:
     """Raise the library's refusals with the names of a body's fields, as `refusal` returns them."""
     try:
         yield
+    except ClosedError:
+        raise
     except InvalidRequestError as error:
         raise refusal(error, prompt_name) from error
 

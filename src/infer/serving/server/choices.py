@@ -1,4 +1,4 @@
-"""The answers to a body: n per prompt, accepted before the headers are sent, and read while they are generated.
+"""Answer the body of any protocol: n choices per prompt, accepted before the headers are sent, and read meanwhile.
 
 A choice's index is its prompt's index times n, plus its number among the prompt's choices. The first choice of a prompt
 reads the prompt. The others begin after its first piece, and find the prompt in the cache.
@@ -16,15 +16,13 @@ from starlette.responses import Response
 
 import infer
 from infer.engine.requests.ask import Ask
-from infer.engine.step.request_options import RequestOptions
-from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
 from infer.serving.protocols.fields import Reading
-from infer.serving.protocols.params import AskOf, Served, refusal, refusing
+from infer.serving.protocols.params import AskOf, Served, refusing
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import answer_any_model, check_result, enter, of_tenant, text_tokens, while_connected
@@ -198,7 +196,10 @@ async def accept(request: Request, state: ServerState, asked: Ask) -> Choices:
         options = replace(options, priority=MAX_PRIORITY)
 
     async def prepare() -> Choices:
-        groups = [await _prepared(llm, asked, options, number) for number in range(len(asked.prompts))]
+        groups = list[list[infer.AsyncStream]]()
+        for number, prompt in enumerate(asked.prompts):
+            with refusing(asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"):
+                groups.append(await llm.choices(prompt, asked.params, options=options, **(asked.variables or {})))
         choices = Choices(call, state, groups, is_answered=asked.is_answered)
         said = [warning for group in groups for warning in group[0].sequence.request.warnings]
         call.warnings += dict.fromkeys(each for each in said if each not in call.warnings)
@@ -219,18 +220,6 @@ def _arrival(asked: Ask, context: int) -> Arrival:
     return Arrival("", len(asked.prompts), len(asked.params), num_tokens, asked.params[0].max_new_tokens)
 
 
-async def _prepared(
-    llm: "infer.AsyncLLM", asked: Ask, options: RequestOptions, number: int
-) -> "list[infer.AsyncStream]":
-    try:
-        return await llm.choices(asked.prompts[number], asked.params, options=options, **(asked.variables or {}))
-    except ClosedError:
-        raise
-    except InvalidRequestError as error:
-        which = asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"
-        raise refusal(error, which) from error
-
-
 def _of_choice(error: ApiError, index: int) -> ApiError:
     return ApiError(
         error.status, f"choice {index}: {error.message}", error.type, error.param, error.code, error.headers
@@ -240,7 +229,7 @@ def _of_choice(error: ApiError, index: int) -> ApiError:
 def served_by(request: Request, state: ServerState, body: Any) -> Served:
     """Return the model that answers a body, whatever model the body names."""
     llm, call = answer_any_model(request, state, body.model), call_of(request)
-    return Served.by(
+    return Served(
         llm,
         id=call.id,
         model=call.model,

@@ -1,4 +1,4 @@
-"""Answers of all protocols: whole at the end, or as a stream of chunks. A `Shape` defines their format.
+"""Responses with JSON: whole at the end, or a stream of events.
 
 A stream consists of server-sent events or of lines of JSON, and this is the only writer of both. A failure after the
 headers ends a stream with an event that clients cannot mistake for a normal end. The causes are a failure of the model,

@@ -368,7 +368,7 @@ def _text(text: str) -> dict[str, Any]:
 
 def ask_message(body: MessagesBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    params = make_params(sampling_of(body), served.defaults, seeds_of(body.seed, 1), "messages")
+    params = make_params(sampling_of(body), served.llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
     return replace(ask_prompt(body, served), params=params)
 
 
@@ -377,8 +377,8 @@ def ask_prompt(body: PromptBody, served: Served) -> Ask:
     messages = messages_of(body.messages, body.system, served.agent_prompts)
     return Ask(
         [messages],
-        options=options_of(body, served.template),
-        variables=variables_of(body, messages, served.template),
+        options=options_of(body, served.llm.tokenizer.chat_template),
+        variables=variables_of(body, messages, served.llm.tokenizer.chat_template),
         prompt_name="messages",
     )
 

@@ -141,7 +141,7 @@ def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask | Callable[[
     if not (body.prompt or body.suffix):
         return _load(body, served)
     prompt = body.prompt or ""
-    if served.can_chat and not (body.raw or body.suffix):
+    if served.llm.can_chat and not (body.raw or body.suffix):
         messages = [{"role": "system", "content": body.system}] if body.system else []
         return _ask_chat([*messages, {"role": "user", "content": prompt}], None, body, served)
     if body.system:

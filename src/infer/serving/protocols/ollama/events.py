@@ -110,7 +110,7 @@ class OllamaShape(Shape):
 
     def __init__(self, accepted: Accepted, body: Any) -> None:
         self._served, self._is_chat = accepted.served, body.is_chat
-        self._spelling = Spelling.of(accepted.served.tokenizer) if body.logprobs else None
+        self._spelling = Spelling.of(accepted.served.llm.tokenizer) if body.logprobs else None
 
     def whole(self, results: Sequence[GenerationResult]) -> OllamaAnswer:
         (result,) = results

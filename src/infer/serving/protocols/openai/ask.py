@@ -390,8 +390,8 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def ask_chat(body: ChatBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    params = make_params(chat_values(body), served.defaults, seeds_of(body.seed, body.n or 1), "messages")
-    variables = conversation_variables(body, served.template)
+    params = make_params(chat_values(body), served.llm.sampling_defaults, seeds_of(body.seed, body.n or 1), "messages")
+    variables = conversation_variables(body, served.llm.tokenizer.chat_template)
     options = conversation_options(body, body.reasoning_effort)
     is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
     return Ask(
@@ -412,7 +412,7 @@ def ask_completion(body: CompletionBody, served: Served) -> Ask | Callable[[], A
     asked = ask_text(body, served)
     if not body.suffix:
         return asked
-    if served.tokenizer.infill_marks is None:
+    if served.llm.tokenizer.infill_marks is None:
         problem = "suffix: this model has no tokens to fill in text; the prompt is continued"
         if served.reading.policy == "refuse":
             raise refuse(f"{problem}: leave it out", "suffix")
@@ -425,7 +425,7 @@ def ask_completion(body: CompletionBody, served: Served) -> Ask | Callable[[], A
 
     def fill_in() -> Ask:
         with refusing("suffix"):
-            prompts = [served.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
+            prompts = [served.llm.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
         return between(asked, prompts, served)
 
     return fill_in
@@ -433,7 +433,7 @@ def ask_completion(body: CompletionBody, served: Served) -> Ask | Callable[[], A
 
 def between(asked: Ask, prompts: Sequence[Sequence[int]], served: Served) -> Ask:
     """Return the request with the encoded texts as its prompts. The answer also ends at the marks' end tokens."""
-    marks = served.tokenizer.infill_marks
+    marks = served.llm.tokenizer.infill_marks
     ends = () if marks is None else marks.ends
     params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *ends]) for each in asked.params]
     return replace(asked, prompts=prompts, params=params)
@@ -446,7 +446,7 @@ def ask_text(body: TextBody, served: Served) -> Ask:
         message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
         raise refuse(message, "prompt")
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
-    params = make_params(values, served.defaults, seeds_of(body.seed, num_choices), "prompt")
+    params = make_params(values, served.llm.sampling_defaults, seeds_of(body.seed, num_choices), "prompt")
     return Ask(prompts, params, RequestOptions(**values_of(body, OPTIONS)), is_answered=body.max_tokens != 0)
 
 

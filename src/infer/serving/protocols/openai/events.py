@@ -108,7 +108,7 @@ class StoredChats(Struct, tag_field="object", tag="list"):
 @final
 class ChatShape(Shape):
     def __init__(self, accepted: Accepted, body: ChatBody) -> None:
-        (prompt_ids,), spelling = accepted.prompt_ids, Spelling.of(accepted.served.tokenizer)
+        (prompt_ids,), spelling = accepted.prompt_ids, Spelling.of(accepted.served.llm.tokenizer)
         self._head, self._body, self._spelling = accepted.head("chatcmpl-"), body, spelling
         self._num_prompt_tokens, self._num_tokens = len(prompt_ids), 0
         self._of_prompt: Json = {"prompt_token_ids": prompt_ids} if body.return_token_ids else {}
@@ -213,7 +213,7 @@ class Prompt(NamedTuple):
 class CompletionShape(Shape):
     def __init__(self, accepted: Accepted, body: CompletionBody) -> None:
         columns = accepted.ask.prompts, accepted.prompt_ids, *accepted.scores
-        prompts, tokenizer = [Prompt(*each) for each in zip(*columns, strict=True)], accepted.served.tokenizer
+        prompts, tokenizer = [Prompt(*each) for each in zip(*columns, strict=True)], accepted.served.llm.tokenizer
         self._head, self._body, self._tokenizer = accepted.head("cmpl-"), body, tokenizer
         self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0
         self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1

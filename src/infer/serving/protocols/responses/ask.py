@@ -328,15 +328,15 @@ def ask_response(body: ResponseBody, served: Served) -> Ask:
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
-    if body.max_output_tokens is None and "max_new_tokens" not in served.defaults:
+    if body.max_output_tokens is None and "max_new_tokens" not in served.llm.sampling_defaults:
         values["max_new_tokens"] = None  # OpenAI's default; Codex treats a cut answer as a failed turn
     if has_logprobs:
         values["logprobs"] = body.top_logprobs or 0
     if body.text is not None:
         values |= constraint_of(body.text.format)
     effort = None if body.reasoning is None else body.reasoning.effort
-    variables = effort_variables(effort, served.template)
-    params = make_params(values, served.defaults, seeds_of(body.seed, 1), "input")
+    variables = effort_variables(effort, served.llm.tokenizer.chat_template)
+    params = make_params(values, served.llm.sampling_defaults, seeds_of(body.seed, 1), "input")
     options = conversation_options(body, effort, "input")
     if body.truncation == "auto":
         options = replace(options, overflow="truncate_left")

@@ -113,7 +113,7 @@ class ResponseItems:
     def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
         head, params = accepted.head("resp_"), accepted.ask.params[0]
         self._number = head.id.removeprefix("resp_")
-        self._spelling = Spelling.of(accepted.served.tokenizer)
+        self._spelling = Spelling.of(accepted.served.llm.tokenizer)
         self._namespaces = {tool.name: tool.namespace for tool in body.tools or () if tool.namespace}
         self.begun = partial(
             ResponseAnswer,

@@ -72,14 +72,14 @@ def ask_one(body: OneAnswerBody, served: Served, answer_prefix: Sequence[int] = 
     refuse_unless_neutral(body, _NEUTRAL)
     values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | sampling_values(body)
     (params,) = make_params(
-        values, served.defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages"
+        values, served.llm.sampling_defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages"
     )
     options = conversation_options(body, body.reasoning_effort, answer_prefix=tuple(answer_prefix))
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise refuse("give one of prompt and messages", "prompt", code)
     if body.messages is not None:
-        variables = conversation_variables(body, served.template)
+        variables = conversation_variables(body, served.llm.tokenizer.chat_template)
         return Ask([messages_of(body.messages)], [params], options, variables=variables, prompt_name="messages")
     for name in _OF_MESSAGES:
         if getattr(body, name) is not None:
@@ -262,7 +262,7 @@ class BranchShape(Shape):
 
     def __init__(self, accepted: Accepted, body: BranchBody) -> None:
         self._fields = accepted.head("branch-")._asdict() | {"num_given": len(accepted.ask.options.answer_prefix)}
-        self._spelling = accepted.served.tokenizer.token_bytes
+        self._spelling = accepted.served.llm.tokenizer.token_bytes
 
     def whole(self, results: Sequence[GenerationResult]) -> Branch:
         (result,) = results

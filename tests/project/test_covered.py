@@ -27,13 +27,13 @@ from path_cases import World
 from shapes import SOURCE, checked_modules
 from test_house import ROOT, module_name, project_files, syntax_trees
 
-NUM_MODULES = 612
-NUM_CHECKED = 464
+NUM_MODULES = 611
+NUM_CHECKED = 463
 NUM_PREFIX_SOURCES = 311
 NUM_KERNEL_SOURCES = 106
-NUM_PROJECT_FILES = 1267
+NUM_PROJECT_FILES = 1266
 NUM_TEST_FILES = 283
-NUM_NAMED_ONCE = 363
+NUM_NAMED_ONCE = 362
 NUM_THAT_KNOW_KERNELS = 130
 NUM_KERNEL_MAKERS = 63
 NUM_NAMES_IN_STRINGS = 75  # without the logger `infer.server`, which is no module

@@ -1,11 +1,10 @@
 """`make test` runs a test for each promise and leaves the rest out, `make near` finds the tests beside a file.
 
-A process that a test starts says where it hangs, and the fuzzer finds its targets.
+A process that a test starts says where it hangs.
 """
 
 import ast
 import subprocess
-import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -103,19 +102,6 @@ def is_in_make_test(test: str) -> bool:
 
 
 @pytest.mark.slow
-@cases(
-    "name tests",
-    ("src/infer/text/tokenizer/stop_strings.py", {"tests/text/tokenizer/test_stop_strings.py"}),
-    ("tests/text/tokenizer/test_stop_strings.py", {"tests/text/tokenizer/test_stop_strings.py"}),
-    ("scripts/near_tests.py", {"tests/project/test_extent.py"}),
-    ("tests/helpers/extent.py", {"tests/project/test_extent.py", "tests/engine/test_scheduling.py"}),
-)
-def test_tests_beside_a_file_are_found(name: str, tests: set[str]) -> None:
-    assert tests <= near(name)
-    assert all((ROOT / test).is_file() for test in near(name))
-
-
-@pytest.mark.slow
 def test_every_module_has_tests_beside_it() -> None:
     modules = (ROOT / "src" / "infer").rglob("*.py")
     assert [path for path in modules if not near(path.relative_to(ROOT).as_posix())] == []
@@ -137,11 +123,3 @@ def test_a_script_is_run_with_its_arguments_beside_its_modules(tmp_path: Path) -
     script.write_text("import sys, neighbour\nprint(__name__, neighbour.NAME, *sys.argv)")
     done = subprocess.run(script_command(script, 1, "two"), capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (f"__main__ neighbour {script} 1 two\n", "")
-
-
-@pytest.mark.slow
-def test_an_input_is_tried_again_in_a_process_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "found").write_bytes(b'{"model_type": "none"}')
-    command = [sys.executable, str(ROOT / "tests" / "fuzz"), "config", str(tmp_path / "found")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

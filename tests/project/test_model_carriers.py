@@ -97,18 +97,6 @@ def test_a_registry_that_does_not_answer_is_the_reason(models: Path, monkeypatch
     assert (models / "tiny.missing").read_text().endswith("Connection refused")
 
 
-def test_an_extent_fetches_the_models_of_its_tests(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = ["minilm", "qwen2.5-coder-0.5b.gguf"]
-    whole = sorted([*usual, "embeddinggemma", "qwen2.5-coder-1.5b.gguf"])
-    models.mkdir(parents=True)
-    for extent, names in {"promises": [], "": usual, "rest": usual, "all": whole}.items():
-        fetched = list[str]()
-        monkeypatch.setenv("INFER_TESTS", extent)
-        monkeypatch.setattr(fetch_published_models, "try_fetch", lambda name, target, to=fetched: to.append(name))
-        fetch_published_models.main()
-        assert sorted(fetched) == names, extent
-
-
 def test_ci_allows_a_skip_for_a_carrier_or_missing_hardware_and_no_other(tmp_path: Path) -> None:
     """Run tests that are skipped with the reasons of `asset`, under the rules of tests/conftest.py."""
     (tmp_path / "models").mkdir()

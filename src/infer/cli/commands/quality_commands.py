@@ -234,8 +234,17 @@ def doctor_page(found: Diagnosis) -> str:
     rows = [_kind_row(kind, by_layer, bad) for kind, by_layer in layers.items()]
     others = [each for each in matrices if not each.name.startswith("model.layers.")]
     tiles = [(each.info.name, f"{each.info.type}, {_megabytes(each.info.file_bytes)}") for each in others]
+    if layers:
+        sections.append(section("Size by layer", "", tall_chart(_sizes(list(layers.values())))))
     sections += _matrices("Kinds of matrices", _EXPLANATION, rows, tiles)
     return page(f"infer doctor: {name}", found.path, sections)
+
+
+def _sizes(kinds: Sequence[dict[int, list[TensorSummary]]]) -> Bars:
+    """Return the bytes of all matrices of each layer."""
+    layers = sorted({layer for kind in kinds for layer in kind})
+    sizes = [sum(each.info.file_bytes for kind in kinds for each in kind.get(layer, ())) / 1e6 for layer in layers]
+    return Bars("MB of matrices", sizes, labels_of(layers))
 
 
 def _kind_row(kind: str, by_layer: dict[int, list[TensorSummary]], bad: set[str]) -> ChartRow:

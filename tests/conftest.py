@@ -87,7 +87,7 @@ def _one_thread_per_worker() -> None:
 def _free_caches_of_a_module(request: pytest.FixtureRequest) -> Generator[None, None, None]:
     """Empty the caches of a module, and free the memory that the C library keeps: workers grew to gigabytes."""
     yield
-    from infer.system.memory.available_memory import give_back_freed
+    from infer.system.available_memory import give_back_freed
 
     for value in vars(request.module).values():
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("infer"):

@@ -52,7 +52,7 @@ from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
-from infer.system.memory.available_memory import give_back_freed
+from infer.system.available_memory import give_back_freed
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.tools import ToolLike
 from infer.text_calls import TextCalls

@@ -28,7 +28,7 @@ from infer.compute.sampling.defaults import SamplingDefaults
 from infer.errors import InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.sampling_params import SamplingParams
-from infer.system.cores.cores import num_processors
+from infer.system.cores import num_processors
 from infer.system.status_line import write_notice
 from watched import python_command
 

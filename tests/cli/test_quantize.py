@@ -117,7 +117,7 @@ def test_a_wrong_option_is_refused_in_a_line(tmp_path: Path, options: list[str],
 
 def test_a_full_disk_is_named_and_leaves_no_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("infer.system.files.atomic.os.fsync", full)
+    monkeypatch.setattr("infer.system.atomic.os.fsync", full)
     told = run("quantize", model, tmp_path / "q.gguf", "-t", "Q8_0", status=1).err
     assert f"{tmp_path / 'q.gguf'}: No space left on device" in told
     assert list(tmp_path.iterdir()) == []

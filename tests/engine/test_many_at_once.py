@@ -19,7 +19,7 @@ import pytest
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, SamplingParams
 from infer.engine.requests.loop_calls import once
-from infer.system.processes import child_process
+from infer.system import child_process
 from looping import in_threads, until_idle
 from refusals import check_refused
 from watched import python_command
@@ -159,7 +159,7 @@ CHURN = """
 import asyncio, gc, os, random, sys, threading
 from pathlib import Path
 from infer import AsyncLLM, SamplingParams
-from infer.system.memory.available_memory import give_back_freed
+from infer.system.available_memory import give_back_freed
 llm, total = AsyncLLM(sys.argv[1], threads=1, pool_pages=8), int(sys.argv[2])  # so many are preempted
 host, draw = llm.llm._opened, random.Random(1)
 forms = [{}, {"logprobs": 1}, {"repetition_penalty": 1.2}, {"regex": "[a-f]{40}"}]

@@ -475,7 +475,7 @@ def test_bad_files_disturb_no_other_request(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from infer.system.files.atomic import replacing
+from infer.system.atomic import replacing
 for number in range(10 ** 9):
     with replacing(Path(sys.argv[1])) as file:
         for _ in range(50):

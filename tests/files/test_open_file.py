@@ -19,8 +19,8 @@ from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files import open_checkpoint
 from infer.models.from_checkpoint import load_model
 from infer.models.transformer import Transformer
-from infer.system.files.json_file import read_json_file
-from infer.system.files.open_file import OpenFile
+from infer.system.json_limits import read_json_file
+from infer.system.open_file import OpenFile
 from refusals import check_refused, refusal
 
 CASES = [  # options, and the number of remaining bytes

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "fuzz"
-INSTRUMENTED = ["infer.files", "infer.system.files.json_file", "infer.models.families", "infer.text.tokenizer"]
+INSTRUMENTED = ["infer.files", "infer.system.json_limits", "infer.models.families", "infer.text.tokenizer"]
 NAMES = ("gguf", "safetensors", "config", "tokenizer", "template")
 MOST_BYTES = 16_384
 SLOWEST_SECONDS = 10  # of wall time for one input, with instrumented code on a busy machine

@@ -19,7 +19,7 @@ from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, pool_bytes
-from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
+from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 from refusals import check_refused
 from test_session import make_model
 

@@ -209,7 +209,7 @@ def test_loading_never_takes_much_more_than_the_loaded_model(dtype: str) -> None
 FREE = """
 from pathlib import Path
 import torch
-from infer.system.memory.available_memory import give_back_freed
+from infer.system.available_memory import give_back_freed
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

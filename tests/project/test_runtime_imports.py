@@ -28,7 +28,7 @@ RANKS = ("engine/tensor_parallel/ranks", "engine/tensor_parallel/follower")
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "subprocess": {  # git for the commit of a clone, compilers, strangers' grammars, ranks, and the user's clients
         "cli/commands/": ("bench_report", "server_commands"),
-        "": ("compute/backends/cpu/compile/parallel", "system/processes/child_process", RANKS[0]),
+        "": ("compute/backends/cpu/compile/parallel", "system/child_process", RANKS[0]),
     },
     # Rows and calls, through pipes to processes that this one started
     "multiprocessing": {"serving/batch_file/": ("workers",)},
@@ -49,7 +49,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             *("choices", "endpoint", "connection", "process", "replies", "server_state"),
             *("routes/engine_events", "routes/ollama", "routes/served_models"),
         ),
-        "serving/distributed/": (*("exchange", "front", "replica", "shelf", "shelf_front", "ray_serve"),),
+        "serving/distributed/": ("exchange", "front", "replica", "shelf", "shelf_front", "shelved_model", "ray_serve"),
     },
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
         "": (RANKS[0], "cli/commands/serve_command"),

@@ -9,9 +9,9 @@ import pytest
 
 from infer.compute.operands.mixers import Attention
 from infer.models.sharding import head_starts, kv_heads_of
-from infer.system.cores import cores
-from infer.system.cores.cores import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node, visit
-from infer.system.memory.cgroup import cpu_quota, memory_left_bytes, memory_limit_bytes
+from infer.system import cores
+from infer.system.available_memory import cpu_quota, memory_left_bytes, memory_limit_bytes
+from infer.system.cores import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node, visit
 
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNTS = (

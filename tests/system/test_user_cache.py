@@ -11,8 +11,8 @@ import pytest
 
 from infer.errors import ModelError
 from infer.files.hub.find import cache_folder
-from infer.system.files.atomic import locked_folder
-from infer.system.files.user_cache import base_folder, folder_problem, read_own, write_own
+from infer.system.atomic import locked_folder
+from infer.system.user_cache import base_folder, folder_problem, read_own, write_own
 from watched import python_command
 
 needs_users = pytest.mark.skipif(sys.platform == "win32", reason="hardware: a POSIX system only")
@@ -155,7 +155,7 @@ print(instruction_set().name != "", kernel_cache.cache_folder(), kernel_cache.tr
 
 HOLDER = """
 import sys, tempfile
-from infer.system.files.atomic import locked_folder
+from infer.system.atomic import locked_folder
 tempfile.tempdir = sys.argv[1]
 with locked_folder("infer-a-") as folder:
     (folder / "0").touch()

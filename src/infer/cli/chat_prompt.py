@@ -25,7 +25,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from infer.cli.chat_commands import LEAVE_HINT, is_open_block, message_of
 from infer.cli.terminal import note
-from infer.system.files.atomic import replacing
+from infer.system.atomic import replacing
 
 MAX_MESSAGES = 1000
 VARIABLE = "INFER_HISTORY"

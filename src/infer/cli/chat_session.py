@@ -17,7 +17,7 @@ from infer.cli.option_files import refusing
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter, without_zeros
-from infer.system.files.atomic import replacing
+from infer.system.atomic import replacing
 from infer.text.toolcalls.tools import read_tools
 
 FORMAT = "infer-chat"

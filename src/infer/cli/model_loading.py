@@ -35,7 +35,7 @@ from infer.errors import InferError, InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.request_limits import DEFAULT_PREFIX_BYTES
 from infer.sampling_params import CONSTRAINTS, SamplingParams
-from infer.system.cores.cores import check_num_threads
+from infer.system.cores import check_num_threads
 from infer.system.spellings import install_extra
 
 Options = TypeVar("Options", BenchOptions, ChatOptions, CompareOptions, DeployOptions, PerplexityOptions)
@@ -136,7 +136,7 @@ def _offer_at_hand(name: str, num_bytes: int, path: Path) -> ModelOffer:
 
 def _offers_of_hub(probe: Any, at_hand: set[str]) -> Iterator[ModelOffer]:
     from infer.models.catalog.hub_models import three_that_fit
-    from infer.system.memory.available_memory import available_memory_bytes
+    from infer.system.available_memory import available_memory_bytes
 
     if not probe.is_reachable():
         return

@@ -38,7 +38,7 @@ from infer.files.tensors.safetensors import read_safetensors_folder
 from infer.files.tensors.stacked_experts import PLAIN, StackOrder, with_joined_scales
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
-from infer.system.files.open_file import OpenFile
+from infer.system.open_file import OpenFile
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 

@@ -16,7 +16,7 @@ from infer.files.gguf.gguf_llama4 import llama4_settings
 from infer.files.gguf.gguf_recurrent import WITH_SHORT_CONVS, recurrent_settings
 from infer.files.gguf.gguf_text_encoders import ENCODERS, encoder_settings
 from infer.files.gguf.gguf_values import GGUFValues, rotated_share, shortest
-from infer.system.files.json_file import inside, read_json_file
+from infer.system.json_limits import inside, read_json_file
 
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",

@@ -24,8 +24,8 @@ from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
 from infer.models.transformer import Transformer
 from infer.models.weight_loader import OnInput
-from infer.system.cores.cores import check_num_threads, default_num_threads
-from infer.system.memory.available_memory import give_back_freed
+from infer.system.available_memory import give_back_freed
+from infer.system.cores import check_num_threads, default_num_threads
 from infer.text.tokenizer import Tokenizer
 
 

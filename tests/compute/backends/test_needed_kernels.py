@@ -40,7 +40,7 @@ from infer.models import from_checkpoint
 from infer.models.compile_ahead import compiling_ahead, make_outline
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_checked
-from infer.system.cores import cores
+from infer.system import cores
 from infer.system.status_line import silence
 from tiny import TINY, Tiny, make_tiny
 from watched import run_python

@@ -22,8 +22,8 @@ from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Command, 
 from infer.compute.backends.cpu.threads.pool import ThreadPool, aligned, set_num_threads, thread_pool
 from infer.errors import InferError, InvalidRequestError
 from infer.models import from_checkpoint as load_settings
-from infer.system.cores import cores
-from infer.system.cores.cores import start_thread
+from infer.system import cores
+from infer.system.cores import start_thread
 from looping import beside, in_threads
 from programs import Programs
 from watched import python_command
@@ -232,7 +232,7 @@ def test_the_interpreter_ends_cleanly_whatever_its_threads_do(run_script: Run, c
 
 @needs_linux
 def test_the_default_respects_the_affinity() -> None:
-    code = "from infer.system.cores.cores import default_num_threads; print(default_num_threads())"
+    code = "from infer.system.cores import default_num_threads; print(default_num_threads())"
     command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), *python_command(code)]
     assert output_of(subprocess.run(command, capture_output=True, text=True, check=False)) == "1\n"
 

@@ -20,7 +20,7 @@ from extent import IS_WHOLE, usual_or_all
 from infer import LLM
 from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.prepare.preparing_child import ToolRules
-from infer.system.processes.child_process import Child, ChildError
+from infer.system.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.trial import trial_lane

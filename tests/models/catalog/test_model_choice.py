@@ -28,7 +28,7 @@ from infer.models.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, decode_bytes, loaded_types, weight_bytes
-from infer.system.cores.cores import default_num_threads
+from infer.system.cores import default_num_threads
 from terminals import CTRL_C, CTRL_D, SECONDS, Terminal, plain, terminal
 
 # `infer` with a fake model, on a machine with 8 GB. The first argument names the installed models. A busy machine may
@@ -39,7 +39,7 @@ sys.path[:] = {sys.path!r}
 import fake_cli
 from infer.files.hub.find import INSTALLED_MODELS
 from infer.cli import subcommands
-from infer.system.memory import available_memory
+from infer.system import available_memory
 installed = sys.argv.pop(1).split(",")
 for name in [name for name in INSTALLED_MODELS if name not in installed]:
     package = INSTALLED_MODELS[name]

@@ -31,7 +31,7 @@ from infer.serving.distributed.replica import Replica
 from infer.serving.server.metrics import Metrics
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.cores.cores import take_cores
+from infer.system.cores import take_cores
 from served import serving
 from shapes import SOURCE
 from test_server_process import CHILD, SECONDS, front_of

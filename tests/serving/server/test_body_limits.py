@@ -14,7 +14,7 @@ from infer.serving.batch_file.row import read_row
 from infer.serving.distributed.front import Front
 from infer.serving.distributed.shelf_front import ModelBody
 from infer.serving.server.app import ROUTES
-from infer.system.files.json_limits import JsonLimitError, check_limits
+from infer.system.json_limits import JsonLimitError, check_limits
 from raw_http import Answer, Connection, post
 from served import Served, serving
 from shelves import OneReplica

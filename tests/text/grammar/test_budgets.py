@@ -15,8 +15,8 @@ import pytest
 from byte_tokenizer import VOCAB_SIZE
 from infer import LLM, InvalidRequestError
 from infer.errors import ConstraintError
-from infer.system.memory.sized_cache import SizedCache
-from infer.system.processes.child_process import MOST_PROCESSES, Lane, asking_for
+from infer.system.child_process import MOST_PROCESSES, Lane, asking_for
+from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.trial import trial_lane, try_grammar

@@ -17,8 +17,8 @@ from infer.cli.bench.speed import Speed
 from infer.cli.option_files import refusing
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
-from infer.system.cores.cores import processor_name
-from infer.system.files.atomic import replacing
+from infer.system.atomic import replacing
+from infer.system.cores import processor_name
 
 _FORMAT = "infer-bench"
 Report = dict[str, Any]

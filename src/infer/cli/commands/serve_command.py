@@ -35,8 +35,8 @@ from infer.serving.server.auth import read_keys
 from infer.serving.server.process import OnProgress, OnReady, bind, check_certificate, run_server, warmed
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.cores.cores import default_num_threads, num_processors, take_cores
-from infer.system.memory.available_memory import available_memory_bytes
+from infer.system.available_memory import available_memory_bytes
+from infer.system.cores import default_num_threads, num_processors, take_cores
 from infer.system.spellings import plain_name
 from infer.system.status_line import write_notice
 

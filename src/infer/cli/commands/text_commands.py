@@ -28,7 +28,7 @@ from infer.serving.batch_file.result_line import BatchSettings, Line, Write
 from infer.serving.batch_file.row import Row, read_rows
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.params import seed_of
-from infer.system.cores.cores import num_processors
+from infer.system.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 
 _TEXTS_PER_CALL = 64  # per update of the progress bar

@@ -25,7 +25,7 @@ from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.errors import InvalidRequestError
 from infer.outputs import TokenLogprob
-from infer.system.memory.available_memory import available_memory_bytes
+from infer.system.available_memory import available_memory_bytes
 
 Precision = Literal["exact", "fast"]
 Forward = Callable[[Step], Tensor]

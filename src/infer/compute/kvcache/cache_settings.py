@@ -10,7 +10,7 @@ from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.quantization import kv_formats
 from infer.errors import InvalidRequestError
 from infer.parameters import OneOf
-from infer.system.memory.available_memory import available_memory_bytes, total_memory_bytes
+from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 
 KV_TYPES: tuple[str, ...] = ("auto", *kv_formats.KV_TYPES)
 EVICTION_POLICIES = ("none", "sliding", "snapkv")

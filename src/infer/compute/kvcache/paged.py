@@ -32,7 +32,7 @@ from infer.compute.operands.weights import ConvWeights, DeltaNetWeights, Heads
 from infer.compute.quantization.kv_formats import check_kv_type
 from infer.compute.quantization.kv_layout import LayerCache
 from infer.errors import InvalidRequestError, OutOfPagesError
-from infer.system.memory.available_memory import available_memory_bytes
+from infer.system.available_memory import available_memory_bytes
 
 SPARE_TOKENS = 64  # last tokens of a saved row that can be undone without computing the rest again
 Positions = tuple[GroupRows, int, int]  # [start, end) in the layers of a group

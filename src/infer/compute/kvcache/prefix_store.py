@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
-from infer.system.files.user_cache import base_folder, folder_problem, is_writable, read_own
+from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own
 
 _DIGEST_BYTES = _SECRET_BYTES = 32
 _BLOCK_BYTES = 4096  # block of the file system: a file uses whole blocks

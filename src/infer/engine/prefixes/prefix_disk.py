@@ -27,7 +27,7 @@ from infer.compute.kvcache.paged import PagedCache
 from infer.compute.kvcache.prefix_store import PageName, PrefixStore, PrefixStoreError
 from infer.engine.runner.runner import Runner
 from infer.errors import ClosedError
-from infer.system.cores.cores import start_thread
+from infer.system.cores import start_thread
 
 _SLICE_BYTES = 16 << 20  # copied between two steps, which takes about 5 ms
 _REST_SECONDS = 60  # pause after pages could not be written

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from infer.engine.prepare.preparing_child import format_to_json
 from infer.errors import InvalidRequestError
-from infer.system.memory.sized_cache import SizedCache
+from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.grammar.trial import ask_trial

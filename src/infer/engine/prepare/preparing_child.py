@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, about
-from infer.system.memory.sized_cache import SizedCache
-from infer.system.processes.processor_limit import LateError, OverLimitError, limited, processor_seconds, watch_limits
+from infer.system.processor_limit import LateError, OverLimitError, limited, processor_seconds, watch_limits
+from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.json_schema import unreadable_parts
 from infer.text.grammar.library_trials import TRIES, Try, llguidance_try, read_within

@@ -23,8 +23,8 @@ from infer.engine.requests.engine_thread import EngineThread
 from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
-from infer.system.cores.cores import start_thread
-from infer.system.processes.child_process import asking_tenant
+from infer.system.child_process import asking_tenant
+from infer.system.cores import start_thread
 
 _Found = TypeVar("_Found")
 

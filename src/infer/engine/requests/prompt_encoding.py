@@ -23,7 +23,7 @@ from infer.errors import ContextLengthError, InvalidRequestError, about
 from infer.model_settings import Overflow
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SamplingParams
-from infer.system.memory.sized_cache import SizedCache
+from infer.system.sized_cache import SizedCache
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.formats import in_vocabulary, literals_of, marks_of

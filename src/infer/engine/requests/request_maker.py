@@ -30,7 +30,7 @@ from infer.engine.step.request_options import RequestOptions, check_count, split
 from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about
 from infer.sampling_params import SamplingParams
-from infer.system.processes.child_process import asking_for
+from infer.system.child_process import asking_for
 from infer.text.grammar.budget import Budget, BudgetConstraint
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of

@@ -20,8 +20,8 @@ from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files.tensors.safetensors import read_with_metadata
 from infer.files.tensors.safetensors_writer import NamedTensors, read_tensor, write_safetensors
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.system.files.atomic import replacing
-from infer.system.files.json_file import parse_json
+from infer.system.atomic import replacing
+from infer.system.json_limits import parse_json
 
 FORMAT, VERSION = "infer-session", "2"
 DIGEST_BYTES = 32

@@ -18,8 +18,8 @@ from infer.engine.tensor_parallel.ranks import Call, ModelSource, Transport, dig
 from infer.errors import InferError
 from infer.files import open_checkpoint
 from infer.models.from_checkpoint import load_checked, set_num_threads
-from infer.system.cores.cores import keep_rank_on_node
-from infer.system.processes.child_process import receive_all
+from infer.system.child_process import receive_all
+from infer.system.cores import keep_rank_on_node
 
 _OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # methods of a follower that its runner does not have
 

@@ -16,7 +16,7 @@ import numpy as np
 from infer.compute.quantization.ggml_types import GGML_TYPES, BlockType
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.system.files.open_file import AGAIN, OpenFile
+from infer.system.open_file import AGAIN, OpenFile
 
 MAGIC = b"GGUF"
 MAX_KEY_VALUES = 65_536

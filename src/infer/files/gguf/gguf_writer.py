@@ -14,7 +14,7 @@ import numpy as np
 
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.files.gguf.gguf import ARRAY_ID, MAGIC, NUMBER_CODES, VALUE_TYPE_IDS, TypedValue, ValueType, aligned
-from infer.system.files.atomic import replacing
+from infer.system.atomic import replacing
 
 VERSION = 3
 DEFAULT_ALIGNMENT = 32

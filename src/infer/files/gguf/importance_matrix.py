@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from infer.errors import InvalidRequestError, ModelFormatError
 from infer.files.gguf.gguf import MAGIC, TypedValue, read_gguf
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
-from infer.system.files.atomic import replacing
-from infer.system.files.open_file import OpenFile
+from infer.system.atomic import replacing
+from infer.system.open_file import OpenFile
 
 SUFFIX_OF_OLD_FORMAT = ".dat"
 DEFAULT_CHUNK_SIZE = 512

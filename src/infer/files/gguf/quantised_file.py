@@ -37,7 +37,7 @@ from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
 from infer.files.tensors.tensor_bytes import bytes_of
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.system.cores.torch_threads import one_thread
+from infer.system.torch_threads import one_thread
 
 QUANTISATION_VERSION = 2  # version of ggml's block types
 _PIECE_VALUES = 1 << 20

@@ -15,7 +15,7 @@ from infer.files.heads.sentence_modules import SentenceModule, read_modules
 from infer.files.heads.text_prompts import ARE_POOLED_KEY
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
-from infer.system.files.open_file import OpenFile
+from infer.system.open_file import OpenFile
 
 _PREFIX = "pooling_mode_"
 # Names of sentence-transformers: its flags, and its newer `pooling_mode`.

@@ -8,7 +8,7 @@ from typing import Any, final
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.files.tensors.safetensors import PICKLE_SUFFIXES, SINGLE_NAME, read_safetensors
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.system.files.json_file import MAX_BYTES, inside, parse_json, read_json_file, read_whole
+from infer.system.json_limits import MAX_BYTES, inside, parse_json, read_json_file, read_whole
 
 _FILE = "modules.json"
 _TRANSFORMER, _TOKENIZER = "sentence_bert_config.json", "tokenizer_config.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from infer.errors import InvalidRequestError, ModelFormatError
-from infer.system.files.json_file import inside, read_json_file
+from infer.system.json_limits import inside, read_json_file
 
 _FILE = "config_sentence_transformers.json"
 NAMES_KEY, TEXTS_KEY, DEFAULT_KEY = "infer.prompts.names", "infer.prompts.texts", "infer.prompts.default"

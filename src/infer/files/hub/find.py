@@ -21,7 +21,7 @@ from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files.hub.hub import parse_hub_name
 from infer.files.hub.hub_download import fetch
 from infer.files.tensors.safetensors import PICKLE_SUFFIXES
-from infer.system.files.user_cache import base_folder, folder_problem
+from infer.system.user_cache import base_folder, folder_problem
 
 
 @dataclass(frozen=True)

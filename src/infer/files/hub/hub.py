@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files.gguf.gguf_split import part_paths
 from infer.files.tensors.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
-from infer.system.files.json_file import read_json_file
+from infer.system.json_limits import read_json_file
 from infer.system.spellings import plain_name
 
 DEFAULT_REVISION = "main"

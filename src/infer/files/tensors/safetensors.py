@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from infer.errors import ModelError, ModelFormatError
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.system.files.json_file import inside, parse_json, read_json_file
-from infer.system.files.open_file import AGAIN, OpenFile
+from infer.system.json_limits import inside, parse_json, read_json_file
+from infer.system.open_file import AGAIN, OpenFile
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 from infer.errors import ModelFormatError
-from infer.system.files.open_file import OpenFile
+from infer.system.open_file import OpenFile
 
 # Methods of quantisation, named by the layout of a matrix's codes.
 PackedFormat = Literal["gptq", "awq", "int", "pack", "fp8", "nvfp4", "mxfp4", "mlx"]

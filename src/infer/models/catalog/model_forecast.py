@@ -7,8 +7,8 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.architecture import Architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, StoredMatrix, decode_bytes, loaded_types
-from infer.system.cores.cores import default_num_threads
-from infer.system.memory.available_memory import read_bandwidth
+from infer.system.available_memory import read_bandwidth
+from infer.system.cores import default_num_threads
 
 # Share of the memory's speed that decode reaches: `infer bench` measured 0.72 to 0.76 on two cores of a Zen 3.
 BANDWIDTH_SHARE = 0.75

@@ -11,7 +11,7 @@ from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import check_tensors
-from infer.system.cores.cores import default_num_threads
+from infer.system.cores import default_num_threads
 
 
 class ServedPlan(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 from infer.errors import InvalidRequestError, ModelError
 from infer.files import Checkpoint
 from infer.models.catalog.findings import Finding
-from infer.system.files.json_file import read_json_file
+from infer.system.json_limits import read_json_file
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder, with_default_ids
 from infer.text.tokenizer.gguf_vocabulary import END_NAMES, TokenType

@@ -20,7 +20,7 @@ from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.models.families import make_architecture
 from infer.models.gguf_export.tensors import ExportTensor
-from infer.system.files.open_file import OpenFile
+from infer.system.open_file import OpenFile
 
 _TOLERANCE = 1e-6  # relative, of float32
 _NO_ROTATION = 1e29  # a frequency with a larger factor does not rotate

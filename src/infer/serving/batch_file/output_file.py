@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
 from infer.errors import InvalidRequestError
-from infer.system.files.atomic import replacing
+from infer.system.atomic import replacing
 
 _SYNC_SECONDS = 1.0  # between two syncs: after a crash of the machine, the rows of this time are answered again
 _MOST_SEEDS = 64

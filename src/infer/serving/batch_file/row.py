@@ -27,7 +27,7 @@ from infer.serving.protocols.openai.ask import (
 )
 from infer.serving.protocols.params import prompts_of, refuse_unless_neutral, template_variables
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
-from infer.system.files.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
+from infer.system.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)

@@ -18,7 +18,7 @@ from typing import Any, final
 from infer.errors import InferError
 from infer.serving.batch_file.result_line import BatchSettings, Line, Write
 from infer.serving.batch_file.row import Row
-from infer.system.processes.child_process import receive_all
+from infer.system.child_process import receive_all
 
 _CHUNKS_AHEAD = 2  # chunks per process: while it answers one, it already has the next
 _MOST_DEATHS = 3  # deaths in a row, without an answer between them

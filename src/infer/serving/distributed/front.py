@@ -21,7 +21,7 @@ from infer.serving.server.endpoint import ApiRoute, read_apart
 from infer.serving.server.process import Life, run_process
 from infer.serving.server.routes.health import health, metrics_response, ready
 from infer.serving.server.server_state import ServerState
-from infer.system.files.atomic import locked_folder
+from infer.system.atomic import locked_folder
 
 _OF_TEXTS = ("embeddings", "rerank", "classify")
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}

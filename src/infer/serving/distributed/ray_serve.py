@@ -35,7 +35,7 @@ from infer.serving.server.process import OnProgress, load_model, make_http_serve
 from infer.serving.server.routes.health import is_alive
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.cores.cores import take_cores
+from infer.system.cores import take_cores
 
 _READ_BYTES = 2**16
 _HEALTH_SECONDS = 2.0

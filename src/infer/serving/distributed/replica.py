@@ -24,7 +24,7 @@ from typing import final
 from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange, GoneError, ReplicaFailedError, connected
 from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
-from infer.system.processes.child_process import end_after_parent
+from infer.system.child_process import end_after_parent
 
 log = logging.getLogger("infer.server")
 _POLL_SECONDS, _NOTICE_SECONDS, _ANSWER_SECONDS = 0.05, 0.002, 1.0

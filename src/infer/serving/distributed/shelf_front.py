@@ -35,7 +35,7 @@ from infer.serving.server.routes.served_models import (
     served_model,
 )
 from infer.serving.server.server_state import ServerState
-from infer.system.files.atomic import locked_folder
+from infer.system.atomic import locked_folder
 
 _EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
 _OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model, if this server has no other handler

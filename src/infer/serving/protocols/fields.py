@@ -23,7 +23,7 @@ from infer.request_limits import MAX_KEYS, MAX_STOPS, MAX_TOKENS, MAX_WARNINGS
 from infer.sampling_params import PARAMETERS
 from infer.serving.protocols.foreign import Foreign
 from infer.serving.server_settings import UnknownFields
-from infer.system.files.json_limits import JsonLimitError, check_limits
+from infer.system.json_limits import JsonLimitError, check_limits
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]

@@ -11,7 +11,7 @@ import msgspec
 
 from infer.engine.step.request_options import OPTIONS
 from infer.sampling_params import PARAMETERS
-from infer.system.files.json_limits import check_limits
+from infer.system.json_limits import check_limits
 
 
 class Foreign(NamedTuple):

@@ -28,7 +28,7 @@ from infer.serving.server.call import Call, call_of, unpack
 from infer.serving.server.door import Arrival
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.processes.child_process import asking_for
+from infer.system.child_process import asking_for
 from infer.system.spellings import plain_name
 
 log = logging.getLogger("infer.server")

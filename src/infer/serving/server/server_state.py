@@ -23,7 +23,7 @@ from infer.serving.server.call import Call
 from infer.serving.server.door import Door, Load, RemainingWork, retry_headers
 from infer.serving.server.metrics import Metrics
 from infer.serving.server_settings import ServerSettings
-from infer.system.processes.child_process import asking_for
+from infer.system.child_process import asking_for
 
 CHANGEABLE = ("slots", "step_ms", "max_queue", "max_ttft")  # settings that may change while requests are served
 Phase = Literal["loading", "ready", "draining", "failed"]

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
-from infer.system.memory.sized_cache import SizedCache
+from infer.system.sized_cache import SizedCache
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.llguidance import LlguidanceBackend

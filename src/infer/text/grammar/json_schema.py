@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.errors import InvalidRequestError, problem_of
-from infer.system.files.json_limits import is_deeper, refuse_constant, unique_keys
+from infer.system.json_limits import is_deeper, refuse_constant, unique_keys
 from infer.text.grammar.grammar import STRICT
 from infer.text.grammar.pattern import encoded
 from infer.text.grammar.schema_part import MalformedSchemaError, SchemaPart, refuse

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.errors import InvalidRequestError
-from infer.system.processes.processor_limit import OverLimitError, limited
+from infer.system.processor_limit import OverLimitError, limited
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.libraries import ENFORCED, compile_with_xgrammar, llguidance_limits, source_of
 from infer.text.grammar.reading import Read, read_grammar

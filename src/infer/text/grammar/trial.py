@@ -12,7 +12,7 @@ from typing import Any
 
 import infer
 from infer.errors import InvalidRequestError, SchemaError
-from infer.system.processes.child_process import ChildError, Lane
+from infer.system.child_process import ChildError, Lane
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.reading import Read
 

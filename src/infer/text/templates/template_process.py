@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InvalidRequestError
-from infer.system.processes.child_process import ChildError, Lane
+from infer.system.child_process import ChildError, Lane
 
 RENDER_SECONDS = 2.0  # processor seconds
 MEMORY_BYTES = 1 << 30

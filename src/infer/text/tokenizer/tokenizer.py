@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
-from infer.system.memory.sized_cache import SizedCache
+from infer.system.sized_cache import SizedCache
 from infer.text.templates.chat_template import ChatTemplate
 from infer.text.templates.special_tokens import SpecialTexts
 from infer.text.tokenizer.decoding_rules import make_token_bytes, read_decoding_rules

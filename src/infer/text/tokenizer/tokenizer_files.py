@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
-from infer.system.files.json_file import read_json_file, read_text_file
+from infer.system.json_limits import read_json_file, read_text_file
 from infer.text.tokenizer.gguf_encoders import is_encoder, make_encoder_backend, with_default_ids
 from infer.text.tokenizer.gguf_vocabulary import (
     CONTROL_NAMES,

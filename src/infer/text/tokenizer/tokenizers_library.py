@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers.models import Model, Unigram
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
-from infer.system.files.json_file import parse_json, read_whole
+from infer.system.json_limits import parse_json, read_whole
 from infer.text.tokenizer.text_growth import check_growth
 
 MAX_BYTES = 128 << 20

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.system.files.json_file import read_whole
+from infer.system.json_limits import read_whole
 from infer.text.tokenizer.gguf_vocabulary import make_bos_eos_processor
 from infer.text.tokenizer.tokenizers_library import MAX_BYTES, panics_as
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError, PropertyNameError, SchemaError, problem_of
-from infer.system.processes.processor_limit import processor_seconds
+from infer.system.processor_limit import processor_seconds
 from infer.text.toolcalls.schema_cuts import Schema, cut, drop_property, pointer_of, schemas_in, steps_to
 from infer.text.toolcalls.schema_words import ASSERTIONS, DEFINITIONS, NOTES, OBJECT_KEYS, words_of
 

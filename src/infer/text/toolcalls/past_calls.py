@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infer.system.files.json_limits import JsonLimitError, check_limits, refuse_constant
+from infer.system.json_limits import JsonLimitError, check_limits, refuse_constant
 
 Message = Mapping[str, Any]
 INVALID = "INVALID_JSON"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import final
 
 from infer.errors import InvalidRequestError
-from infer.system.memory.sized_cache import SizedCache
+from infer.system.sized_cache import SizedCache
 from infer.text.toolcalls.answer_format import AnswerFormat
 from infer.text.toolcalls.answer_grammar import check_tool
 from infer.text.toolcalls.argument_grammar import Rules

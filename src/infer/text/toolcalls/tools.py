@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 
 from infer.errors import InvalidRequestError
 from infer.request_limits import MAX_TOOLS
-from infer.system.files.json_limits import is_deeper
+from infer.system.json_limits import is_deeper
 from infer.text.toolcalls.signature import tool_of_function
 
 MAX_NAME = 128

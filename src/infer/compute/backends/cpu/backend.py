@@ -26,8 +26,8 @@ from infer.compute.backends.cpu.threads import pool
 from infer.compute.backends.torch_backend import TorchBackend
 from infer.compute.operands.architecture import Layer, ModelOutline
 from infer.compute.operands.mixers import GatedDeltaNet
-from infer.system.cores import torch_threads
-from infer.system.cores.cores import default_num_threads
+from infer.system import torch_threads
+from infer.system.cores import default_num_threads
 
 
 @final

@@ -18,7 +18,7 @@ from infer.compute.operands.architecture import Layer
 from infer.compute.operands.unusual_parts import check_unusual_parts
 from infer.compute.operands.weights import Norm, Projection, StoredWeight
 from infer.errors import InvalidRequestError
-from infer.system.cores import torch_threads
+from infer.system import torch_threads
 
 _FEATURES, _ROWS, _TOKENS = 64, 64, 2  # of the known product
 _BLOCK, _SCALE = 32, 2.0**-7

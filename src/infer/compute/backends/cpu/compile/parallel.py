@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, final
 import infer
 from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.host import kernel_cache
-from infer.system.cores.cores import num_processors
+from infer.system.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 
 _CODE = "from infer.compute.backends.cpu.compile.child import main; main()"

@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from infer.compute.backends.cpu.host.numba_settings import numba_settings
-from infer.system.files.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 from infer.system.status_line import write_notice
+from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 
 MOST_BYTES = 16 << 20  # of a file: the largest kernel is a hundredth of it
 _UNUSED_SECONDS = 30 * 24 * 3600.0

@@ -28,7 +28,7 @@ from infer.compute.backends.cpu.threads.adaptive import AdaptiveThreads, Choice,
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.stack_size import check_stack
 from infer.errors import InferError
-from infer.system.cores.cores import default_num_threads, keep_on_node, node_of_thread, start_thread, visit
+from infer.system.cores import default_num_threads, keep_on_node, node_of_thread, start_thread, visit
 
 _SPINS_AFTER_RUN = 3000  # pauses, 40 to 100 µs
 _LARGE_STEP = 16  # tokens; a larger one costs in proportion to them

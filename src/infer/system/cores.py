@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from infer.errors import InvalidRequestError
-from infer.system.memory.cgroup import cpu_quota
+from infer.system.available_memory import cpu_quota
 
 MOST_THREADS = 256  # that a team has room for
 _ALWAYS_ALLOWED, _PER_PROCESSOR = 64, 4

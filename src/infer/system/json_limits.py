@@ -1,18 +1,22 @@
-"""Checks of JSON from others: limits of its bytes, and faults that Python's own reader accepts.
+"""Checks of JSON from others, bodies and files: limits of its bytes, and faults that Python's own reader accepts.
 
 The limits are checked on bytes, before a parser makes values of them. The work on a body grows with its values, not
 with its bytes, so their number has a limit. Numbers of a list that has only numbers are not counted, since a prompt may
 be given as the ids of its tokens. `json` and `msgspec` recurse, so the depth has a limit too, far below that of
-Python's stack. The faults are constants and repeated keys.
+Python's stack. The faults are constants and repeated keys. Files of a model's folder also have a limit of their size.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NoReturn
 
+from infer.errors import ModelError, ModelFormatError
 from infer.request_limits import MAX_DEPTH, MAX_DIGITS, MAX_VALUES
+from infer.system.open_file import OpenFile
 
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKET = bytes(set(range(256)) - set(_STEPS))
@@ -104,3 +108,81 @@ def is_deeper(value: Any, depth: int) -> bool:
             return False
         level = [item for each in holders for item in (each.values() if isinstance(each, Mapping) else each)]
     return True
+
+
+MAX_BYTES = 16 << 20
+MAX_TEXT_BYTES = 1 << 20
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    return parse_json(path, read_whole(path, MAX_BYTES))
+
+
+def read_text_file(path: Path) -> str:
+    try:
+        return read_whole(path, MAX_TEXT_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(path, "text", "is not UTF-8", error.start) from error
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """Return a regular file's bytes. Raises ModelError if it cannot be read.
+
+    Raises ModelFormatError if it is missing, is not a regular file, or has more than `limit` bytes.
+    """
+    try:
+        if not path.is_file():
+            raise ModelFormatError(path, "file", "is missing" if not path.exists() else "is not a regular file")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    file = OpenFile(path)
+    if file.size > limit:
+        raise ModelFormatError(path, "file size", f"expected at most {limit} bytes, got {file.size}")
+    return file.read(0, file.size)
+
+
+def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
+    """Return the object in `text`, which begins at byte `offset` of the file. Raises ModelFormatError."""
+    if depth_of(outside_strings(text)) > MAX_DEPTH:
+        raise ModelFormatError(path, "JSON", f"cannot be read: it is nested more than {MAX_DEPTH} deep", offset)
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=unique_keys)
+    except RepeatedKeyError as error:
+        raise ModelFormatError(path, f"key {error.key!r:.80}", "appears twice", offset) from error
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(path, "JSON", "is not UTF-8", offset + error.start) from error
+    except json.JSONDecodeError as error:
+        position = len(error.doc[: error.pos].encode())
+        raise ModelFormatError(path, "JSON", error.msg, offset + position) from error
+    except ValueError as error:  # a number of too many digits
+        raise ModelFormatError(path, "JSON", f"cannot be read: {error}", offset) from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(path, "JSON", f"expected an object, got {type(value).__name__}", offset)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ModelFormatError(path, "JSON", "contains a lone surrogate, which is not text", offset) from error
+    return value
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return `folder / name`, a regular file inside the folder after links are followed. Raises ModelFormatError.
+
+    A folder of the Hugging Face cache consists of links to its sibling `blobs`, which count as inside.
+    """
+    roots = [folder.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    try:
+        path = (folder / name).resolve(strict=True)
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelFormatError(folder, f"file {name!r:.80}", "is missing") from error
+    if not any(path.is_relative_to(root) for root in roots):
+        raise ModelFormatError(folder, f"file {name!r:.80}", "is outside the model's folder: copy it there")
+    if not is_file:
+        raise ModelFormatError(folder, f"file {name!r:.80}", "is not a regular file")
+    return path

@@ -204,7 +204,6 @@ class CurrentPool:
         self._pool: ThreadPool | None = None
 
     def get(self) -> ThreadPool:
-        """Return the pool, made on first use, of `default_num_threads()` or `set_num_threads`'s threads."""
         current = self._pool
         if current is not None and not current.is_closed:
             return current
@@ -225,9 +224,13 @@ class CurrentPool:
 
 
 _current = CurrentPool()
-thread_pool = _current.get
 os.register_at_fork(after_in_child=_current.forget)
 atexit.register(_current.close)
+
+
+def thread_pool() -> ThreadPool:
+    """Return the process's pool, made on first use, of `default_num_threads()` or `set_num_threads`'s threads."""
+    return _current.get()
 
 
 def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:

@@ -19,12 +19,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 JSON, TEXT = {"type": "json_schema", "json_schema": SCHEMA}, {"type": "any_text"}
 X = {"type": "tag", "begin": "<f=x>", "content": JSON, "end": "</f>"}
 Y = {"type": "tag", "begin": "<f=y>", "content": TEXT, "end": ["</f>", "</g>"]}
-NOT_F = {**TEXT, "excludes": ["<f"]}
+NOT_F, PATH = {**TEXT, "excludes": ["<f"]}, {"type": "regex", "pattern": "[a-c]+/x"}
 THOUGHT = {"type": "tag", "begin": "<think>", "content": TEXT, "end": "</think>"}
 TAGS = {"type": "triggered_tags", "triggers": ["<f="], "tags": [X, Y]}
 TWO = {**TAGS, "triggers": ["<f=x", "<f=y"]}
 SEPARATED = {"type": "tags_with_separator", "tags": [X, Y], "separator": ","}
-PATH = {"type": "regex", "pattern": "[a-c]+/x"}
 FORMATS: list[dict[str, Any]] = [
     *({"type": "const_string", "value": "<f=x>"}, JSON, TEXT, {**TEXT, "excludes": ["<f", "hey"]}, X, Y, PATH),
     *(TAGS | {"at_least_one": one, "stop_after_first": stop} for one in (False, True) for stop in (False, True)),

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +23,10 @@ def loop_of(engine: Engine) -> Loop:
 
 
 def until_idle(loop: Loop) -> None:
-    """Wait until all answers have ended."""
-    while loop.run(lambda: loop.thread.num_sequences):
-        pass
+    """Wait until all answers have ended. Calls in turn would keep the thread from looking at paused answers."""
+    loop.run(bool)
+    while loop.thread.num_sequences:
+        time.sleep(0.001)
 
 
 def until_freed() -> None:

@@ -161,7 +161,7 @@ def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: W
             continue
         found.append(([[], []], [[], []]))
         for _ in range(3):
-            sampled = each.sample(chunks, columns, history)
+            sampled = each.launch(chunks, columns, history).wait()
             for slot in range(2):
                 found[-1][0][slot] += sampled.token_ids[slot]
                 found[-1][1][slot] += sampled.logprobs[slot]

@@ -174,6 +174,8 @@ def test_samples_of_several_processes_stand_together() -> None:
     expected = [({"replica": name, **labels}, value) for name in "01" for labels, value in (({}, 1), ({"x": "y"}, 2))]
     assert [(each.labels, each.value) for each in family.samples] == expected
     assert 'infer_build_info{process="front",' in merged
+    named = Metrics("m").merged([(Metrics("m").text(), {"replica": "0"})])
+    assert (named.count("# TYPE vllm:request_success_total"), "infer:" in named) == (1, False)
 
 
 # Parts of replicas, without processes

@@ -59,9 +59,8 @@ def test_a_structural_tag_allows_the_texts_that_xgrammar_allows(compilers: Any, 
 
 
 def test_the_older_form_is_the_same_as_triggered_tags() -> None:
-    older: dict[str, Any] = {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f="]}
-    newer = StructuralTagFormat(format={**TAGS, "tags": [X]})
-    assert lark_of(StructuralTagFormat(**older)) == lark_of(newer)
+    older = StructuralTagFormat(structures=[{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], triggers=["<f="])
+    assert lark_of(older) == lark_of(StructuralTagFormat(format={**TAGS, "tags": [X]}))
 
 
 def test_a_server_answers_with_a_text_of_the_tag(served: Served) -> None:

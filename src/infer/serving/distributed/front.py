@@ -109,4 +109,4 @@ class Front:
         found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
         are_several = self._replicas.are_several
         texts = [(text, {"replica": name} if are_several else {}) for name, text in found.items()]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts), state)
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))

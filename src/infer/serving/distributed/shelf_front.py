@@ -156,7 +156,7 @@ class ShelfFront:
         """Return the metrics of all loaded models, with their names, and those of this process."""
         answers = await self._ask_loaded(b"/metrics")
         texts = [(found[1].decode(), {"model": name}) for name, found in answers.items() if found is not None]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts), state)
+        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
 
 
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:

@@ -64,9 +64,12 @@ class Tally:
 
 @final
 class Metrics:
-    """All counters and histograms of the server. For the event loop only."""
+    """All counters and histograms of the server. For the event loop only.
 
-    def __init__(self) -> None:
+    With the name of a model, names are vLLM's. Each process names its own samples, so that those of one family merge.
+    """
+
+    def __init__(self, vllm_model: str | None = None) -> None:
         from prometheus_client import (
             CollectorRegistry,
             Counter,
@@ -112,6 +115,7 @@ class Metrics:
         self._answer_length = counts("infer:request_generation_tokens", "Tokens of an answer.")
         self._most_tokens = counts("infer:request_params_max_tokens", "Limit of an answer's tokens.")
         self._choices = partial(counts, buckets=_COUNTS[:8])("infer:request_params_n", "Answers of a request.")
+        self._vllm_model = vllm_model
         self._step_seconds = Tally("infer:step_seconds", "A step of the engine, seconds.", _GAPS, "kind")
         self._step_tokens = Tally("infer:iteration_tokens", "Tokens of a step.", _COUNTS)
         self._step_rows = Tally("infer:rows_per_step", "Sequences of a step.", _SLOTS)
@@ -122,7 +126,15 @@ class Metrics:
         """Return all metrics. The engine's current work needs its `Host` and an `EngineSnapshot`."""
         current = [] if snapshot is None else list(_engine_families(snapshot))
         current += [] if host is None else _settings_families(host)
-        return _text_of([*self._engine.collect(), *self._http.collect(), *current])
+        return self._text_of([*self._engine.collect(), *self._http.collect(), *current])
+
+    def _text_of(self, families: Iterable[Any]) -> str:
+        """Return the families in version 0.0.4 of Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        registry: Any = SimpleNamespace(collect=lambda: families)
+        text = generate_latest(registry).decode()
+        return text if self._vllm_model is None else with_vllm_names(text, self._vllm_model)
 
     def merged(self, texts: Iterable[tuple[str, Mapping[str, str]]]) -> str:
         """Return the metrics of other processes and this process' metrics of HTTP, as one text.
@@ -133,12 +145,12 @@ class Metrics:
         from prometheus_client.parser import text_string_to_metric_families
 
         families: dict[str, Metric] = {}
-        for text, labels in [*texts, (_text_of(self._http.collect()), {"process": "front"})]:
+        for text, labels in [*texts, (self._text_of(self._http.collect()), {"process": "front"})]:
             for found in text_string_to_metric_families(text):
                 family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
                 for sample in found.samples:
                     family.add_sample(sample.name, {**labels, **sample.labels}, sample.value)
-        return _text_of(families.values())
+        return self._text_of(families.values())
 
     def count_call(self, call: Call) -> None:
         """Count a request that has ended."""
@@ -191,14 +203,6 @@ class Metrics:
 
     def count_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)
-
-
-def _text_of(families: Iterable[Any]) -> str:
-    """Return the families in version 0.0.4 of Prometheus' text format."""
-    from prometheus_client import generate_latest
-
-    registry: Any = SimpleNamespace(collect=lambda: families)
-    return generate_latest(registry).decode()
 
 
 def with_vllm_names(text: str, model: str) -> str:

@@ -78,7 +78,7 @@ class ServerState:
     @cached_property
     def metrics(self) -> Metrics:
         """The counters. They are made at their first use, because `prometheus_client` takes some time to import."""
-        return Metrics()
+        return Metrics(self.settings.model if self.settings.metrics_names == "vllm" else None)
 
     def llm(self) -> "infer.AsyncLLM":
         """Return the model. Raises ApiError 503 unless requests are served."""

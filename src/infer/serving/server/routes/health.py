@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.serving.server.endpoint import get
-from infer.serving.server.metrics import with_vllm_names
 from infer.serving.server.replies import json_response
 from infer.serving.server.server_state import ServerState
 
@@ -65,12 +64,10 @@ async def read_metrics(request: Request, state: ServerState) -> Response:
     snapshot = None
     if host is not None and engine is not None:
         snapshot = await state.snapshots.latest(partial(host.answers.run, engine.snapshot), _SNAPSHOT_SECONDS)
-    return metrics_response(state.metrics.text(host, snapshot), state)
+    return metrics_response(state.metrics.text(host, snapshot))
 
 
-def metrics_response(text: str, state: ServerState) -> Response:
-    if state.settings.metrics_names == "vllm":
-        text = with_vllm_names(text, state.settings.model)
+def metrics_response(text: str) -> Response:
     return Response(text, headers={"Content-Type": _TYPE})
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from math import inf
 from typing import final
 
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.door import Arrival, Door, Entry, Load, RemainingWork
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request, Simulation

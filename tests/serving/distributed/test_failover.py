@@ -30,7 +30,7 @@ from infer.serving.distributed.failover import Answering
 from infer.serving.distributed.front import Front, follow
 from infer.serving.distributed.replica import Replica, Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
-from infer.serving.protocols.errors import ENGINE_FAILED, ApiError
+from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import failure_events
 from infer.serving.server.app import make_app
 from infer.serving.server.call import FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, put_call, unpack

@@ -25,7 +25,7 @@ from infer import LLM
 from infer.errors import InferError
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource, ShelvedModel, models_to_unload, wait_seconds
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
 from shapes import SOURCE

@@ -15,7 +15,7 @@ from cases import cases
 from door_simulation import DoorSimulation
 from infer.engine.step.step_costs import Costs, StepCosts
 from infer.outputs import percentile
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import BodyError
 from infer.serving.server.door import Arrival, Door, Load, RemainingWork, WaitRatio, retry_headers
 from infer.serving.server.endpoint import text_tokens

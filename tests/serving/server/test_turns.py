@@ -15,7 +15,7 @@ from idle import in_event_loop, until
 from infer import LLM
 from infer.engine.step.step_costs import Costs
 from infer.engine.texts import token_trace
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.server_state import Turns
 from looping import beside
 from served import Served, serving

@@ -25,7 +25,7 @@ from infer.serving.distributed.exchange import (
     media_type_of,
     request_bytes,
 )
-from infer.serving.protocols.errors import ENGINE_FAILED, ApiError
+from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import EVENTS, LINES
 from infer.serving.server.call import (
     CREATED_HEADER,

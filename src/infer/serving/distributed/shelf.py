@@ -27,7 +27,7 @@ from infer.serving.distributed.shelved_model import (
     refusal,
     wait_seconds,
 )
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.door import retry_headers
 from infer.serving.server.endpoint import known_name
 from infer.serving.server.routes.served_models import cached_path

@@ -16,7 +16,7 @@ from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
 from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of_route
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import Parameters
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of

@@ -20,7 +20,7 @@ from typing import NamedTuple, final
 
 from infer.errors import InferError
 from infer.serving.distributed.replica import Replica
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.served_models import StatusValue
 from infer.serving.server.waiting_line import MAX_RETRY_SECONDS

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
 from infer.serving.protocols.answers import Answer, Extension, Head, Json
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.params import Served
 
 Chunk = Answer | Json  # a dict is an event whose `type` is also its name

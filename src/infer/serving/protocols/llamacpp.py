@@ -14,7 +14,7 @@ from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SEED_BITS
 from infer.serving.protocols.answers import Answer, Bytes, Count, Json, Spelling, logprobs_of, without_end
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event
 from infer.serving.protocols.fields import Reading, refuse
 from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_completion, ask_text, between

@@ -15,7 +15,7 @@ from starlette.requests import HTTPConnection
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.access_log import with_calls
 from infer.serving.server.auth import make_guard

@@ -15,7 +15,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server_settings import ServerSettings
 
 

@@ -19,7 +19,7 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.protocols.answers import Answer
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
 from infer.serving.protocols.fields import Reading
 from infer.serving.protocols.params import AskOf, Served, refusing

@@ -13,7 +13,7 @@ from typing import Any, final
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.access_log import new_id
 from infer.serving.server.call import Call
 from infer.serving.server_settings import ServerSettings

@@ -18,7 +18,7 @@ from typing import NamedTuple, final
 
 from infer.engine.step.fairness import AnswerLengths
 from infer.engine.step.step_costs import StepCosts, StepWork, context_of
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import refuse
 from infer.serving.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
 from infer.serving.server_settings import ServerSettings

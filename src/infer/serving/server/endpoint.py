@@ -21,7 +21,7 @@ from infer.engine.step.request_options import RequestOptions
 from infer.errors import InferError
 from infer.outputs import GenerationResult
 from infer.serving.protocols.answers import Json
-from infer.serving.protocols.errors import ENGINE_FAILED, ApiError, api_error
+from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError, api_error
 from infer.serving.protocols.events import ErrorShape
 from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
 from infer.serving.server.call import Call, call_of, unpack

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from infer.serving.protocols.errors import ENGINE_FAILED, ApiError
+from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import EVENTS, failure_events, with_warnings
 from infer.serving.server.call import FAILED, Call, call_of
 from infer.serving.server.connection import has_stalled

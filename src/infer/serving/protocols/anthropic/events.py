@@ -11,7 +11,7 @@ from infer.serving.protocols.answers import Answer, Count, Json, call_values
 from infer.serving.protocols.anthropic.ask import (
     MessagesBody,
 )
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event
 
 _TYPE_BY_STATUS = {

@@ -25,7 +25,7 @@ from infer.serving.protocols.answers import (
     logprobs_of,
     without_end,
 )
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import LINES, Accepted, Chunk, Delta, Shape, line
 
 _FILLS_IN = "{# .Suffix #}"  # a comment: Continue searches for this word to learn if the model can fill in text

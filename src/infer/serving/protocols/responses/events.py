@@ -20,7 +20,7 @@ from infer.serving.protocols.answers import (
     logprobs_of,
     without_end,
 )
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event, with_warnings
 from infer.serving.protocols.responses.ask import ResponseBody, name_apart
 

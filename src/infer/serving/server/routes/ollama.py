@@ -20,7 +20,7 @@ import infer
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.protocols.answers import Answer, Count
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import LINES, line
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.ollama.ask import (

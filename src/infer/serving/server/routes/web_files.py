@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import PARAMETERS, SamplingParams
-from infer.serving.protocols.errors import ApiError
+from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.endpoint import get
 from infer.serving.server.routes.answer_trace import OneAnswerBody
 from infer.serving.server.server_state import ServerState

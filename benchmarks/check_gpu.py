@@ -43,6 +43,7 @@ SECTIONS = (
     Section("sampler", CHECK_SECONDS, False),
     Section("sums", 120, False),
     Section("file", 120, False),
+    Section("answers", 120, False),
     Section("models, poisoned", CHECK_SECONDS, False, {"INFER_POISON": "1"}),
     Section("several GPUs", 120, False),
     Section("models, sanitized", CHECK_SECONDS, False),
@@ -51,7 +52,7 @@ SECTIONS = (
     Section("sweeps, time", 70),
     Section("models, time", 90),
     Section("products, time", 70),
-    Section("sampler, time", 40),
+    Section("sampler, time", 80),
 )
 
 
@@ -73,7 +74,7 @@ def chosen_sections(names: Iterable[str], device: str, model: Path | None) -> li
                 prefix=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"),
                 skipped="" if tool else "compute-sanitizer is not here",
             )
-        if section.name == "file" and model is None:
+        if section.name in ("file", "answers") and model is None:
             section = section._replace(skipped="no --model is given")
         found.append(section)
     return found

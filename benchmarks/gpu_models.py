@@ -239,6 +239,25 @@ def check_file(device: torch.device, is_tiny: bool, path: Path) -> Iterator[dict
            "same_best": same_best, "text": text, "is_right": abs(divergence) < MOST_DIVERGENCE}  # fmt: skip
 
 
+def check_answers(device: torch.device, is_tiny: bool, path: Path) -> Iterator[dict[str, Any]]:
+    """Check that a user's answers have the same tokens for each number of answers at the same time."""
+    from infer import LLM  # needs more packages than the other sections
+
+    count, length, sizes = (8, 4, (1, 8)) if is_tiny else (64, 48, (64, 8, 1))
+    prompts = [f"Write {number + 1} words about the number {number}." for number in range(count)]
+    with LLM(path, device=str(device), max_seq_len=256) as llm:
+        for params in (GREEDY, {"temperature": 0.8, "top_p": 0.9, "logprobs": 2}):
+            each, expected = [params | {"seed": seed, "max_new_tokens": length} for seed in range(count)], None
+            for size in sizes:
+                started = time.perf_counter()
+                results = llm.generate_all(prompts, each, batch_size=size)
+                rate = count * length / (time.perf_counter() - started)
+                found = [(each.token_ids, each.logprobs) for each in results]
+                expected = expected or found
+                what = {"op": "answers", **params, "at_once": size, "text": results[0].text}
+                yield what | {"tokens_per_second": rate, "is_right": found == expected}
+
+
 def time_model(
     model: Transformer, name: str, rows: int, context: int, tokens: int, rounds: int, *, after: int = 0
 ) -> dict[str, Any]:

@@ -112,10 +112,11 @@ def check_logprobs(device: torch.device, num_rows: int, vocab_size: int) -> Iter
             token_ids = choose_by(
                 tiling_of(vocab_size), logits.to(device), columns, history, positions.to(device), None, None, records
             ).tolist()
-            logprobs.fetch(columns, num_rows)
+            fetched = logprobs.fetch(columns, num_rows)
+            assert fetched is not None
             ops.backend_of(device).synchronize()
             lines = [range(row, row + 1) for row in range(num_rows)]
-            found = logprobs.of(columns, lines, [[token_id] for token_id in token_ids])
+            found = fetched.of(lines, [[token_id] for token_id in token_ids])
             expected = sampler.sample(logits, *here, positions)
             differ = sum(found[row] != [expected.logprob_of(row, 5)] for row in range(num_rows))
             what = {"op": "log-probabilities", "configuration": name, "mode": mode, "rows": num_rows}

@@ -5,7 +5,6 @@ import faulthandler
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,19 +46,11 @@ def machine(setting: Setting) -> Iterator[Result]:
         yield {"copy_bytes_per_second": gpu_weights.copy_rate(setting.device)}
 
 
-def profile(setting: Setting, type_: str) -> Iterator[Result]:
-    yield from gpu_profile.profile_steps(setting.device, setting.is_tiny, type_)
-
-
 def weights(setting: Setting, number: int) -> Iterator[Result]:
     types = list(LAYOUTS)[number * TYPES_PER_SECTION : (number + 1) * TYPES_PER_SECTION]
     rows, columns, counts, trials = (5, 256, [1, 9], 1) if setting.is_tiny else (2048, 2048, [1, 2, 8, 16, 512], 120)
     yield from gpu_weights.check_values(setting.device, rows, columns, counts, types)
     yield from gpu_weights.check_invariance(setting.device, rows, columns, counts[-1] + 1, trials, types)
-
-
-def attention(setting: Setting) -> Iterator[Result]:
-    yield from gpu_attention.check_attention(setting.device, setting.is_tiny)
 
 
 def sampler(setting: Setting) -> Iterator[Result]:
@@ -68,39 +59,10 @@ def sampler(setting: Setting) -> Iterator[Result]:
     yield from gpu_sampler.check_logprobs(device, *((2, 300) if setting.is_tiny else (16, 128_256)))
 
 
-def models(setting: Setting) -> Iterator[Result]:
-    yield from gpu_models.check_paths(setting.device, setting.is_tiny)
-
-
 def models_poisoned(setting: Setting) -> Iterator[Result]:
     """Fill allocated memory with NaN, for results and pages of a cache: it must not be read before it is written."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # this fills the memory
     yield from gpu_models.check_paths(setting.device, setting.is_tiny, types=["Q4_0"])
-
-
-def file(setting: Setting) -> Iterator[Result]:
-    assert setting.model is not None
-    yield from gpu_models.check_file(setting.device, setting.is_tiny, setting.model)
-
-
-def sums(setting: Setting) -> Iterator[Result]:
-    yield from gpu_sums.compare_sums(setting.device, setting.is_tiny)
-
-
-def contexts_time(setting: Setting) -> Iterator[Result]:
-    yield from gpu_models.time_contexts(setting.device, setting.is_tiny)
-
-
-def memory(setting: Setting) -> Iterator[Result]:
-    yield from gpu_memory_use.measure_memory(setting.device, setting.is_tiny)
-
-
-def sweeps(setting: Setting) -> Iterator[Result]:
-    yield from gpu_sweeps.sweep_constants(setting.device, setting.is_tiny)
-
-
-def models_time(setting: Setting) -> Iterator[Result]:
-    yield from gpu_models.time_models(setting.device, setting.is_tiny)
 
 
 def products_time(setting: Setting) -> Iterator[Result]:
@@ -118,27 +80,32 @@ def sampler_time(setting: Setting) -> Iterator[Result]:
         yield gpu_sampler.time_configuration(name, setting.device, 64, 128_256, 10)
 
 
-def gpus_together(setting: Setting) -> Iterator[Result]:
-    yield from several_gpus.check_gpus(setting.device, setting.is_tiny, setting.model)
+def of(check: Callable[..., Iterator[Result]], *rest: str) -> Callable[[Setting], Iterator[Result]]:
+    return lambda setting: check(setting.device, setting.is_tiny, *rest)
+
+
+def of_file(check: Callable[..., Iterator[Result]]) -> Callable[[Setting], Iterator[Result]]:
+    return lambda setting: check(setting.device, setting.is_tiny, setting.model)
 
 
 RUN_BY_NAME: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "machine": machine,
-    "profile, BF16": partial(profile, type_="BF16"),
-    "profile, Q4_K": partial(profile, type_="Q4_K"),
+    "profile, BF16": of(gpu_profile.profile_steps, "BF16"),
+    "profile, Q4_K": of(gpu_profile.profile_steps, "Q4_K"),
     **{f"weights {number + 1}": partial(weights, number=number) for number in range(NUM_WEIGHT_SECTIONS)},
-    "attention": attention,
-    "models": models,
+    "attention": of(gpu_attention.check_attention),
+    "models": of(gpu_models.check_paths),
     "sampler": sampler,
-    "sums": sums,
-    "file": file,
+    "sums": of(gpu_sums.compare_sums),
+    "file": of_file(gpu_models.check_file),
+    "answers": of_file(gpu_models.check_answers),
     "models, poisoned": models_poisoned,
-    "several GPUs": gpus_together,
-    "models, sanitized": models,
-    "contexts, time": contexts_time,
-    "memory": memory,
-    "sweeps, time": sweeps,
-    "models, time": models_time,
+    "several GPUs": of_file(several_gpus.check_gpus),
+    "models, sanitized": of(gpu_models.check_paths),
+    "contexts, time": of(gpu_models.time_contexts),
+    "memory": of(gpu_memory_use.measure_memory),
+    "sweeps, time": of(gpu_sweeps.sweep_constants),
+    "models, time": of(gpu_models.time_models),
     "products, time": products_time,
     "sampler, time": sampler_time,
 }
@@ -160,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,6 @@
 """Claims about `check_gpu`: if a section hangs, crashes or prints nonsense, the results of the others are kept."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -63,44 +62,6 @@ def test_every_section_is_reported_whatever_the_others_do(tmp_path: Path, monkey
     assert troubles["flood"].startswith("printed more than 1 MiB")
 
 
-def test_a_result_is_in_its_file_while_its_section_runs(tmp_path: Path) -> None:
-    class EndedError(Exception):
-        pass
-
-    def command_of(section: Section, seconds: float) -> list[str]:
-        if section.name == "right":  # the other one runs at the same time
-            deadline = time.monotonic() + PATIENCE
-            while not (tmp_path / "hang.jsonl").read_bytes() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            raise EndedError
-        return fake_command(section, seconds)
-
-    sections = [Section("hang", 30.0, is_alone=False), Section("right", PATIENCE, is_alone=False)]
-    with pytest.raises(EndedError):
-        ran(sections, tmp_path, command_of, num_at_once=2)
-    found, num_others = section_runs.read_results(tmp_path / "hang.jsonl")
-    assert (found, num_others) == ([json.loads(RIGHT)], 1)
-
-
-def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(section_runs, "KILL_SECONDS", 0.2)
-    left = list[Any]()
-    monkeypatch.setattr(section_runs._Run, "_signal", lambda run: left.append(run))  # hangs in a driver
-    hung, right = ran([Section("hang", HANG), Section("right", PATIENCE)], tmp_path)
-    found = re.fullmatch(r"took .* process (\d+) does not end and is left behind; 1 lines .*", hung["trouble"])
-    assert found is not None
-    os.killpg(int(found[1]), signal.SIGKILL)
-    left[0].wait_until(time.monotonic() + PATIENCE)
-    assert hung["results"] == right["results"] == [json.loads(RIGHT)]
-
-
-def test_the_children_of_a_section_end_with_it(tmp_path: Path) -> None:
-    child = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=sys.stderr, flush=True)"
-    command = [sys.executable, "-c", f"import sys\n{child}"]
-    ran([Section("parent", PATIENCE)], tmp_path, lambda *_: command)
-    assert ends(int((tmp_path / "parent.log").read_text()))
-
-
 def ends(pid: int) -> bool:
     """Wait for the end of a process that is not a child of this one."""
     deadline = time.monotonic() + PATIENCE
@@ -110,28 +71,6 @@ def ends(pid: int) -> bool:
                 return False
             time.sleep(0.01)
     return True
-
-
-def test_checks_run_beside_one_another_and_a_timing_alone(tmp_path: Path) -> None:
-    """The first two checks wait for each other."""
-    code = """
-import json, os, sys, time
-begin = time.time()
-open(f"began {os.getpid()}", "w").close()
-while sum(name.startswith("began") for name in os.listdir()) < 2:
-    time.sleep(0.01)
-print(json.dumps({"span": [begin, time.time()]}))
-"""
-    sections = [*(Section(f"check {index}", PATIENCE, is_alone=False) for index in range(4)), Section("time", PATIENCE)]
-    command = [sys.executable, "-S", "-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}"]
-    reports = ran(sections, tmp_path, lambda *_: command, num_at_once=2)
-    spans = {report["section"]: report["results"][0]["span"] for report in reports}
-    assert [name for name in spans if overlap(spans[name], spans["time"])] == ["time"]
-    assert all(sum(begin <= moment < end for begin, end in spans.values()) <= 2 for moment, _ in spans.values())
-
-
-def overlap(a: list[float], b: list[float]) -> bool:
-    return a[0] < b[1] and b[0] < a[1]
 
 
 def test_all_sections_together_keep_to_their_time(tmp_path: Path) -> None:
@@ -168,7 +107,8 @@ def test_all_runs_every_section_and_says_why_some_do_not_run(
     reports = {report["section"]: report for report in results_in(tmp_path)}
     assert reports.keys() == {section.name for section in check_gpu.SECTIONS}
     skipped = {name: report["trouble"] for name, report in reports.items() if report["is_skipped"]}
-    assert skipped == {"file": "no --model is given", "models, sanitized": "compute-sanitizer is not here"}
+    none = "no --model is given"
+    assert skipped == {"file": none, "answers": none, "models, sanitized": "compute-sanitizer is not here"}
     told = capsys.readouterr().out
     assert f"results: {tmp_path / 'results.jsonl'}" in told
     assert re.search(r"^file .* no --model is given$", told, re.MULTILINE)
@@ -181,21 +121,6 @@ def test_the_status_is_1_if_a_section_failed(
     fake_sections["attention"] = CODE[name]
     assert run_main(monkeypatch, "--sections", "attention", "sampler", "--out", str(tmp_path)) == 1
     assert results_in(tmp_path)[0]["section"] == "machine"
-
-
-def test_no_gpu_runs_no_section(fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_sections["machine"] = "print('{\"num_gpus\": 0}')"
-    assert run_main(monkeypatch, "--all", "--out", str(tmp_path)) == 2
-    assert [report["section"] for report in results_in(tmp_path)] == ["machine"]
-
-
-def test_the_profile_comes_first_and_timings_last() -> None:
-    names = [section.name for section in check_gpu.SECTIONS]
-    assert names[:3] == ["machine", "profile, BF16", "profile, Q4_K"]
-    checks = [index for index, section in enumerate(check_gpu.SECTIONS) if not section.is_alone]
-    assert checks == list(range(3, 3 + len(checks)))
-    assert all(index > checks[-1] for index, name in enumerate(names) if check_gpu.is_timing(name))
-    assert check_gpu.SECONDS + section_runs.KILL_SECONDS < 600
 
 
 def test_a_program_that_is_ended_ends_its_sections(tmp_path: Path) -> None:

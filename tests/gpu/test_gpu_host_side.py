@@ -142,3 +142,9 @@ def test_a_model_in_bf16_may_have_keys_that_f16_cannot_hold(tmp_path: Path) -> N
         logits = model.forward(Step.of(ids, start, logit_indices=range(len(ids))), cache)
         cache.commit(0, len(ids))
         assert logits.isfinite().all()
+
+
+def test_cuda_without_a_number_is_the_first_gpu() -> None:
+    """torch refuses to record a step in the memory of a GPU without a number."""
+    with ops.using("cuda"):
+        assert ops.backend_of(torch.device("cuda")).device == torch.device("cuda", 0)

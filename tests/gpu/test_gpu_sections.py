@@ -18,7 +18,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import check_gpu
 import gpu_sections
-import gpu_sweeps
 from gpu_profile import Launch, summary
 from infer.compute.backends.cuda import projection
 from infer.compute.backends.cuda.layouts import LAYOUTS
@@ -82,16 +81,6 @@ def test_a_sweep_replaces_constants_and_restores_them() -> None:
     assert before == {name: getattr(projection, name) for name in before}
 
 
-def test_a_sweep_says_which_constants_are_gone_and_which_launches_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = gpu_sweeps.Sweep("NO_SUCH_TILE", "ROWS", (1, 2), ("Q4_0",), (1,))
-    fails = gpu_sweeps.Sweep("MATVEC_TILE", "ROWS", (3, 2), ("Q4_0",), (1,))  # no power of 2
-    monkeypatch.setattr(gpu_sweeps, "TINY", (gone, fails))
-    skipped, failed, right = results_of("sweeps, time")
-    assert skipped["skipped"] == "the kernels have no such constant"
-    assert "power of 2" in failed["error"]
-    assert right["has_same_bits"]
-
-
 def test_sums_of_tiles_are_compared_bit_by_bit() -> None:
     found = results_of("sums")
     assert {(each["type"], each["is_wide"]) for each in found} == set(product(("f16", "tf32"), (False, True)))
@@ -103,6 +92,10 @@ def test_a_file_writes_text_that_plain_torch_finds_probable(tmp_path: Path) -> N
     found = results_of("file", TINY._replace(model=path))
     assert ([each["op"] for each in found][-1], len(found)) == ("file, beside plain torch", 5)
     assert found[-1]["same_best"] == 1
+
+
+def test_answers_do_not_depend_on_their_number(folder: Path) -> None:
+    assert {each["at_once"] for each in results_of("answers", TINY._replace(model=folder))} == {1, 8}
 
 
 def test_speeds_after_a_context_and_memory_beside_its_estimate_are_measured() -> None:

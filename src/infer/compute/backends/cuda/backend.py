@@ -69,13 +69,14 @@ class CudaBackend(TorchBackend):
         check_unusual_parts(layers, "cuda", _COMPUTED_PARTS)
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
-        graphs = CudaGraphs(self.device) if self.device.type == "cuda" else Repeats()
+        graphs = Repeats() if self.computes_on_host else CudaGraphs(self.device)
         return CapturedForward(forward, capacity, max_logits, self.device, graphs)
 
     def threads(self) -> AbstractContextManager[None]:
         """Make the device the current one, because Triton launches on the current device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return nullcontext() if self.computes_on_host else torch.cuda.device(self.device)
 
 
 def make(device: torch.device) -> CudaBackend:
-    return CudaBackend(device)
+    """Return the backend of a GPU, the first one if it has no number: torch's pools of memory need one."""
+    return CudaBackend(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)

@@ -1,0 +1,86 @@
+"""Each case of tests/data/field-reports.toml gives the right value: public bug reports of other engines, tried here."""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from byte_tokenizer import EOS, write_byte_tokenizer
+from commands import run
+from infer import LLM, Tokenizer
+from infer.text.grammar.grammar import Grammar
+from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.templates.chat_template import ChatTemplate
+from served import Served, serving
+
+FILE = Path(__file__).parents[1] / "data" / "field-reports.toml"
+REPORTS = tomllib.loads(FILE.read_text(encoding="utf-8"))["report"]
+
+
+def of_kind(kind: str) -> list[Any]:
+    """Return the cases of a kind, each named after its report."""
+    found = [(report["source"], *pair) for report in REPORTS for pair in enumerate(report.get(kind, ()))]
+    return [pytest.param(case, id=f"{'+'.join([*source])}-{number}") for source, number, case in found]
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM, folder: Path) -> Iterator[Served]:
+    with serving(llm, model="tiny", model_path=str(folder), allow_embeddings=True) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+    return make_compiler(Tokenizer.from_folder(folder), 300)
+
+
+def value_at(answer: Any, path: str) -> Any:
+    for key in path.split("."):
+        if key == "length":
+            return len(answer)
+        answer = answer[int(key)] if isinstance(answer, list) else answer[key]
+    return answer
+
+
+def events_of(text: str) -> list[Any]:
+    """Return the data of a stream's events, or its lines of JSON."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line[:1] == "{" or line[:6] == "data: "]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@pytest.mark.parametrize("case", of_kind("request"))
+def test_a_request_is_answered_so(served: Served, case: dict[str, Any]) -> None:
+    method = "GET" if "get" in case else "POST"
+    path, headers = case[method.lower()], case.get("headers")
+    answer = served.client.request(method, path, content=case.get("body"), headers=headers)
+    assert answer.status_code == case.get("status", 200), answer.text
+    is_stream = "json" not in answer.headers["content-type"].replace("ndjson", "")
+    found = events_of(answer.text) if is_stream else answer.json()
+    assert {name: value_at(found, name) for name in case.get("gives", ())} == case.get("gives", {}), found
+
+
+@pytest.mark.parametrize("case", of_kind("schema"))
+def test_a_schema_allows_these_texts_only(compiler: Compiler, case: dict[str, Any]) -> None:
+    constraint, texts = Grammar("json_schema", case["schema"]), [*case["valid"], *case["invalid"]]
+    accepted = [compiler.compile(constraint).accept([*text.encode(), EOS]) > len(text.encode()) for text in texts]
+    assert list(compress(texts, accepted)) == case["valid"]
+
+
+@pytest.mark.parametrize("case", of_kind("template"))
+def test_a_template_gives_this_prompt(case: dict[str, Any]) -> None:
+    template = ChatTemplate(case["template"], {"bos_token": "<s>", "eos_token": "</s>"})
+    options = json.loads(case.get("options", "{}"))
+    assert template.render(json.loads(case["messages"]), **{"add_generation_prompt": True} | options) == case["text"]
+
+
+@pytest.mark.parametrize("case", of_kind("command"))
+def test_a_command_prints_this(case: dict[str, Any]) -> None:
+    found = run(*case["run"], status=case.get("status", 0))
+    assert all(part in found.out for part in case.get("out", ())), found.out
+    assert all(part in found.err for part in case.get("err", ())), found.err

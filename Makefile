@@ -100,6 +100,7 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts, English and names of code, t
 	$(BIN)/python scripts/check_english.py
 	$(BIN)/python scripts/check_code_names.py
 	$(BIN)/python scripts/list_modules.py --check
+	$(BIN)/python scripts/list_reports.py --check
 	$(BIN)/python scripts/count_house.py --check
 
 .PHONY: docs

@@ -1,6 +1,6 @@
 """Files that commit c9a9a12c wrote still work: they continue with the tokens that it would have given.
 
-`scripts/make_old_artifacts.py` has made them. `answers.json` has the answers of that commit, and
+A script of commit 1924a489 has made them. `answers.json` has the answers of that commit, and
 `scripts/store_answers.py` replaces only the rows that it is told to replace.
 """
 

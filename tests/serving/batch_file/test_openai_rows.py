@@ -1,6 +1,8 @@
 """Fields of OpenAI's requests in a batch are read by the server's rules, and each row has one line, whatever it is."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,12 +12,12 @@ import pytest
 
 from cases import cases
 from commands import run
-from infer import LLM
+from infer import LLM, InvalidRequestError
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.row import ENDPOINTS, Row, read_row, row_of
 from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling, completion_columns, without_end
 from infer.serving.protocols.fields import BodyError, read_body
-from infer.serving.protocols.openai.ask import ChatBody, ask_chat, complete_chat
+from infer.serving.protocols.openai.ask import ChatBody, ask_chat, ask_text, complete_chat
 from infer.serving.protocols.params import Served
 
 SERVED = Served(Mock(sampling_defaults={}, tokenizer=Mock(chat_template=None)))
@@ -30,32 +32,33 @@ def completion_row(**fields: Any) -> Row:
     return row_of({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi", **fields}}, "a")
 
 
+def asked_of(row: Row) -> Any:
+    """Return what a row asks, as its route does."""
+    if row.problem is not None:
+        raise InvalidRequestError(row.problem)
+    return ask_chat(row.body, SERVED) if isinstance(row.body, ChatBody) else ask_text(row.body, SERVED)
+
+
 @cases(
-    "body values options",
-    ({}, {}, {}),
-    ({"logprobs": None}, {}, {}),
-    ({"logprobs": False}, {}, {}),
-    ({"logprobs": True}, {"logprobs": 0}, {}),
-    ({"logprobs": True, "top_logprobs": None}, {"logprobs": 0}, {}),
-    ({"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}, {}),
-    ({"logprobs": True, "top_logprobs": 1}, {"logprobs": 1}, {}),
-    ({"thinking_token_budget": 5}, {}, {"reasoning_budget": 5}),
-    ({"thinking_token_budget": 0}, {}, {"reasoning_budget": 0}),
-    ({"reasoning_effort": "none"}, {}, {"reasoning_budget": 0}),
-    ({"reasoning_effort": None}, {}, {}),
-    ({"tools": []}, {}, {}),
+    "body logprobs budget",
+    ({}, None, None),
+    ({"logprobs": False}, None, None),
+    ({"logprobs": True}, 0, None),
+    ({"logprobs": True, "top_logprobs": None}, 0, None),
+    ({"logprobs": True, "top_logprobs": 1}, 1, None),
+    ({"thinking_token_budget": 5}, None, 5),
+    ({"thinking_token_budget": 0}, None, 0),
+    ({"reasoning_effort": "none"}, None, 0),
 )
-def test_a_chat_has_the_alternatives_and_the_budget_that_it_asks_for(body: Any, values: Any, options: Any) -> None:
+def test_a_chat_has_the_alternatives_and_the_budget_that_it_asks_for(body: Any, logprobs: Any, budget: Any) -> None:
     """A budget of 0 is not none."""
-    row = chat_row(**body)
-    assert (row.values, row.options) == (values, options)
+    asked = asked_of(chat_row(**body))
+    assert (asked.params[0].logprobs, asked.options.reasoning_budget) == (logprobs, budget)
 
 
-def test_alternatives_need_log_probabilities_in_a_chat_and_are_a_number_in_a_completion() -> None:
-    for body in ({"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 2}):
-        assert chat_row(**body).problem == "top_logprobs needs logprobs: true"
-    for asked, expected in ((None, {}), (0, {"logprobs": 0}), (3, {"logprobs": 3})):
-        assert completion_row(logprobs=asked).values == expected
+def test_alternatives_are_a_number_in_a_completion() -> None:
+    for given in (None, 0, 3):
+        assert asked_of(completion_row(logprobs=given)).params[0].logprobs == given
 
 
 @cases(
@@ -74,15 +77,23 @@ def test_alternatives_need_log_probabilities_in_a_chat_and_are_a_number_in_a_com
 def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> None:
     with pytest.raises(BodyError) as refused:
         ask_chat(read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody, complete_chat), SERVED)
-    assert chat_row(**fields).problem == str(refused.value)
+    with pytest.raises(InvalidRequestError, match=re.escape(str(refused.value))):
+        asked_of(chat_row(**fields))
 
 
 def test_a_row_accepts_the_fields_of_the_server() -> None:
     row = chat_row(reasoning_effort="low", repeat_penalty=1.5, stop=list("abcde"), max_tokens=-1, xyzzy=1, seed=-1)
-    assert row.problem is None
-    assert row.values == {"repetition_penalty": 1.5, "stop": list("abcde"), "max_new_tokens": None, "seed": 2**64 - 1}
-    assert (row.effort, row.warnings) == ("low", ("xyzzy is not known and was ignored",))
-    assert chat_row(chat_template_kwargs={"tone": "dry"}).variables == {"tone": "dry"}
+    (params,) = asked_of(row).params
+    assert (params.repetition_penalty, params.stop, params.max_new_tokens) == (1.5, tuple("abcde"), None)
+    assert (params.seed, row.warnings) == (2**64 - 1, ("xyzzy is not known and was ignored",))
+    assert asked_of(chat_row(chat_template_kwargs={"tone": "dry"})).variables == {"tone": "dry"}
+
+
+def test_a_command_s_values_come_between_the_row_s_and_the_model_s() -> None:
+    served = replace(SERVED, llm=Mock(sampling_defaults={"top_p": 0.5, "top_k": 7}), values={"top_p": 0.6}, seed=3)
+    for fields, expected in (({}, (0.6, 7, 3)), ({"top_p": 0.9, "top_k": 2, "seed": 4}, (0.9, 2, 4))):
+        (params,) = ask_text(completion_row(**fields).body, served).params
+        assert (params.top_p, params.top_k, params.seed) == expected
 
 
 @cases(

@@ -20,7 +20,6 @@ from infer.cli.command_options import BatchOptions, ClassifyOptions, EmbedOption
 from infer.cli.option_files import GivenText, refusing
 from infer.cli.process_streams import cancel_on_signal, exit_on_signal
 from infer.cli.terminal import Spinner, TextWriter, has_cursor, json_text, note
-from infer.engine.step.request_options import RequestOptions
 from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError, TruncationWarning
 from infer.serving.batch_file.output_file import OutputFile
@@ -83,7 +82,7 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> i
     """Answer the rows and return the exit status: that of a signal, 1 if a row failed or has no line, or 0."""
     source, quiet = options.source, options.quiet
     ids = _ids_of(source)
-    settings = BatchSettings(options.model, options.seed or 0, options.batch_size, values, RequestOptions())
+    settings = BatchSettings(options.model, options.seed or 0, options.batch_size, values)
     with OutputFile(options.output, options.model, retry_errors=options.retry_errors) as output:
         _check_seed(source, output, settings)
         todo = ids - output.finished
@@ -117,7 +116,7 @@ def _answer_here(load: Load, rows: Iterator[Row], settings: BatchSettings, *, ca
     from infer.serving.batch_file.answering import answer_rows
 
     with load() as llm:
-        answer_rows(llm, rows, replace(settings, options=RequestOptions(cancel=cancel)), write)
+        answer_rows(llm, rows, replace(settings, cancel=cancel), write)
 
 
 def _rows(path: Path) -> Iterator[Row]:

@@ -13,17 +13,18 @@ import msgspec
 from infer.compute.sampling.defaults import default_params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_batch import answer_all
+from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import Sequence
 from infer.engine.texts.text_ids import TextIds
 from infer.engine.texts.text_tasks import TextTask, classifier_of, classify, embed, rerank, together
 from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
-from infer.request_limits import NUM_TOKENS_OF_COMPLETIONS
 from infer.sampling_params import values_from, without_zeros
 from infer.serving.batch_file.result_line import BatchSettings, Line, Write, refusal_line, result_line, texts_line
-from infer.serving.batch_file.row import ENDPOINTS, Row
+from infer.serving.batch_file.row import Row, TextsBody
 from infer.serving.protocols.answers import Spelling
-from infer.serving.protocols.params import effort_variables, seed_of
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
+from infer.serving.protocols.params import Served, seed_of
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody, texts_of, texts_or_pairs_of
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
@@ -60,20 +61,22 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
     """Return the sequence that answers a row. Raises InvalidRequestError."""
     if row.problem is not None:
         raise InvalidRequestError(row.problem)
-    is_chat = not isinstance(row.prompt, str) and any(isinstance(each, Mapping) for each in row.prompt)
-    values: dict[str, Any] = {"seed": seed_of(settings.seed, row.id)}
-    if row.endpoint == ENDPOINTS[1]:
-        values["max_new_tokens"] = NUM_TOKENS_OF_COMPLETIONS
-    values |= {**settings.values, **without_zeros(values_from(row.values))}
-    params = default_params(llm.sampling_defaults, is_chat=is_chat, **values)
-    variables = {**effort_variables(row.effort, llm.tokenizer.chat_template), **row.variables}
-    options = replace(settings.options, **row.options)
-    return llm._opened.requests.sequence(Ask([row.prompt], [params], options, variables=variables))
+    served = Served(llm, values=settings.values, seed=seed_of(settings.seed, row.id))
+    if isinstance(row.body, ChatBody):
+        asked = ask_chat(row.body, served)
+    elif isinstance(row.body, CompletionBody):
+        asked = ask_text(row.body, served)
+    else:
+        is_chat = not isinstance(row.prompt, str) and any(isinstance(each, Mapping) for each in row.prompt)
+        values = {"seed": served.seed, **settings.values, **without_zeros(values_from(row.values))}
+        params = default_params(llm.sampling_defaults, is_chat=is_chat, **values)
+        asked = Ask([row.prompt], [params], RequestOptions(**row.options))
+    return llm._opened.requests.sequence(replace(asked, options=replace(asked.options, cancel=settings.cancel)))
 
 
 def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
     """Write the line of each row of texts, and yield all other rows."""
-    waiting, cancel = list[_Prepared](), settings.options.cancel
+    waiting, cancel = list[_Prepared](), settings.cancel
 
     def write_waiting() -> None:
         if not (cancel and cancel.is_set()):
@@ -81,7 +84,7 @@ def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: 
         waiting.clear()
 
     for row in rows:
-        if row.texts is None or row.problem is not None:
+        if not isinstance(row.body, TextsBody):
             write_waiting()
             yield row
             continue
@@ -122,12 +125,12 @@ def _write_lines(llm: LLM, rows: Items[_Prepared], model: str, write: Write) -> 
 
 def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
     """Return the task of a row. Raises InvalidRequestError if the model cannot compute it."""
-    host, body = llm._opened, row.texts
+    host, body = llm._opened, row.body
     if isinstance(body, EmbeddingsBody):
         if host.facts.heads.embedder is None and body.pooling is None:
             raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
         return embed(host, texts_of(body.input), body.options())
-    assert body is not None
+    assert isinstance(body, TextsBody)
     if isinstance(body, ClassifyBody):
         return classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
     documents, truncate = body.document_texts(), bool(body.truncate)
@@ -136,8 +139,8 @@ def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
 
 def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:
     """Return the line of a row. `result` is that of its task."""
-    body = row.texts
-    assert body is not None
+    body = row.body
+    assert isinstance(body, TextsBody)
     if isinstance(body, EmbeddingsBody):
         result = result.numpy()
     given = (result, classifier_of(llm._opened).labels) if isinstance(body, ClassifyBody) else (result,)

@@ -8,9 +8,9 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, NamedTuple, final
 
-from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, finite
 from infer.serving.batch_file.row import ENDPOINTS, Row
@@ -47,7 +47,7 @@ class BatchSettings:
     seed: int
     batch_size: int
     values: Mapping[str, Any]
-    options: RequestOptions
+    cancel: Event | None = None
 
 
 def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelling) -> Line:

@@ -13,29 +13,23 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
-from infer.engine.step.request_options import OPTIONS
 from infer.errors import InvalidRequestError
-from infer.serving.protocols.fields import Reading, as_given, body_from, refuse, values_of
-from infer.serving.protocols.openai.ask import (
-    ChatBody,
-    CompletionBody,
-    chat_values,
-    complete_chat,
-    completion_values,
-    messages_of,
-    option_values,
-)
-from infer.serving.protocols.params import prompts_of, refuse_unless_neutral, template_variables
+from infer.serving.protocols.fields import Complete, Reading, as_given, body_from, refuse
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
+from infer.serving.protocols.params import prompts_of, refuse_unless_neutral
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.system.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 _TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
-_BODIES_OF_TEXTS: Mapping[str, type[EmbeddingsBody | RerankBody | ClassifyBody]] = {
-    "/v1/embeddings": EmbeddingsBody,
-    "/v1/rerank": RerankBody,
-    "/v1/classify": ClassifyBody,
+TextsBody = EmbeddingsBody | RerankBody | ClassifyBody
+_BODIES: Mapping[Endpoint, tuple[type[Any], Complete]] = {
+    "/v1/chat/completions": (ChatBody, complete_chat),
+    "/v1/completions": (CompletionBody, as_given),
+    "/v1/embeddings": (EmbeddingsBody, as_given),
+    "/v1/rerank": (RerankBody, as_given),
+    "/v1/classify": (ClassifyBody, as_given),
 }
 # Fields of a body that a line cannot answer, with the values that have no effect and are accepted.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -47,21 +41,18 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 class Row(NamedTuple):
-    """A request. `endpoint` is None for a plain row. `options` are fields of RequestOptions.
+    """A request. `endpoint` is None for a plain row, whose `options` are fields of RequestOptions.
 
-    `variables` and the `effort` of reasoning are for the chat template. `texts` is the body of a row that asks for
-    vectors or scores. `problem` says why the row cannot be answered.
+    Another row has the `body` that its route reads. `problem` says why the row cannot be answered.
     """
 
     id: str
     endpoint: Endpoint | None = None
+    body: ChatBody | CompletionBody | TextsBody | None = None
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] = ""
     values: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
-    variables: Mapping[str, Any] = {}
-    effort: str | None = None
     warnings: tuple[str, ...] = ()
-    texts: EmbeddingsBody | RerankBody | ClassifyBody | None = None
     problem: str | None = None
 
 
@@ -121,7 +112,7 @@ def _plain(row_id: str, record: dict[str, Any]) -> Row:
         raise InvalidRequestError('a row must have either "prompt", a text or ids, or "messages", a list')
     if record.get("messages") == []:
         raise InvalidRequestError("messages must hold at least one message, got none")
-    return Row(row_id, None, prompts[0], values, options)
+    return Row(row_id, None, None, prompts[0], values, options)
 
 
 def _endpoint(record: dict[str, Any]) -> Endpoint:
@@ -137,34 +128,13 @@ def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
     body = record.get("body")
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
+    kind, complete = _BODIES[endpoint]
     reading = Reading()
-    if endpoint in _BODIES_OF_TEXTS:
-        texts = body_from(body, _BODIES_OF_TEXTS[endpoint], as_given, reading)
-        return Row(row_id, endpoint, warnings=tuple(reading.warnings), texts=texts)
-    if endpoint == ENDPOINTS[0]:
-        chat = body_from(body, ChatBody, complete_chat, reading)
-        _check(chat)
-        values, options = chat_values(chat), option_values(chat, chat.reasoning_effort)
-        variables = template_variables(
-            chat.chat_template_kwargs, chat.add_generation_prompt, chat.continue_final_message
-        )
-        row = Row(row_id, endpoint, messages_of(chat.messages), values, options, variables, chat.reasoning_effort)
-        seed = chat.seed
-    else:
-        completion = body_from(body, CompletionBody, as_given, reading)
-        _check(completion)
-        prompts = prompts_of(completion.prompt)
-        if len(prompts) != 1:
-            raise refuse(f"a row must have one prompt, got {len(prompts)}: write one row per prompt", "prompt")
-        row = Row(row_id, endpoint, prompts[0], completion_values(completion), values_of(completion, OPTIONS))
-        seed = completion.seed
-    values = {**row.values, **({} if seed is None else {"seed": seed % 2**64})}
-    return row._replace(values=values, warnings=tuple(reading.warnings))
-
-
-def _check(body: ChatBody | CompletionBody) -> None:
-    """Raise BodyError if one line cannot answer the body."""
-    refuse_unless_neutral(body, _NEUTRAL)
+    read = body_from(body, kind, complete, reading)
+    refuse_unless_neutral(read, _NEUTRAL)
     for name in ("max_tokens", "max_completion_tokens"):
-        if getattr(body, name, None) == 0:
+        if getattr(read, name, None) == 0:
             raise refuse(f"{name} must be at least 1 in a row, or -1 for the whole context, got 0", name)
+    if isinstance(read, CompletionBody) and (count := len(prompts_of(read.prompt))) != 1:
+        raise refuse(f"a row must have one prompt, got {count}: write one row per prompt", "prompt")
+    return Row(row_id, endpoint, read, warnings=tuple(reading.warnings))

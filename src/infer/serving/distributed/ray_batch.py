@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, final
 
 from infer.engine.requests.prompt_batch import BATCH_SIZE
-from infer.engine.step.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.serving.batch_file.answering import answer_rows
@@ -57,7 +56,7 @@ class BatchEngine:
     ) -> None:
         take_cores(settings.get("threads") or default_num_threads())
         self._llm, self._finished = LLM(model, **settings), frozenset(finished)
-        self._settings = BatchSettings(model, seed, batch_size, values or {}, RequestOptions())
+        self._settings = BatchSettings(model, seed, batch_size, values or {})
 
     def __call__(self, batch: Any) -> Any:
         """Return the lines of a batch of rows.

@@ -43,7 +43,10 @@ _NOT_FOR_TEMPLATES = frozenset(
 @final
 @dataclass(frozen=True)
 class Served:
-    """The model that a body is for, and the request that sent it. `reading` has the warnings about the body."""
+    """The model that a body is for, and the request that sent it. `reading` has the warnings about the body.
+
+    A body that sets no seed or a parameter gets `seed`, and those of `values`, which a command sets.
+    """
 
     llm: Any  # an `infer.LLM`
     id: str = ""  # of the request
@@ -53,6 +56,21 @@ class Served:
     seconds: Callable[[], float] = time.perf_counter  # since the request was received
     reading: Reading = field(default_factory=Reading)
     agent_prompts: AgentPrompts = "adapt"
+    values: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    def params(
+        self, values: Mapping[str, Any], seed: int | None, prompt_name: str, num_choices: int = 1, **otherwise: Any
+    ) -> list[SamplingParams]:
+        """Return the parameters of a body's choices, from its values, the command's, `otherwise` and the model's.
+
+        If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats. Raises BodyError.
+        """
+        given = {**otherwise, **self.values, **without_zeros(values)}
+        with refusing(prompt_name):
+            first = default_params(self.llm.sampling_defaults, is_chat=prompt_name != "prompt", **given)
+            seeds = seeds_of(self.seed if seed is None else seed, num_choices)
+            return [replace(first, seed=seed) for seed in seeds]
 
 
 # An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.
@@ -112,18 +130,6 @@ def token_limit(given: int) -> int | None:
 def stops_of(given: str | Sequence[str]) -> list[str]:
     """Return the stop strings that are not empty."""
     return [each for each in ([given] if isinstance(given, str) else given) if each]
-
-
-def make_params(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], prompt_name: str
-) -> list[SamplingParams]:
-    """Return one SamplingParams per seed, with the model's own defaults. Raises BodyError.
-
-    If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats.
-    """
-    with refusing(prompt_name):
-        first = default_params(defaults, is_chat=prompt_name != "prompt", **without_zeros(values))
-        return [replace(first, seed=seed) for seed in seeds]
 
 
 def seed_of(seed: int, name: str) -> int:

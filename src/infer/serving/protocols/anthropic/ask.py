@@ -27,7 +27,7 @@ from infer.serving.protocols.messages import (
     placeholder,
     text_of,
 )
-from infer.serving.protocols.params import Served, make_params, refusing, seeds_of, stops_of
+from infer.serving.protocols.params import Served, refusing, stops_of
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
@@ -368,7 +368,7 @@ def _text(text: str) -> dict[str, Any]:
 
 def ask_message(body: MessagesBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    params = make_params(sampling_of(body), served.llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
+    params = served.params(sampling_of(body), body.seed, "messages")
     return replace(ask_prompt(body, served), params=params)
 
 

@@ -37,11 +37,9 @@ from infer.serving.protocols.params import (
     Served,
     budget_of,
     effort_variables,
-    make_params,
     plain,
     prompts_of,
     refusing,
-    seeds_of,
     stops_of,
     template_variables,
     token_limit,
@@ -390,7 +388,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def ask_chat(body: ChatBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    params = make_params(chat_values(body), served.llm.sampling_defaults, seeds_of(body.seed, body.n or 1), "messages")
+    params = served.params(chat_values(body), body.seed, "messages", body.n or 1)
     variables = conversation_variables(body, served.llm.tokenizer.chat_template)
     options = conversation_options(body, body.reasoning_effort)
     is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
@@ -445,8 +443,8 @@ def ask_text(body: TextBody, served: Served) -> Ask:
     if len(prompts) * num_choices > MAX_ANSWERS:
         message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
         raise refuse(message, "prompt")
-    values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | completion_values(body)
-    params = make_params(values, served.llm.sampling_defaults, seeds_of(body.seed, num_choices), "prompt")
+    values = completion_values(body)
+    params = served.params(values, body.seed, "prompt", num_choices, max_new_tokens=NUM_TOKENS_OF_COMPLETIONS)
     return Ask(prompts, params, RequestOptions(**values_of(body, OPTIONS)), is_answered=body.max_tokens != 0)
 
 

@@ -37,7 +37,7 @@ from infer.serving.protocols.openai.ask import (
     conversation_options,
     sampling_values,
 )
-from infer.serving.protocols.params import Served, effort_variables, make_params, seeds_of
+from infer.serving.protocols.params import Served, effort_variables
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _LOGPROBS = "message.output_text.logprobs"
@@ -336,7 +336,7 @@ def ask_response(body: ResponseBody, served: Served) -> Ask:
         values |= constraint_of(body.text.format)
     effort = None if body.reasoning is None else body.reasoning.effort
     variables = effort_variables(effort, served.llm.tokenizer.chat_template)
-    params = make_params(values, served.llm.sampling_defaults, seeds_of(body.seed, 1), "input")
+    params = served.params(values, body.seed, "input")
     options = conversation_options(body, effort, "input")
     if body.truncation == "auto":
         options = replace(options, overflow="truncate_left")

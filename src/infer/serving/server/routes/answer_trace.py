@@ -44,7 +44,7 @@ from infer.serving.protocols.openai.ask import (
     messages_of,
     sampling_values,
 )
-from infer.serving.protocols.params import Served, make_params, refuse_unless_neutral, refusing, seeds_of
+from infer.serving.protocols.params import Served, refuse_unless_neutral, refusing
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import accept, served_by
 from infer.serving.server.endpoint import post, while_connected
@@ -70,21 +70,19 @@ class OneAnswerBody(ConversationBody, kw_only=True):
 def ask_one(body: OneAnswerBody, served: Served, answer_prefix: Sequence[int] = ()) -> Ask:
     """Return what a body asks. Raises BodyError."""
     refuse_unless_neutral(body, _NEUTRAL)
-    values = {"max_new_tokens": NUM_TOKENS_OF_COMPLETIONS} | sampling_values(body)
-    (params,) = make_params(
-        values, served.llm.sampling_defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages"
-    )
+    prompt_name, values = "prompt" if body.messages is None else "messages", sampling_values(body)
+    params = served.params(values, body.seed, prompt_name, max_new_tokens=NUM_TOKENS_OF_COMPLETIONS)
     options = conversation_options(body, body.reasoning_effort, answer_prefix=tuple(answer_prefix))
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise refuse("give one of prompt and messages", "prompt", code)
     if body.messages is not None:
         variables = conversation_variables(body, served.llm.tokenizer.chat_template)
-        return Ask([messages_of(body.messages)], [params], options, variables=variables, prompt_name="messages")
+        return Ask([messages_of(body.messages)], params, options, variables=variables, prompt_name="messages")
     for name in _OF_MESSAGES:
         if getattr(body, name) is not None:
             raise refuse(f"{name} belongs to messages: leave it out", name)
-    return Ask([body.prompt], [params], options)
+    return Ask([body.prompt], params, options)
 
 
 def end_of(result: GenerationResult) -> Json:

@@ -32,7 +32,7 @@ serve: $(VENV)/.demo ## set up, then serve SmolLM2 at http://127.0.0.1:8000
 
 .PHONY: test
 test: $(VENV)/.models ## every check, and a test for each promise: some minutes
-	@TIMEFORMAT='make test: %R s, and %U s + %S s of CPU time (user and system)'; time $(MAKE) --no-print-directory lint promises
+	@TIMEFORMAT='make test: %R s, and %U s + %S s of CPU time (user and system)'; time $(MAKE) --no-print-directory --jobs 2 lint promises
 
 .PHONY: promises
 promises: export INFER_TESTS = promises

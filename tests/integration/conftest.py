@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from assets import asset
-from extent import IS_WHOLE
+from extent import IS_REST, IS_WHOLE
 from infer.errors import InvalidRequestError
 from infer.files import resolve
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # files without models must not load torch
 
 # Clients of others, which take seconds to import, and fuzzing. INFER_TESTS=all runs them.
 collect_ignore = [] if IS_WHOLE else ["test_agents.py", "test_other_clients.py"]
-if find_spec("ray") is None:  # 660 MB, which `make ray` installs
+if find_spec("ray") is None or IS_REST:  # `make ray` installs 660 MB, and runs it
     collect_ignore.append("test_ray.py")
 
 

@@ -446,3 +446,16 @@ def test_texts_that_cannot_be_classified_are_refused(labelled: Served, body: Any
 def test_a_model_that_is_no_classifier_says_so(embedder: LLM) -> None:
     with serving(embedder, model="tiny") as labelled:
         assert labelled.refusal("/v1/classify", input="a")["code"] == "unsupported_model"
+
+
+@cases(
+    "path body",
+    ("/v1/embeddings", {"input": "a"}),
+    ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/api/embed", {"model": "tiny", "input": "a"}),
+)
+def test_a_closed_model_is_no_fault_of_the_request(path: str, body: Any, folder: Path) -> None:
+    with serving(llm := LLM(folder), **SERVED) as served:
+        llm.close()
+        assert served.client.post(path, json=body).status_code == 503

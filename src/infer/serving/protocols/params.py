@@ -35,6 +35,7 @@ _BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() i
 _SCHEMA_NAMES = {"json_schema": "response_format.json_schema.schema"}
 _NAMES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens"}
 _SCHEMA_NAMES_OF_RESPONSES = {"json_schema": "text.format.schema"}
+_KEPT_NAMES = DECLARED.keys() | {"dimensions", "prompt_name", "query", "instruction", "top_n"}  # these of texts
 _NOT_FOR_TEMPLATES = frozenset(
     {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
 )
@@ -182,7 +183,7 @@ def refusal(error: InvalidRequestError, prompt_name: str) -> BodyError:
     if param in names and message.startswith(param):
         message = names[param] + message[len(param) :]
     names = names | (_SCHEMA_NAMES_OF_RESPONSES if is_response else _SCHEMA_NAMES)
-    return refuse(message, names.get(param, param if param in DECLARED else prompt_name))
+    return refuse(message, names.get(param, param if param in _KEPT_NAMES else prompt_name))
 
 
 @contextmanager

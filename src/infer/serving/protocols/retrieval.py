@@ -10,19 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, final
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from infer.engine.texts.text_ids import VectorOptions
-from infer.errors import InvalidRequestError
 from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 from infer.serving.protocols.answers import Answer, Count
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.foreign import Foreign
 from infer.serving.protocols.openai.ask import Body
-from infer.serving.protocols.params import prompts_of, refusal
+from infer.serving.protocols.params import prompts_of
 
 Encoding = Literal["float", "base64"]
 _Index = Annotated[int, Meta(ge=0)]
 _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
-_OWN_FIELDS = ("dimensions", "prompt_name", "query", "instruction", "top_n")
 
 
 class Embedding(Struct, tag_field="object", tag="embedding"):
@@ -203,8 +201,3 @@ def texts_or_pairs_of(given: str | Sequence[Any]) -> list[Any]:
 
 def _is_pair(given: Any) -> bool:
     return isinstance(given, list) and len(given) == 2 and all(isinstance(each, str) for each in given)
-
-
-def refusal_of_texts(error: InvalidRequestError, name: str) -> InvalidRequestError:
-    """Return the library's error with the name of the body's field. `name` is the field with the texts."""
-    return refuse(str(error), error.param) if error.param in _OWN_FIELDS else refusal(error, name)

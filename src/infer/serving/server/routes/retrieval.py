@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
-from infer.errors import InvalidRequestError
 from infer.outputs import ranked
 from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.events import with_warnings
 from infer.serving.protocols.fields import refuse
+from infer.serving.protocols.params import refusing
 from infer.serving.protocols.retrieval import (
     ClassifyAnswer,
     ClassifyBody,
@@ -29,7 +29,6 @@ from infer.serving.protocols.retrieval import (
     Score,
     ScoreAnswer,
     ScoreBody,
-    refusal_of_texts,
     texts_of,
     texts_or_pairs_of,
 )
@@ -117,10 +116,8 @@ async def _score(
 async def _compute(request: Request, state: ServerState, texts: Any, name: str, call: _Call) -> Any:
     """Return the `Computed` of a call. `texts` count at the door; `name` is their field, for errors."""
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
-    try:
+    with refusing(name):
         computed = await while_connected(request, call(state.llm()))
-    except InvalidRequestError as error:
-        raise refusal_of_texts(error, name) from error
     call_of(request).warnings += [computed.texts.warning] if computed.texts.warning else []
     return computed
 

@@ -90,24 +90,24 @@ def of_file(check: Callable[..., Iterator[Result]]) -> Callable[[Setting], Itera
 
 RUN_BY_NAME: dict[str, Callable[[Setting], Iterator[Result]]] = {
     "machine": machine,
-    "profile, BF16": of(gpu_profile.profile_steps, "BF16"),
-    "profile, Q4_K": of(gpu_profile.profile_steps, "Q4_K"),
-    **{f"weights {number + 1}": partial(weights, number=number) for number in range(NUM_WEIGHT_SECTIONS)},
-    "attention": of(gpu_attention.check_attention),
     "models": of(gpu_models.check_paths),
-    "sampler": sampler,
-    "sums": of(gpu_sums.compare_sums),
+    "models, poisoned": models_poisoned,
+    "models, sanitized": of(gpu_models.check_paths),
     "file": of_file(gpu_models.check_file),
     "answers": of_file(gpu_models.check_answers),
-    "models, poisoned": models_poisoned,
     "several GPUs": of_file(several_gpus.check_gpus),
-    "models, sanitized": of(gpu_models.check_paths),
+    "profile, Q4_K": of(gpu_profile.profile_steps, "Q4_K"),
+    "profile, BF16": of(gpu_profile.profile_steps, "BF16"),
+    "models, time": of(gpu_models.time_models),
     "contexts, time": of(gpu_models.time_contexts),
     "memory": of(gpu_memory_use.measure_memory),
     "sweeps, time": of(gpu_sweeps.sweep_constants),
-    "models, time": of(gpu_models.time_models),
     "products, time": products_time,
     "sampler, time": sampler_time,
+    **{f"weights {number + 1}": partial(weights, number=number) for number in range(NUM_WEIGHT_SECTIONS)},
+    "attention": of(gpu_attention.check_attention),
+    "sampler": sampler,
+    "sums": of(gpu_sums.compare_sums),
 }
 
 

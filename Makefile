@@ -64,7 +64,7 @@ more: $(VENV)/.docs $(VENV)/.fuzz $(VENV)/.ray ## wheel, docs, fuzz, ray, emulat
 	if [ "$$INFER_TESTS" = all ] || ! INFER_OPENCL=pocl $(BIN)/python tests/helpers/opencl_platform.py; then \
 		if $(MAKE) $(VENV)/.intel; then checks="$$checks intel"; else echo "Intel's OpenCL runtime cannot be installed"; fi; fi; \
 	if command -v qemu-aarch64 >/dev/null; then checks="$$checks emulate"; else echo "no kernel is emulated: qemu-user is not installed"; fi; \
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target FUZZ_SECONDS=12 $$checks
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target FUZZ_SECONDS=6 $$checks
 
 .PHONY: wheel
 wheel: $(VENV)/.dev ## a wheel has every file, and serves

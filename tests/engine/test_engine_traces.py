@@ -21,7 +21,7 @@ from path_cases import CASES, CONTEXT, Case, Drafts, Way, World, all_by_definiti
 from steps_behind import RunsOnItsOwn
 from test_busy_slots import CALLS, PlantedError
 
-NUM_TRACES, NUM_EVENTS, NUM_SLOTS = usual_or_all(16, 125), 30, 4
+NUM_TRACES, NUM_EVENTS, NUM_SLOTS = usual_or_all(8, 125), 30, 4
 PAGES_EACH = CONTEXT // 16
 SLIDING = {"eviction_policy": "sliding", "eviction_window": 48, "protected_prefix": 4}
 WORLDS = {

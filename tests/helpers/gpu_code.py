@@ -38,7 +38,10 @@ Facts = Iterator[tuple[str, Any]]
 KINDS: dict[str, Callable[[bool], Facts]] = {"weights": weights_code, "steps": lambda is_whole: step_code()}
 KINDS |= {"sums": sums_code, "sampler": lambda is_whole: sampler_code(), "attention": attention_code}
 KINDS |= {"unusual attention": unusual_code, "experts": expert_code, "states": state_code}
+ONLY_IN_ALL = ("unusual attention", "experts")
 
 
 if __name__ == "__main__":
-    json.dump({kind: dict(code_of(sys.argv[1:] == ["all"])) for kind, code_of in KINDS.items()}, sys.stdout)
+    is_whole = sys.argv[1:] == ["all"]
+    kinds = {kind: code_of for kind, code_of in KINDS.items() if is_whole or kind not in ONLY_IN_ALL}
+    json.dump({kind: dict(code_of(is_whole)) for kind, code_of in kinds.items()}, sys.stdout)

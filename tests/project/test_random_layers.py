@@ -1,11 +1,7 @@
-"""The comparison with an older commit, on a tiny model, and the random layers on which benchmarks compare engines."""
+"""The random layers on which benchmarks compare engines are a model that others compute."""
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -13,58 +9,14 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from cases import cases
 from infer import LLM
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
-import beside
 from random_weights import write_gguf
 
 pytestmark = pytest.mark.slow
-
-BESIDE = [sys.executable, beside.__file__]
-
-
-class Answering:
-    """A side with a fixed answer to the question for its bits."""
-
-    def __init__(self, token_ids: list[int], logprobs: list[float]) -> None:
-        self.worker, self._bits = self, [token_ids, logprobs]
-
-    def ask(self, do: str) -> list[Any]:
-        assert do == "greedy_answer"
-        return self._bits
-
-
-@cases(
-    "new said",
-    (Answering([1, 2, 3], [0.5]), "3 greedy tokens and their log-probabilities are equal"),
-    (Answering([1, 2, 4], [0.5]), "the greedy tokens differ after 2 of 3"),
-    (Answering([1, 2], [0.5]), "the greedy tokens differ after 2 of 3"),
-    (Answering([1, 2, 3], [0.25]), "3 greedy tokens are equal, their log-probabilities differ"),
-)
-def test_the_bits_of_both_sides_are_compared(new: Answering, said: str) -> None:
-    sides: dict[str, Any] = {beside.OLD: Answering([1, 2, 3], [0.5]), beside.NEW: new}
-    assert beside.compare_bits(sides) == f"bits: {said}"
-
-
-def test_the_last_commit_runs_beside_this_tree_and_its_work_tree_is_removed(tmp_path: Path) -> None:
-    rows = [row for row in beside.UNITS if row not in {"prefill", "http", "host-16", "host-60"}]
-    write_gguf(tmp_path / "model.gguf", beside.TINY_CONFIG, 1, "F32", beside.TINY_CONFIG["vocab_size"])
-    ended = subprocess.run(
-        [*BESIDE, "HEAD", "--model", tmp_path / "model.gguf", "--rounds", "1", "--only", *rows],
-        env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    lines = {line.split()[0]: line for line in ended.stdout.splitlines()}
-    assert lines["old:"].split()[1] == lines["new:"].split()[1]
-    for row in rows:
-        assert re.search(r" \d+\.\d\d × ", lines[row]), ended.stdout + ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
-    assert str(tmp_path) not in beside.git("worktree", "list")
-
 
 CONFIG = {"model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16}

@@ -76,6 +76,16 @@ def test_padding_after_the_last_tensor_is_no_trailing_byte(tmp_path: Path) -> No
     assert read_bytes(tmp_path, raw_file((), (tensor_entry("a", (2,), 0, 0),), bytes(32))).tensors["a"].shape == (2,)
 
 
+def test_networks_for_images_and_sounds_are_left_out(tmp_path: Path) -> None:
+    names = ("v.blk.0.attn_q.bias", "mm.0.weight", "a.blk.0.ffn_up.weight")
+    tensors = random_tensors("llama") | dict.fromkeys(names, np.ones((2, 32), np.float32))
+    counts = ("llama.attention.head_count_kv", [KV_HEADS])  # one number per layer
+    options: Any = {"kv_heads": None, "extend": lambda writer: writer.add_array(*counts)}
+    own = open_checkpoint(write_model(tmp_path / "own.gguf", tensors=tensors, **options))
+    usual = open_checkpoint(write_model(tmp_path / "usual.gguf"))
+    assert (own.tensors.keys(), own.config) == (usual.tensors.keys(), usual.config)
+
+
 def test_the_order_of_the_entries_need_not_be_that_of_the_data(tmp_path: Path) -> None:
     assert read_bytes(tmp_path, raw_file((), (TWO, ONE), bytes(64))).tensors.keys() == {"a", "b"}
 

@@ -1,6 +1,7 @@
 """Each case of tests/data/field-reports.toml gives the right value: public bug reports of other engines, tried here."""
 
 import json
+import shutil
 import tomllib
 from collections.abc import Iterator
 from itertools import compress
@@ -8,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import EOS, write_byte_tokenizer
 from commands import run
 from infer import LLM, Tokenizer
+from infer.errors import InvalidRequestError, ModelError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.templates.chat_template import ChatTemplate
+from refusals import check_refused
 from served import Served, serving
 
 FILE = Path(__file__).parents[1] / "data" / "field-reports.toml"
@@ -75,8 +79,39 @@ def test_a_schema_allows_these_texts_only(compiler: Compiler, case: dict[str, An
 @pytest.mark.parametrize("case", of_kind("template"))
 def test_a_template_gives_this_prompt(case: dict[str, Any]) -> None:
     template = ChatTemplate(case["template"], {"bos_token": "<s>", "eos_token": "</s>"})
-    options = json.loads(case.get("options", "{}"))
-    assert template.render(json.loads(case["messages"]), **{"add_generation_prompt": True} | options) == case["text"]
+    options = {"add_generation_prompt": True} | json.loads(case.get("options", "{}"))
+    try:
+        text = template.render(json.loads(case["messages"]), **options)
+    except InvalidRequestError as error:
+        text = str(error)
+    assert text == case["text"]
+
+
+@pytest.mark.parametrize("case", of_kind("tokenizer"))
+def test_a_text_has_these_ids_and_they_have_this_text(case: dict[str, Any], tmp_path: Path) -> None:
+    if "gguf" in case:
+        tokenizer = Tokenizer.from_gguf(json.loads(case["gguf"]))
+    else:
+        (tmp_path / "tokenizer.json").write_text(case["file"])
+        (tmp_path / "tokenizer_config.json").write_text(case.get("config", "{}"))
+        tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode(case["text"]) == case["ids"] if "text" in case else True
+    detokenizer = tokenizer.make_detokenizer(skip_special_tokens=False)
+    assert "".join([*map(detokenizer.push, case["ids"]), detokenizer.flush()]) == case["decoded"]
+
+
+@pytest.mark.parametrize("case", of_kind("folder"))
+def test_a_folder_is_loaded_or_refused_so(folder: Path, case: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    tensors, config = load_file(folder / "model.safetensors"), tmp_path / "model" / "config.json"
+    names = {name: case.get("tensors", {}).get(name, name) for name in tensors}
+    save_file({new: tensors[name] for name, new in names.items() if new}, tmp_path / "model" / "model.safetensors")
+    config.write_text(json.dumps(json.loads(config.read_text()) | json.loads(case["config"])))
+    if "error" in case:
+        check_refused(lambda: LLM(config.parent), case["error"], ModelError)
+    else:
+        with LLM(config.parent) as llm:
+            assert len(llm.generate("ab", max_new_tokens=2, temperature=0, ignore_eos=True).token_ids) == 2
 
 
 @pytest.mark.parametrize("case", of_kind("command"))

@@ -48,6 +48,7 @@ ROWS_IN_PAIRS = frozenset(
 _WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF architectures whose routers have one scale per expert
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # samples of a file that identify it
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LLAMA4 = ("llama4", "llama4_text")
 # In Hugging Face's folders, not in GGUF files.
 _STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}
@@ -124,6 +125,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
     order = _STACK_ORDERS.get(str(config.get("model_type")), PLAIN)
+    if config.get("tie_word_embeddings") and _EMBEDDING not in tensors and _HEAD in tensors:
+        tensors[_EMBEDDING] = tensors.pop(_HEAD)  # safetensors stores a shared matrix under one of its names
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, order)
     if config.get("model_type") in _LLAMA4:
         tensors = _with_paired_rows(tensors, config)
@@ -133,7 +136,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         config["text_limit"] = limit
     if is_encoder:
         tensors = without_poolers(without_padded_positions(tensors, config))
-    if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:
+    if (embedding or reranker or classifier) and _HEAD not in tensors:
         # No text is generated, so the files may lack the head that the config names.
         config["tie_word_embeddings"] = True
     files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))

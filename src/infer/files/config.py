@@ -4,6 +4,7 @@ GGUF's values are returned in the flat dialect (`rope_theta`, `rope_scaling`, `r
 returned unchanged, or its text part if the model is multimodal. `models.families` interprets the values.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": values.real("rope.freq_base", default=10000.0),
         "max_position_embeddings": values.count("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in file.tensors),
+        "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|qkv)\.bias", name) for name in file.tensors),
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "attention_multiplier": head_dim**-0.5,

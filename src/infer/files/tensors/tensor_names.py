@@ -153,7 +153,8 @@ _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers\.[0-9]+|norm)\.")  # names in files of embedding models
 
 # Tensors that are not part of the text network, are made from the config, or are only for drafting tokens (mtp).
-_SKIPPED_GGUF = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+# Ollama's files have the networks for images ("v", "mm") and sounds ("a") beside the text network.
+_SKIPPED_GGUF = re.compile(r"(v|mm|a)\.|rope_(freqs|factors_long|factors_short)\.weight")
 _SKIPPED = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.rotary_emb\.inv_freq"
 )
@@ -161,7 +162,7 @@ _SKIPPED = re.compile(
 
 def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without tensors that are not weights."""
-    kept = [name for name in names if name not in _SKIPPED_GGUF]
+    kept = [name for name in names if not _SKIPPED_GGUF.match(name)]
     has_gate = any(".ffn_gate." in name or ".ffn_gate_inp." in name for name in kept)
     has_mlp_norm = any(".ffn_norm." in name or ".post_ffw_norm." in name for name in kept)
     usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}

@@ -11,7 +11,8 @@ from infer.errors import InvalidRequestError, problem_of
 from infer.system.json_limits import is_deeper, refuse_constant, unique_keys
 from infer.text.grammar.grammar import STRICT
 from infer.text.grammar.pattern import encoded
-from infer.text.grammar.schema_part import MalformedSchemaError, SchemaPart, refuse
+from infer.text.grammar.schema_part import MalformedSchemaError, SchemaPart, false_part, refuse
+from infer.text.grammar.schema_pattern import pattern_without
 from infer.text.grammar.schema_rewriter import ASSERTIONS, Rewriter
 from infer.text.grammar.schema_shortest import empty_definitions, nodes_of
 
@@ -142,8 +143,25 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
             node.clear()
             node["enum"] = []
     definitions = {name: part for name, part in definitions.items() if name not in empty}
+    if keywords is None and not any("patternProperties" in node for node in nodes):
+        _spell_other_names(nodes)
     warnings = (*_ignored(rewriter.ignored, where), *_shortened(left_out, where))
     return BuiltSchema(root, definitions, where, is_strict, warnings)
+
+
+def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
+    """Let each object's other names match a pattern, because llguidance lets escapes spell its own names a second time.
+
+    A pattern beside a value's schema excludes the own names. Such objects must not be merged.
+    """
+    nodes = list(nodes)
+    are_merged = any("allOf" in node or (len(node) > 1 and node.keys() & {"anyOf", "$ref"}) for node in nodes)
+    for node in nodes:
+        other = node.get("additionalProperties", SchemaPart(node.pointer, {}))
+        if "properties" in node and not other.is_false:
+            pattern = None if other and are_merged else pattern_without([*node["properties"]] if other else [])
+            if pattern is not None:
+                node["patternProperties"], node["additionalProperties"] = {pattern: other}, false_part(node.pointer)
 
 
 def _is_strict(raw: Any, where: str) -> bool:

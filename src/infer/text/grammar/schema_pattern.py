@@ -19,6 +19,8 @@ _SPACES = (
 )
 _CLASSES = {"\\s": f"[{_SPACES}]", "\\S": f"[^\\x00{_SPACES}]"}
 _NUL = re.compile(r"\\x00-|\\u0000-|\\0-|\x00-")
+_RANGE = re.compile(r"([^\]\\])-([^\]\\])")
+_LETTERS = frozenset("dDwWtnvfrxupP")  # with the same meaning after a backslash in both notations
 
 
 class PatternNotationError(Exception):
@@ -59,7 +61,9 @@ def translated(pattern: str) -> str:
 
 def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
     character = pattern[at + 1 : at + 2]
-    if not in_class and character in "bB" and character:
+    if in_class and character == "b":
+        return "\\x08", at + 2
+    if character in "bB":
         raise PatternNotationError(at + 1, "word boundaries are not supported")
     if (character.isdecimal() and character != "0") or (character == "k" and pattern[at + 2 : at + 3] == "<"):
         raise PatternNotationError(at + 1, "back references are not supported")
@@ -78,9 +82,9 @@ def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
         return "\\x00", at + 2
     if character == "c" and pattern[at + 2 : at + 3].isalpha():
         return f"\\x{ord(pattern[at + 2]) % 32:02x}", at + 3
-    if character and not character.isalnum() and character not in _PUNCTUATION_KEPT:
-        return character, at + 2
-    return pattern[at : at + 2], at + 2
+    if character.isalpha() and character not in _LETTERS:
+        raise PatternNotationError(at + 1, f"\\{character} has no meaning in ECMAScript")
+    return (pattern[at : at + 2] if character in _LETTERS | _PUNCTUATION_KEPT else character), at + 2
 
 
 def _class_start(pattern: str, at: int) -> tuple[str, int, int]:
@@ -99,6 +103,8 @@ def _in_class(pattern: str, at: int) -> tuple[str, int, int]:
         return "]", at + 1, 0
     if nul := _NUL.match(pattern, at):
         return "\\x01-", nul.end(), 1
+    if ends := _RANGE.match(pattern, at):
+        return "-".join(map(_spelt, ends.groups())), ends.end(), 1
     if character in "[&~" or (character == "-" and pattern.startswith("--", at)):
         return "\\" + character, at + 1, 1
     return character, at + 1, 1

@@ -202,9 +202,8 @@ def _context(
     for name in ("tools", "documents"):
         if given[name] is not None:
             _check_mappings(name, given[name], "as in JSON")
-    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
-        plain = [_with_reasoning_aliases(_plain(message)) for message in present]
+        plain = [_with_reasoning_aliases(_plain(_present(message))) for message in messages]
         given = {name: _plain(value) for name, value in given.items()}
     except RecursionError:
         raise InvalidRequestError("messages, tools or documents are nested too deeply") from None
@@ -215,6 +214,12 @@ def _context(
             )
         _tag_end(plain[-1])
     return {**given, "messages": plain}
+
+
+def _present(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without values that mean that nothing is there. Without calls, a content of None is empty."""
+    kept = {key: value for key, value in message.items() if value is not None and (value or key != "tool_calls")}
+    return {**kept, "content": ""} if "content" in message.keys() - kept and "tool_calls" not in kept else kept
 
 
 def _check_mappings(name: str, values: Any, kind: str) -> None:

@@ -136,6 +136,8 @@ class Tokenizer:
             texts = [""] * (max(ids.values(), default=-1) + 1)
             for text, token_id in ids.items():
                 texts[token_id] = text
+            for token_id in self._added_token_ids:  # an added token may be written as it is after normalization
+                texts[token_id] = self.backend.id_to_token(token_id) or ""
             vocabulary = texts
         self._vocabulary = None
         return make_token_bytes(vocabulary, self._rules, self._added_token_ids)

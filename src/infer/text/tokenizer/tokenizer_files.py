@@ -176,7 +176,7 @@ def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:
-    for entry in added_tokens.values():
+    for _, entry in sorted(added_tokens.items(), key=lambda item: (len(item[0]), item[0])):  # by id
         if backend.token_to_id(entry["content"]) is None:
             options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
             backend.add_tokens([AddedToken(entry["content"], **options)])

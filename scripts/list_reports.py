@@ -29,7 +29,7 @@ AREAS = {
     "running": "processes, signals, networks and systems",
 }
 VERDICTS = ("right", "mended", "refused", "other")
-CASES = ("tests", "request", "schema", "template", "command")
+WITHOUT_CASE = {"source", "area", "about", "verdict", "reason"}
 BEGINNING = """\
 # Public bug reports, tried here
 
@@ -52,7 +52,7 @@ def faults_of(report: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: a source is owner/name#number"
     if report["area"] not in AREAS or report["verdict"] not in VERDICTS:
         yield f"{name}: the area or the verdict is unknown"
-    if not any(report.get(kind) for kind in CASES) and report["verdict"] != "other":
+    if report.keys() <= WITHOUT_CASE and report["verdict"] != "other":
         yield f"{name}: it has no case"
     if report["verdict"] in ("refused", "other") and not report.get("reason"):
         yield f"{name}: it has no reason"

@@ -52,7 +52,7 @@ def test_a_chat_has_the_alternatives_and_the_budget_that_it_asks_for(body: Any, 
 
 
 def test_alternatives_need_log_probabilities_in_a_chat_and_are_a_number_in_a_completion() -> None:
-    for body in ({"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 2}):
+    for body in ({"top_logprobs": 1}, {"logprobs": False, "top_logprobs": 2}):
         assert chat_row(**body).problem == "top_logprobs needs logprobs: true"
     for asked, expected in ((None, {}), (0, {"logprobs": 0}), (3, {"logprobs": 3})):
         assert completion_row(logprobs=asked).values == expected

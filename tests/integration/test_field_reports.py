@@ -32,8 +32,8 @@ def of_kind(kind: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def served(llm: LLM, folder: Path) -> Iterator[Served]:
-    with serving(llm, model="tiny", model_path=str(folder), allow_embeddings=True) as served:
+def served(folder: Path) -> Iterator[Served]:
+    with LLM(folder) as llm, serving(llm, model="tiny", model_path=str(folder), allow_embeddings=True) as served:
         yield served
 
 

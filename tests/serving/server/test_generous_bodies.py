@@ -217,13 +217,6 @@ def test_fields_that_clients_add_to_messages_are_understood(served: Served, sent
     assert warnings_of(chat(served, messages=[*sent, USER])) == []
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Par', "[]", "nonsense", '"text"', "["])
-def test_a_call_that_was_cut_can_be_sent_back(served: Served, arguments: str) -> None:
-    past = {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
-    (warning,) = warnings_of(chat(served, messages=[USER, past, {"role": "tool", "tool_call_id": "a", "content": "x"}]))
-    assert warning.startswith("messages[1].tool_calls[0].function.arguments")
-
-
 def test_an_answer_that_max_tokens_cut_inside_a_call_can_be_sent_back(served: Served) -> None:
     parameters = {"type": "object", "properties": {"q": {"type": "string", "minLength": 20}}, "required": ["q"]}
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]

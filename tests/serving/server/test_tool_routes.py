@@ -307,14 +307,14 @@ def test_a_message_has_its_calls_as_blocks_and_hears_their_results(served: Serve
 
 
 def test_thinking_is_a_block_before_the_text(served: Served, llm: LLM) -> None:
-    body: dict[str, Any] = {"messages": ASKED, "seed": 5, "max_tokens": 40}
+    body = {"messages": ASKED, "seed": 5, "max_tokens": 40, "thinking": {"type": "enabled", "budget_tokens": 7}}
     expected = llm.chat(ASKED, seed=5, max_new_tokens=40, reasoning_budget=7)
-    whole = served.ask(MESSAGES, **body, thinking={"type": "enabled", "budget_tokens": 7})
+    whole = served.ask(MESSAGES, **body)
+    assert blocks_of(served.stream(MESSAGES, **body)) == (whole["content"], whole["stop_reason"])
     assert [each["type"] for each in whole["content"]][-1] == ("text" if expected.text else "thinking")
-    off = served.ask(MESSAGES, **body, thinking={"type": "disabled"})
+    off = served.ask(MESSAGES, **body | {"thinking": {"type": "disabled"}})
     assert [each["type"] for each in off["content"]] == ["text"]
-    blocks = [{"type": "thinking", "thinking": "because"}, {"type": "text", "text": "a"}]
-    past = {"role": "assistant", "content": blocks}
+    past = {"role": "assistant", "content": whole["content"]}
     assert served.ask(MESSAGES, **body | {"messages": [*ASKED, past, *ASKED]})["content"]
 
 

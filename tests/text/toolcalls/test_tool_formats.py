@@ -19,6 +19,7 @@ from infer import InvalidRequestError, RequestOptions, Tokenizer
 from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.outputs import ReasoningDelta, ToolCall, assembled
+from infer.serving.protocols.answers import call_values
 from infer.text.grammar.budget import Budget, BudgetConstraint
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar
@@ -35,12 +36,13 @@ NAME = "get_weather"
 TYPES = {"city": "string", "days": "integer", "hourly": "boolean", "at": ["number", "null"]}
 PROPERTIES: dict[str, Any] = {name: {"type": kind} for name, kind in TYPES.items()}
 PROPERTIES["tags"] = {"type": "array", "items": {"enum": ["a", True, None]}}
+PROPERTIES["öl"] = {"type": "object", "properties": {"ß": {"type": "integer"}}, "additionalProperties": False}
 TOOLS = read_tools([
     {"name": NAME, "parameters": {"type": "object", "properties": PROPERTIES, "required": ["city"]}},
     {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": None}},
 ])  # fmt: skip
-ARGUMENTS: dict[str, Any] = {"city": 'Ä}"{\\</tool_call>\n</parameter> [f(x="1")]'}
-ARGUMENTS |= {"days": -3, "hourly": True, "at": None, "tags": ["a", True, None]}
+ARGUMENTS: dict[str, Any] = {"city": '  Ä}"{\\</tool_call>\n</parameter> [f(x="1")] \n'}
+ARGUMENTS |= {"days": -3, "hourly": True, "at": None, "tags": ["a", True, None], "öl": {"ß": 1}}
 Found = tuple[str, str | None, tuple[ToolCall, ...]]
 
 
@@ -151,12 +153,18 @@ def test_calls_are_allowed_and_read_for_any_cut(name: str, kind: Kind, reasoning
     pieces = list(marked(form, tokenizer, answer))
     text, found_thought, calls = found = parsed_anyhow(form, pieces, usual_or_all(3, 1))
     assert (text, found_thought) == (says.rstrip(), thought or None)
-    assert [(call.name, call.parsed()) for call in calls] == [(NAME, ARGUMENTS), ("now", {})][: len(calls)]
+    shown = [(call.name, call.parsed(), "\\u" in call.arguments) for call in calls]
+    assert shown == [(NAME, ARGUMENTS, False), ("now", {}, False)][: len(calls)]
     assert len(calls) == 1 + FORMATS[name].is_parallel
     whole, rng = "".join(pieces), random.Random(f"{name} {kind} {reasoning}")
     for _ in range(10):
         cuts = sorted(rng.choices(range(len(whole)), k=rng.randint(1, 20)))
         assert parsed(form, [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]) == found
+
+
+@cases("given sent", *((each, each) for each in ('{"a": 1e400}', '{"a": ' + "9" * 5_000 + "}")), ('{"a": 99', ""))
+def test_an_object_of_arguments_is_spelt_as_the_model_wrote_it(given: str, sent: str) -> None:
+    assert bytes(call_values(ToolCall("", "f", given))).decode() == sent
 
 
 @pytest.mark.parametrize("name", FORMATS)

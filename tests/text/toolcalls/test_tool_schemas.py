@@ -171,9 +171,9 @@ def test_equal_tools_of_one_name_count_once_and_others_are_refused(llm: LLM) -> 
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ('{"a": [1]}', {"a": [1]}), ("", {}), (" \n", {}), (None, {}), ("{}", {}),
-        *((text, {"INVALID_JSON": text}) for text in ('{"a": "Pa', "null", "[1]", '"a"', "{'a': 1}", '{"a": NaN}',
-                                                      "[" * 100_000, '{"a": ' * 80 + "1" + "}" * 80,
+        ('{"a": [1]}', {"a": [1]}), *((text, {}) for text in ("", " \n", None, "{}", "null", "[]", '"[]"', '""')),
+        *((text, {"INVALID_JSON": text}) for text in ('{"a": "Pa', "[1]", '"a"', "{'a': 1}", '{"a": NaN}', "0",
+                                                      '{"a": 1e400}', "[" * 100_000, '{"a": ' * 80 + "1" + "}" * 80,
                                                       '{"a": "\\ud800"}', "1" * 5_000)),
     ],
     ids=lambda value: repr(value)[:30],

@@ -3,10 +3,10 @@
 Encoder and openapi.json read the same Structs. The Structs of one protocol are in its `events`.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 import infer
@@ -135,12 +135,12 @@ def usage_of(results: Sequence[GenerationResult], num_choices: int) -> Usage:
     proposed = sum(result.stats.drafts_proposed for result in results)
     accepted = sum(result.stats.drafts_accepted for result in results)
     num_reasoning = sum(result.reasoning_tokens for result in results)
-    from_disk = sum(result.disk_tokens for result in firsts)
+    from_disk = sum(result.disk_tokens for result in firsts) or UNSET
     return Usage(
         num_prompt_tokens,
         num_completion,
         num_prompt_tokens + num_completion,
-        PromptTokensDetails(sum(result.reused_tokens for result in firsts), from_disk or UNSET),
+        PromptTokensDetails(sum(result.reused_tokens for result in firsts), from_disk),
         CompletionTokensDetails(num_reasoning, accepted, proposed - accepted),
     )
 
@@ -198,18 +198,20 @@ def delta_fields(deltas: Iterable[ReasoningDelta | ToolCallDelta]) -> Json:
             continue
         call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
         if delta.id is not None:
-            call |= {"id": delta.id, "type": "function"}
-            call["function"] = {"name": delta.name, "arguments": ""}
+            call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
         call["function"]["arguments"] += delta.arguments
     fields: Json = {"reasoning_content": reasoning} if reasoning else {}
     return fields | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-def call_values(call: ToolCall) -> Json:
-    """Return the arguments of a call as an object, or {} if the call was cut off."""
+def call_values(call: ToolCall) -> Any:
+    """Return the arguments of a call as an object in the model's own spelling, or {} if the call was cut off.
+
+    Values would change its numbers: JSON has no limit of digits.
+    """
     try:
-        return call.parsed()
-    except json.JSONDecodeError:
+        return msgspec.json.decode(call.arguments, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError):
         return {}
 
 

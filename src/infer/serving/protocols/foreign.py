@@ -158,7 +158,9 @@ FOREIGN: Mapping[str, Foreign] = {
     # Parameters of other routes here, which would change the answer.
     "chat_template_kwargs": Foreign("it needs messages", ({},)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), Foreign(_OTHER_ROUTE, (0,))),
-    **dict.fromkeys(("logit_bias", "response_format"), Foreign(_OTHER_ROUTE, ({}, {"type": "text"}))),
+    "logit_bias": Foreign(_OTHER_ROUTE, ({},)),
+    "response_format": Foreign("use text.format, or /v1/chat/completions", ({}, {"type": "text"})),
+    "reasoning_effort": Foreign("use reasoning.effort", becomes=lambda value: {"reasoning": {"effort": value}}),
     "n": Foreign("send several requests", (1,)),
     "stop": Foreign(_OTHER_ROUTE, ([], "")),
     "tools": Foreign(_OTHER_ROUTE, ([],)),

@@ -7,7 +7,6 @@ refused, except for an image or a file in the user's last message, which the ans
 from collections.abc import Callable
 from typing import Annotated, Any, final
 
-import msgspec
 from msgspec import Meta, Struct
 
 from infer.serving.protocols.fields import Reading, refuse
@@ -15,6 +14,7 @@ from infer.text.toolcalls import past_calls
 
 _WORDS = ("image", "audio", "video", "file", "document")
 Arguments = Annotated[Any, Meta(extra_json_schema={"type": "string"})]  # `past_arguments` made an object of it
+_OBJECTS = frozenset({"parameters", "input_schema", "properties"})  # of a tool
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
@@ -51,7 +51,7 @@ def own_tools(
     `expand` returns the tools that replace a tool, which it receives with its path.
     """
     found = list[Any]()
-    for index, given in enumerate(tools):
+    for index, given in enumerate(_with_objects(tools)):
         path = f"tools[{index}]"
         for tool in expand(given, path):
             kind = tool.get("type") if isinstance(tool, dict) else None
@@ -60,6 +60,15 @@ def own_tools(
             else:
                 found.append(tool)
     return found
+
+
+def _with_objects(value: Any) -> Any:
+    """Return tools with {} for each [] that must be an object, because PHP writes empty lists and objects alike."""
+    if isinstance(value, list):
+        return [_with_objects(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: {} if name in _OBJECTS and each == [] else _with_objects(each) for name, each in value.items()}
 
 
 def text_parts(parts: list[Any], path: str, reading: Reading, text_type: str, *, is_last: bool) -> list[Any]:
@@ -99,10 +108,7 @@ def past_arguments(given: Any, path: str, reading: Reading) -> dict[str, Any]:
 
     Templates serialize them themselves.
     """
-    if isinstance(given, dict):
-        return given
-    text = given if isinstance(given, str | None) else msgspec.json.encode(given).decode()
-    values, warning = past_calls.past_arguments(text)
+    values, warning = past_calls.past_arguments(given)
     if warning is not None:
         reading.warn(f"{path}: {warning}")
     return values

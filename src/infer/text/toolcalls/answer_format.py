@@ -95,7 +95,7 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
         form.before_key
         + name
         + form.after_key
-        + (value if is_plain_text(properties.get(name)) else json.dumps(value))
+        + (value if is_plain_text(properties.get(name)) else json.dumps(value, ensure_ascii=False))
         + form.after_value
         for name, value in arguments.items()
     )

@@ -217,7 +217,7 @@ class ArgumentGrammar:
             case "object" if schema.get("properties") and not schema.get("additionalProperties"):
                 name, required = f"object_{self._lark.next_number()}", required_of(schema)
                 each = [
-                    (f"{json.dumps(json.dumps(key) + ': ')} {self._python(inner)}", key in required)
+                    (f"{self._literal(f'{written_value(key)}: ')} {self._python(inner)}", key in required)
                     for key, inner in schema["properties"].items()
                 ]
                 return f'"{{" {self._lark.in_order(name, each, json.dumps(", "))} "}}"'

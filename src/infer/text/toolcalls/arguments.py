@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import NamedTuple, final
 
+_spelt = json.JSONEncoder(ensure_ascii=False).encode
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -109,7 +110,7 @@ class PythonArguments(_RewrittenArguments):
     def _end_word(self, following: str) -> None:
         """Add the current word: a name if "=" follows, otherwise a value."""
         is_name = following == "="
-        self._found += f"{json.dumps(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
+        self._found += f"{_spelt(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
         self._word = ""
 
 
@@ -127,7 +128,7 @@ class GemmaArguments(_RewrittenArguments):
             if self._is_text:
                 end = text.find(self._quote, at)
                 known = text[at : end if end >= 0 else len(text) - num_held(text[at:], self._quote)]
-                self._found += json.dumps(known, ensure_ascii=False)[1:-1]
+                self._found += _spelt(known)[1:-1]
                 at += len(known)
                 if end < 0:
                     break
@@ -150,7 +151,7 @@ class GemmaArguments(_RewrittenArguments):
             return
         self._depth += (character in "{[") - (character in "}]")
         word, self._word = self._word, ""
-        self._found += json.dumps(word) if character == ":" else word
+        self._found += _spelt(word) if character == ":" else word
         self._found += f"{character} " if character in ",:" else character
 
 
@@ -183,12 +184,12 @@ class XmlArguments(ArgumentScanner):
         self._is_inside = self._has_any = True
         self._is_text = name in self._text_names
         quote = '"' if self._is_text else ""
-        return Scanned(f"{start}{json.dumps(name)}: {quote}", end + len(self._after_key), is_done=False)
+        return Scanned(f"{start}{_spelt(name)}: {quote}", end + len(self._after_key), is_done=False)
 
     def _value(self, text: str) -> Scanned:
         end = text.find(self._after_value)
         shown = text[: end if end >= 0 else len(text) - num_held(text, self._after_value)]
-        found = json.dumps(shown, ensure_ascii=False)[1:-1] if self._is_text else shown
+        found = _spelt(shown)[1:-1] if self._is_text else shown
         if end < 0:
             return Scanned(found, len(shown), is_done=False)
         self._is_inside = False

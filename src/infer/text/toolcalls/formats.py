@@ -13,7 +13,8 @@ ArgumentSyntax = Literal["json", "python", "xml", "gemma"]
 ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are skipped
 ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800
-_HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}  # gpt-oss was trained with three efforts
+_EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
+_HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # gpt-oss was trained with three
 
 
 @final
@@ -102,7 +103,7 @@ class ReasoningFormat:
 
     def nearest_effort(self, effort: str) -> str:
         """Return the most similar effort that the models of the format know."""
-        return _HEADED_EFFORTS.get(effort, effort) if self.body else effort
+        return (_HEADED_EFFORTS if self.body else _EFFORTS).get(effort, effort)
 
 
 REASONING_FORMATS = (

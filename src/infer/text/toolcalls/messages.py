@@ -31,12 +31,10 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
     found = list[Message]()
     for index, message in enumerate(messages):
         shown = message
-        if isinstance(shown, Mapping) and shown.get("tool_calls") and formats.shows_calls:
-            shown = _as_taken(shown, formats)
-        elif isinstance(shown, Mapping) and shown.get("tool_calls"):
-            shown = _call_as_text(shown, tools, formats.calls)
-        elif isinstance(shown, Mapping) and shown.get("role") == "tool" and not formats.shows_results:
-            text = _result_as_text(shown, names)
+        if isinstance(message, Mapping) and message.get("tool_calls"):
+            shown = _as_taken(message, formats) if formats.shows_calls else _call_as_text(message, tools, formats.calls)
+        elif _role_of(message) == "tool" and not formats.shows_results:
+            text = _result_as_text(message, names)
             if index > 0 and _role_of(messages[index - 1]) == "tool":
                 before = found[-1]["content"].removesuffix(_AFTER_RESULTS)
                 found[-1] = {"role": "user", "content": f"{before}\n{text}"}

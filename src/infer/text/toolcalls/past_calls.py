@@ -13,28 +13,36 @@ Message = Mapping[str, Any]
 INVALID = "INVALID_JSON"
 
 
-def past_arguments(text: str | None) -> tuple[dict[str, Any], str | None]:
-    """Return the arguments of a past call as an object, and a warning if the text is not a JSON object.
+def past_arguments(given: Any) -> tuple[dict[str, Any], str | None]:
+    """Return the arguments of a past call as an object, and a warning if they are not a JSON object.
 
-    An empty text or null is `{}`. Any other text that is not an object becomes `{"INVALID_JSON": text}`.
+    An empty text, null and an empty list, which is PHP's empty object, are `{}`. Some clients encode an object twice.
+    Anything else becomes `{"INVALID_JSON": text}`.
     """
-    if text is None or not text.strip():
-        return {}, None
+    if isinstance(given, dict):
+        return given, None
     try:
-        check_limits(text)
-        found = json.loads(text, parse_constant=refuse_constant)
-        if not isinstance(found, dict):
-            problem = f"they are {json.dumps(found):.40}"
-        else:
-            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is not text
-            return found, None
+        values = _decoded(_decoded(given))
+        if isinstance(values, dict):
+            json.dumps(values, ensure_ascii=False, allow_nan=False).encode()  # a lone surrogate is not text
+            return values, None
+        problem = f"they are {_written(values):.40}"
     except JsonLimitError as error:
         problem = f"they are {error}"
     except UnicodeEncodeError:
         problem = "they contain a lone surrogate"
     except ValueError as error:
         problem = str(error)
+    text = given if isinstance(given, str) else _written(given)
     return {INVALID: text}, f'the arguments are not a JSON object ({problem:.120}): shown as {{"{INVALID}": …}}'
+
+
+def _decoded(value: Any) -> Any:
+    """Return the value of a JSON text, or the value itself; {} for a value that means an empty object."""
+    if isinstance(value, str):
+        check_limits(value)
+        value = json.loads(value, parse_constant=refuse_constant) if value.strip() else None
+    return {} if value in (None, []) else value
 
 
 def with_values(messages: Sequence[Any]) -> tuple[list[Any], list[str]]:
@@ -58,11 +66,7 @@ def with_values(messages: Sequence[Any]) -> tuple[list[Any], list[str]]:
 def _call_with_values(call: Any) -> tuple[Any, str | None]:
     match call:
         case {"function": Mapping() as function}:
-            arguments = function.get("arguments")
-            if isinstance(arguments, Mapping):
-                return call, None
-            text = arguments if isinstance(arguments, str | None) else _written(arguments)
-            values, warning = past_arguments(text)
+            values, warning = past_arguments(function.get("arguments"))
             return {**call, "function": {**function, "arguments": values}}, warning
     return call, None
 

@@ -26,6 +26,8 @@ _ARGUMENTS = {"probed_city": "Paris"}
 _RESULT = "probed result"
 _USER = {"role": "user", "content": "Hello"}
 _ID = "abcdefghi"  # an id that Mistral's templates accept
+_TOOLS = [_TOOL.to_json()]
+_HEARD = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
 _STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
 _RESPONSES = "tool_responses"  # key of a message with calls, in the first templates of Gemma 4
 _PHI_TOOLS = "<|tool|>"  # a template with this text reads the tools of a system message
@@ -72,7 +74,7 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     if reasoning is not None and reasoning.body and name not in (None, HEADED):
         raise InvalidRequestError(f"tool_format must be {HEADED} with this chat template, got {name!r:.80}")
     in_system = _PHI_TOOLS in source
-    num_names = _tried(render, [_USER], [_TOOL.to_json()]).count(_TOOL.name)  # occurrences in the list of tools
+    num_names = _tried(render, [_USER], _TOOLS).count(_TOOL.name)  # occurrences in the list of tools
     shows_tools = num_names > 0
     past_calls = [_past_call(render, *style) for style in _STYLES]
     found = FORMATS[name] if name is not None else _written_format(past_calls) or _named_format(source)
@@ -103,19 +105,19 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
 
 def _past_call(render: Render, takes_no_content: bool, takes_values: bool) -> str:
     """Return a rendered conversation with a call."""
-    message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS))
-    return _tried(render, [_USER, message | ({} if takes_no_content else {"content": ""})], [_TOOL.to_json()])
+    message = _call_message(takes_values=takes_values)
+    return _tried(render, [_USER, message | ({} if takes_no_content else {"content": ""})], _TOOLS)
 
 
 def _takes_both(render: Render, takes_values: bool) -> bool:
     """Return False if the template refuses reasoning next to the text of a message with calls, but accepts the text."""
-    message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS)) | {"content": "probed text"}
+    message = _call_message(takes_values=takes_values) | {"content": "probed text"}
     both = message | {"reasoning_content": "probed reasoning"}
-    tools = [_TOOL.to_json()]
-    return bool(_tried(render, [_USER, both], tools)) or not _tried(render, [_USER, message], tools)
+    return bool(_tried(render, [_USER, both], _TOOLS)) or not _tried(render, [_USER, message], _TOOLS)
 
 
-def _call_message(arguments: Any) -> dict[str, Any]:
+def _call_message(*, takes_values: bool = True) -> dict[str, Any]:
+    arguments = _ARGUMENTS if takes_values else json.dumps(_ARGUMENTS)
     call = {"id": _ID, "type": "function", "function": {"name": _TOOL.name, "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
 
@@ -159,10 +161,8 @@ def _named_format(source: str) -> ToolCallFormat | None:
 
 
 def _shows_results(render: Render, shows_calls: bool) -> bool:
-    call = _call_message(_ARGUMENTS) if shows_calls else {"role": "assistant", "content": "probed call"}
-    result = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
-    tools = [_TOOL.to_json()]
-    return any(_RESULT in _tried(render, [_USER, call | content, result], tools) for content in ({}, {"content": ""}))
+    call = _call_message() if shows_calls else {"role": "assistant", "content": "probed call"}
+    return any(_RESULT in _tried(render, [_USER, call | content, _HEARD], _TOOLS) for content in ({}, {"content": ""}))
 
 
 def _takes_results_in_calls(render: Render, source: str) -> bool:
@@ -181,8 +181,7 @@ def _takes_text_before_calls(render: Render, takes_results_in_calls: bool) -> bo
 
 def _with_result(render: Render, text: str, *, is_inside: bool) -> str:
     """Return a rendered conversation with a text, a call and its result, inside the calling message or separate."""
-    call = _call_message(_ARGUMENTS) | {"content": text}
-    result = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
+    call = _call_message() | {"content": text}
     responses = [{"name": _TOOL.name, "response": _RESULT}]
-    messages = [_USER, call | {_RESPONSES: responses}] if is_inside else [_USER, call, result]
-    return _tried(render, messages, [_TOOL.to_json()])
+    messages = [_USER, call | {_RESPONSES: responses}] if is_inside else [_USER, call, _HEARD]
+    return _tried(render, messages, _TOOLS)

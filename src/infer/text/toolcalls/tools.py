@@ -118,11 +118,11 @@ def _tool_choice(given: Any) -> ToolChoice:
             return ToolChoice()
         case "none" | "required":
             return ToolChoice(given)
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return ToolChoice("required", (name,), is_named=True)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}} if mode in _MODES:
-            return ToolChoice(mode, tuple(map(_allowed_name, tools)))
-        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)} if mode in _MODES:
+        case {"type": "function"}:
+            return ToolChoice("required", (_allowed_name(given),), is_named=True)
+        case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
+            return _tool_choice({"type": "allowed_tools", **allowed})
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
             return ToolChoice(mode, tuple(map(_allowed_name, tools)))
         case str(name):
             return ToolChoice("required", (name,), is_named=True)
@@ -131,14 +131,11 @@ def _tool_choice(given: Any) -> ToolChoice:
     )
 
 
-_MODES = ("auto", "required")
-
-
 def _allowed_name(tool: Any) -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return name
-    raise InvalidRequestError(f"tool_choice.tools must contain functions with names, got {tool!r:.80}")
+    raise InvalidRequestError(f"tool_choice must contain functions with names, got {tool!r:.80}")
 
 
 def _tool(path: str, given: Any) -> Tool:

@@ -32,7 +32,6 @@ from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
 _KNOWN = ("text", "tool_use", "tool_result", "thinking")
-_EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*")
 _MOST_BUDGET = 200  # the longest budget reminder with its frame, in characters
 _BUDGET = re.compile(
@@ -279,10 +278,8 @@ def complete_messages(given: dict[str, Any], reading: Reading) -> dict[str, Any]
 
 def _turn(turn: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
     content = turn.get("content")
-    if content is None:
-        return {**turn, "content": ""} if "content" in turn else turn
     if not isinstance(content, list):
-        return turn
+        return {**turn, "content": ""} if content is None and "content" in turn else turn
     has_results = any(isinstance(each, dict) and each.get("type") == "tool_result" for each in content)
     blocks = _blocks(content, f"{path}.content", reading, is_refused=is_last and not has_results)
     return {**turn, "content": blocks}
@@ -398,7 +395,7 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
     found: dict[str, Any] = {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and (reasoning := reasoning_of(template or "")) is not None:
-        found["reasoning_effort"] = reasoning.nearest_effort(_EFFORTS.get(effort, effort))
+        found["reasoning_effort"] = reasoning.nearest_effort(effort)
     return found if body.thinking is None else found | {"enable_thinking": not isinstance(body.thinking, ThinkingOff)}
 
 
@@ -424,7 +421,7 @@ def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str,
             found["tool_choice"] = {"type": "function", "function": {"name": name}}
         case NoChoice():
             found["tool_choice"] = "none"
-    if isinstance(choice, AutoChoice | AnyChoice | ToolByName) and choice.disable_parallel_tool_use:
+    if isinstance(choice, _Choice) and choice.disable_parallel_tool_use:
         found["parallel_tool_calls"] = False
     return found
 
@@ -436,12 +433,9 @@ def _tool(given: MessagesTool) -> dict[str, Any]:
 
 def budget_of(thinking: Thinking | None) -> int | None:
     """Return the maximum number of reasoning tokens, or None if there is no limit."""
-    match thinking:
-        case ThinkingOff():
-            return 0
-        case ThinkingOn(budget_tokens=budget):
-            return budget
-    return None
+    if isinstance(thinking, ThinkingOn):
+        return thinking.budget_tokens
+    return 0 if isinstance(thinking, ThinkingOff) else None
 
 
 def messages_of(
@@ -456,7 +450,7 @@ def messages_of(
     if system is not None:
         blocks = [TextBlock(text=system)] if isinstance(system, str) else system
         texts = [budgets.taken_from(each.text) for each in blocks if not is_billing(each.text, prompts)]
-        found.append({"role": "system", "content": "".join(texts)})
+        found += [{"role": "system", "content": text}] if (text := "".join(texts)) else []
     for turn in turns:
         for message in _messages_of_turn(turn, budgets):
             if message["role"] == "system" and not message["content"]:

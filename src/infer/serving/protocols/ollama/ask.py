@@ -234,7 +234,7 @@ def _sampling(body: AnsweringBody) -> dict[str, Any]:
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
     """Return a message in OpenAI's format. An image becomes a part without text, which `complete_chat` replaces."""
-    found = {_NEW_NAMES.get(name, name): value for name, value in given.items() if name != "images"}
+    found = {"content": ""} | {_NEW_NAMES.get(name, name): value for name, value in given.items() if name != "images"}
     if images := given.get("images"):
         parts = [{"type": "image"} for _ in images] if isinstance(images, list) else [{"type": "image"}]
         found["content"] = [{"type": "text", "text": given.get("content") or ""}, *parts]

@@ -33,11 +33,13 @@ FOREVER = "9999-12-31T23:59:59Z"  # the end of a model that is never unloaded fo
 
 
 class OllamaFunction(Struct):
+    index: Count
     name: str
     arguments: Json
 
 
 class OllamaCall(Struct):
+    id: str
     function: OllamaFunction
 
 
@@ -148,8 +150,8 @@ class OllamaShape(Shape):
         fields |= {"model": served.model, "created_at": time_text(float(served.created)), "done": done}
         if not self._is_chat:
             return OllamaGeneration(response=text, thinking=thinking or UNSET, **fields)
-        called = [OllamaCall(OllamaFunction(call.name, call_values(call))) for call in calls]
-        return OllamaChat(message=OllamaMessage("assistant", text, thinking or UNSET, called or UNSET), **fields)
+        made = [OllamaCall(each.id, OllamaFunction(at, each.name, call_values(each))) for at, each in enumerate(calls)]
+        return OllamaChat(message=OllamaMessage("assistant", text, thinking or UNSET, made or UNSET), **fields)
 
     def _end(self, result: GenerationResult) -> dict[str, Any]:
         timing = result.timing

@@ -24,7 +24,7 @@ from infer.sampling_params import (
     PARAMETERS,
 )
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
-from infer.serving.protocols.foreign import FOREIGN
+from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.protocols.messages import (
     Arguments,
     OutputRefusal,
@@ -50,6 +50,13 @@ from infer.text.grammar.grammar import not_strict
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _MOST_ID_DIGITS = 20
 _ROLES = {"function": "tool", "developer": "system"}  # "function" is of OpenAI's format before tools
+
+
+def _of_schema(name: str) -> Foreign:
+    return Foreign(becomes=lambda value: {"json_schema": {name: value}})
+
+
+_FLAT = {name: _of_schema(name) for name in ("name", "schema", "description", "strict")}
 
 TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # number of an answer's tokens; -1: to the end of the context
 _Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
@@ -170,6 +177,10 @@ class JsonSchema(Parameters, kw_only=True):
 
 @final
 class JsonSchemaFormat(Parameters, tag_field="type", tag="json_schema"):
+    """A schema with its name. llama.cpp and `/v1/responses` have its fields beside the type."""
+
+    foreign = _FLAT
+
     json_schema: JsonSchema
 
 
@@ -216,7 +227,7 @@ class AllowedTools(Parameters, tag_field="type", tag="allowed_tools"):
     allowed_tools: Allowed
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
 
 
@@ -320,8 +331,9 @@ def complete_chat(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
 def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
     """Return a message as chat templates expect it. Values of wrong types are kept, and refused later."""
     found = dict(message)
-    if (role := _ROLES.get(str(found.get("role")), found.get("role"))) is not None:
-        found["role"] = role
+    role = found.get("role")
+    if isinstance(role, str):
+        role = found["role"] = _ROLES.get(role.lower(), role.lower())  # in capitals from clients in Java
     content = found.get("content")
     if isinstance(content, list):
         parts = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)
@@ -348,21 +360,16 @@ def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: b
 
 def _joined(parts: list[Any], *, is_answer: bool) -> Any:
     """Return the text of the parts, or the parts if one of them has none."""
-    kinds, texts = ("text", "refusal") if is_answer else ("text",), list[str]()
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds or not isinstance(text := part.get(kind), str):
-            return parts
-        texts.append(text)
-    return "".join(texts)
+    kinds = ("text", "refusal") if is_answer else ("text",)
+    texts = [part.get(part["type"]) for part in parts if isinstance(part, dict) and part.get("type") in kinds]
+    return "".join(map(str, texts)) if len(texts) == len(parts) and set(map(type, texts)) <= {str} else parts
 
 
 def _call(call: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
     found = {name: value for name, value in call.items() if value is not None}
     if found.get("type") == "custom" and isinstance(custom := found.get("custom"), dict):
         arguments = {"input": custom.get("input")}
-        return {**found, "type": "function", "function": {"name": custom.get("name"), "arguments": past_arguments(
-            arguments, path, reading)}}  # fmt: skip
+        return {**found, "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
     if isinstance(function := found.get("function"), dict):
         place = f"{path}.function.arguments"
         found["function"] = {**function, "arguments": past_arguments(function.get("arguments"), place, reading)}
@@ -453,7 +460,7 @@ def chat_values(body: ChatBody) -> dict[str, Any]:
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
         raise refuse(message, "max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
     return sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
 
@@ -506,17 +513,12 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
     match asked:
         case JsonObjectFormat(schema=schema):
             return {"json_schema": {"type": "object"} if schema is None else schema}
-        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema, strict=strict)):
-            return _schema({"type": "object"} if schema is None else schema, strict)
-        case NamedSchemaFormat(schema=schema, strict=strict):
-            return _schema(schema, strict)
+        case JsonSchemaFormat(json_schema=given) | (NamedSchemaFormat() as given):
+            schema = {"type": "object"} if given.schema is None else given.schema
+            return {"json_schema": schema if given.strict else not_strict(schema)}
         case StructuralTagFormat():
             return {"grammar": lark_of(asked)}
     return {}
-
-
-def _schema(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
-    return {"json_schema": schema if strict else not_strict(schema)}
 
 
 def _bias_id(key: str, value: float) -> int:

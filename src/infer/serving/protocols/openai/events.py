@@ -148,9 +148,7 @@ class ChatShape(Shape):
             chunk = self._chunk(ChunkChoice(index=part.choice, delta=delta, finish_reason=reason))
             chunk.infer = extension({part.choice: part.result})
             return [chunk]
-        logprobs = None
-        if self._body.logprobs:
-            logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
+        logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
         ids = token_columns(part.pieces, self._spelling.token_bytes) if self._body.return_token_ids else {}
         if not (delta or ids or (logprobs and logprobs.content)):
             return []

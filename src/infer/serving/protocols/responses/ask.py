@@ -353,7 +353,7 @@ def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
         [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     )
     found = list[dict[str, Any]]()
-    if body.instructions is not None:
+    if body.instructions:
         found.append({"role": "system", "content": body.instructions})
     for item in given:
         if isinstance(item, ResultItem):

@@ -48,7 +48,6 @@ ROWS_IN_PAIRS = frozenset(
 _WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF architectures whose routers have one scale per expert
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # samples of a file that identify it
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LLAMA4 = ("llama4", "llama4_text")
 # In Hugging Face's folders, not in GGUF files.
 _STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}
@@ -113,22 +112,23 @@ def open_checkpoint(model_id: str | Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config = config_from_folder(folder)
+    kind = str(config.get("model_type"))
     quantisation = quantisation_of(folder, config)
     in_files = read_safetensors_folder(folder)
     stored = with_joined_matrices(in_files, quantisation)
-    added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
-    whole = {"model.norm.weight"} if config.get("model_type") in _WITH_A_WHOLE_LAST_NORM else set[str]()
+    added = 1.0 if kind in _NORMS_LESS_ONE else 0.0
+    whole = {"model.norm.weight"} if kind in _WITH_A_WHOLE_LAST_NORM else set[str]()
     tensors: dict[str, TensorInfo] = {}
-    is_encoder = config.get("model_type") in ENCODERS
+    is_encoder = kind in ENCODERS
     names = encoder_names(stored) if is_encoder else names_from_hugging_face(stored)
     for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
-    order = _STACK_ORDERS.get(str(config.get("model_type")), PLAIN)
-    if config.get("tie_word_embeddings") and _EMBEDDING not in tensors and _HEAD in tensors:
-        tensors[_EMBEDDING] = tensors.pop(_HEAD)  # safetensors stores a shared matrix under one of its names
-    tensors = taken_apart(_without_drafting_layers(tensors, config), config, order)
-    if config.get("model_type") in _LLAMA4:
+    if config.get("tie_word_embeddings") and "model.embed_tokens.weight" not in tensors and "lm_head.weight" in tensors:
+        # safetensors stores a shared matrix under one of its names.
+        tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
+    tensors = taken_apart(_without_drafting_layers(tensors, config), config, _STACK_ORDERS.get(kind, PLAIN))
+    if kind in _LLAMA4:
         tensors = _with_paired_rows(tensors, config)
     embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
     reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
@@ -136,7 +136,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         config["text_limit"] = limit
     if is_encoder:
         tensors = without_poolers(without_padded_positions(tensors, config))
-    if (embedding or reranker or classifier) and _HEAD not in tensors:
+    if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:
         # No text is generated, so the files may lack the head that the config names.
         config["tie_word_embeddings"] = True
     files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))
@@ -156,7 +156,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     for name, info in _renamed(path, stored, names).items():
         projection = name.rpartition(".")[0].rpartition(".")[2]
         if projection in heads and architecture in ROWS_IN_PAIRS:
-            _check_heads(info, heads[projection])
+            if len(info.shape) > 2 or info.shape[0] % (2 * heads[projection]):
+                info.fail(f"expected rows for {heads[projection]} heads of even size, got the shape {info.shape}")
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
     tensors = with_scaled_types(taken_apart(_without_drafting_layers(tensors, config), config))
@@ -166,8 +167,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     classifier = classifier_from_gguf(path, file.metadata, tensors)
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
     own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
-    prompts = prompts_from_gguf(path, file.metadata)
-    return Checkpoint(file.path, *own, embedding, prompts, reranker, classifier)
+    return Checkpoint(file.path, *own, embedding, prompts_from_gguf(path, file.metadata), reranker, classifier)
 
 
 def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -194,8 +194,8 @@ def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str
     first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     if type(first) is not int or type(count) is not int or not 0 < count <= _MOST_DRAFTING_LAYERS:
         return tensors
-    prefixes = tuple(f"model.layers.{index}." for index in range(first, first + count))
-    prefixes += tuple(f"blk.{index}." for index in range(first, first + count))  # tensors without a name of ours
+    stems = ("model.layers", "blk")  # the second for tensors without a name of ours
+    prefixes = tuple(f"{stem}.{index}." for stem in stems for index in range(first, first + count))
     return {name: info for name, info in tensors.items() if not name.startswith(prefixes)}
 
 
@@ -218,8 +218,3 @@ def _check_supported(info: TensorInfo) -> None:
             f"{info.path.name}: tensor {info.name!r:.80} is {info.type}: supported are "
             f"{', '.join(FLOAT_TYPES)}: {INSTEAD}"
         )
-
-
-def _check_heads(info: TensorInfo, num_heads: int) -> None:
-    if len(info.shape) > 2 or info.shape[0] % (2 * num_heads):
-        info.fail(f"expected rows for {num_heads} heads of even size, got the shape {info.shape}")

@@ -4,7 +4,6 @@ GGUF's values are returned in the flat dialect (`rope_theta`, `rope_scaling`, `r
 returned unchanged, or its text part if the model is multimodal. `models.families` interprets the values.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from infer.files.gguf.gguf_llama4 import llama4_settings
 from infer.files.gguf.gguf_recurrent import WITH_SHORT_CONVS, recurrent_settings
 from infer.files.gguf.gguf_text_encoders import ENCODERS, encoder_settings
 from infer.files.gguf.gguf_values import GGUFValues, rotated_share, shortest
+from infer.files.tensors.tensor_names import names_from_gguf
 from infer.system.json_limits import inside, read_json_file
 
 _MODEL_TYPES = {
@@ -127,7 +127,6 @@ def architecture_in_gguf(config: Mapping[str, Any]) -> str | None:
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """Return the config of a GGUF file. Raises ModelFormatError for a key that is missing or of the wrong type."""
-    _check_whole(file)
     values = GGUFValues(file)
     if values.architecture in ENCODERS:
         return encoder_settings(file, values, _vocab_size(file, values))
@@ -159,7 +158,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": values.real("rope.freq_base", default=10000.0),
         "max_position_embeddings": values.count("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": any(re.fullmatch(r"blk\.\d+\.attn_(q|qkv)\.bias", name) for name in file.tensors),
+        "attention_bias": any(name.endswith((".attn_q.bias", "_qkv.bias")) for name in names_from_gguf(file.tensors)),
         "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "attention_multiplier": head_dim**-0.5,
@@ -262,11 +261,6 @@ def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         for name, value in found.items()
         if value is not None
     }
-
-
-def _check_whole(file: GGUFFile) -> None:
-    if not file.tensors:
-        raise ModelFormatError(file.path, "tensor count", "expected weights, got only a vocabulary")
 
 
 def _vocab_size(file: GGUFFile, values: GGUFValues) -> int:

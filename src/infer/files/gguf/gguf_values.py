@@ -16,6 +16,8 @@ class GGUFValues:
     """The metadata under the architecture's name."""
 
     def __init__(self, file: GGUFFile) -> None:
+        if not file.tensors:
+            raise ModelFormatError(file.path, "tensor count", "expected weights, got only a vocabulary")
         self.file = file
         architecture = file.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", architecture):

@@ -109,13 +109,10 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
         refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
     left_out = list[str]()
 
-    def leave_out(pointer: str, problem: str) -> None:
-        left_out.append(f"{where} at {pointer}: left out: {problem}")
-
     def report(pointer: str, error: InvalidRequestError) -> None:
         if isinstance(error, MalformedSchemaError):
             raise error
-        leave_out(pointer, problem_of(error))
+        left_out.append(f"{where} at {pointer}: left out: {problem_of(error)}")
 
     is_strict = _is_strict(raw, where)
     try:
@@ -133,7 +130,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
             problem = f"at most {MAX_OPTIONAL} properties may be optional, got {optional}"
             if is_strict:
                 refuse(where, node.pointer, problem)
-            leave_out(f"{node.pointer}/properties", problem)
+            left_out.append(f"{where} at {node.pointer}/properties: left out: {problem}")
             for word in node.keys() & {"properties", "additionalProperties"}:
                 del node[word]
     definitions = rewriter.definitions
@@ -143,7 +140,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
             node.clear()
             node["enum"] = []
     definitions = {name: part for name, part in definitions.items() if name not in empty}
-    if keywords is None and not any("patternProperties" in node for node in nodes):
+    if keywords is None:
         _spell_other_names(nodes)
     warnings = (*_ignored(rewriter.ignored, where), *_shortened(left_out, where))
     return BuiltSchema(root, definitions, where, is_strict, warnings)
@@ -152,16 +149,15 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
 def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
     """Let each object's other names match a pattern, because llguidance lets escapes spell its own names a second time.
 
-    A pattern beside a value's schema excludes the own names. Such objects must not be merged.
+    A pattern beside a value's schema excludes the own names. No two patterns may meet in one object.
     """
-    nodes = list(nodes)
-    are_merged = any("allOf" in node or (len(node) > 1 and node.keys() & {"anyOf", "$ref"}) for node in nodes)
-    for node in nodes:
-        other = node.get("additionalProperties", SchemaPart(node.pointer, {}))
-        if "properties" in node and not other.is_false:
-            pattern = None if other and are_merged else pattern_without([*node["properties"]] if other else [])
+    words = {word for node in nodes for word in node}
+    for node in nodes if "patternProperties" not in words else ():
+        other = node.get("additionalProperties", SchemaPart("", {}))
+        if "properties" in node and not (other.is_false or (other and words & {"allOf", "anyOf", "$ref"})):
+            pattern = pattern_without([*node["properties"]] if other else [])
             if pattern is not None:
-                node["patternProperties"], node["additionalProperties"] = {pattern: other}, false_part(node.pointer)
+                node["patternProperties"], node["additionalProperties"] = {pattern: other}, false_part("")
 
 
 def _is_strict(raw: Any, where: str) -> bool:

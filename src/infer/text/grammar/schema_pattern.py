@@ -41,7 +41,9 @@ def translated(pattern: str) -> str:
     at, depth = 0, 0
     while at < len(pattern):
         character = pattern[at]
-        if character == "\\":
+        if depth and (nul := _NUL.match(pattern, at)):
+            piece, at = "\\x01-", nul.end()
+        elif character == "\\":
             piece, at = _escape(pattern, at, in_class=depth > 0)
         elif depth:
             piece, at, depth = _in_class(pattern, at)
@@ -67,8 +69,6 @@ def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
         raise PatternNotationError(at + 1, "word boundaries are not supported")
     if (character.isdecimal() and character != "0") or (character == "k" and pattern[at + 2 : at + 3] == "<"):
         raise PatternNotationError(at + 1, "back references are not supported")
-    if in_class and (nul := _NUL.match(pattern, at)):
-        return "\\x01-", nul.end()
     if braced := _BRACED.match(pattern, at):
         return braced[0], braced.end()
     if pair := _SURROGATES.match(pattern, at):
@@ -101,8 +101,6 @@ def _in_class(pattern: str, at: int) -> tuple[str, int, int]:
     character = pattern[at]
     if character == "]":
         return "]", at + 1, 0
-    if nul := _NUL.match(pattern, at):
-        return "\\x01-", nul.end(), 1
     if ends := _RANGE.match(pattern, at):
         return "-".join(map(_spelt, ends.groups())), ends.end(), 1
     if character in "[&~" or (character == "-" and pattern.startswith("--", at)):

@@ -4,7 +4,7 @@
 the same text, cut wherever the text of a special token came from a message. Such text must not become a control id.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from infer.errors import InvalidRequestError
@@ -23,7 +23,7 @@ from infer.text.templates.template_messages import (
 from infer.text.templates.template_process import TemplateLimitError, TemplateRefusalError, render
 
 # Hugging Face's names of a message's reasoning. Templates read the first one.
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's; it shows where the template put the message's end
 _TAKEN_APART = "a message contains the text of a special token, which the chat template splits: remove it"
@@ -50,37 +50,35 @@ class ChatTemplate:
 
         Raises InvalidRequestError for a template that can render neither.
         """
-        try:
-            self._render(_context(_PROBE, False, {}))
-        except TemplateRefusalError:  # it may require a system message, which is not a fault
-            return
-        except InvalidRequestError:
+        failures = list[InvalidRequestError]()
+        for tools in (None, [_PROBE_TOOL]):
             try:
-                self._render(_context(_PROBE, False, {"tools": [_PROBE_TOOL]}))
+                self._render(_context(_PROBE, False, {"tools": tools}))
+            except TemplateRefusalError:  # it may require a system message, which is not a fault
                 return
-            except TemplateRefusalError:
+            except InvalidRequestError as error:
+                failures.append(error)
+            else:
                 return
-            except InvalidRequestError:
-                pass
-            raise
+        raise failures[0]
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool = False,
+        needs_question: bool = False,
+        **variables: Any,
     ) -> str:
         """Return the rendered text.
 
         `variables` are `add_generation_prompt` (by default true), `tools`, `documents`, and the template's own. With
         `continue_final_message` the text ends where the last message ends, so that the model continues that message.
+        With `needs_question`, raises InvalidRequestError if the text lacks that of the user's last message.
         """
-        _, text = self._accepted(_context(messages, continue_final_message, variables))
-        return text[: _end_of_final_message(text)] if continue_final_message else text
-
-    def render_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
-    ) -> str:
-        """Return the text of `render`. Raises InvalidRequestError if it lacks the text of the user's last message."""
         context, text = self._accepted(_context(messages, continue_final_message, variables))
-        self._check_question(context, text)
+        if needs_question:
+            self._check_question(context, text)
         return text[: _end_of_final_message(text)] if continue_final_message else text
 
     def render_marked(
@@ -103,7 +101,7 @@ class ChatTemplate:
         """
         context, text = self._accepted(_context(messages, continue_final_message, variables))
         end = _end_of_final_message(text) if continue_final_message else len(text)
-        strings = list(_strings(context))
+        strings = _strings(context)
         mark = _unused_character(text + self.source + "".join(strings))
         pieces = [PromptPart(text[:end], is_control=True)]
         if any(map(special_texts.are_hinted_in, strings)):
@@ -266,7 +264,7 @@ def _beginning_without(marked: str, mark: str, length: int) -> str:
 
 
 def _with_reasoning_aliases(message: dict[str, Any]) -> dict[str, Any]:
-    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
@@ -279,23 +277,21 @@ def _plain(value: Any) -> Any:
             return base(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
+    if isinstance(value, tuple | list):
+        return (tuple if isinstance(value, tuple) else list)(map(_plain, value))
     return f"<{type(value).__name__}>"
 
 
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+def _strings(value: Any) -> list[str]:
+    """Return the strings that `_map_strings` changes."""
+    found = list[str]()
+
+    def keep(string: str) -> str:
+        found.append(string)
+        return string
+
+    _map_strings(value, keep)
+    return found
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

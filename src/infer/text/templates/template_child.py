@@ -120,8 +120,8 @@ class Renderer:
         except _TooLongError:
             return {"kind": "length", "error": "", "line": None}
         except Exception as error:  # a template can make Python raise anything
-            message = str(error) if isinstance(error, jinja2.exceptions.TemplateError) else _described(error)
-            return {"kind": "failure", "error": message, "line": _line_of(error)}
+            kind = "" if isinstance(error, jinja2.exceptions.TemplateError) else f"{type(error).__name__}: "
+            return {"kind": "failure", "error": f"{kind}{error}", "line": _line_of(error)}
         return {"text": "".join(parts)}
 
     def _compile(self, source: str) -> jinja2.Template:
@@ -152,10 +152,6 @@ def _line_of(error: BaseException) -> int | None:
             line = step.tb_lineno
         step = step.tb_next
     return line
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _limit(what: int, count: int) -> None:

@@ -66,8 +66,8 @@ def with_texts(message: Message, text: str) -> Message:
 
 def odd_system_texts(messages: Sequence[Message]) -> list[str]:
     """Return the texts of system messages that are not the first message, and the developer's."""
-    found = [message for index, message in enumerate(messages) if _is_odd(index, message)]
-    return [text for message in found if (text := text_of_content(message.get("content")).strip())]
+    odd = [each for at, each in enumerate(messages) if each.get("role") in (SYSTEM_ROLES if at else ("developer",))]
+    return [text for message in odd if (text := text_of_content(message.get("content")).strip())]
 
 
 def with_one_system(messages: Sequence[Message]) -> list[Message]:
@@ -102,11 +102,6 @@ def _joined(first: Any, second: Any) -> Any:
         return f"{first}\n{second}"
     return [*(_parts(f"{first}\n") if isinstance(first, str) else first or ()),
             *(_parts(f"\n{second}") if isinstance(second, str) else second or ())]  # fmt: skip
-
-
-def _is_odd(index: int, message: Mapping[str, Any]) -> bool:
-    role = message.get("role")
-    return role in SYSTEM_ROLES and (index > 0 or role != "system")
 
 
 def _parts(text: str) -> list[Message]:

@@ -61,10 +61,6 @@ class _Stripping(_Stage):
         return text[end:]
 
 
-def _make_stage(rule: Replacement | Strip) -> _Stage:
-    return _Replacing(rule) if isinstance(rule, Replacement) else _Stripping(rule.character, rule.count)
-
-
 def _flushed(stages: Iterable[_Stage]) -> str:
     text = ""
     for stage in stages:
@@ -107,7 +103,10 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._first_bytes = first_bytes if prompt_ids is None else None
         if prompt_ids is None:
-            self._stages = [_make_stage(rule) for rule in rules]
+            self._stages: list[_Stage] = [
+                _Replacing(rule) if isinstance(rule, Replacement) else _Stripping(rule.character, rule.count)
+                for rule in rules
+            ]
         elif rewrites := [rule for rule in rules if isinstance(rule, Replacement)]:
             before = b"".join(map(self._bytes_of, self._kept(prompt_ids))).decode("utf-8", "replace")
             self._stages = _stages_after(rewrites, before)

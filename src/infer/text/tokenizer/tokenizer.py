@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self, final
 
 import tokenizers
-from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache
@@ -62,13 +61,14 @@ class Tokenizer:
         self._text_backend = make_text_backend(backend)  # two backends, because changing a flag would need a lock
         added = backend.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
-        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        names = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_token_ids = frozenset(names.values())
         added_ids = backend.encode("").ids
         cls_id = self._id_of(named_tokens.get("cls_token"))  # encoders begin a text with this token
         begins_with_cls = cls_id is not None and added_ids[:1] == [cls_id]
         self.bos_token_id = cls_id if begins_with_cls else self._id_of(named_tokens.get("bos_token"))
         given_end_ids = frozenset(filter(self._is_token, end_token_ids))
-        self.eos_token_ids = (given_end_ids | self._named_end_ids(added)) - self._message_end_ids(added)
+        self.eos_token_ids = (given_end_ids | self._named_end_ids(names)) - self._message_end_ids(names)
         self.adds_bos = self.bos_token_id is not None and added_ids[:1] == [self.bos_token_id]
         self.ending_ids = added_ids[self.adds_bos :]  # ids that `encode` adds after a text
         self._vocabulary = vocabulary
@@ -133,12 +133,8 @@ class Tokenizer:
         vocabulary = self._vocabulary
         if vocabulary is None:
             ids = read_vocabulary(self.backend)
-            texts = [""] * (max(ids.values(), default=-1) + 1)
-            for text, token_id in ids.items():
-                texts[token_id] = text
-            for token_id in self._added_token_ids:  # an added token may be written as it is after normalization
-                texts[token_id] = self.backend.id_to_token(token_id) or ""
-            vocabulary = texts
+            num_ids = max(ids.values(), default=-1) + 1
+            vocabulary = [self.backend.id_to_token(token_id) or "" for token_id in range(num_ids)]
         self._vocabulary = None
         return make_token_bytes(vocabulary, self._rules, self._added_token_ids)
 
@@ -364,7 +360,7 @@ class Tokenizer:
             >>> text[-32:]
             '|im_end|>\\n<|im_start|>assistant\\n'
         """
-        return self._template(chat_template, variables.get("tools")).render_prompt(messages, **variables)
+        return self._template(chat_template, variables.get("tools")).render(messages, needs_question=True, **variables)
 
     def encode_chat(
         self,
@@ -393,7 +389,7 @@ class Tokenizer:
         """
         template = self._template(chat_template, variables.get("tools"))
         if self.allow_special if allow_special is None else allow_special:
-            return self.encode(template.render_prompt(messages, **variables), add_special_tokens=False)
+            return self.encode(template.render(messages, needs_question=True, **variables), add_special_tokens=False)
         ids: list[int] = []
         for text, is_control in template.render_marked(messages, self._special_texts, **variables):
             ids += self._encode_control(text) if is_control else self._encode_as_text(text)
@@ -468,8 +464,7 @@ class Tokenizer:
         """Return True if the vocabulary has the id. A configuration may name end tokens that are not in it."""
         return 0 <= token_id < MAX_TOKENS and self.backend.id_to_token(token_id) is not None
 
-    def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
-        names = {token.content: token_id for token_id, token in added.items() if token.special}
+    def _named_end_ids(self, names: Mapping[str, int]) -> frozenset[int]:
         ends = {token_id for text, token_id in names.items() if text in END_NAMES}
         if "<|end|>" in names:  # Phi ends an answer with it
             ends.add(names["<|end|>"])
@@ -477,7 +472,6 @@ class Tokenizer:
         return frozenset(ends if eos is None else ends | {eos})
 
     @staticmethod
-    def _message_end_ids(added: Mapping[int, AddedToken]) -> frozenset[int]:
+    def _message_end_ids(names: Mapping[str, int]) -> frozenset[int]:
         """Return the ids that end a message but not an answer, whatever a file says: gpt-oss's `<|end|>`."""
-        names = {token.content: token_id for token_id, token in added.items() if token.special}
         return frozenset({names["<|end|>"]} if {"<|end|>", "<|return|>"} <= names.keys() else ())

@@ -18,7 +18,7 @@ from infer.text.tokenizer.gguf_vocabulary import (
     without_tokens_from,
 )
 from infer.text.tokenizer.tokenizers_library import load_backend, without_ids_from
-from infer.text.tokenizer.value_checks import check_json
+from infer.text.tokenizer.value_checks import TOKEN_OPTIONS, check_json
 from infer.text.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -34,7 +34,6 @@ _GGUF_NAMES = {
 _ENDS = ("bos", "eos")
 _CONFIG_NAME = "tokenizer_config.json"
 Ends = tuple[str | None, str | None]
-_ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 class TokenizerParts(NamedTuple):
@@ -89,11 +88,8 @@ def read_gguf(metadata: Mapping[str, Any], num_rows: int | None = None) -> Token
         backend, vocabulary = make_encoder_backend(metadata)
     else:
         backend, vocabulary = make_gguf_backend(metadata)
-    named_tokens: dict[str, str] = {}
-    for gguf_name, name in _GGUF_NAMES.items():
-        token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
-        if token_id is not None and 0 <= token_id < len(vocabulary):
-            named_tokens[name] = vocabulary[token_id]
+    ids = {name: metadata.get(f"tokenizer.ggml.{own}_token_id", -1) for own, name in _GGUF_NAMES.items()}
+    named_tokens = {name: vocabulary[token_id] for name, token_id in ids.items() if token_id in range(len(vocabulary))}
     end_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     end_ids += metadata.get(END_IDS) or ()
     return TokenizerParts(
@@ -178,7 +174,7 @@ def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
 def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:
     for _, entry in sorted(added_tokens.items(), key=lambda item: (len(item[0]), item[0])):  # by id
         if backend.token_to_id(entry["content"]) is None:
-            options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
+            options = {name: entry[name] for name in TOKEN_OPTIONS if name in entry}
             backend.add_tokens([AddedToken(entry["content"], **options)])
 
 
@@ -191,7 +187,7 @@ def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None
     for text in sorted(names):
         token = added.get(text)
         if (token is None or not token.special) and backend.token_to_id(text) is not None:
-            options = {} if token is None else {name: getattr(token, name) for name in _ADDED_TOKEN_OPTIONS[:-1]}
+            options = {} if token is None else {name: getattr(token, name) for name in TOKEN_OPTIONS[:-1]}
             backend.add_special_tokens([AddedToken(text, **{"normalized": False, **options, "special": True})])
 
 

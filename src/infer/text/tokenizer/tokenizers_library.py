@@ -77,7 +77,8 @@ def make_text_backend(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     names = {token_id: token.content for token_id, token in added.items()}
     model = backend.model
     if isinstance(model, Unigram):
-        names = {token_id: _unspellable(name) if added[token_id].special else name for token_id, name in names.items()}
+        # A text after a space is in no other text, because spaces become ▁ before Unigram.
+        names |= {token_id: f" \U0010ffff{token.content}" for token_id, token in added.items() if token.special}
         model = _renamed(model, names)
     twin = _twin(backend, model, {token_id: _with_text(added[token_id], names[token_id]) for token_id in added})
     twin.encode_special_tokens = True
@@ -118,11 +119,6 @@ def _twin(
 def _with_text(token: tokenizers.AddedToken, text: str) -> tokenizers.AddedToken:
     options = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
     return tokenizers.AddedToken(text, **options)
-
-
-def _unspellable(name: str) -> str:
-    """Return a text that no text contains after spaces became ▁, which happens before Unigram."""
-    return f" \U0010ffff{name}"
 
 
 def _renamed(model: Unigram, names: Mapping[int, str]) -> Unigram:

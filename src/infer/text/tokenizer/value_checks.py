@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from infer.errors import ModelFormatError
 
 _PREFIX = "tokenizer.ggml."
-_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 class _Kind(NamedTuple):
@@ -31,7 +31,7 @@ def _is_list(*types: type) -> Callable[[Any], bool]:
 def _is_token(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         return False
-    return all(isinstance(value.get(option, False), bool) for option in _TOKEN_OPTIONS)
+    return all(isinstance(value.get(option, False), bool) for option in TOKEN_OPTIONS)
 
 
 def _is_template(value: Any) -> bool:

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from infer.text.templates.chat_template import REASONING_FIELDS
 from infer.text.templates.special_tokens import ComposedText
 from infer.text.templates.template_messages import SYSTEM_ROLES, text_of_content
 from infer.text.toolcalls.answer_format import written_arguments
@@ -14,7 +15,6 @@ from infer.text.toolcalls.template_formats import TemplateFormats
 from infer.text.toolcalls.tools import Tool
 
 Message = Mapping[str, Any]
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _AFTER_RESULTS = "\nNow answer with this, in words."  # without it, small models repeat the call
 
 
@@ -110,7 +110,7 @@ def _role_of(message: Any) -> Any:
 
 def _as_taken(message: Message, formats: TemplateFormats) -> Message:
     found = dict(message)
-    name = next((each for each in _REASONING_FIELDS if found.get(each)), None)
+    name = next((each for each in REASONING_FIELDS if found.get(each)), None)
     if not formats.takes_both and name is not None and found.get("content"):
         found[name] = f"{found[name]}\n\n{text_of_content(found['content'])}"
         found["content"] = ""

@@ -49,7 +49,7 @@ class InvalidRequestError(InferError, ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt does not fit the context."""
+    """The prompt does not fit the context. Agents search the message for words, and then shorten their prompt."""
 
 
 class ClosedError(InvalidRequestError):

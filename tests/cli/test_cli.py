@@ -109,7 +109,7 @@ def test_chat_wraps_the_prompt_with_a_system_message_before_it(fake: FakeModel) 
 
 def test_a_prompt_comes_from_a_file_or_stdin(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
-    path.write_text("à\nb", encoding="utf-8")
+    path.write_text("à\nb", encoding="utf-8-sig")
     assert run("generate", "-q", "--prompt-file", path).out == "echo: à\nb \n"
     assert run_fake("generate", "-q", "--prompt-file", "-", text="xyz").stdout == "echo: xyz \n"
 
@@ -184,7 +184,7 @@ def test_off_is_zero_for_top_k_and_minus_one_for_the_window(fake: FakeModel) -> 
 
 def test_each_constraint_reaches_the_model(fake: FakeModel, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "list.lark"
-    schema.write_text('{"type": "integer"}')
+    schema.write_text('{"type": "integer"}', encoding="utf-8-sig")
     grammar.write_text('start: "a" | "b"')
     assert """json_schema='{"type": "integer"}'""" in used_params("--json-schema", schema)[0]
     inline = ' {"$id": "https://a//b"}'
@@ -248,7 +248,7 @@ def test_many_prompts_are_answered_in_their_order(fake: FakeModel, tmp_path: Pat
 
 def test_json_lines_bring_their_own_parameters(fake: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('"plain"\n{"prompt": "params", "temperature": 0.25, "max_tokens": 3}\n')
+    path.write_text('"plain"\n{"prompt": "params", "temperature": 0.25, "max_tokens": 3}\n', "utf-8-sig")
     fake.sampling_defaults = SamplingDefaults({"temperature": 0.6, "top_p": 0.95})
     first, _, second = run("generate", "-q", "--top-k", "9", "--prompts-file", path).out.splitlines()
     assert first == "echo: plain "

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from converted import convert
 from embedding_model import CONTEXT, PROMPTS, make_embedding_model, write_dense, write_modules
 from encoder_models import BY_NAME, make_encoder, states_of
 from encoder_tokenizers import SENTENCES, as_xlmr_gguf, make_xlmr_folder
-from infer import LLM, InvalidRequestError, ModelError
+from infer import LLM, InvalidRequestError, ModelError, Tokenizer
 from infer.cli.commands.explain_command import lines
 from infer.errors import TruncationWarning
 from infer.files.heads.text_prompts import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
@@ -110,6 +111,13 @@ def test_a_prompt_precedes_each_text(llm: LLM, folder: Path) -> None:
     assert torch.allclose(found, expected, atol=1e-4)
     assert torch.equal(llm.embed(TEXTS, prompt_name="document"), llm.embed(TEXTS))
     assert torch.equal(found[2], llm.embed([TEXTS[2]], prompt_name="query")[0])
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_texts_are_read_in_lower_case_if_the_files_say_so(kind: str, tmp_path: Path, llm: LLM, folder: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / f"sentence_{kind}_config.json").write_text('{"do_lower_case": true}')
+    assert Tokenizer.from_folder(tmp_path).encode("Übung A<|im_end|>") == llm.tokenizer.encode("übung a<|im_end|>")
 
 
 def test_the_prompt_that_is_the_default_needs_no_name(tmp_path: Path, llm: LLM) -> None:

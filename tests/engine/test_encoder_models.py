@@ -89,7 +89,8 @@ def test_a_text_above_the_limit_is_refused_or_cut(bert: tuple[LLM, Any, Any]) ->
 
 @pytest.mark.slow(cases=2)
 @cases("file key length",
-    ("sentence_bert", "max_seq_length", 9), *(("tokenizer", "model_max_length", each) for each in (9, 10**30)),
+    ("sentence_bert", "max_seq_length", 9), ("sentence_xlm-roberta", "max_seq_length", 9),
+    *(("tokenizer", "model_max_length", each) for each in (9, 10**30)),
 )  # fmt: skip
 def test_texts_have_the_limit_of_sentence_transformers(file: str, key: str, length: int, tmp_path: Path) -> None:
     make_folder(tmp_path, "bert", pooling_mode_mean_tokens=True)

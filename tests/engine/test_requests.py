@@ -135,7 +135,7 @@ def test_a_long_conversation_loses_its_oldest_turns_and_keeps_its_system_message
     assert result.token_ids == llm.chat(shorter[counts.index(kept)], GREEDY).token_ids
     assert (result.prompt_tokens, result.truncated_tokens) == (kept, whole - kept)
     assert llm.generate(messages, GREEDY, overflow="truncate_left").token_ids == result.token_ids
-    with pytest.raises(ContextLengthError, match="the last turn has"):
+    with pytest.raises(ContextLengthError, match="its last turn has"):
         llm.chat([system, {"role": "user", "content": "x" * CONTEXT}], GREEDY, overflow="truncate_left")
 
 
@@ -167,7 +167,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(llm: LLM, monk
     monkeypatch.setattr("infer.text.tokenizer.tokenizer.encode", Mock(side_effect=AssertionError("it was tokenized")))
     text = "ab e " * 1000
     for call in (lambda: llm.generate(text, GREEDY), lambda: llm.session().append(text)):
-        with pytest.raises(ContextLengthError, match=rf"at least 500 tokens and the context holds {CONTEXT}"):
+        with pytest.raises(ContextLengthError, match=rf"at least 500 tokens and .* context length is {CONTEXT} "):
             call()
 
 

@@ -3,7 +3,9 @@
 import json
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,17 @@ def of_kind(kind: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with LLM(folder) as llm, serving(llm, model="tiny", model_path=str(folder), allow_embeddings=True) as served:
-        yield served
+def tiny(folder: Path) -> Iterator[LLM]:
+    with LLM(folder) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def servers(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[str], Served]]:
+    """Yield a function that returns a server of the model of this fixture."""
+    settings = {"model": "tiny", "model_path": str(folder), "allow_embeddings": True}
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(serving(request.getfixturevalue(name), **settings)))
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +69,10 @@ def events_of(text: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", of_kind("request"))
-def test_a_request_is_answered_so(served: Served, case: dict[str, Any]) -> None:
+def test_a_request_is_answered_so(servers: Callable[[str], Served], case: dict[str, Any]) -> None:
     method = "GET" if "get" in case else "POST"
     path, headers = case[method.lower()], case.get("headers")
-    answer = served.client.request(method, path, content=case.get("body"), headers=headers)
+    answer = servers(case.get("of", "tiny")).client.request(method, path, content=case.get("body"), headers=headers)
     assert answer.status_code == case.get("status", 200), answer.text
     is_stream = "json" not in answer.headers["content-type"].replace("ndjson", "")
     found = events_of(answer.text) if is_stream else answer.json()

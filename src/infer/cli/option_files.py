@@ -65,7 +65,7 @@ def _decode(content: bytes, what: str, limit: int) -> str:
     if len(content) > limit:
         raise InvalidRequestError(_too_long(what, limit))
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # Windows programs begin files with a byte order mark
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"{what} is not UTF-8: byte {error.start} is invalid") from error
 
@@ -148,7 +148,7 @@ def read_texts(path: Path) -> list[GivenText]:
 
     An empty line is an empty text, so that vectors keep the numbers of their lines.
     """
-    text = read_text(path, "the texts", MAX_PROMPTS_BYTES).removeprefix("\ufeff")
+    text = read_text(path, "the texts", MAX_PROMPTS_BYTES)
     lines = text.removesuffix("\n").split("\n") if text else []
     if not lines:
         raise InvalidRequestError(f"the file {path} has no texts: write one per line")

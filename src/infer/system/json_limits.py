@@ -122,7 +122,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 def read_text_file(path: Path) -> str:
     try:
-        return read_whole(path, MAX_TEXT_BYTES).decode()
+        return read_whole(path, MAX_TEXT_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ModelFormatError(path, "text", "is not UTF-8", error.start) from error
 

@@ -164,7 +164,7 @@ def test_a_file_of_another_model_names_what_differs(talk: Session, folder: Path,
     assert len(fingerprints | {LLM(folder, kv_type="f32").system_fingerprint}) == 4
     short = LLM(folder, max_seq_len=10, reuse_prefixes=True)
     assert short.system_fingerprint == LLM(folder).system_fingerprint not in fingerprints
-    check_refused(lambda: short.load_session(path), "context holds 10")
+    check_refused(lambda: short.load_session(path), "context length is 10 ")
     assert LLM(folder, max_seq_len=100).load_session(path).token_ids == talk.token_ids
 
 

@@ -224,7 +224,7 @@ def test_files_that_do_not_fit_are_left_out_the_first_ones_first(infill: Served)
     ("completion", {"prompt": "a", "n_predict": "x"}, "n_predict is read as max_tokens: expected `int"),
     ("completion", {"prompt": "a", "dry_multiplier": 0.8}, "dry_multiplier must not be 0.8"),
     ("infill", {"input_suffix": "a"}, "input_prefix is missing"),
-    ("infill", {"input_prefix": "a" * 100, "input_suffix": ""}, "103 tokens and the context holds 96"),
+    ("infill", {"input_prefix": "a" * 100, "input_suffix": ""}, "103 tokens and the maximum context length is 96"),
 )
 def test_a_refusal_names_llama_cpp_s_field(infill: Served, path: str, body: dict[str, Any], message: str) -> None:
     assert message in infill.refusal(f"/{path}", **body)["message"]

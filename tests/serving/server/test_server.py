@@ -48,7 +48,7 @@ CERT, KEY = DATA / "tls-cert.pem", DATA / "tls-key.pem"  # for 127.0.0.1
 
 
 strict = served_model("llm", **LIMITS)  # a busy machine may break the short limits in tests of other things
-guarded = served_model("llm", api_keys=KEYS, cors_origins=(ORIGIN,))
+guarded = served_model("llm", api_keys=KEYS, cors_origins=(f"app://other, {ORIGIN.upper()}/",))
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def test_keys_are_tenants_that_share_no_prefixes(guarded: Served, llm: LLM, monk
 
 def test_a_file_of_keys_names_them(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# who may ask\nplain\nann secret  # hers\n\n")
+    file.write_text("plain\n# who else may ask\nann secret  # hers\n\n", encoding="utf-8-sig")
     assert read_keys(file) == {"plain": "key-1", "secret": "ann"}
     for content in (b"", b"# none", b"too many words", b"\xff"):
         file.write_bytes(content)
@@ -432,8 +432,11 @@ def test_a_certificate_that_cannot_serve_is_refused_in_one_line(tmp_path: Path) 
             check_certificate(cert, key)
 
 
-def test_no_connection_holds_small_writes_back() -> None:
-    with bind(ServerSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
+@pytest.mark.parametrize("host", ["127.0.0.1", *["::"] * socket.has_dualstack_ipv6()])
+def test_no_connection_holds_small_writes_back(host: str) -> None:
+    """The address `::` is for IPv4, too."""
+    with bind(ServerSettings(host=host, port=0)) as listener:
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0

@@ -21,6 +21,7 @@ from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.trial import trial_lane, try_grammar
 from looping import beside, in_threads
+from programs import Programs
 from served import Served, serving
 
 ECHO = """
@@ -127,6 +128,14 @@ def test_another_key_s_schema_does_not_wait_behind_them(tmp_path: Path) -> None:
             quiet = {lane.ask("quick", 60.0) for _ in range(3)}
         assert (len(quiet), pids) == (1, [])
         gate.touch()
+
+
+def test_a_program_may_ignore_the_end_of_its_children(programs: Programs) -> None:
+    code = (
+        "import signal\nfrom infer.text.grammar import grammar, trial\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    )
+    code += "trial.try_grammar('llguidance', grammar.Grammar('regex', 'a'))"
+    assert programs.run(code).returncode == 0
 
 
 def test_a_process_that_gets_no_core_does_not_blame_the_grammar() -> None:

@@ -272,7 +272,7 @@ def test_named_templates_lie_in_the_list_or_in_a_folder(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).render_chat_template([USER], chat_template="rag") == "r" + USER["content"]
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("t{{ messages[0].content }}")
-    (tmp_path / "chat_template.jinja").write_text("file{{ messages[0].content }}")
+    (tmp_path / "chat_template.jinja").write_text("file{{ messages[0].content }}", "utf-8-sig")
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.render_chat_template([USER]) == "file" + USER["content"]
     assert tokenizer.render_chat_template([USER], tools=[TOOL]) == "t" + USER["content"]

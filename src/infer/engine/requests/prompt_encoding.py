@@ -50,8 +50,8 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, ad
     if isinstance(prompt, str):
         if max_seq_len is not None and (least := tokenizer.least_num_tokens(prompt)) > max_seq_len:
             raise ContextLengthError(
-                f"the prompt has at least {least} tokens and the context holds {max_seq_len}: shorten the prompt or "
-                "raise max_seq_len"
+                f"the prompt is too long: it has at least {least} tokens and the maximum context length is "
+                f"{max_seq_len} tokens: shorten it or raise max_seq_len"
             )
         return tokenizer.encode(prompt, add_special_tokens=add_special)
     if isinstance(prompt, bytes | bytearray | memoryview):
@@ -123,8 +123,8 @@ def _last_turns(
     last = ids_from(starts[-1])
     if len(last) > most:
         raise ContextLengthError(
-            f"the last turn has {len(last)} tokens with the system message, but only {most} fit before the answer: "
-            "shorten it, raise max_seq_len or lower max_new_tokens"
+            f"the prompt is too long: its last turn has {len(last)} tokens with the system message, but only {most} "
+            "fit before the answer: shorten it, raise max_seq_len or lower max_new_tokens"
         )
     found = bisect_left(starts[:-1], True, key=lambda start: len(ids_from(start)) <= most)
     kept = ids_from(starts[found])

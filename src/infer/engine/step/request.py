@@ -93,8 +93,8 @@ def check_prompt(limits: Limits, token_ids: Sequence[int], *, room: int) -> list
     if len(token_ids) + room > limits.max_seq_len:
         answer = ", the answer included" if room else ""
         raise ContextLengthError(
-            f"the prompt has {len(token_ids)} tokens and the context holds {limits.max_seq_len}{answer}: "
-            "shorten the prompt, raise max_seq_len or pass overflow='truncate_left'"
+            f"the prompt is too long: it has {len(token_ids)} tokens and the maximum context length is "
+            f"{limits.max_seq_len} tokens{answer}: shorten it, raise max_seq_len or pass overflow='truncate_left'"
         )
     return token_ids
 

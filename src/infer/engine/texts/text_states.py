@@ -4,7 +4,7 @@ The states are computed between the engine's steps. While the engine has work, t
 A text's vector has the same bits, whatever its neighbours and its steps are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, final
@@ -28,6 +28,12 @@ from infer.outputs import Pooling
 from infer.text.tokenizer.pairs import EncodedPair
 
 _Value = TypeVar("_Value")
+# The number by which a sum of states is divided, of the places of its tokens from 1.
+_DIVISORS: Mapping[Pooling, Callable[[range], float]] = {
+    "mean": len,
+    "mean_sqrt_len": lambda places: len(places) ** 0.5,
+    "weightedmean": sum,
+}
 _TextStates = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of a step: places in the batch, and next states
 Check = Callable[[], None]
 
@@ -148,16 +154,10 @@ class PooledStates:
 
     def vectors(self) -> Float[Tensor, "texts size"]:
         """Return the vectors of texts whose tokens have all been added."""
-        counts = zip(self._num_skipped, self._num_tokens, strict=True)
-        match self._pooling:
-            case "mean":
-                divisors = [float(total - skipped) for skipped, total in counts]
-            case "mean_sqrt_len":
-                divisors = [float(total - skipped) ** 0.5 for skipped, total in counts]
-            case "weightedmean":
-                divisors = [float(sum(range(skipped + 1, total + 1))) for skipped, total in counts]
-            case _:
-                return self._vectors
+        if (divisor := _DIVISORS.get(self._pooling)) is None:
+            return self._vectors
+        ends = zip(self._num_skipped, self._num_tokens, strict=True)
+        divisors = [divisor(range(skipped + 1, total + 1)) for skipped, total in ends]
         return self._vectors / torch.tensor(divisors, dtype=torch.float64).reshape(-1, 1)
 
 

@@ -106,8 +106,7 @@ def embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) -> TextTa
         return read_text(host, text, truncate=options.truncate)
 
     def finish(values: list[Tensor]) -> Float[Tensor, "texts size"]:
-        vectors = torch.stack(values) if values else torch.zeros(0, embedder.size)
-        vectors = vectors[:, : options.dimensions]
+        vectors = (torch.stack(values) if values else torch.zeros(0, embedder.size))[:, : options.dimensions]
         is_normalized = embedder.normalizes if options.normalize is None else options.normalize
         return (torch.nn.functional.normalize(vectors) if is_normalized else vectors).float()
 
@@ -191,10 +190,12 @@ def _cosines(pairs: Sequence[TextPair], vectors: Float[Tensor, "texts size"]) ->
     is computed separately in float64, so a cosine's bits depend only on its own pair. Vectors are rounded, so the
     cosine of a text with itself may be slightly above 1.
     """
-    firsts, wide = dict.fromkeys(first for first, _ in pairs), vectors.double()
-    places = {first: len(pairs) + at for at, first in enumerate(firsts)}
-    sums = (float((wide[places[first]] * wide[at]).sum()) for at, (first, _) in enumerate(pairs))
-    return [max(-1.0, min(1.0, each)) for each in sums]
+    wide = vectors.double()
+    firsts = dict(zip(dict.fromkeys(first for first, _ in pairs), wide[len(pairs) :], strict=True))
+    return [
+        max(-1.0, min(1.0, float((firsts[first] * second).sum())))
+        for (first, _), second in zip(pairs, wide, strict=False)
+    ]
 
 
 def rerank(
@@ -266,8 +267,8 @@ def labels(host: Host, texts: Sequence[TextOrPair], *, truncate: bool = False) -
     names = classifier_of(host).labels
 
     def sorted_labels(values: Sequence[float]) -> Classification:
-        order = sorted(range(len(names)), key=lambda index: -values[index])
-        return Classification(tuple(names[index] for index in order), tuple(values[index] for index in order))
+        ordered = sorted(zip(names, values, strict=True), key=lambda pair: -pair[1])
+        return Classification(*zip(*ordered, strict=True))
 
     return classify(host, texts, truncate=truncate).then(lambda values: [sorted_labels(each) for each in values])
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.files.gguf.gguf_text_encoders import ENCODERS as GGUF_ENCODERS
 from infer.files.heads.encoder_heads import take_encoder_head, take_gguf_encoder_head
-from infer.files.heads.head_files import DenseFiles, HeadFiles, StepFiles, take_dense
+from infer.files.heads.head_files import DenseFiles, HeadFiles, take_dense
 from infer.files.tensors.encoder_names import ENCODERS
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
@@ -108,14 +108,10 @@ def classifier_from_gguf(
 def _take_gguf_decoder_head(
     _path: Path, _metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
 ) -> tuple[HeadFiles, Pooling] | None:
-    if f"{_GGUF_LAYERS[-1]}.weight" not in tensors:
+    first, labels = (take_dense(tensors, name) if f"{name}.weight" in tensors else None for name in _GGUF_LAYERS)
+    if labels is None:
         return None
-    steps = list[StepFiles]()
-    for name in _GGUF_LAYERS:
-        if f"{name}.weight" in tensors:
-            steps += ["tanh"] if steps else []
-            steps.append(take_dense(tensors, name))
-    return tuple(steps), "last"
+    return ((labels,) if first is None else (first, "tanh", labels)), "last"
 
 
 def _num_labels(head: HeadFiles) -> int:

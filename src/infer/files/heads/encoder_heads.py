@@ -40,21 +40,19 @@ def take_encoder_head(
     is_roberta = "classifier.out_proj.weight" in tensors
     if not is_roberta and "classifier.weight" not in tensors:
         return None
-    named = config.get("architectures")
+    named, kind = config.get("architectures"), config.get("model_type")
     for name in named if isinstance(named, list) else ():
         if not str(name).endswith(_OF_TEXTS):
             raise UnsupportedModelError(f"{folder.name}: {name!s:.80} does not label texts: use a model {_OF_TEXTS}")
     if is_roberta:
         _check_all(folder, tensors, "classifier.dense.weight")
-        activation: ActivationName = "gelu" if config.get("model_type") == "electra" else "tanh"
+        activation: ActivationName = "gelu" if kind == "electra" else "tanh"
         return (take_dense(tensors, "classifier.dense"), activation, take_dense(tensors, "classifier.out_proj")), "cls"
     labels = take_dense(tensors, "classifier")
-    if config.get("model_type") == "distilbert":
-        _check_all(folder, tensors, "pre_classifier.weight")
-        return (take_dense(tensors, "pre_classifier"), "relu", labels), "cls"
-    if config.get("model_type") != "modernbert":
-        _check_all(folder, tensors, "pooler.dense.weight")
-        return (take_dense(tensors, "pooler.dense"), "tanh", labels), "cls"
+    if kind != "modernbert":
+        first, activation = ("pre_classifier", "relu") if kind == "distilbert" else ("pooler.dense", "tanh")
+        _check_all(folder, tensors, f"{first}.weight")
+        return (take_dense(tensors, first), activation, labels), "cls"
     _check_all(folder, tensors, "head.dense.weight", "head.norm.weight")
     path = folder / "config.json"
     pooling = _choice(path, "classifier_pooling", config.get("classifier_pooling", "cls"), _POOLINGS)

@@ -11,7 +11,7 @@ from infer.files.tensors.tensor_info import TensorInfo
 from infer.system.json_limits import MAX_BYTES, inside, parse_json, read_json_file, read_whole
 
 _FILE = "modules.json"
-_TRANSFORMER, _TOKENIZER = "sentence_bert_config.json", "tokenizer_config.json"
+_TRANSFORMER, _TOKENIZER = "sentence_*_config.json", "tokenizer_config.json"  # the * is the kind of an older model
 _NO_LIMIT = 2**31  # tokenizers without a limit name 10^30
 
 
@@ -74,15 +74,15 @@ def text_limit(folder: Path, *, is_encoder: bool) -> int | None:
     modules = read_modules(folder)
     if not (modules or is_encoder):
         return None
-    own = f"{modules[0].path or '.'}/" if modules else ""
+    own = Path(modules[0].path if modules else "")
     for name, key in ((_TRANSFORMER, "max_seq_length"), (_TOKENIZER, "model_max_length")):
-        path = folder / own / name
-        found = read_json_file(inside(folder, own + name)).get(key) if path.exists() else None
-        if found is None:
-            continue
-        if isinstance(found, bool) or not isinstance(found, int | float) or not found >= 1:
-            raise ModelFormatError(path, f"key {key!r}", f"expected a number from 1, got {found!r:.60}")
-        return int(found) if found < _NO_LIMIT else None
+        for path in (folder / own).glob(name):
+            found = read_json_file(inside(folder, str(own / path.name))).get(key)
+            if found is None:
+                continue
+            if type(found) not in (int, float) or not found >= 1:
+                raise ModelFormatError(path, f"key {key!r}", f"expected a number from 1, got {found!r:.60}")
+            return int(found) if found < _NO_LIMIT else None
     return None
 
 

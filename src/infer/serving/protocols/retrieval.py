@@ -5,6 +5,7 @@ The server's routes and the rows of `infer batch` share them.
 
 import base64
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Annotated, Any, ClassVar, Literal, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -46,10 +47,10 @@ class EmbeddingsBody(Body, kw_only=True):
 
     def items(self, vectors: Any) -> list[Embedding]:
         """Return the items of the answer for `vectors`, an array `[texts, size]` of float32."""
+        values = vectors.tolist()
         if self.encoding_format == "base64":
-            encoded = (base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors)
-            return [Embedding(index, each) for index, each in enumerate(encoded)]
-        return [Embedding(index, each.tolist()) for index, each in enumerate(vectors)]
+            values = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
+        return list(starmap(Embedding, enumerate(values)))
 
 
 @final
@@ -143,10 +144,6 @@ class EmbeddingsUsage(Struct):
     prompt_tokens: Count
     total_tokens: Count
 
-    @classmethod
-    def of(cls, num_tokens: int) -> "EmbeddingsUsage":
-        return cls(num_tokens, num_tokens)
-
 
 class Embeddings(Answer, tag_field="object", tag="list"):
     data: list[Embedding]
@@ -183,21 +180,16 @@ class ClassifyAnswer(Answer, tag_field="object", tag="list"):
 
 
 def texts_of(given: str | Sequence[Any]) -> list[Any]:
-    """Return the inputs as texts or lists of ids. Raises BodyError."""
-    texts = prompts_of(given, "input")
-    for index, text in enumerate(texts):
-        if len(text) == 0:
-            path = "input" if isinstance(given, str) else f"input[{index}]"
-            raise refuse(f"{path} must not be empty", path)
+    """Return the inputs as texts or lists of ids. Raises BodyError. Only a body of Ollama may have none."""
+    texts = [] if given == [] else prompts_of(given, "input")
+    if "" in texts:
+        path = "input" if isinstance(given, str) else f"input[{texts.index('')}]"
+        raise refuse(f"{path} must not be empty", path)
     return texts
 
 
 def texts_or_pairs_of(given: str | Sequence[Any]) -> list[Any]:
     """Return the inputs as texts, lists of ids or pairs of texts. Raises BodyError."""
-    if not isinstance(given, str) and all(_is_pair(each) for each in given):
+    if not isinstance(given, str) and all(isinstance(each, list) and [*map(type, each)] == [str] * 2 for each in given):
         return list(given)
     return texts_of(given)
-
-
-def _is_pair(given: Any) -> bool:
-    return isinstance(given, list) and len(given) == 2 and all(isinstance(each, str) for each in given)

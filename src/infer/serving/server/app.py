@@ -63,9 +63,10 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     settings = state.settings
     app = _routed(state, table)
     if settings.cors_origins:  # pages of these origins may call, but never with a browser's credentials
+        given = re.sub("(?<!/)/(?=[ ,]|$)|,", " ", " ".join(settings.cors_origins).lower())  # no slash at an end
         app = CORSMiddleware(
             app,
-            settings.cors_origins,
+            given.split(),
             ["GET", "POST"],
             ["*"],
             expose_headers=_ANSWER_HEADERS,

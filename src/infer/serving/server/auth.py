@@ -41,7 +41,7 @@ def read_keys(path: Path) -> dict[str, str]:
     A line is a key, or a name and a key; text after # is a comment. Raises InvalidRequestError.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8"
         raise InvalidRequestError(f"the file {path} of API keys cannot be read: {reason}") from error

@@ -118,12 +118,13 @@ def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> 
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Return a socket that listens on the address. Raises InvalidRequestError if the address is not available."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    address = host, port = settings.host, settings.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_for_both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_for_both)
     except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        raise InvalidRequestError(f"cannot listen at {where}: {error.strerror}") from error
+        raise InvalidRequestError(f"cannot listen at {host}:{port}: {error.strerror}") from error
     # Connections inherit it. asyncio sets it only for a named protocol; without it a small write waits 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

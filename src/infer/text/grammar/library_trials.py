@@ -82,6 +82,7 @@ TRIES: dict[str, Callable[[Any], Try]] = {"llguidance": llguidance_try, "xgramma
 
 
 def _in_a_fork(follow: Try, source: Source) -> str:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program that ignores it, such as a worker of Ray, passes this on
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -69,11 +69,8 @@ def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
 
 
 def _make_wordpiece(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> Tokenizer:
-    names = {
-        "cls_token": texts[_checked_id(metadata, texts, "cls")],
-        "sep_token": texts[_checked_id(metadata, texts, "seperator")],
-        "unk_token": texts[_checked_id(metadata, texts, "unknown")],
-    }
+    own_names = {"cls_token": "cls", "sep_token": "seperator", "unk_token": "unknown"}
+    names = {name: texts[_checked_id(metadata, texts, own)] for name, own in own_names.items()}
     # Converters write no key for it. The vocabulary of an uncased model has no capital letters except single ones.
     words = (text for text, kind in zip(texts, types, strict=True) if kind == TokenType.NORMAL)
     is_cased = any(len(word) > 1 and word.isascii() and word.isalpha() and not word.islower() for word in words)

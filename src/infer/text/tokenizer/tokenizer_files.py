@@ -17,20 +17,12 @@ from infer.text.tokenizer.gguf_vocabulary import (
     make_gguf_backend,
     without_tokens_from,
 )
-from infer.text.tokenizer.tokenizers_library import load_backend, without_ids_from
+from infer.text.tokenizer.tokenizers_library import load_backend, lowercase, without_ids_from
 from infer.text.tokenizer.value_checks import TOKEN_OPTIONS, check_json
 from infer.text.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_GGUF_NAMES = {
-    "bos": "bos_token",
-    "eos": "eos_token",
-    "unknown": "unk_token",
-    "seperator": "sep_token",
-    "padding": "pad_token",
-    "cls": "cls_token",
-    "mask": "mask_token",
-}
+_GGUF_NAMES = dict(zip(("bos", "eos", "unknown", "seperator", "padding", "cls", "mask"), _NAMED_TOKENS, strict=True))
 _ENDS = ("bos", "eos")
 _CONFIG_NAME = "tokenizer_config.json"
 Ends = tuple[str | None, str | None]
@@ -60,6 +52,8 @@ def read_folder(path: Path, num_rows: int | None = None) -> TokenizerParts:
         backend = load_vocab_txt(path / "vocab.txt", config, named_tokens)
     else:
         backend = load_backend(path / "tokenizer.json")
+    if any(_read_json(file).get("do_lower_case") for file in path.glob("sentence_*_config.json")):
+        lowercase(backend)
     _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
     _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
     if num_rows is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 from tokenizers.models import Model, Unigram
+from tokenizers.normalizers import Lowercase, Sequence
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
 from infer.system.json_limits import parse_json, read_whole
@@ -50,6 +51,12 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
         check_growth(path, backend)
         try_backend(backend)
     return backend
+
+
+def lowercase(backend: tokenizers.Tokenizer) -> None:
+    """Let a backend read all texts in lower case, as sentence-transformers does if its files say so."""
+    if (own := backend.normalizer) is None or own.normalize_str("A") != "a":
+        backend.normalizer = Sequence([Lowercase(), *filter(None, [own])])
 
 
 def try_backend(backend: tokenizers.Tokenizer) -> None:

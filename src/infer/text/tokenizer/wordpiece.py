@@ -13,13 +13,7 @@ from infer.text.tokenizer.tokenizers_library import MAX_BYTES, panics_as
 
 PREFIX = "##"
 # The settings of Hugging Face's BertTokenizer that a tokenizer_config.json may leave out.
-_DEFAULTS = {
-    "unk_token": "[UNK]",
-    "sep_token": "[SEP]",
-    "pad_token": "[PAD]",
-    "cls_token": "[CLS]",
-    "mask_token": "[MASK]",
-}
+_DEFAULTS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 _CLASSES = tuple(f"{name}Tokenizer{kind}" for name in ("Bert", "DistilBert", "Electra") for kind in ("", "Fast"))
 
 

@@ -24,7 +24,6 @@ from infer.serving.protocols.openai.ask import (
     complete_chat,
 )
 from infer.serving.protocols.params import Served, refuse_unless_neutral
-from infer.serving.protocols.retrieval import EmbeddingsBody
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = r"(?<![\d.])(\d++(?:\.\d*+)?|\.\d++)(ns|us|µs|ms|s|m|h)"
@@ -102,6 +101,8 @@ class OllamaGenerateBody(AnsweringBody, kw_only=True):
 
 
 class _EmbeddingBody(_OllamaBody, kw_only=True):
+    foreign = _FOREIGN | {"input": Foreign(same_as=("prompt",)), "prompt": Foreign(same_as=("input",))}
+
     options: dict[str, Any] | None = None  # no option changes a vector
     keep_alive: float | str | None = None
     truncate: bool | None = None  # the default is true
@@ -109,17 +110,17 @@ class _EmbeddingBody(_OllamaBody, kw_only=True):
 
 @final
 class OllamaEmbedBody(_EmbeddingBody, kw_only=True):
-    """Texts to convert to vectors of length 1."""
+    """Texts to convert to vectors of length 1. Without texts, the model is only loaded."""
 
-    input: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
-    dimensions: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    input: str | Annotated[list[str], Meta(max_length=MAX_TEXTS)] | None = None
+    dimensions: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0 is the vector's own size
 
 
 @final
 class OllamaEmbeddingsBody(_EmbeddingBody, kw_only=True):
-    """A text to convert to a vector, in the older format."""
+    """A text to convert to a vector, in the older format. Without a text, the model is only loaded."""
 
-    prompt: str
+    prompt: str = ""
 
 
 @final
@@ -157,17 +158,6 @@ def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask | Callable[[
 def _load(body: AnsweringBody, served: Served) -> OllamaAnswer:
     is_unloaded = seconds_of(body.keep_alive) == 0
     return without_prompt(served.model, served.created, is_chat=body.is_chat, is_unloaded=is_unloaded)
-
-
-def embeddings_of(body: OllamaEmbedBody) -> EmbeddingsBody:
-    """Return the body as a body of /v1/embeddings."""
-    return EmbeddingsBody(
-        model=body.model,
-        input=body.input,
-        dimensions=body.dimensions,
-        normalize=True,
-        truncate=body.truncate is not False,
-    )
 
 
 def seconds_of(keep_alive: float | str | None) -> float | None:

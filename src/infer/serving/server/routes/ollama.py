@@ -23,12 +23,7 @@ from infer.serving.protocols.answers import Answer, Count
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import LINES, line
 from infer.serving.protocols.fields import refuse
-from infer.serving.protocols.ollama.ask import (
-    OllamaEmbedBody,
-    OllamaEmbeddingsBody,
-    OllamaModelBody,
-    embeddings_of,
-)
+from infer.serving.protocols.ollama.ask import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaModelBody
 from infer.serving.protocols.ollama.events import (
     LoadedModel,
     OllamaModels,
@@ -175,12 +170,21 @@ async def embed_texts(request: Request, state: ServerState, body: OllamaEmbedBod
             prompt_eval_count=num_tokens,
         )
 
-    return await embed(request, state, embeddings_of(body), make_answer)
+    meant = EmbeddingsBody(
+        model=body.model,
+        input=body.input or [],
+        dimensions=body.dimensions or None,
+        normalize=True,
+        truncate=body.truncate is not False,
+    )
+    return await embed(request, state, meant, make_answer)
 
 
 async def embed_text(request: Request, state: ServerState, body: OllamaEmbeddingsBody) -> Response:
-    meant = EmbeddingsBody(model=body.model, input=body.prompt, normalize=False, truncate=body.truncate is not False)
-    return await embed(request, state, meant, lambda vectors, _: OllamaVector(embedding=vectors[0].tolist()))
+    meant = EmbeddingsBody(
+        model=body.model, input=body.prompt or [], normalize=False, truncate=body.truncate is not False
+    )
+    return await embed(request, state, meant, lambda vectors, _: OllamaVector(embedding=vectors.ravel().tolist()))
 
 
 # Models

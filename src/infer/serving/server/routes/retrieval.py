@@ -6,6 +6,7 @@ vectors, as in vLLM. The labels have vLLM's shape, too.
 
 from collections.abc import Callable, Coroutine
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import msgspec
@@ -43,8 +44,8 @@ _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
 
 async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
     def make_answer(vectors: Any, num_tokens: int) -> Embeddings:
-        data = body.items(vectors)
-        return Embeddings(data=data, model=call_of(request).model, usage=EmbeddingsUsage.of(num_tokens))
+        usage = EmbeddingsUsage(num_tokens, num_tokens)
+        return Embeddings(data=body.items(vectors), model=call_of(request).model, usage=usage)
 
     return await embed(request, state, body, make_answer)
 
@@ -70,7 +71,7 @@ async def rerank(request: Request, state: ServerState, body: RerankBody) -> Resp
     documents, call = body.document_texts(), call_of(request)
     check_model(request, state, body.model)
     scores, num_tokens = await _score(request, state, body, [(body.query, each) for each in documents], "documents")
-    results, usage = body.items(ranked(scores, documents, body.top_n)), EmbeddingsUsage.of(num_tokens)
+    results, usage = body.items(ranked(scores, documents, body.top_n)), EmbeddingsUsage(num_tokens, num_tokens)
     answer = RerankAnswer(id="rerank-" + call.id.removeprefix("req-"), model=call.model, results=results, usage=usage)
     return json_response(answer, call)
 
@@ -78,8 +79,7 @@ async def rerank(request: Request, state: ServerState, body: RerankBody) -> Resp
 async def score(request: Request, state: ServerState, body: ScoreBody) -> Response:
     check_model(request, state, body.model)
     scores, num_tokens = await _score(request, state, body, body.pairs(), "text_2")
-    data = [Score(index, each) for index, each in enumerate(scores)]
-    return _list_response(request, ScoreAnswer, "score", data, num_tokens)
+    return _list_response(request, ScoreAnswer, "score", list(starmap(Score, enumerate(scores))), num_tokens)
 
 
 async def classify(request: Request, state: ServerState, body: ClassifyBody) -> Response:
@@ -125,7 +125,7 @@ async def _compute(request: Request, state: ServerState, texts: Any, name: str, 
 def _list_response(
     request: Request, kind: type[ScoreAnswer | ClassifyAnswer], name: str, data: list[Any], num_tokens: int
 ) -> Response:
-    call, usage = call_of(request), EmbeddingsUsage.of(num_tokens)
+    call, usage = call_of(request), EmbeddingsUsage(num_tokens, num_tokens)
     own_id = f"{name}-{call.id.removeprefix('req-')}"
     return json_response(kind(id=own_id, created=call.created, model=call.model, data=data, usage=usage), call)
 

@@ -145,10 +145,9 @@ async def detokenize(request: Request, state: ServerState, body: DetokenizeBody)
     """Answer with the text, which includes special tokens."""
     host = state.llm().host
     check_model(request, state, body.model)
-    if (most := host.tokenizer.vocab_size - 1) < max(body.tokens, default=0):
-        index, token_id = next((index, each) for index, each in enumerate(body.tokens) if each > most)
-        rule = f"from 0 to {most}"
-        raise refuse(f"tokens[{index}] must be an id {rule}, got {token_id}", f"tokens[{index}]")
+    if (most := host.tokenizer.vocab_size - 1) < (largest := max(body.tokens, default=0)):
+        path = f"tokens[{body.tokens.index(largest)}]"
+        raise refuse(f"{path} must be an id from 0 to {most}, got {largest}", path)
     text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
     return json_response(DetokenizedText(text, text), call_of(request))
 

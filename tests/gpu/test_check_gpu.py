@@ -2,11 +2,10 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,49 +77,6 @@ def test_all_sections_together_keep_to_their_time(tmp_path: Path) -> None:
     hung, late = run_sections(sections, fake_command, tmp_path, seconds=0.7)
     assert hung["trouble"].startswith("took more than 1 s")
     assert (late["trouble"], late["results"]) == ("no time was left", [])
-
-
-@pytest.fixture
-def fake_sections(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Replace the code of sections, by name. Any other section prints a right result."""
-    code = {"machine": "print('{\"num_gpus\": 1}')"}
-
-    def command_of(section: Section, seconds: float, options: Any) -> list[str]:
-        return [sys.executable, "-S", "-c", f"import sys\n{code.get(section.name, CODE['right'])}"]
-
-    monkeypatch.setattr(check_gpu, "command_of", command_of)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield code
-    signal.signal(signal.SIGTERM, handler)
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["check_gpu.py", *arguments])
-    return check_gpu.main()
-
-
-def test_all_runs_every_section_and_says_why_some_do_not_run(
-    fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(check_gpu.shutil, "which", lambda name: None)
-    assert run_main(monkeypatch, "--all", "--out", str(tmp_path)) == 0
-    reports = {report["section"]: report for report in results_in(tmp_path)}
-    assert reports.keys() == {section.name for section in check_gpu.SECTIONS}
-    skipped = {name: report["trouble"] for name, report in reports.items() if report["is_skipped"]}
-    none = "no --model is given"
-    assert skipped == {"file": none, "answers": none, "models, sanitized": "compute-sanitizer is not here"}
-    told = capsys.readouterr().out
-    assert f"results: {tmp_path / 'results.jsonl'}" in told
-    assert re.search(r"^file .* no --model is given$", told, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", ["wrong", "crash"])
-def test_the_status_is_1_if_a_section_failed(
-    name: str, fake_sections: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_sections["attention"] = CODE[name]
-    assert run_main(monkeypatch, "--sections", "attention", "sampler", "--out", str(tmp_path)) == 1
-    assert results_in(tmp_path)[0]["section"] == "machine"
 
 
 def test_a_program_that_is_ended_ends_its_sections(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import httpx
@@ -70,10 +71,10 @@ def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: 
         state.become_ready(AsyncLLM(llm))
     server = make_http_server(state, table)
     server.config.timeout_graceful_shutdown = 1
-    loops = list[asyncio.AbstractEventLoop]()
+    loops = SimpleQueue[asyncio.AbstractEventLoop]()
 
     async def serve() -> None:
-        loops.append(asyncio.get_running_loop())
+        loops.put(asyncio.get_running_loop())
         await server.serve([listener])
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="http", daemon=True)
@@ -83,6 +84,6 @@ def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: 
         with httpx.Client(base_url=url, timeout=SECONDS, verify=False) as client:  # to read certificates takes 40 ms
             yield Served(url, state, client)
     finally:
-        loops[0].call_soon_threadsafe(server.stop)
+        loops.get(timeout=SECONDS).call_soon_threadsafe(server.stop)
         thread.join(SECONDS)
         assert not thread.is_alive()

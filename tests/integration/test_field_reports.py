@@ -14,7 +14,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import EOS, write_byte_tokenizer
-from commands import run
 from infer import LLM, Tokenizer
 from infer.errors import InvalidRequestError, ModelError
 from infer.text.grammar.grammar import Grammar
@@ -122,10 +121,3 @@ def test_a_folder_is_loaded_or_refused_so(folder: Path, case: dict[str, Any], tm
     else:
         with LLM(config.parent) as llm:
             assert len(llm.generate("ab", max_new_tokens=2, temperature=0, ignore_eos=True).token_ids) == 2
-
-
-@pytest.mark.parametrize("case", of_kind("command"))
-def test_a_command_prints_this(case: dict[str, Any]) -> None:
-    found = run(*case["run"], status=case.get("status", 0))
-    assert all(part in found.out for part in case.get("out", ())), found.out
-    assert all(part in found.err for part in case.get("err", ())), found.err

@@ -41,7 +41,7 @@ def turn(role: str, *texts: str) -> dict[str, Any]:
 
 
 def rendered(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    return ChatTemplate(template, {}).render(messages, needs_question=True, **variables)
+    return ChatTemplate(template, {}).render(messages, True, **variables)
 
 
 @pytest.mark.parametrize("template", [LOOP, FIRST, TEXT, JOINED, BOTH])

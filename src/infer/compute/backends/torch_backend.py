@@ -53,20 +53,20 @@ class TorchBackend(Backend):
         return super().available_bytes() if self.computes_on_host else gpus.free_bytes(self.device)
 
     def begin_gpu_peak(self) -> int | None:
-        if self.computes_on_host:
+        if self.device.type != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device)
 
     def peak_gpu_bytes(self) -> int | None:
-        return None if self.computes_on_host else torch.cuda.max_memory_allocated(self.device)
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def give_back(self, memory: Tensor, first: int, count: int) -> None:
         if self.computes_on_host:
             host_memory.give_back(memory, first, count)
 
     def synchronize(self) -> None:
-        if not self.computes_on_host:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 

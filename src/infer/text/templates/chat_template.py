@@ -65,9 +65,10 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        needs_question: bool = False,
+        /,  # a template may have variables of these names
         *,
         continue_final_message: bool = False,
-        needs_question: bool = False,
         **variables: Any,
     ) -> str:
         """Return the rendered text.

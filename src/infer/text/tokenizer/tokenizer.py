@@ -360,7 +360,7 @@ class Tokenizer:
             >>> text[-32:]
             '|im_end|>\\n<|im_start|>assistant\\n'
         """
-        return self._template(chat_template, variables.get("tools")).render(messages, needs_question=True, **variables)
+        return self._template(chat_template, variables.get("tools")).render(messages, True, **variables)
 
     def encode_chat(
         self,
@@ -389,7 +389,7 @@ class Tokenizer:
         """
         template = self._template(chat_template, variables.get("tools"))
         if self.allow_special if allow_special is None else allow_special:
-            return self.encode(template.render(messages, needs_question=True, **variables), add_special_tokens=False)
+            return self.encode(template.render(messages, True, **variables), add_special_tokens=False)
         ids: list[int] = []
         for text, is_control in template.render_marked(messages, self._special_texts, **variables):
             ids += self._encode_control(text) if is_control else self._encode_as_text(text)

@@ -145,9 +145,10 @@ async def detokenize(request: Request, state: ServerState, body: DetokenizeBody)
     """Answer with the text, which includes special tokens."""
     host = state.llm().host
     check_model(request, state, body.model)
-    if (most := host.tokenizer.vocab_size - 1) < (largest := max(body.tokens, default=0)):
-        path = f"tokens[{body.tokens.index(largest)}]"
-        raise refuse(f"{path} must be an id from 0 to {most}, got {largest}", path)
+    if (most := host.tokenizer.vocab_size - 1) < max(body.tokens, default=0):
+        index = next(at for at, each in enumerate(body.tokens) if each > most)
+        path = f"tokens[{index}]"
+        raise refuse(f"{path} must be an id from 0 to {most}, got {body.tokens[index]}", path)
     text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
     return json_response(DetokenizedText(text, text), call_of(request))
 

@@ -74,7 +74,7 @@ def _codes_of(tree: ast.Module) -> Iterator[str]:
             case ast.Call(func=ast.Name(id=name), args=arguments) if name in _CODE_PLACE:
                 for value in arguments[_CODE_PLACE[name] :][:1]:
                     yield from _texts(value, constants)
-            case ast.arguments(args=arguments, defaults=[*_, value]) if arguments[-1].arg == "code":
+            case ast.arguments(args=[*_, ast.arg(arg="code")], defaults=[*_, value]):
                 yield from _texts(value, constants)
 
 

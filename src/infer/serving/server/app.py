@@ -63,16 +63,21 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     settings = state.settings
     app = _routed(state, table)
     if settings.cors_origins:  # pages of these origins may call, but never with a browser's credentials
-        given = re.sub("(?<!/)/(?=[ ,]|$)|,", " ", " ".join(settings.cors_origins).lower())  # no slash at an end
         app = CORSMiddleware(
             app,
-            given.split(),
+            _origins(settings.cors_origins),
             ["GET", "POST"],
             ["*"],
             expose_headers=_ANSWER_HEADERS,
             allow_private_network=True,  # a page of a public address asks before it calls a local server
         )
     return with_calls(app, state)
+
+
+def _origins(given: Sequence[str]) -> list[str]:
+    """Return origins as browsers write them, of texts that may each list several."""
+    each = ",".join(given).lower().replace(",", " ").split()
+    return [origin if origin.endswith("//") else origin.removesuffix("/") for origin in each]
 
 
 class _Row(NamedTuple):

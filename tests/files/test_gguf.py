@@ -58,6 +58,25 @@ def test_a_file_without_a_setting_has_llama_cpps(tmp_path: Path, left_out: str, 
 
 
 @pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scale_linear": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+        ({"scaling.factor": 4.0, "scale_linear": 8.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+        ({"scaling.factor": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_factor_without_a_type_is_linear(tmp_path: Path, keys: dict[str, Any], expected: Any) -> None:
+    def extend(writer: gguf.GGUFWriter) -> None:
+        for key, value in keys.items():
+            (writer.add_string if isinstance(value, str) else writer.add_float32)(f"llama.rope.{key}", value)
+
+    assert open_checkpoint(write_model(tmp_path / "m.gguf", extend=extend)).config.get("rope_scaling") == expected
+
+
+@pytest.mark.parametrize(
     ("pattern", "expected"),
     [(None, "sssssfss"), (1, "ffffffff"), (2, "sfsfsfsf"), (3, "ssfssfss"), ([True, False] * 4, "sfsfsfsf")],
 )

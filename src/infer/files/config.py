@@ -273,15 +273,17 @@ def _rope(file: GGUFFile, values: GGUFValues, head_dim: int) -> dict[str, Any]:
     rotated = values.count("rope.dimension_count", default=head_dim)
     if rotated != head_dim:
         found["partial_rotary_factor"] = rotated_share(rotated, head_dim)
-    scaling_type = values.get("rope.scaling.type", "none")
+    scaling_type = values.get("rope.scaling.type", "linear")
     if not isinstance(scaling_type, str):
         values.fail("rope.scaling.type", f"expected a name, got {scaling_type!r:.60}")
     has_two_sets = _LONG_FACTORS in file.tensors and _SHORT_FACTORS in file.tensors
-    if scaling_type != "none" or has_two_sets:
+    named = next(filter(values.has, ("rope.scaling.factor", "rope.scale_linear")), None)  # in 2023 it was the second
+    factor = 1.0 if named is None else values.real(named) or 1.0  # 0 is no scaling
+    if has_two_sets or (scaling_type != "none" and (scaling_type, factor) != ("linear", 1.0)):
         scaling: dict[str, Any] = {"rope_type": "longrope" if has_two_sets else scaling_type}
         scaling |= {name: values.real(key) for key, name in _YARN.items() if values.has(key)}
-        if values.has(key := "rope.scaling.factor") or not has_two_sets:
-            scaling["factor"] = values.real(key, default=1.0)
+        if named or not has_two_sets:
+            scaling["factor"] = factor
         if values.has(key := "rope.scaling.original_context_length"):
             # Hugging Face's phi3 has this value next to the settings, and prefers it.
             scaling["original_max_position_embeddings"] = values.count(key)

@@ -19,6 +19,7 @@ SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 65_536  # per file, as in a GGUF file
+_SHARED = ("lm_head.weight", "embed_tokens.weight")  # one matrix, if the embedding is tied
 _SHOWN = 5  # most names in a message
 MAX_DIMENSIONS = 8  # skipped tensors of a network for images may have five
 
@@ -133,12 +134,17 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
         raise ModelFormatError(index, "weight_map", f"{count}: copy or download {_some(lacking)}")
     shards = {shard: read_safetensors(inside(folder, shard)) for shard in files}
     _check_shards(index, names, shards)
-    return {name: shards[shard][name] for name, shard in names.items()}
+    return {name: shards[shard][name] for name, shard in names.items() if name in shards[shard]}
 
 
 def _check_shards(index: Path, names: Mapping[str, str], shards: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-    """Raise ModelFormatError unless each tensor of the index is in its own shard, and in no other shard."""
-    missing = [f"{name!r:.80} in {shard!r:.80}" for name, shard in names.items() if name not in shards[shard]]
+    """Raise ModelFormatError unless each tensor of the index is in its own shard, and in no other shard.
+
+    A shared matrix may be listed under both of its names, and stored under one.
+    """
+    may_miss = _SHARED if any(name.endswith(_SHARED) for tensors in shards.values() for name in tensors) else ()
+    absent = [name for name, shard in names.items() if name not in shards[shard] and not name.endswith(may_miss)]
+    missing = [f"{name!r:.80} in {names[name]!r:.80}" for name in absent]
     if missing:
         problem = f"missing tensors: {_some(missing)}: the files belong to different models, or have swapped names"
         raise ModelFormatError(index, "weight_map", problem)

@@ -1,6 +1,7 @@
 """Requests of Claude Code and Codex CLI, as recorded from their packages with their texts cut short, in their order."""
 
 import json
+import re
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -76,6 +77,39 @@ def test_a_turn_finds_the_turn_before_in_the_cache(served: Served, name: str) ->
     usage = before["usage"]
     num_shared = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) - len(end) - len("<|im_end|>\n")
     assert cached_of(after) >= num_shared // PAGE * PAGE > PAGE
+
+
+TEXT = "a prompt that fills a page of the cache, and that no other test has, so it is found only if it is read here "
+USER = [{"role": "user", "content": TEXT}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 1},
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 1},
+    "/completion": {"prompt": TEXT, "n_predict": 1},
+    RESPONSES: {"input": TEXT, "max_output_tokens": 1},
+    MESSAGES: {"messages": USER, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("apart", [{"cache_salt": "mine"}, {"cache_prompt": False}])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_prompt_is_read_again_if_its_request_is_kept_apart(served: Served, path: str, apart: dict[str, Any]) -> None:
+    def num_cached(**fields: Any) -> int:
+        found = json.dumps(post(served, path, BODIES[path] | fields))
+        (count,) = re.findall(r'"(?:cached_tokens|cache_read_input_tokens|cache_n)": (\d+)', found)
+        return int(count)
+
+    num_cached()
+    assert num_cached() >= PAGE
+    assert num_cached(**apart | {name: path for name in apart if name == "cache_salt"}) == 0
+    assert num_cached(cache_prompt=True) >= PAGE
+
+
+def test_ollama_s_bodies_have_a_salt_too(served: Served) -> None:
+    body = {"prompt": TEXT.upper(), "raw": True, "stream": False, "num_predict": 1}
+    apart: list[dict[str, Any]] = [{}, {"cache_salt": "mine"}, {"options": {"cache_salt": "mine"}}, {}]
+    found = [post(served, "/api/generate", body | each)["prompt_eval_cached_count"] for each in apart]
+    assert [count >= PAGE for count in found] == [False, False, True, True]
+    assert found[:2] == [0, 0]
 
 
 def test_the_billing_line_and_the_budget_do_not_reach_the_middle_of_a_prompt() -> None:

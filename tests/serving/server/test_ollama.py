@@ -28,6 +28,7 @@ MODEL, LOADED = {"context": 1_500}, {"chat_template": THINKING, "reuse_prefixes"
 
 GREEDY: dict[str, Any] = {"temperature": 0, "num_predict": 12}
 ENDS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count", "eval_duration"}
+ENDS |= {"prompt_eval_cached_count"}
 BOOLEAN = {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]}
 TOOLS = [{"type": "function", "function": {"name": "is_on", "parameters": BOOLEAN | {"additionalProperties": False}}}]
 
@@ -82,9 +83,10 @@ def test_options_are_those_of_the_other_routes_by_ollama_s_names(served: Served,
     assert "infer" not in found
     noted = post(served, "/api/generate", prompt="a", raw=True, options=GREEDY | {"num_ctx": 4096}, stream=False)
     assert "--max-seq-len" in noted["infer"]["warnings"][0]
-    options = {"seed": -1, "num_predict": -2}
-    whole = post(served, "/api/generate", prompt="hello", raw=True, options=options, stream=False)
-    assert whole["eval_count"] > 12 or whole["done_reason"] == "stop"
+    for limit in (-2, 0):
+        options = {"seed": -1, "num_predict": limit}
+        whole = post(served, "/api/generate", prompt="hello", raw=True, options=options, stream=False)
+        assert whole["eval_count"] > 12 or whole["done_reason"] == "stop"
 
 
 def test_an_answer_follows_a_format_and_calls_have_their_arguments_as_objects(served: Served) -> None:

@@ -321,7 +321,7 @@ def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
     for name, value in meant.items():
         there = found.get(name)
         if isinstance(there, dict) and isinstance(value, dict):
-            value = there | value
+            value = value | there
         elif there is not None and there != value:
             raise refuse(f"{path} and {name} are the same parameter with two values: give only one", path)
         found[name] = value

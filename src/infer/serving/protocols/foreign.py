@@ -4,6 +4,7 @@ A hint changes no token, whatever its value. Any other name that is neither list
 ignored with a warning (`fields`).
 """
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -93,6 +94,8 @@ _LENGTHS = ("max_tokens", "max_output_tokens")
 _HINT = Foreign(is_hint=True)
 _SCHEMA = Foreign(_SCHEMA_FIX, becomes=_schema_format)
 _LENGTH = Foreign("use max_tokens", same_as=_LENGTHS)
+# llama.cpp's. No other request has the salt, so false finds no earlier prompt.
+CACHE_PROMPT = Foreign(becomes=lambda value: {"cache_salt": secrets.token_hex(16)} if value is False else {})
 
 FOREIGN: Mapping[str, Foreign] = {
     # Hints.
@@ -100,7 +103,7 @@ FOREIGN: Mapping[str, Foreign] = {
         (
             *("service_tier", "prediction", "verbosity", "store", "prompt_cache_options", "prompt_cache_retention"),
             *("prompt_cache_key", "safety_identifier", "user", "metadata", "max_tool_calls", "keep_alive"),
-            *("client_metadata", "cache_prompt", "id_slot", "provider", "guided_decoding_backend"),
+            *("client_metadata", "id_slot", "provider", "guided_decoding_backend"),
             "spaces_between_special_tokens",
             # Ollama's settings of a loaded model, and settings of samplers that are off.
             *("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "use_mmap", "use_mlock", "f16_kv"),
@@ -113,6 +116,7 @@ FOREIGN: Mapping[str, Foreign] = {
         ),
         _HINT,
     ),
+    "cache_prompt": CACHE_PROMPT,
     # OpenAI's.
     "audio": _HINT,  # it matters only if `modalities` has audio
     "background": Foreign("answers are not stored: leave it out and read the stream", (False,)),

@@ -172,7 +172,7 @@ class LlamacppShape(Shape):
     def __init__(self, accepted: Accepted, body: TextBody) -> None:
         self._served, self._params, self._prompt_ids = accepted.served, accepted.ask.params, accepted.prompt_ids
         self._spelling = Spelling.of(accepted.served.llm.tokenizer)
-        self._has_content, self._has_tokens = body.max_tokens != 0, bool(body.return_token_ids or body.stream)
+        self._limit, self._has_tokens = body.max_tokens, bool(body.return_token_ids or body.stream)
         self._num_predicted = [0] * len(self._prompt_ids) * len(self._params)
 
     def whole(self, results: Sequence[GenerationResult]) -> LlamacppCompletion | list[LlamacppCompletion]:
@@ -196,7 +196,7 @@ class LlamacppShape(Shape):
         self._num_predicted[index] += len(pieces)
         text = "".join(piece.text for piece in pieces)
         scored = self._scored(logprobs_of(pieces), pieces[-1].finish_reason)
-        if not (text or scored) or not self._has_content:
+        if not (text or scored) or self._limit == 0:
             return []
         fields = self._part(index, text, [piece.token_id for piece in pieces], scored)
         num_predicted, num_read = self._num_predicted[index], len(self._ids_of(index))
@@ -207,7 +207,7 @@ class LlamacppShape(Shape):
         return event(error.body)
 
     def _part(self, index: int, text: str, token_ids: Sequence[int], scored: Any) -> dict[str, Any]:
-        content = text if self._has_content else ""
+        content = "" if self._limit == 0 else text
         tokens = list(token_ids) if self._has_tokens else []
         return {"index": index, "content": content, "tokens": tokens, "completion_probabilities": scored}
 
@@ -218,20 +218,20 @@ class LlamacppShape(Shape):
         settings = {name: getattr(params, name) for name in _SHOWN}
         word = result.stop_reason if result.finish_reason == "stop" else None
         is_word = isinstance(word, str)
+        num_predicted = 0 if self._limit == 0 else result.generated_tokens
         return LlamacppCompletion(
             **self._part(index, text, token_ids, scored),
             stop=True,
-            tokens_predicted=result.generated_tokens if self._has_content else 0,
+            tokens_predicted=num_predicted,
             tokens_evaluated=result.prompt_tokens,
             model=self._served.model,
-            generation_settings={"n_ctx": self._served.llm.max_seq_len, "n_predict": params.max_new_tokens or -1}
-            | settings,
+            generation_settings={"n_ctx": self._served.llm.max_seq_len, "n_predict": self._limit} | settings,
             prompt=self._served.llm.tokenizer.decode(self._ids_of(index), skip_special_tokens=False),
             has_new_line="\n" in result.text,
             truncated=False,
             stop_type="word" if is_word else "eos" if result.finish_reason in ("eos", "stop") else "limit",
             stopping_word=str(word) if is_word else "",
-            tokens_cached=result.prompt_tokens + result.generated_tokens,
+            tokens_cached=result.prompt_tokens + num_predicted,
             timings=_timings(result),
         )
 

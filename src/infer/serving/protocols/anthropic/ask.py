@@ -18,7 +18,7 @@ from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.request_limits import MAX_STOPS, MAX_TOKENS, MAX_TOOLS
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse
-from infer.serving.protocols.foreign import Foreign
+from infer.serving.protocols.foreign import CACHE_PROMPT, Foreign
 from infer.serving.protocols.messages import (
     call_of_message,
     complete_each,
@@ -46,6 +46,7 @@ _FOREIGN = {
     "speed": Foreign(is_hint=True),
     "inference_geo": Foreign(is_hint=True),
     "betas": Foreign(is_hint=True),
+    "cache_prompt": CACHE_PROMPT,
     "max_completion_tokens": Foreign("use max_tokens", same_as=("max_tokens",)),
     "output_format": Foreign("use output_config.format", becomes=lambda value: {"output_config": {"format": value}}),
     "reasoning_effort": Foreign("use output_config.effort", becomes=lambda value: {"output_config": {"effort": value}}),
@@ -185,11 +186,12 @@ class OutputConfig(Parameters, kw_only=True):
 
 
 class PromptBody(Parameters, kw_only=True):
-    """The fields that both routes have."""
+    """The fields that both routes have. `cache_salt` is not in Anthropic's API."""
 
     foreign = _FOREIGN
 
     model: str | None = None
+    cache_salt: str | None = None
     messages: Annotated[list[MessageTurn], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
     thinking: Thinking | None = None
@@ -211,9 +213,10 @@ class MessagesBody(PromptBody, kw_only=True):
     """A request for an answer.
 
     `seed` is not in Anthropic's API. Without `max_tokens`, an answer may fill the context.
+    With 0, the prompt is only read into the cache.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
@@ -365,6 +368,8 @@ def _text(text: str) -> dict[str, Any]:
 
 def ask_message(body: MessagesBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
+    if body.max_tokens == 0 and body.stream:
+        raise refuse("max_tokens must be at least 1 in a stream, got 0: leave stream out", "max_tokens")
     params = served.params(sampling_of(body), body.seed, "messages")
     return replace(ask_prompt(body, served), params=params)
 
@@ -387,7 +392,8 @@ def options_of(body: PromptBody, template: str | None) -> RequestOptions:
     """
     budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
     with refusing("messages"):
-        return RequestOptions(**tool_fields(body.tools, body.tool_choice), reasoning_budget=budget)
+        fields = tool_fields(body.tools, body.tool_choice)
+        return RequestOptions(**fields, reasoning_budget=budget, cache_salt=body.cache_salt or "")
 
 
 def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:
@@ -401,7 +407,8 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
 
 def sampling_of(body: MessagesBody) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
-    values = {name: value for name, value in given.items() if value is not None} | {"max_tokens": body.max_tokens}
+    values = {name: value for name, value in given.items() if value is not None}
+    values["max_tokens"] = 1 if body.max_tokens == 0 else body.max_tokens
     if stops := stops_of(body.stop_sequences or ()):
         values["stop"] = stops
     if body.output_config is not None and body.output_config.format is not None:

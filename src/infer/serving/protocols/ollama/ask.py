@@ -35,6 +35,7 @@ _NEW_NAMES = {"thinking": "reasoning_content", "tool_name": "name"}
 _HINT = Foreign(is_hint=True)
 _FOREIGN = {
     "name": Foreign(same_as=("model",)),
+    "cache_salt": Foreign("leave it out", becomes=lambda value: {"options": {"cache_salt": value}}),
     **dict.fromkeys(("shift", "insecure", "verbose", "width", "height", "steps", "user"), _HINT),
 }
 _WHOLE_PROMPT = "only the server's own template is used: send the whole prompt with raw: true"
@@ -211,7 +212,7 @@ def _sampling(body: AnsweringBody) -> dict[str, Any]:
         found["seed"] = body.seed
     if not found.keys() & _LENGTHS:
         found["num_predict"] = -1 if body.num_predict is None else body.num_predict
-    if found.get("num_predict") == -2:  # -2: until the context is full
+    if found.get("num_predict") in (0, -2):  # no limit, and until the context is full
         found["num_predict"] = -1
     if body.truncate:
         found["overflow"] = "truncate_left"

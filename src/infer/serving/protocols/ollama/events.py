@@ -61,6 +61,7 @@ class OllamaAnswer(Answer, kw_only=True):
     total_duration: Count | UnsetType = UNSET
     load_duration: Count | UnsetType = UNSET
     prompt_eval_count: Count | UnsetType = UNSET
+    prompt_eval_cached_count: Count | UnsetType = UNSET
     prompt_eval_duration: Count | UnsetType = UNSET
     eval_count: Count | UnsetType = UNSET
     eval_duration: Count | UnsetType = UNSET
@@ -161,6 +162,7 @@ class OllamaShape(Shape):
             "total_duration": nanoseconds(self._served.seconds()),
             "load_duration": nanoseconds(self._served.load_seconds),
             "prompt_eval_count": result.prompt_tokens,
+            "prompt_eval_cached_count": result.reused_tokens,
             "prompt_eval_duration": nanoseconds(timing.ttft_s),
             "eval_count": result.generated_tokens,
             "eval_duration": nanoseconds(timing.decode_time_s + timing.sampling_time_s),

@@ -119,5 +119,5 @@ def test_a_folder_is_loaded_or_refused_so(folder: Path, case: dict[str, Any], tm
     if "error" in case:
         check_refused(lambda: LLM(config.parent), case["error"], ModelError)
     else:
-        with LLM(config.parent) as llm:
+        with LLM(config.parent, **json.loads(case.get("load", "{}"))) as llm:
             assert len(llm.generate("ab", max_new_tokens=2, temperature=0, ignore_eos=True).token_ids) == 2

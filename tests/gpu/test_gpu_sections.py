@@ -18,8 +18,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import check_gpu
 import gpu_sections
-from gpu_profile import Launch, summary
-from infer.compute.backends.cuda import projection
 from infer.compute.backends.cuda.layouts import LAYOUTS
 
 pytestmark = pytest.mark.slow
@@ -58,27 +56,6 @@ def test_a_profile_has_the_times_of_every_step_and_kernel() -> None:
     for each in found:
         assert 0 < each["host_us"] <= each["step_us"]
         assert each["launches"] == sum(kernel["per_step"] for kernel in each["kernels"].values()) > 0
-
-
-def test_a_summary_separates_the_time_of_kernels_from_the_gaps_between_them() -> None:
-    first = [Launch("norm", 0.0, 4.0), Launch("matvec", 5.0, 10.0), Launch("matvec", 18.0, 20.0)]
-    second = [Launch(each.name, each.start + 50, each.duration) for each in first]
-    overlapped = Launch("copy", 87.0, 3.0)  # begins before the last matvec has ended
-    found = summary([*first, *second, overlapped], 2)
-    assert (found["launches"], found["busy_us"]) == (3.5, (34 + 34 + 2) / 2)
-    assert (found["idle_us"], list(found["kernels"])) == ((1 + 3 + 12 + 1 + 3) / 2, ["matvec", "norm", "copy"])
-    assert found["kernels"]["matvec"] == {"per_step": 2.0, "mean_us": 15.0, "step_us": 30.0, "gap_us": 2.0}
-    assert summary([], 3) == {"launches": 0.0, "busy_us": 0.0, "idle_us": 0.0, "kernels": {}}
-
-
-def test_a_sweep_replaces_constants_and_restores_them() -> None:
-    before = {name: getattr(projection, name) for name in ("FEW_TOKENS", "MATVEC_TILE")}
-    found = results_of("sweeps, time")
-    assert [(each["constant"], each["value"]) for each in found] == [
-        ("FEW_TOKENS", 1), ("FEW_TOKENS", 8), ("MATVEC_TILE", 2), ("MATVEC_TILE", 4),
-    ]  # fmt: skip
-    assert all(each["has_same_bits"] and each["microseconds"] > 0 for each in found)
-    assert before == {name: getattr(projection, name) for name in before}
 
 
 def test_sums_of_tiles_are_compared_bit_by_bit() -> None:

@@ -6,6 +6,7 @@ accepts, are refused. Pickled weights are never opened.
 
 import os
 from collections.abc import Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -142,9 +143,9 @@ def _check_shards(index: Path, names: Mapping[str, str], shards: Mapping[str, Ma
 
     A shared matrix may be listed under both of its names, and stored under one.
     """
-    may_miss = _SHARED if any(name.endswith(_SHARED) for tensors in shards.values() for name in tensors) else ()
-    absent = [name for name, shard in names.items() if name not in shards[shard] and not name.endswith(may_miss)]
-    missing = [f"{name!r:.80} in {names[name]!r:.80}" for name in absent]
+    may_miss = _SHARED if any(name.endswith(_SHARED) for name in chain(*shards.values())) else ()
+    places = {name: shard for name, shard in names.items() if not name.endswith(may_miss)}
+    missing = [f"{name!r:.80} in {shard!r:.80}" for name, shard in places.items() if name not in shards[shard]]
     if missing:
         problem = f"missing tensors: {_some(missing)}: the files belong to different models, or have swapped names"
         raise ModelFormatError(index, "weight_map", problem)

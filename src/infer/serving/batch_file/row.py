@@ -9,7 +9,7 @@ A plain row without an id is named after its line.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,17 +20,16 @@ from infer.serving.protocols.params import prompts_of, refuse_unless_neutral
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.system.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/classify"]
-ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 _TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
 TextsBody = EmbeddingsBody | RerankBody | ClassifyBody
-_BODIES: Mapping[Endpoint, tuple[type[Any], Complete]] = {
+_BODIES: Mapping[str, tuple[type[Any], Complete]] = {
     "/v1/chat/completions": (ChatBody, complete_chat),
     "/v1/completions": (CompletionBody, as_given),
     "/v1/embeddings": (EmbeddingsBody, as_given),
     "/v1/rerank": (RerankBody, as_given),
     "/v1/classify": (ClassifyBody, as_given),
 }
+ENDPOINTS = (*_BODIES,)
 # Fields of a body that a line cannot answer, with the values that have no effect and are accepted.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("stream", "echo", "return_token_ids"), (False,)),
@@ -47,7 +46,7 @@ class Row(NamedTuple):
     """
 
     id: str
-    endpoint: Endpoint | None = None
+    endpoint: str | None = None
     body: ChatBody | CompletionBody | TextsBody | None = None
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] = ""
     values: Mapping[str, Any] = {}
@@ -83,15 +82,16 @@ def row_of(record: dict[str, Any], name: str) -> Row:
     is_plain = "custom_id" not in record
     named = record.get("id", name) if is_plain else record["custom_id"]
     row_id = str(named) if type(named) in (str, int) else name
-    endpoint: Endpoint | None = None if is_plain else ENDPOINTS[0]
+    endpoint: str | None = None if is_plain else ENDPOINTS[0]
     try:
         if row_id != str(named) or not row_id or not _is_text(row_id):
             row_id = name
             raise InvalidRequestError(f"an id must be a whole number or a text with characters, got {named!r:.60}")
         if is_plain:
             return _plain(row_id, record)
-        endpoint = _endpoint(record)
-        return _of_openai(row_id, endpoint, record)
+        if (url := record.get("url")) not in ENDPOINTS:
+            raise InvalidRequestError(f"url must be {' or '.join(ENDPOINTS)}, got {url!r:.60}")
+        return _of_openai(row_id, url, record)
     except InvalidRequestError as error:
         return Row(row_id, endpoint, problem=str(error))
     except (UnicodeEncodeError, msgspec.DecodeError):
@@ -115,14 +115,7 @@ def _plain(row_id: str, record: dict[str, Any]) -> Row:
     return Row(row_id, None, None, prompts[0], values, options)
 
 
-def _endpoint(record: dict[str, Any]) -> Endpoint:
-    for endpoint in ENDPOINTS:
-        if record.get("url") == endpoint:
-            return endpoint
-    raise InvalidRequestError(f"url must be {' or '.join(ENDPOINTS)}, got {record.get('url')!r:.60}")
-
-
-def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
+def _of_openai(row_id: str, endpoint: str, record: dict[str, Any]) -> Row:
     if record.get("method", "POST") != "POST":
         raise InvalidRequestError(f"method must be 'POST', got {record['method']!r:.60}")
     body = record.get("body")

@@ -63,21 +63,16 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     settings = state.settings
     app = _routed(state, table)
     if settings.cors_origins:  # pages of these origins may call, but never with a browser's credentials
+        given = " ".join(settings.cors_origins).lower().replace(",", " ").split()
         app = CORSMiddleware(
             app,
-            _origins(settings.cors_origins),
+            [each if each.endswith("//") else each.removesuffix("/") for each in given],  # as browsers write them
             ["GET", "POST"],
             ["*"],
             expose_headers=_ANSWER_HEADERS,
             allow_private_network=True,  # a page of a public address asks before it calls a local server
         )
     return with_calls(app, state)
-
-
-def _origins(given: Sequence[str]) -> list[str]:
-    """Return origins as browsers write them, of texts that may each list several."""
-    each = ",".join(given).lower().replace(",", " ").split()
-    return [origin if origin.endswith("//") else origin.removesuffix("/") for origin in each]
 
 
 class _Row(NamedTuple):

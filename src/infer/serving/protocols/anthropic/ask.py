@@ -213,10 +213,9 @@ class MessagesBody(PromptBody, kw_only=True):
     """A request for an answer.
 
     `seed` is not in Anthropic's API. Without `max_tokens`, an answer may fill the context.
-    With 0, the prompt is only read into the cache.
     """
 
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
@@ -368,8 +367,6 @@ def _text(text: str) -> dict[str, Any]:
 
 def ask_message(body: MessagesBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    if body.max_tokens == 0 and body.stream:
-        raise refuse("max_tokens must be at least 1 in a stream, got 0: leave stream out", "max_tokens")
     params = served.params(sampling_of(body), body.seed, "messages")
     return replace(ask_prompt(body, served), params=params)
 
@@ -407,8 +404,7 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
 
 def sampling_of(body: MessagesBody) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
-    values = {name: value for name, value in given.items() if value is not None}
-    values["max_tokens"] = 1 if body.max_tokens == 0 else body.max_tokens
+    values = {name: value for name, value in given.items() if value is not None} | {"max_tokens": body.max_tokens}
     if stops := stops_of(body.stop_sequences or ()):
         values["stop"] = stops
     if body.output_config is not None and body.output_config.format is not None:

@@ -112,7 +112,6 @@ class MessageShape(Shape):
 
     def __init__(self, accepted: Accepted, body: MessagesBody) -> None:
         self._head, self._stops = accepted.head("msg_"), frozenset(body.stop_sequences or ())
-        self._is_only_read = body.max_tokens == 0
         self._warnings, self._sequence = accepted.served.reading.warnings, accepted.firsts[0]
         self._usage: MessagesUsage | None = None  # of the first event
         self._index = -1  # index of the open block
@@ -120,9 +119,6 @@ class MessageShape(Shape):
 
     def whole(self, results: Sequence[GenerationResult]) -> AnthropicMessage:
         (result,) = results
-        if self._is_only_read:
-            usage = _usage(result.prompt_tokens, result.reused_tokens, 0)
-            return self._message([], Stop("max_tokens"), usage)
         blocks = list[MessageBlock]()
         if result.reasoning is not None:
             blocks.append(MessageThinking(result.reasoning, ""))

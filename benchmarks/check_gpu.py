@@ -32,8 +32,8 @@ CHECK_SECONDS = 200.0
 TYPES_PER_SECTION, NUM_WEIGHT_SECTIONS = 3, 10  # a section compiles the kernels of three types in about a minute
 
 # Whole models come first, because they have not run on a GPU yet: what they show is worth most if the time ends. Then
-# the timings run, each alone. Kernels by themselves were right on an H200, so they are last, and in parallel, because
-# they mostly wait for a compiler.
+# the timings run, each alone. Products, attention and the sampler were right on an H200. So they are last, and in
+# parallel, because they mostly wait for a compiler.
 SECTIONS = (
     Section("machine", 90),
     Section("models", 100, False),

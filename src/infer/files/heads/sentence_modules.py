@@ -76,7 +76,7 @@ def text_limit(folder: Path, *, is_encoder: bool) -> int | None:
         return None
     own = Path(modules[0].path if modules else "")
     for name, key in ((_TRANSFORMER, "max_seq_length"), (_TOKENIZER, "model_max_length")):
-        for path in (folder / own).glob(name):
+        for path in sorted((folder / own).glob(name)):
             found = read_json_file(inside(folder, str(own / path.name))).get(key)
             if found is None:
                 continue

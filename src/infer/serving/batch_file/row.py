@@ -29,7 +29,7 @@ _BODIES: Mapping[str, tuple[type[Any], Complete]] = {
     "/v1/rerank": (RerankBody, as_given),
     "/v1/classify": (ClassifyBody, as_given),
 }
-ENDPOINTS = (*_BODIES,)
+ENDPOINTS = tuple(_BODIES)
 # Fields of a body that a line cannot answer, with the values that have no effect and are accepted.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("stream", "echo", "return_token_ids"), (False,)),
@@ -82,7 +82,7 @@ def row_of(record: dict[str, Any], name: str) -> Row:
     is_plain = "custom_id" not in record
     named = record.get("id", name) if is_plain else record["custom_id"]
     row_id = str(named) if type(named) in (str, int) else name
-    endpoint: str | None = None if is_plain else ENDPOINTS[0]
+    endpoint = None if is_plain else ENDPOINTS[0]
     try:
         if row_id != str(named) or not row_id or not _is_text(row_id):
             row_id = name

@@ -70,8 +70,7 @@ class Served:
         given = {**otherwise, **self.values, **without_zeros(values)}
         with refusing(prompt_name):
             first = default_params(self.llm.sampling_defaults, is_chat=prompt_name != "prompt", **given)
-            seed = self.seed if seed is None else seed
-            return [replace(first, seed=each) for each in seeds_of(seed, num_choices)]
+            return [replace(first, seed=each) for each in seeds_of(self.seed if seed is None else seed, num_choices)]
 
 
 # An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.

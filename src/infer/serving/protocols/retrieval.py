@@ -47,10 +47,12 @@ class EmbeddingsBody(Body, kw_only=True):
 
     def items(self, vectors: Any) -> list[Embedding]:
         """Return the items of the answer for `vectors`, an array `[texts, size]` of float32."""
-        values = vectors.tolist()
-        if self.encoding_format == "base64":
-            values = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
+        values = map(_base64_of, vectors) if self.encoding_format == "base64" else vectors.tolist()
         return list(starmap(Embedding, enumerate(values)))
+
+
+def _base64_of(vector: Any) -> str:
+    return base64.b64encode(vector.astype("<f4")).decode()
 
 
 @final

@@ -120,8 +120,8 @@ def _tool_choice(given: Any) -> ToolChoice:
             return ToolChoice(given)
         case {"type": "function"}:
             return ToolChoice("required", (_allowed_name(given),), is_named=True)
-        case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-            return _tool_choice({"type": "allowed_tools", **allowed})
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}:
+            return _tool_choice({"type": "allowed_tools", "mode": mode, "tools": tools})
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
             return ToolChoice(mode, tuple(map(_allowed_name, tools)))
         case str(name):

@@ -15,6 +15,7 @@ import pytest
 
 from infer.compute.kvcache import prefix_store
 from infer.compute.kvcache.prefix_store import PageName, PrefixStore, PrefixStoreError, open_store
+from infer.system import user_cache
 
 PAGE = 5000  # bytes, which take two blocks on disk
 ON_DISK = 8192
@@ -168,10 +169,30 @@ def test_a_damaged_account_or_secret_is_made_again(damage: bytes, tmp_path: Path
     assert open_in(tmp_path).read(name_of(1), PAGE) == content_of(name_of(1))
 
 
+def test_a_page_and_a_secret_that_another_process_writes_meanwhile_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first read of each file finds none, and by the next look another process has written it."""
+    store = open_in(tmp_path)
+    write(store, 1)
+    misses = {"secret", str(name_of(1))}
+
+    def read_own(path: Path, most_bytes: int) -> bytes | None:
+        if path.name in misses:
+            misses.remove(path.name)
+            return None
+        return user_cache.read_own(path, most_bytes)
+
+    monkeypatch.setattr(prefix_store, "read_own", read_own)
+    assert open_in(tmp_path).read(name_of(1), PAGE) == content_of(name_of(1))
+    assert not misses
+
+
 _WRITER = """
 import sys, random
 from pathlib import Path
 from infer.compute.kvcache.prefix_store import PageName, PrefixStore
+from infer.system import user_cache
 folder, max_bytes, seed, PAGE = sys.argv[1], *map(int, sys.argv[2:])
 store, generator = PrefixStore(Path(folder), "ours", max_bytes), random.Random(seed)
 print("ready", flush=True)

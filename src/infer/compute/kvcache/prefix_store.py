@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
-from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own
+from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 
 _DIGEST_BYTES = _SECRET_BYTES = 32
 _BLOCK_BYTES = 4096  # block of the file system: a file uses whole blocks
@@ -65,7 +65,7 @@ class PrefixStore:
         self._secret = _read_secret(folder)
         self.problem: str | None = None if is_writable(folder) else f"{folder} cannot be written"
         if self.problem is None:
-            with self._locked():
+            with _locked(self._root):
                 self._account(self._shrink(0, max_bytes))
 
     @property
@@ -82,19 +82,27 @@ class PrefixStore:
         Raises PrefixStoreError if the file was changed. It is then removed.
         """
         path = self._folder / str(name)
+        content, problem = self._read(path, name, num_bytes)
+        if problem:
+            with suppress(OSError), _locked(self._root):  # another process may have removed and written it meanwhile
+                content, problem = self._read(path, name, num_bytes)
+                if problem:
+                    path.unlink()
+        if problem:
+            raise PrefixStoreError(f"{path} {problem}; it was removed, and its tokens are read again")
+        return content
+
+    def _read(self, path: Path, name: PageName, num_bytes: int) -> tuple[memoryview | None, str]:
+        """Return a stored page, or None, and what is wrong with the file, or ""."""
         stored = read_own(path, _DIGEST_BYTES + num_bytes + 1)
         if stored is None and not path.exists():
-            return None
+            return None, ""
         content = memoryview(stored or b"")[_DIGEST_BYTES:]
         if stored is None or len(content) != num_bytes:
-            problem = "has another size or owner"
-        elif not hmac.compare_digest(stored[:_DIGEST_BYTES], self._digest(name, content)):
-            problem = "is damaged: its digest differs"
-        else:
-            return content
-        with suppress(OSError):
-            path.unlink()
-        raise PrefixStoreError(f"{path} {problem}; it was removed, and its tokens are read again")
+            return None, "has another size or owner"
+        if not hmac.compare_digest(stored[:_DIGEST_BYTES], self._digest(name, content)):
+            return None, "is damaged: its digest differs"
+        return content, ""
 
     def touch(self, name: PageName, depth: int) -> None:
         """Note that a stored page was used. Among pages used together, those with a larger depth are removed first."""
@@ -116,7 +124,7 @@ class PrefixStore:
             return False
         digest = self._digest(name, content)
         try:
-            with self._locked():
+            with _locked(self._root):
                 if name in self:
                     return False
                 total = self._total()
@@ -149,16 +157,6 @@ class PrefixStore:
         digest = hmac.new(self._secret, self._fingerprint + str(name).encode(), "sha256")
         digest.update(content)
         return digest.digest()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock within the context."""
-        descriptor = os.open(self._root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
     def _total(self) -> int | None:
         """Return the account, which is at least the number of bytes of the files, or None if it cannot be read."""
@@ -213,22 +211,24 @@ def open_store(fingerprint: str, max_bytes: int) -> PrefixStore | str:
         return f"{folder} cannot be used ({error.strerror})"
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock within the context. Raises OSError."""
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _read_secret(folder: Path) -> bytes:
     """Return the secret of the folder. Make one if there is none. Raises OSError."""
     path = folder / _SECRET
     if (secret := _valid_secret(path)) is None:
-        new = folder / f"{_SECRET}.{secrets.token_hex(8)}"
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(_SECRET_BYTES))
-            if path.exists():  # it is damaged
-                new.replace(path)
-            else:
-                with suppress(FileExistsError):  # another process was first
-                    os.link(new, path)
-        finally:
-            new.unlink(missing_ok=True)
+        with _locked(folder):  # else another process may write one now, and its pages would be lost
+            if _valid_secret(path) is None and (error := write_own(path, secrets.token_bytes(_SECRET_BYTES))):
+                raise error
         if (secret := _valid_secret(path)) is None:
             raise OSError(0, "its secret cannot be read")
     return secret

@@ -15,7 +15,6 @@ the page of moved modules are not checked: they are history, and name code that 
 """
 
 import argparse
-import ast
 import gc
 import io
 import re
@@ -26,7 +25,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from code_names import FOLDERS, PYTHON_FOLDERS, CodeNames, docstrings, read_names, variables_of
+from code_names import FOLDERS, PYTHON_FOLDERS, CodeNames, docstrings, nodes_of, read_names, variables_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/dev/*.md", "docs/explanation/*.md")
@@ -142,7 +141,7 @@ def faults_of_page(text: str, names: CodeNames) -> Iterator[Fault]:
 
 def faults_of_module(text: str, names: CodeNames) -> Iterator[Fault]:
     """Yield the wrong names of a module's docstrings and comments."""
-    nodes = list(ast.walk(ast.parse(text)))
+    _, nodes = nodes_of(text)
     variables = variables_of(nodes)
     texts = [(node.lineno, str(node.value)) for node in docstrings(nodes)]
     for line, found in [*texts, *_comments(text)]:

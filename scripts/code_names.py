@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 PYTHON_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
@@ -16,6 +17,7 @@ _OTHER_CODE = {".cl", ".css", ".h", ".html", ".js", ".sh", ".toml", ".yaml", ".y
 _WORD = re.compile(r"\w+")
 _DOTTED = re.compile(r"\w+(?:\.\w+)+")
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_NAMED = (ast.Name, ast.Attribute, ast.Constant, ast.arg, ast.keyword, ast.alias, ast.ImportFrom, *_DEFINITIONS)
 
 
 @dataclass
@@ -68,7 +70,7 @@ def read_names(root: Path) -> CodeNames:
         names.paths.add(path.relative_to(root).as_posix())
         names.words.update(path.name.split("."))
         if path.suffix == ".py" and path.relative_to(root).parts[0] in PYTHON_FOLDERS:
-            _add_module(names, path.relative_to(root), ast.parse(path.read_text(encoding="utf-8")))
+            _add_module(names, path.relative_to(root), path.read_text(encoding="utf-8"))
         elif path.suffix in _OTHER_CODE and path.is_file() and "data" not in path.parts:
             names.words.update(_WORD.findall(path.read_text(encoding="utf-8")))
     moved = root / "docs" / "dev" / "moved.md"
@@ -84,13 +86,19 @@ def module_name(path: Path) -> str:
     return ".".join(part for part in parts[parts[0] == "src" :] if part != "__init__")
 
 
-def _add_module(names: CodeNames, path: Path, tree: ast.Module) -> None:
-    name = module_name(path)
+@cache  # a module is read for its names, and once more for the names in its docstrings
+def nodes_of(text: str) -> tuple[ast.Module, list[ast.AST]]:
+    """Return the tree of a module, and all of its nodes."""
+    tree = ast.parse(text)
+    return tree, list(ast.walk(tree))
+
+
+def _add_module(names: CodeNames, path: Path, text: str) -> None:
+    name, (tree, nodes) = module_name(path), nodes_of(text)
     defined = names.modules[name] = set(_bound_names(tree.body))
     names.modules_by_end[name.rpartition(".")[2]].append(name)
-    nodes = list(ast.walk(tree))
     documented = {id(text) for text in docstrings(nodes)}
-    for node in nodes:
+    for node in (node for node in nodes if isinstance(node, _NAMED)):
         if isinstance(node, ast.ClassDef):
             _add_class(names, node)
         match node:

@@ -36,7 +36,7 @@ from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.weight_loader import dense
 from refusals import check_refused, refusal
 from steps import load_network, logits_of
-from tiny import BY_NAME, DELTA_NETS, LAGUNA, LONGROPE, TINY, Tiny, change_tensors, make_tiny
+from tiny import BY_NAME, CENTRED, DELTA_NETS, LAGUNA, LONGROPE, ROWS, TINY, Tiny, change_tensors, make_tiny
 
 AT, Q_PROJ = "model.layers.0.linear_attn", "model.layers.3.self_attn.q_proj"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -342,6 +342,7 @@ _NOT_IN_GGUF = {"llama_relu", "llama_relu2", "llama_quick_gelu", "llama_odd_size
 _NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows", "qwen3_moe_mixed", "gpt_oss_plain"}
 _NOT_IN_GGUF |= {"mellum_mixed", "muse_glimmer_listed", "llama4_chunks", "llama4_plain", "lfm2_biases"}
 _NOT_IN_GGUF |= {"lfm2_moe_plain", "qwen3_next_mixed", "olmo_hybrid", "olmo_hybrid_rotated"}
+_NOT_IN_GGUF |= {tiny.name for tiny in (*ROWS, *CENTRED)}
 CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
 
 

@@ -335,13 +335,91 @@ LLAMA4 = [
     ),
 ]  # fmt: skip
 
+_MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Families that differ from others in data only.
+ROWS = [
+    _tiny("gemma", hf.GemmaConfig, head_dim=32),
+    _tiny("gemma_biases", hf.GemmaConfig, head_dim=16, attention_bias=True, tie_word_embeddings=False),
+    _tiny("vaultgemma", hf.VaultGemmaConfig, num_hidden_layers=4, head_dim=32, sliding_window=8),
+    _tiny("glm", hf.GlmConfig, head_dim=32),
+    _tiny("glm4", hf.Glm4Config, num_hidden_layers=3, head_dim=32),
+    _tiny("glm4_whole", hf.Glm4Config, head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
+    _tiny("ernie4_5", hf.Ernie4_5Config, head_dim=32),
+    _tiny("ernie4_5_biases", hf.Ernie4_5Config, head_dim=16, use_bias=True, tie_word_embeddings=False),
+    _tiny("ernie4_5_moe", hf.Ernie4_5_MoeConfig, num_hidden_layers=3, moe_num_experts=6, moe_k=2),
+    _tiny(
+        "ernie4_5_moe_alternating", hf.Ernie4_5_MoeConfig, num_hidden_layers=4, moe_num_experts=5, moe_k=3,
+        moe_intermediate_size=32, moe_num_shared_experts=0, moe_layer_interval=2, moe_layer_start_index=0,
+        moe_layer_end_index=2, tie_word_embeddings=False,
+    ),
+    _tiny("helium", hf.HeliumConfig, head_dim=16),
+    _tiny("helium_biases", hf.HeliumConfig, head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    _tiny("internlm3", hf.InternLM3Config, head_dim=32, attention_bias=True, mlp_bias=True),
+    _tiny("iquestcoder", hf.IQuestCoderConfig, head_dim=32),
+    _tiny(
+        "ministral", hf.MinistralConfig, num_hidden_layers=3, head_dim=16, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    _tiny(
+        "granite_swa", hf.models.granite_swa.configuration_granite_swa.GraniteSWAConfig, num_hidden_layers=5,
+        sliding_window=8, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.05,
+        logits_scaling=8.0, layer_rope_theta=[0, 5_000.0, 5_000.0, 5_000.0, 0], rms_norm_eps=1e-2,
+    ),
+    _tiny("granitemoeshared", hf.GraniteMoeSharedConfig, num_local_experts=5, shared_intermediate_size=64),
+    _tiny("solar_open", hf.SolarOpenConfig, head_dim=32, n_routed_experts=6, norm_topk_prob=False, **_MOE),
+    _tiny(
+        "dots1", hf.Dots1Config, num_hidden_layers=3, head_dim=32, n_routed_experts=6, n_shared_experts=2,
+        first_k_dense_replace=1, max_window_layers=1, sliding_window=8, routed_scaling_factor=2.5, norm_topk_prob=True,
+        **_MOE,
+    ),
+    _tiny(
+        "minimax_m2", hf.MiniMaxM2Config, head_dim=32, num_local_experts=6, num_experts_per_tok=2, rotary_dim=16,
+    ),
+    _tiny(
+        "afmoe", hf.AfmoeConfig, num_hidden_layers=5, head_dim=32, num_experts=6, num_shared_experts=1,
+        num_dense_layers=2, mup_enabled=True, sliding_window=8, route_scale=1.8, **_MOE,
+    ),
+    _tiny("afmoe_plain", hf.AfmoeConfig, head_dim=16, num_experts=4, num_dense_layers=0, **_MOE),
+    _tiny(
+        "exaone_moe", hf.ExaoneMoeConfig, num_hidden_layers=5, head_dim=32, num_experts=6, sliding_window=8, **_MOE,
+    ),
+    _tiny(
+        "exaone_moe_listed", hf.ExaoneMoeConfig, num_hidden_layers=3, num_experts=4, num_shared_experts=2,
+        sliding_window_pattern="LG", layer_types=["sliding_attention", "full_attention", "full_attention"],
+        sliding_window=8, mlp_layer_types=["sparse", "dense", "sparse"], norm_topk_prob=False, **_MOE,
+    ),
+]  # fmt: skip
+
+CENTRED = [
+    _tiny("cohere", hf.CohereConfig, num_hidden_layers=3),
+    _tiny("cohere_biases", hf.CohereConfig, attention_bias=True, tie_word_embeddings=False, logit_scale=0.5),
+    _tiny("cohere2", hf.Cohere2Config, num_hidden_layers=5, sliding_window=8),
+    _tiny("phi", hf.PhiConfig, num_key_value_heads=4),
+    _tiny("starcoder2", hf.Starcoder2Config, sliding_window=8),
+    _tiny("starcoder2_plain", hf.Starcoder2Config, use_bias=False, tie_word_embeddings=False),
+    _tiny("stablelm", hf.StableLmConfig, use_qkv_bias=True),
+    _tiny("nemotron", hf.NemotronConfig),
+    _tiny("gpt_neox", hf.GPTNeoXConfig),
+    _tiny("gpt_neox_wide", hf.GPTNeoXConfig, rotary_pct=1.0, attention_bias=False, tie_word_embeddings=True),
+    _tiny("hunyuan_v1_dense", hf.HunYuanDenseV1Config, head_dim=32),
+    _tiny(
+        "hunyuan_v1_dense_alpha", hf.HunYuanDenseV1Config, head_dim=16, attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0},
+    ),
+    _tiny("hunyuan_v1_moe", hf.HunYuanMoEV1Config, head_dim=16, num_experts=6, moe_topk=2),
+    _tiny("arcee", hf.ArceeConfig, num_hidden_layers=3),
+    _tiny("olmo", hf.OlmoConfig, attention_bias=True),
+]  # fmt: skip
+
 _LONG: dict[str, Any] = {"original_max_position_embeddings": 64, "rope_parameters": _longrope(6)}
 LONGROPE = _tiny("phi3_longrope", hf.Phi3Config, tie_word_embeddings=True, **_LONG)
 TINY += [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MELLUM, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4, *OLMO_HYBRID]
+TINY += [*ROWS, *CENTRED]
 BY_NAME = {tiny.name: tiny for tiny in TINY}
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
 # GPUs refuse these.
 ON_CPUS = [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4, *OLMO_HYBRID]
+ON_CPUS += CENTRED
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
 

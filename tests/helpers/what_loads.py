@@ -35,6 +35,8 @@ def _has_weighted_inputs(feed_forward: FeedForward | None) -> bool:
 _SETTINGS = (
     ("no mask", _of_attention(lambda attention: not attention.is_causal)),
     ("LayerNorm", lambda layer: layer.norms.are_centred),
+    ("norms without weights", lambda layer: not layer.norms.have_weight),
+    ("attention in parallel to the MLP", lambda layer: layer.norms.parallel is not None),
     ("norms of sums", lambda layer: layer.norms.of_sum),
     ("an MLP without a gate", lambda layer: isinstance(layer.feed_forward, Dense) and not layer.feed_forward.is_gated),
     ("experts", lambda layer: isinstance(layer.feed_forward, Experts)),
@@ -57,6 +59,7 @@ _SETTINGS = (
     ("norms of each q and k head", _of_attention(lambda attention: attention.qk_norm == "head")),
     ("norms of each q and k head without weights", _of_attention(lambda own: own.qk_norm == "head_unweighted")),
     ("norms over all q and k heads", _of_attention(lambda attention: attention.qk_norm == "all")),
+    ("norms of each q and k head after the rotation", _of_attention(lambda own: own.qk_norm == "head_after")),
     ("norms of v", _of_attention(lambda attention: attention.has_v_norm)),
     ("values that are keys", _of_attention(lambda attention: attention.are_values_keys)),
     ("shared keys and values", _of_attention(lambda attention: not attention.has_keys)),

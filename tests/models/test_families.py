@@ -6,6 +6,7 @@ Greedy answers through `LLM` are its argmax, and the text part of multimodal mod
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def test_hidden_states_equal_transformers_after_the_last_norm(pair: Pair) -> Non
     oracle, model = pair
     token_ids = random_ids(LENGTH)
     # In infer, it is a part of the norm's weights.
-    scale = getattr(oracle.config, "logits_scaling", 1.0) / getattr(oracle.config, "output_multiplier", 1.0)
+    names = ("output_multiplier", "logit_scale")
+    scale = getattr(oracle.config, "logits_scaling", 1.0) / prod(getattr(oracle.config, name, 1.0) for name in names)
     expected = oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0] / scale
     found = ops.normalize(model.residual(Step.of(token_ids), make_reserved(model)), model.norm)
     assert (found - expected).abs().max() <= tolerance_of(oracle)

@@ -25,7 +25,7 @@ from infer.compute.backends.cpu.workspace import step_buffers
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.limits import HOST_STEP
 from infer.compute.operands.mixers import Attention, Rope
-from infer.compute.operands.weights import Heads, Projection
+from infer.compute.operands.weights import Heads, Norm, Projection
 from infer.compute.quantization.kv_formats import QUANTIZED
 from infer.engine.runner.caches import make_cache
 from infer.errors import InvalidRequestError, ModelError
@@ -76,6 +76,12 @@ def estimated(num_tokens: int, load: LoadSettings = DEFAULT, kv: CacheSettings =
     return MemoryBudget.of(*smollm2(), load, kv, num_tokens=num_tokens, **rows)
 
 
+def norm_tensors(norm: Norm, model: Transformer) -> list[torch.Tensor]:
+    """Return the weight and the bias of a norm, if the files have them."""
+    weights = [norm.weight] if model.architecture.norms.have_weight else []
+    return weights if norm.bias is None else [*weights, norm.bias]
+
+
 def held_bytes(model: Transformer) -> int:
     """Return the real bytes of a loaded model's matrices, norms and biases, each counted once."""
     found: dict[int, int] = {}
@@ -99,7 +105,7 @@ def held_bytes(model: Transformer) -> int:
             tensors = [part.data for part in member.parts]  # type: ignore[attr-defined]
             tensors += [] if member.bias is None else [member.bias]
         else:
-            tensors = [member.weight] if type(member).__name__ == "Norm" else []
+            tensors = norm_tensors(member, model) if isinstance(member, Norm) else []
             tensors += [member] if isinstance(member, torch.Tensor) else []
         found |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     return sum(found.values()) + 4 * sum(layer.has_scale for layer in model.architecture.layers)

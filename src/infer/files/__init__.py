@@ -49,12 +49,17 @@ _WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF architectures whose routers 
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # samples of a file that identify it
 _LLAMA4 = ("llama4", "llama4_text")
+# In these families' folders elements that rotate together are neighbours, too. The share of a head that rotates.
+_SHARE_IN_PAIRS = dict.fromkeys((*_LLAMA4, "ernie4_5", "ernie4_5_moe", "helium", "cohere", "cohere2"), 1.0) | {
+    "glm": 0.5,
+    "glm4": 0.5,
+}
 # In Hugging Face's folders, not in GGUF files.
 _STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}
 _STACK_ORDERS |= dict.fromkeys(_LLAMA4, StackOrder(are_transposed=True))
 _WITH_A_WHOLE_LAST_NORM = frozenset({"muse_glimmer", "muse_glimmer_text"})
 _NORMS_LESS_ONE = (  # families whose folders store w for 1 + w; GGUF files store 1 + w
-    WITH_GATES | {"gemma", "gemma2", "gemma3", "gemma3_text"} | _WITH_A_WHOLE_LAST_NORM
+    WITH_GATES | {"gemma", "gemma2", "vaultgemma", "nemotron", "gemma3", "gemma3_text"} | _WITH_A_WHOLE_LAST_NORM
 )
 
 
@@ -128,8 +133,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         # safetensors stores a shared matrix under one of its names.
         tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
     tensors = taken_apart(_without_drafting_layers(tensors, config), config, _STACK_ORDERS.get(kind, PLAIN))
-    if kind in _LLAMA4:
-        tensors = _with_paired_rows(tensors, config)
+    if kind in _SHARE_IN_PAIRS:
+        tensors = _with_paired_rows(tensors, config, _SHARE_IN_PAIRS[kind])
     embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
     reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
     if (limit := text_limit(folder, is_encoder=is_encoder)) is not None:
@@ -170,22 +175,30 @@ def _open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(file.path, *own, embedding, prompts_from_gguf(path, file.metadata), reranker, classifier)
 
 
-def _with_paired_rows(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+def _with_paired_rows(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], share: float
+) -> dict[str, TensorInfo]:
     """Return the tensors with the rows of q and k marked as in GGUF, where neighbours rotate together.
 
-    In a layer without rotation, the order does not matter. Wrong shapes and numbers are reported later.
+    `share` of a head rotates, if the config does not say another. In a layer without rotation, the order does not
+    matter. Wrong shapes and numbers are reported later.
     """
     found, num_heads = dict(tensors), config.get("num_attention_heads")
-    if type(num_heads) is not int or num_heads < 1:
+    for given in (config, config.get("rope_scaling"), config.get("rope_parameters")):
+        share = given.get("partial_rotary_factor", share) if isinstance(given, Mapping) else share
+    if type(num_heads) is not int or num_heads < 1 or not isinstance(share, int | float):
         return found
     for name, info in tensors.items():
         at, is_q, kind = name.partition(".self_attn.q_proj.")
-        if is_q and (head_rows := info.shape[0] // num_heads) and head_rows % 2 == 0:
+        head_rows = info.shape[0] // num_heads if is_q else 0
+        rotated = int(head_rows * share)
+        if 0 < rotated <= head_rows and rotated % 2 == 0:
             of_k = f"{at}.self_attn.k_proj.{kind}"
             for each in (name, of_k) if of_k in tensors else (name,):
                 num_rows = tensors[each].shape[0]
                 if num_rows % head_rows == 0:
-                    found[each] = replace(tensors[each], num_paired_heads=num_rows // head_rows)
+                    paired = replace(tensors[each], num_paired_heads=num_rows // head_rows)
+                    found[each] = replace(paired, num_paired_rows=rotated)
     return found
 
 

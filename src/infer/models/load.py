@@ -56,6 +56,7 @@ def load_transformer(
         keep_floats_as=keep_floats_as,
         precision=precision,
         group=group,
+        hidden_size=architecture.hidden_size,
         norm_eps=architecture.norm_eps,
         are_norms_centred=architecture.norms.are_centred,
         rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},

@@ -27,6 +27,8 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         shapes |= architecture.norms.shapes("model.norm", hidden)
     if not architecture.tied_embeddings:
         shapes["lm_head.weight"] = (vocab, hidden)
+    if architecture.has_head_bias:
+        shapes["lm_head.bias"] = (vocab,)
     if architecture.per_layer_input is not None:
         shapes |= architecture.per_layer_input.model_shapes(hidden, vocab, len(architecture.layers))
     for index, layer in enumerate(architecture.layers):

@@ -73,8 +73,7 @@ class Transformer:
             x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, eps).to(self.dtype)
             inputs = None if self.per_layer is None else ops.per_layer_inputs(x, step.tokens, self.per_layer)
             for layer in self.layers:
-                for part in layer.parts:
-                    x = part.add(x, cache, step)
+                x = layer.add(x, cache, step)
                 if layer.per_layer_input is not None and inputs is not None:
                     x = layer.per_layer_input.add(x, inputs)
             return x

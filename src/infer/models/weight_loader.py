@@ -50,6 +50,7 @@ class WeightLoader:
     keep_floats_as: FloatsAs
     precision: ops.Precision
     group: Group | None
+    hidden_size: int
     norm_eps: float
     are_norms_centred: bool
     rope_tables: Mapping[Rope, RopeTable]
@@ -90,10 +91,14 @@ class WeightLoader:
         return weight
 
     def norm(self, name: str, scale: float = 1.0, eps: float | None = None) -> Norm:
-        """Return a norm, with a bias if the architecture has one for it."""
+        """Return a norm, with a bias if the architecture has one for it; without a weight, with ones."""
         eps, is_centred = self.norm_eps if eps is None else eps, self.are_norms_centred
-        bias = self.vector(f"{name}.bias") if f"{self.prefix}{name}.bias" in self.expected else None
-        return Norm(self.vector(f"{name}.weight") * scale, eps, bias, is_centred)
+        bias = self.vector(f"{name}.bias") * scale if f"{self.prefix}{name}.bias" in self.expected else None
+        is_weighted = f"{self.prefix}{name}.weight" in self.expected
+        weight = (
+            self.vector(f"{name}.weight") if is_weighted else torch.ones(self.hidden_size, device=self.backend.device)
+        )
+        return Norm(weight * scale, eps, bias, is_centred)
 
     def norm_of_ones(self, dim: int) -> Norm:
         """Return a norm without a weight."""

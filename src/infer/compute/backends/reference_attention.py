@@ -66,7 +66,7 @@ def store_keys(
 ) -> None:
     pages, kv_type = layer.pages, layer.kv_type
     slots = step.positions - pages.shifts[step.rows]
-    k = rotate(k, heads.k_norm, heads.rope, pages, step)
+    k = rotate(k, heads.k_norm, heads, pages, step)
     v = v if heads.v_eps is None else F.rms_norm(v, v.shape[-1:], eps=heads.v_eps)
     k, v = storable(k, v)
     keys, values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
@@ -142,10 +142,10 @@ def rotate_queries(
     q: Float[Tensor, "tokens heads dim"], heads: Heads, pages: Pages, step: Step
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
     """Return the queries rotated and scaled for the window's keys, and for the sinks' keys."""
-    near = far = rotate(q, heads.q_norm, heads.rope, pages, step)
+    near = far = rotate(q, heads.q_norm, heads, pages, step)
     if pages.furthest is not None:
         from_there = replace(step, positions=step.positions.clamp(max=pages.furthest))
-        far = rotate(q, heads.q_norm, heads.rope, pages, from_there)
+        far = rotate(q, heads.q_norm, heads, pages, from_there)
     if heads.query_scales is None:
         return near, far
     scales = heads.query_scales[step.positions][:, None, None]
@@ -154,12 +154,18 @@ def rotate_queries(
 
 
 def rotate(
-    x: Float[Tensor, "tokens heads dim"], norm: Norm | None, rope: RopeTable | None, pages: Pages, step: Step
+    x: Float[Tensor, "tokens heads dim"], norm: Norm | None, heads: Heads, pages: Pages, step: Step
 ) -> Float[Tensor, "tokens heads dim"]:
-    if norm is not None:
+    if norm is not None and not heads.are_norms_after:
         x = normalize(x.flatten(1), norm).view_as(x) if len(norm.weight) > x.shape[-1] else normalize(x, norm)
-    if rope is None:
-        return x
+    if heads.rope is not None:
+        x = turn(x, heads.rope, pages, step)
+    return normalize(x, norm) if norm is not None and heads.are_norms_after else x
+
+
+def turn(
+    x: Float[Tensor, "tokens heads dim"], rope: RopeTable, pages: Pages, step: Step
+) -> Float[Tensor, "tokens heads dim"]:
     sets = pages.rope_sets[step.rows].clamp(max=len(rope.cos) - 1)
     cos, sin = (table[sets, step.positions, None].to(x.dtype) for table in (rope.cos, rope.sin))
     half = cos.shape[-1]

@@ -6,7 +6,7 @@ part is a class here, and the changes that `docs/dev/adding.md` lists.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from infer.compute.operands.feed_forwards import FeedForward, PerLayerInput
 from infer.compute.operands.mixers import Attention, LongRope, Mixer, QueryScale, Rope, keeps
@@ -27,10 +27,15 @@ class Norms:
     are_centred: bool = False
     have_bias: bool = False
     skip_mixer: bool = False  # the mixer's input is the residual stream without a norm
+    have_weight: bool = True
+    # Both parts of a layer read the residual stream as it is before the layer, with the norms that they have before
+    # them ("two"), or with the mixer's for both ("one"). None: the feed-forward reads it with the mixer's result.
+    parallel: Literal["one", "two"] | None = None
 
     def shapes(self, name: str, hidden: int) -> Shapes:
         """Return the shape of each tensor of the norm with this name."""
-        return {f"{name}.{kind}": (hidden,) for kind in (("weight", "bias") if self.have_bias else ("weight",))}
+        kinds = {"weight": self.have_weight, "bias": self.have_bias}
+        return {f"{name}.{kind}": (hidden,) for kind, is_there in kinds.items() if is_there}
 
     @property
     def before_mixer(self) -> bool:
@@ -78,7 +83,7 @@ class Layer:
         shapes = {name: shape for part in self.parts for name, shape in part.shapes(hidden).items()}
         names = [name for name, part in (("attention", self.mixer), ("mlp", self.feed_forward)) if part is not None]
         for name in names:
-            if self.norms.before_mixer if name == "attention" else self.norms.before:
+            if self.norms.before_mixer if name == "attention" else self.norms.before and self.norms.parallel != "one":
                 shapes |= self.norms.shapes(f"{name}_norm", hidden)
             if self.norms.after or self.norms.of_sum:
                 shapes |= self.norms.shapes(f"post_{name}_norm", hidden)
@@ -102,6 +107,7 @@ class Architecture:
     tied_embeddings: bool = False
     text_inputs: TextInputs | None = None
     has_last_norm: bool = True
+    has_head_bias: bool = False
     text_limit: int | None = None  # most tokens of a text for which an embedding model was made
 
     @property

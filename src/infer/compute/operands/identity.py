@@ -39,11 +39,15 @@ NAMES: dict[type, Names] = {
         "Architecture",
         _same("family vocab_size hidden_size layers norm_eps max_positions embedding_scale has_embedding_norm")
         | _same("logit_scale logit_softcap tied_embeddings text_inputs has_last_norm"),
-        later=_same("text_limit"),
+        later=_same("text_limit has_head_bias"),
     ),
     TextInputs: Names("TextInputs", _same("num_positions num_types")),
     Layer: Names("Layer", _same("mixer feed_forward norms per_layer_input has_scale")),
-    Norms: Names("Norms", _same("before after of_sum eps_after are_centred have_bias skip_mixer")),
+    Norms: Names(
+        "Norms",
+        _same("before after of_sum eps_after are_centred have_bias skip_mixer"),
+        later=_same("have_weight parallel"),
+    ),
     Attention: Names(
         "Attention",
         _same("num_heads num_kv_heads head_dim rope scale window chunk softcap has_qkv_bias has_output_bias qk_norm")

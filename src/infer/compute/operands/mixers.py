@@ -6,7 +6,8 @@ from typing import Literal
 from infer.compute.operands.shapes import Shapes
 
 GateCurve = Literal["sigmoid", "softplus"]
-QKNorm = Literal["head", "head_unweighted", "all"]  # the norm is over each head, or over all heads together
+# The norm is over each head, before or after its rotation, or over all heads together.
+QKNorm = Literal["head", "head_unweighted", "head_after", "all"]
 # Matrices that are never quantised here, because their errors add up along a text.
 KEPT_AS_FLOATS = ("linear_attn.a_proj.weight", "linear_attn.b_proj.weight")
 

@@ -304,7 +304,7 @@ class Heads:
     head_dim: int
     scale: float
     rope: RopeTable | None
-    q_norm: Norm | None  # before rotation: over each head, or over all heads together if its weight is as long
+    q_norm: Norm | None  # before the rotation: over each head, or over all heads together if its weight is as long
     k_norm: Norm | None
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before invisible tokens are left out
     sinks: Float[Tensor, "heads"] | None = None  # one more logit per head, not scaled
@@ -318,6 +318,7 @@ class Heads:
     are_gates_of_heads: bool = False  # one gate per head; otherwise one per element of each head
     query_scales: Float[Tensor, "positions"] | None = None  # multiply the queries of each position
     has_keys: bool = True  # otherwise qkv has only q, and keys and values are already in the cache
+    are_norms_after: bool = False  # the norms of q and k, over each head, are after the rotation
     num_ahead: int = 0  # number of slots after its own that a token sees, up to the end of its text
 
     @property

@@ -17,6 +17,7 @@ from infer.files.tensors.tensor_info import TensorInfo
 _PARTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.shared_expert.gate_up_proj": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
 }
 
 _Q = ".self_attn.q_proj"
@@ -36,6 +37,9 @@ def taken_apart(
         if name.endswith(".mlp.shared_gate.weight") and len(info.shape) == 1:  # llama.cpp drops axes of 1
             found[name] = replace(info, shape=(1, *info.shape))
             continue
+        if name.endswith(".mlp.router.correction") and len(info.shape) == 2 and info.shape[0] == 1:  # ERNIE 4.5
+            found[name] = replace(info, shape=info.shape[1:])
+            continue
         if name.endswith("taps") and len(info.shape) == 3 and info.shape[1] == 1:  # one input channel each
             found[name] = replace(info, shape=(info.shape[0], info.shape[2]))
             continue
@@ -44,6 +48,12 @@ def taken_apart(
             continue
         if is_fused(module):
             found |= each_projection(info, module, config)
+            continue
+        if module.endswith(".self_attn.query_key_value") and info.shape[0] % (3 * _shares(config)[0]) == 0:
+            heads = _shares(config)[0]  # each head has its rows of q, k and v
+            of_each = row_ranges(heads, [info.shape[0] // (3 * heads)] * 3)
+            for which, ranges in zip("qkv", of_each, strict=True):
+                found[f"{module.removesuffix('query_key_value')}{which}_proj.{kind}"] = gathered_rows(info, ranges)
             continue
         fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
         if fused is None:

@@ -45,7 +45,9 @@ class LazyWeights(Mapping[str, FileWeight]):
         weight = read_weight(info)
         if len(info.shape) == 1:
             weight = as_float32(weight, info.added)
-        return in_half_order(weight, info.num_paired_heads) if info.num_paired_heads else weight
+        if info.num_paired_heads:
+            return in_half_order(weight, info.num_paired_heads, info.num_paired_rows)
+        return weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -102,7 +104,7 @@ def _read_in_half_order(info: TensorInfo, read: ReadRows, first: int, last: int)
     first_head, end_head = first // head_rows, -(-last // head_rows)
     start, end = first_head * head_rows, end_head * head_rows
     heads = StoredWeight(info.type, (end - start, info.shape[1]), read(start, end))
-    return in_half_order(heads, end_head - first_head).data[first - start : last - start]
+    return in_half_order(heads, end_head - first_head, info.num_paired_rows).data[first - start : last - start]
 
 
 def _read_ranges(info: TensorInfo, read: ReadRows, first: int, last: int) -> Tensor:
@@ -171,17 +173,20 @@ def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) 
     return raw.reshape(prod(shape[:-1]), kind.row_bytes(shape[-1]))
 
 
-def in_half_order(weight: StoredWeight, num_heads: int) -> StoredWeight:
+def in_half_order(weight: StoredWeight, num_heads: int, num_rotated: int = 0) -> StoredWeight:
     """Return rows of q or k in Hugging Face's order instead of llama.cpp's. Copies.
 
     In llama.cpp's order, elements that rotate together are neighbours (0, 1), (2, 3) …. In Hugging Face's order they
-    are half a head apart. Whole rows move, so block types stay unchanged.
+    are half a head apart. Whole rows move, so block types stay unchanged. If only the first `num_rotated` rows of a
+    head rotate, the others stay where they are.
 
     It is the inverse of `permute` in llama.cpp's convert_hf_to_gguf.py.
     """
     data = weight.data
-    pairs = data.reshape(num_heads, -1, 2, *data.shape[1:])
-    return StoredWeight(weight.type, weight.shape, pairs.transpose(1, 2).reshape(data.shape))
+    heads = data.reshape(num_heads, -1, *data.shape[1:])
+    num_rotated = num_rotated or heads.shape[1]
+    pairs = heads[:, :num_rotated].reshape(num_heads, -1, 2, *data.shape[1:]).transpose(1, 2).flatten(1, 2)
+    return StoredWeight(weight.type, weight.shape, torch.cat([pairs, heads[:, num_rotated:]], 1).reshape(data.shape))
 
 
 def as_float32(weight: StoredWeight, added: float = 0.0) -> StoredWeight:

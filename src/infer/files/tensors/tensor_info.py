@@ -50,6 +50,7 @@ class TensorInfo:
     offset: int  # from the start of the file
     num_bytes: int  # of the values; with a stride, other values are between them
     num_paired_heads: int = 0  # number of heads whose rows are in llama.cpp's order; 0: rows are in our order
+    num_paired_rows: int = 0  # the first rows of a head, which rotate and are in that order; 0: all
     added: float = 0.0  # to add to the stored values
     row_stride: int = 0  # bytes from row to row; 0: rows are contiguous
     column_stride: int = 0  # bytes from column to column of a transposed matrix; 0: not transposed

@@ -86,6 +86,8 @@ _TWO_NORMS = {
     "ffn_norm": "mlp_norm",
     "attention_layer_norm": "attention_norm",  # OLMo-hybrid
     "feedforward_layer_norm": "mlp_norm",
+    "post_self_attn_layernorm": "post_attention_norm",  # GLM-4
+    "post_mlp_layernorm": "post_mlp_norm",
 }
 _FOUR_NORMS = {
     "input_layernorm": "attention_norm",
@@ -93,6 +95,8 @@ _FOUR_NORMS = {
     "feedforward_layer_norm": "post_attention_norm",  # OLMo-hybrid, in files of transformers
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
+    "pre_mlp_layernorm": "mlp_norm",  # AFMoE
+    "post_mlp_layernorm": "post_mlp_norm",
     "post_feedforward_layernorm_1": "mlp.post_shared_norm",  # Gemma 4, with experts in parallel to the MLP
     "pre_feedforward_layernorm_2": "mlp.experts_norm",
     "post_feedforward_layernorm_2": "mlp.post_experts_norm",
@@ -100,10 +104,12 @@ _FOUR_NORMS = {
 # Names of the parts of experts: in Qwen, OLMoE and GLM; in Granite, Mixtral and Gemma 4. The last are parts of LFM2 and
 # Llama 4, and of gated delta nets.
 _PARTS = (
-    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"\.mlp\.(gate|experts)\.e_score_correction_bias"), ".mlp.router.correction"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.(wg\.)?weight"), r"\1mlp.router.weight"),
+    (re.compile(r"\.mlp\.((gate|experts|moe_statics)\.)*(e_score_correction|expert)_bias"), ".mlp.router.correction"),
+    (re.compile(r"\.block_sparse_moe\.e_score_correction_bias"), ".mlp.router.correction"),
+    (re.compile(r"\.mlp\.router\.gate\."), ".mlp.router."),
     (re.compile(r"\.self_attn\.g_proj\."), ".self_attn.gate_proj."),
-    (re.compile(r"\.mlp\.shared_experts\."), ".mlp.shared_expert."),
+    (re.compile(r"\.mlp\.(shared_experts|shared_mlp)\."), ".mlp.shared_expert."),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight"), r"\1mlp.shared_gate.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
     (re.compile(r"(mlp\.experts\.(gate_up|down)_proj)\.weight_(bias|blocks|scales)"), r"\1.\3"),
@@ -111,6 +117,8 @@ _PARTS = (
     (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.router\.layer\.weight"), r"\1mlp.router.weight"),
     (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear"), r"\1mlp.experts.gate_up_proj"),
     (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.output_linear"), r"\1mlp.experts.down_proj"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)shared_mlp\.input_linear"), r"\1mlp.shared_expert.gate_up_proj"),
+    (re.compile(r"(model\.layers\.[0-9]+\.)shared_mlp\.output_linear"), r"\1mlp.shared_expert.down_proj"),
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w1\."), r"mlp.experts.\1.gate_proj."),
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w3\."), r"mlp.experts.\1.up_proj."),
     (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w2\."), r"mlp.experts.\1.down_proj."),
@@ -125,11 +133,13 @@ _PARTS = (
     (re.compile(r"\.feed_forward\.gate\."), ".mlp.router."),
     (re.compile(r"\.feed_forward\.((router|shared_expert|(gate|up|down)_proj)\.)"), r".mlp.\1"),
     (re.compile(r"\.feed_forward\.expert_bias"), ".mlp.router.correction"),
-    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
-    (re.compile(r"\.self_attn\.([qk])_layernorm\."), r".self_attn.\1_norm."),
+    (re.compile(r"\.self_attn\.(out_proj|dense)\."), ".self_attn.o_proj."),
+    (re.compile(r"\.mlp\.(c_fc|fc1|dense_h_to_4h)\."), ".mlp.up_proj."),
+    (re.compile(r"\.mlp\.(c_proj|fc2|dense_4h_to_h)\."), ".mlp.down_proj."),
+    (re.compile(r"\.self_attn\.([qk])(?:uery|ey)?_layernorm\."), r".self_attn.\1_norm."),
     (re.compile(r"\.conv\.conv\.weight"), ".conv.taps"),
     (re.compile(r"\.conv\.conv\.bias"), ".conv.bias"),
-    (re.compile(r"model\.embedding_norm\."), "model.norm."),
+    (re.compile(r"model\.(embedding_norm|final_layernorm|final_layer_norm)\."), "model.norm."),
     (re.compile(r"\.linear_attn\.in_proj_(qkv|qkvz|z|b|a|ba)\."), r".linear_attn.\1_proj."),
     (re.compile(r"\.linear_attn\.conv1d\.weight"), ".linear_attn.taps"),
     (re.compile(r"\.linear_attn\.A_log"), ".linear_attn.decay"),
@@ -148,15 +158,17 @@ _LAYER_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_LAYER.items()}
 _LAYER_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate", "mlp.gate_up_proj": "ffn_up"}
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
-_NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
+_NEOX = {"gpt_neox.": "model.", "embed_in.": "embed_tokens.", "embed_out.": "lm_head.", ".attention.": ".self_attn."}
+_NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.(?:weight|bias))")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
+_OF_FOUR = re.compile(r"_feedforward_layernorm\.|\.pre_mlp_layernorm\.")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers\.[0-9]+|norm)\.")  # names in files of embedding models
 
 # Tensors that are not part of the text network, are made from the config, or are only for drafting tokens (mtp).
 # Ollama's files have the networks for images ("v", "mm") and sounds ("a") beside the text network.
 _SKIPPED_GGUF = re.compile(r"(v|mm|a)\.|rope_(freqs|factors_long|factors_short)\.weight")
 _SKIPPED = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.rotary_emb\.inv_freq"
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$"
 )
 
 
@@ -202,7 +214,7 @@ def is_skipped(name: str) -> bool:
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without vision towers and buffers."""
     kept = {name: _without_prefix(name) for name in names if not is_skipped(name)}
-    with_four = {_layer_of(ours) for ours in kept.values() if "_feedforward_layernorm." in ours}
+    with_four = {_layer_of(ours) for ours in kept.values() if _OF_FOUR.search(ours)}
     return {name: ours if _OURS.fullmatch(ours) else _renamed(ours, with_four) for name, ours in kept.items()}
 
 
@@ -237,6 +249,9 @@ def _from_gguf(name: str) -> str:
 
 
 def _without_prefix(name: str) -> str:
+    if name.startswith(("gpt_neox.", "embed_out.")):
+        for theirs, ours in _NEOX.items():
+            name = name.replace(theirs, ours)
     if _WITHOUT_MODEL.match(name):
         return f"model.{name}"
     text = _TEXT_PREFIX.sub("model.", name, count=1) if _TEXT_PREFIX.match(name) else name

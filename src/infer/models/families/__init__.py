@@ -20,7 +20,7 @@ from infer.models.families.refused import NEEDS
 from infer.models.families.rope_scaling import make_rope
 from infer.models.families.table import FAMILIES
 from infer.models.families.whole_texts import sees_whole_texts, without_mask
-from infer.models.families.widths import ACTIVATIONS, head_dim_of, num_layers_of
+from infer.models.families.widths import head_dim_of, num_layers_of
 
 __all__ = ["ENCODERS", "FAMILIES", "as_read", "make_architecture"]
 
@@ -41,12 +41,18 @@ def make_architecture(config: Config) -> Architecture:
         problem = f"model_type {name or 'missing'!r:.60} is not supported{code}: supported are {names}"
         raise UnsupportedModelError(problem)
     family = FAMILIES[name]
+    for setting, only in family.refuses.items():
+        if config.get(setting) not in (only, None):
+            raise UnsupportedModelError(
+                f"{setting}={config[setting]!r:.60} is not supported for {name}: it must be {only}"
+            )
     config = as_read(config, family)
     is_whole = sees_whole_texts(config, family)
     # If a residual stream is divided by m, each layer adds m × its result, and norms have eps / m².
     residual = positive(config, "residual_multiplier", 1.0)
     embedding = positive(config, "embedding_multiplier", 1.0)
-    if family.scales_embedding:
+    scales = family.scales_embedding
+    if flag(config, scales) if isinstance(scales, str) else scales:
         embedding *= count(config, "hidden_size") ** 0.5
     architecture = Architecture(
         family=name,
@@ -61,6 +67,7 @@ def make_architecture(config: Config) -> Architecture:
         logit_scale=positive(config, "output_multiplier", 1.0) / positive(config, "logits_scaling", 1.0),
         logit_softcap=optional_positive(config, "final_logit_softcapping"),
         tied_embeddings=flag(config, "tie_word_embeddings"),
+        has_head_bias=flag(config, "lm_head_bias"),
     )
     beyond = sorted({long.beyond for long in architecture.long_ropes})
     if len(beyond) > 1:
@@ -71,7 +78,8 @@ def make_architecture(config: Config) -> Architecture:
 def as_read(config: Config, family: Family) -> Config:
     """Return the config with the family's defaults added, and without the settings that the family's code ignores."""
     unread = OPTIONAL - family.reads
-    by_own_name = {usual: config[own] for own, usual in family.renamed.items() if own in config}
+    usual_names = {own: (names,) if isinstance(names, str) else names for own, names in family.renamed.items()}
+    by_own_name = {usual: config[own] for own in usual_names if own in config for usual in usual_names[own]}
     usual = {name: value for name, value in config.items() if name not in family.renamed} | by_own_name
     given = {name: value for name, value in usual.items() if value is not None or name in OFF_IF_NULL}
     read = {name: value for name, value in given.items() if name not in unread}
@@ -83,7 +91,7 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
     wanted = list(zip(kinds, rotated, family.num_heads(config, num_layers), strict=True))
     mixer_by_kind = {each: _mixer(config, family, *each) for each in sorted(set(wanted))}
-    activation = choice(config, family.activation_name, ACTIVATIONS)
+    activation = choice(config, family.activation_name, family.activations)
     experts = None if family.experts is None else family.experts(config, activation)
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
     dense = None if all(are_sparse) else _dense(config, family, activation)
@@ -125,7 +133,8 @@ def _with_wide_mlp(feed_forward: FeedForward | None) -> FeedForward:
 
 
 def _dense(config: Config, family: Family, activation: Activation) -> Dense:
-    return Dense(family.dense_size(config), activation, has_bias=flag(config, "mlp_bias"))
+    has_bias = flag(config, "mlp_bias")
+    return Dense(family.dense_size(config), activation, has_bias=has_bias, is_gated=family.is_gated)
 
 
 def _mixer(config: Config, family: Family, kind: str, is_rotated: bool, num_heads: int) -> Mixer:

@@ -34,7 +34,8 @@ def mixtral_experts(config: Config, activation: Activation) -> Experts:
 
 def granite_experts(config: Config, activation: Activation) -> Experts:
     router = _router(config, scores="softmax_of_chosen")
-    return Experts(router, count(config, "intermediate_size"), activation)
+    shared = count(config, "shared_intermediate_size") if config.get("shared_intermediate_size") else 0
+    return Experts(router, count(config, "intermediate_size"), activation, shared_size=shared)
 
 
 def gpt_oss_experts(config: Config, activation: Activation) -> Experts:
@@ -48,7 +49,8 @@ def gpt_oss_experts(config: Config, activation: Activation) -> Experts:
 def glm_experts(config: Config, activation: Activation) -> Experts:
     """Return the experts of GLM-4.5 to 4.7: chosen by a corrected sigmoid, with a shared expert without a gate."""
     if config.get("n_group") not in (None, 1):
-        raise UnsupportedModelError(f"n_group={config['n_group']!r:.60} is not supported for glm4_moe: it must be 1")
+        refused = f"n_group={config['n_group']!r:.60}"
+        raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}: it must be 1")
     renamed = {"num_experts": config.get("n_routed_experts"), **config}
     router = replace(
         _router(renamed, scores="sigmoid", is_normalized=flag(config, "norm_topk_prob")),
@@ -58,6 +60,39 @@ def glm_experts(config: Config, activation: Activation) -> Experts:
     )
     size = count(config, "moe_intermediate_size")
     return Experts(router, size, activation, shared_size=size * count(config, "n_shared_experts", default=1))
+
+
+def afmoe_experts(config: Config, activation: Activation) -> Experts:
+    """Return AFMoE's experts, which differ from GLM's in the names of settings."""
+    own = {"routed_scaling_factor": config.get("route_scale"), "n_shared_experts": config.get("num_shared_experts")}
+    return glm_experts({**config, **own, "norm_topk_prob": True}, activation)
+
+
+def minimax_experts(config: Config, activation: Activation) -> Experts:
+    """Return MiniMax M2's experts: chosen by a corrected sigmoid."""
+    router = replace(_router(config, scores="sigmoid", is_normalized=True), has_correction=True)
+    return Experts(router, count(config, "intermediate_size"), activation)
+
+
+def hunyuan_experts(config: Config, activation: Activation) -> Experts:
+    """Return Hunyuan's experts, with a shared one of the same size."""
+    for name in ("num_experts", "moe_topk"):
+        if isinstance(given := config.get(name), list) and len(set(given)) != 1:
+            raise UnsupportedModelError(f"{name}={given!r:.60} is not supported: it must be equal for all layers")
+    usual = {"num_experts": config.get("num_experts"), "num_experts_per_tok": config.get("moe_topk")}
+    usual = {name: each[0] if isinstance(each, list) else each for name, each in usual.items()}
+    size, router = count(config, "intermediate_size"), _router(usual, scores="softmax", is_normalized=True)
+    return Experts(router, size, activation, shared_size=size)
+
+
+def ernie_experts(config: Config, activation: Activation) -> Experts:
+    """Return ERNIE 4.5's experts: chosen by a corrected softmax, with shared experts in one."""
+    if flag(config, "use_bias"):
+        raise UnsupportedModelError("use_bias=true is not supported for ernie4_5_moe: its head would have a bias, too")
+    router = replace(_router(config, scores="softmax", is_normalized=True), has_correction=True)
+    size, num_shared = count(config, "moe_intermediate_size"), config.get("moe_num_shared_experts")
+    shared = size * count(config, "moe_num_shared_experts") if num_shared else 0
+    return Experts(router, size, activation, shared_size=shared)
 
 
 def laguna_experts(config: Config, activation: Activation) -> Experts:
@@ -127,6 +162,21 @@ def is_sparse_as_listed(config: Config, index: int) -> bool:
     ):
         raise ModelError(f"config: mlp_layer_types must list {num_layers} times dense or sparse, got {given!r:.60}")
     return bool(given[index] == "sparse")
+
+
+def is_sparse_in_exaone(config: Config, index: int) -> bool:
+    """Return True for every layer that `mlp_layer_types` marks as sparse; without the list, as in GLM."""
+    is_listed = config.get("mlp_layer_types") is not None
+    return (is_sparse_as_listed if is_listed else is_sparse_in_glm)(config, index)
+
+
+def is_sparse_in_ernie(config: Config, index: int) -> bool:
+    """Return True for every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index`."""
+    last = config.get("moe_layer_end_index", -1)
+    if type(last) is not int:
+        raise ModelError(f"config: moe_layer_end_index must be a whole number, got {last!r:.60}")
+    is_within = _num_dense(config, "moe_layer_start_index", 1) <= index and (last == -1 or index <= last)
+    return is_within and (index + 1) % count(config, "moe_layer_interval", default=1) == 0
 
 
 def is_sparse_in_laguna(config: Config, index: int) -> bool:

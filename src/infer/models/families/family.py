@@ -12,7 +12,7 @@ from infer.models.families.experts import every_layer_is_sparse
 from infer.models.families.heads import equal_heads, sigmoid_of_elements
 from infer.models.families.layer_kinds import all_full, all_rotated, none_shared
 from infer.models.families.ropes import usual_rope
-from infer.models.families.widths import intermediate_size
+from infer.models.families.widths import ACTIVATIONS, intermediate_size
 
 # Settings that only some families' code reads, although every config may have them.
 OPTIONAL = frozenset(
@@ -55,7 +55,9 @@ class Family:
     defaults: Mapping[str, Any]  # for settings that a config does not have, not even as null
     fixed: Mapping[str, Any] = field(default_factory=dict)  # these replace the values of a config
     reads: frozenset[str] = frozenset()  # the optional settings that the code reads
-    renamed: Mapping[str, str] = field(default_factory=dict)  # its names of settings → the usual names
+    # Its names of settings → the usual names, one or several.
+    renamed: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    refuses: Mapping[str, Any] = field(default_factory=dict)  # settings that must have this value, if they are given
     layer_kinds: Callable[[Config, int], Sequence[str]] = all_full
     # Kind → mixer; other kinds attend.
     recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)
@@ -63,8 +65,10 @@ class Family:
     rope_settings: Callable[[Config, str], Config] = usual_rope
     rotates_partly: bool = False  # its code reads partial_rotary_factor, which other engines read for every family
     activation_name: str = "hidden_act"
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by their names in configs
+    is_gated: bool = True  # its MLP
     dense_size: Callable[[Config], int] = intermediate_size
-    scales_embedding: bool = False  # by the square root of hidden_size
+    scales_embedding: bool | str = False  # by the square root of hidden_size; a name: if this setting is true
     has_embedding_norm: bool = False
     norms: Norms = _PRE_NORMS
     norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # for kinds of layers with other norms

@@ -33,6 +33,10 @@ def full_unless_given(config: Config, num_layers: int) -> Sequence[str]:
     return _given_kinds(config, num_layers) or all_full(config, num_layers)
 
 
+def windowed_unless_listed(config: Config, num_layers: int) -> Sequence[str]:
+    return _given_kinds(config, num_layers) or all_windowed(config, num_layers)
+
+
 def windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
     """Return windowed kinds from `max_window_layers` on, if windows are used at all."""
     kinds = _given_kinds(config, num_layers)
@@ -55,6 +59,11 @@ def all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]
         return [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]
 
     return kinds
+
+
+def windowed_but_every_fourth_from_the_first(config: Config, num_layers: int) -> Sequence[str]:
+    given = _given_kinds(config, num_layers)
+    return given or [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
 
 
 def windowed_but_every_nth_from_the_end(config: Config, num_layers: int) -> Sequence[str]:
@@ -152,6 +161,16 @@ def rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
     """Return True for each layer with a window, and for every layer if the model has no windows."""
     has_windows = config.get("sliding_window") is not None
     return [kind == SLIDING or not has_windows for kind in exaone4_kinds(config, num_layers)]
+
+
+def rotated_where_listed_as_windowed(config: Config, num_layers: int) -> Sequence[bool]:
+    return [kind == SLIDING for kind in all_windowed_but_every(4)(config, num_layers)]
+
+
+def rotated_unless_listed_without_theta(config: Config, num_layers: int) -> Sequence[bool]:
+    """Return True for each layer with a theta in `layer_rope_theta`; without the list, for every layer."""
+    is_listed = config.get("layer_rope_theta") is not None
+    return (rotated_with_a_theta if is_listed else all_rotated)(config, num_layers)
 
 
 def rotated_with_a_theta(config: Config, num_layers: int) -> Sequence[bool]:

@@ -1,20 +1,10 @@
 """Families that are refused by name, and the parts that they need."""
 
-_NEIGHBOURS = "a rotation of neighbouring elements"
-_COHERE = "LayerNorm, and attention in parallel to the MLP"
 _LATENT = "latent attention"
 _STATES = "Mamba2 layers"
 _ALTUP = "four parallel residual streams"
 # Unsupported parts that models need, by the model's name in Hugging Face's and GGUF's files.
 NEEDS: dict[str, str] = {
-    "glm": _NEIGHBOURS,
-    "glm4": _NEIGHBOURS,
-    "ernie4_5": _NEIGHBOURS,
-    "cohere": _COHERE,
-    "command-r": _COHERE,
-    "cohere2": _COHERE,
-    "hunyuan_v1_dense": "norms of q and k after their rotation",
-    "hunyuan-dense": "norms of q and k after their rotation",
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek2": _LATENT,

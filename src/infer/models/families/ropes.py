@@ -8,6 +8,7 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families.config_values import Config, count, positive, settings
 from infer.models.families.layer_kinds import FULL, SLIDING
 from infer.models.families.rope_scaling import rope_settings
+from infer.models.families.widths import head_dim_of
 
 _GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -26,12 +27,47 @@ def usual_rope(config: Config, kind: str) -> Config:
     return rope_settings(config, kind, theta=10_000.0)
 
 
-def smollm3_rope(config: Config, kind: str) -> Config:
-    return rope_settings(config, kind, theta=2_000_000.0)
+def theta_rope(theta: float) -> Callable[[Config, str], Config]:
+    """Return a reader of the usual rope settings with another default theta."""
+
+    def read(config: Config, kind: str) -> Config:
+        return rope_settings(config, kind, theta=theta)
+
+    return read
 
 
-def million_rope(config: Config, kind: str) -> Config:
-    return rope_settings(config, kind, theta=1_000_000.0)
+def minimax_rope(config: Config, kind: str) -> Config:
+    """Return MiniMax M2's rope settings, in which `rotary_dim` elements of a head rotate."""
+    rotated = {"rotary_dim": config.get("rotary_dim") or head_dim_of(config)}
+    share = {"partial_rotary_factor": count(rotated, "rotary_dim") / head_dim_of(config)}
+    return share | dict(rope_settings(config, kind, theta=5_000_000.0))
+
+
+def hunyuan_rope(config: Config, kind: str) -> Config:
+    """Return Hunyuan's rope settings: `alpha` increases theta. Its norms need a rotation that keeps lengths."""
+    found = usual_rope(config, kind)
+    name = found.get("rope_type", found.get("type", "default"))
+    if name == "dynamic" and found.get("alpha"):
+        dim = head_dim_of(config)
+        theta = positive(found, "rope_theta") * positive(found, "alpha") ** (dim / (dim - 2))
+        return {"rope_theta": theta}
+    if name not in ("default", "linear", "dynamic", "llama3"):
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for {config['model_type']}")
+    return found
+
+
+def gpt_neox_rope(config: Config, kind: str) -> Config:
+    theta, share = positive(config, "rotary_emb_base", 10_000.0), positive(config, "rotary_pct")
+    return {"partial_rotary_factor": share, **rope_settings(config, kind, theta=theta)}
+
+
+def granite_swa_rope(config: Config, kind: str) -> Config:
+    """Return Granite's rope settings with the one theta of `layer_rope_theta`, if that lists any."""
+    given = config.get("layer_rope_theta")
+    thetas = {each for each in given if each} if isinstance(given, list) else set()
+    if len(thetas) > 1:
+        raise UnsupportedModelError(f"layer_rope_theta={given!r:.60} is not supported: it may have zeros and one theta")
+    return {**usual_rope(config, kind), **({"rope_theta": thetas.pop()} if thetas else {})}
 
 
 def gpt_oss_rope(config: Config, kind: str) -> Config:

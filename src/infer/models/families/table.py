@@ -8,11 +8,17 @@ from typing import Any
 
 from infer.compute.operands.architecture import Norms
 from infer.models.families.experts import (
+    afmoe_experts,
+    ernie_experts,
+    every_layer_is_sparse,
     gemma4_experts,
     glm_experts,
     gpt_oss_experts,
     granite_experts,
+    hunyuan_experts,
     is_sparse_as_listed,
+    is_sparse_in_ernie,
+    is_sparse_in_exaone,
     is_sparse_in_glm,
     is_sparse_in_laguna,
     is_sparse_in_lfm2,
@@ -21,6 +27,7 @@ from infer.models.families.experts import (
     laguna_experts,
     lfm2_experts,
     llama4_experts,
+    minimax_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
@@ -50,27 +57,34 @@ from infer.models.families.layer_kinds import (
     linear_but_every_nth,
     llama4_rotated,
     rotated_but_every_nth,
+    rotated_unless_listed_without_theta,
     rotated_unless_theta_is_null,
+    rotated_where_listed_as_windowed,
     rotated_where_windowed,
     rotated_with_a_theta,
+    windowed_but_every_fourth_from_the_first,
     windowed_but_every_nth_from_the_end,
     windowed_from_a_layer_on,
+    windowed_unless_listed,
     windowed_where_not_rotated,
 )
 from infer.models.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
 from infer.models.families.ropes import (
+    gpt_neox_rope,
     gpt_oss_rope,
+    granite_swa_rope,
+    hunyuan_rope,
     laguna_rope,
     llama4_rope,
-    million_rope,
+    minimax_rope,
     ministral3_rope,
     ministral3_scale,
     olmo3_rope,
     phi3_rope,
     rope_by_kind,
-    smollm3_rope,
+    theta_rope,
 )
-from infer.models.families.widths import lfm2_size, llama4_size
+from infer.models.families.widths import ACTIVATIONS, lfm2_size, llama4_size
 
 _ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
 
@@ -165,7 +179,7 @@ _LFM2 = Family(
     renamed={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"},
     layer_kinds=convolutions_but_listed,
     recurrent={CONVOLUTION: short_conv},
-    rope_settings=million_rope,
+    rope_settings=theta_rope(1_000_000.0),
     qk_norm="head",
 )
 
@@ -192,10 +206,73 @@ _QWEN35_MOE = replace(
 
 _LLAMA = Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"})
 
+_GEMMA2 = Family(
+    _GEMMA
+    | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
+    layer_kinds=all_windowed_but_every(2),
+    activation_name="hidden_activation",
+    scales_embedding=True,
+    norms=Norms(after=True),
+)
+
+_GLM4 = Family(
+    _defaults(131_072, eps=1.5625e-7, num_key_value_heads=2, head_dim=128)
+    | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    fixed={"attention_output_bias": False},
+    reads=frozenset({"attention_bias"}),
+    rotates_partly=True,
+    norms=Norms(after=True),
+)
+
+_GLM4_MOE = Family(
+    _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=1408)
+    | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
+    fixed={"attention_output_bias": False},
+    reads=frozenset({"attention_bias"}),
+    rotates_partly=True,
+    qk_norm="head",
+    qk_norm_setting="use_qk_norm",
+    experts=glm_experts,
+    is_sparse=is_sparse_in_glm,
+)
+
+_GRANITE = Family(
+    _defaults(2048, attention_multiplier=1.0),
+    reads=_ATTENTION_BIAS
+    | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+)
+
+_GRANITE_MOE = Family(
+    _defaults(2048, num_experts_per_tok=2),
+    reads=_GRANITE.reads - {"mlp_bias"},
+    experts=granite_experts,
+)
+
+_COHERE = Family(
+    _defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
+    reads=_ATTENTION_BIAS | {"output_multiplier"},
+    renamed={"layer_norm_eps": "rms_norm_eps", "logit_scale": "output_multiplier"},
+    norms=Norms(are_centred=True, parallel="one"),
+    refuses={"use_qk_norm": False},
+)
+
+_HUNYUAN = Family(_defaults(2048, eps=1e-5), reads=_ATTENTION_BIAS, rope_settings=hunyuan_rope, qk_norm="head_after")
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "llama_bidirec": replace(_LLAMA, fixed={"is_causal": False}),
+    "internlm3": replace(
+        _LLAMA,
+        defaults=_defaults(32_768, eps=1e-5, num_key_value_heads=2, head_dim=128),
+        renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    "iquestcoder": replace(_LLAMA, defaults=_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128)),
     "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
+    "ministral": Family(
+        _defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=windowed_unless_listed
+    ),
     "ministral3": Family(
         _defaults(262_144, eps=1e-5, num_key_value_heads=8, head_dim=128),
         layer_kinds=all_windowed,
@@ -213,16 +290,15 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=windowed_from_a_layer_on,
         qk_norm="head",
     ),
-    "gemma2": Family(
-        _GEMMA
-        | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
-        layer_kinds=all_windowed_but_every(2),
-        activation_name="hidden_activation",
+    "gemma": Family(
+        _defaults(8192, head_dim=256, num_key_value_heads=16, tie_word_embeddings=True)
+        | {"hidden_act": "gelu_pytorch_tanh"},
+        reads=_ATTENTION_BIAS,
+        activations={**ACTIVATIONS, "gelu": "gelu_tanh"},  # the first configs say "gelu"
         scales_embedding=True,
-        norms=Norms(after=True),
     ),
+    "gemma2": _GEMMA2,
+    "vaultgemma": replace(_GEMMA2, norms=Norms()),
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
     "gemma4_text": _GEMMA4,
@@ -244,7 +320,7 @@ FAMILIES: dict[str, Family] = {
         reads=_ATTENTION_BIAS | {"mlp_bias"},
         layer_kinds=windowed_where_not_rotated,
         rotated_layers=rotated_but_every_nth,
-        rope_settings=smollm3_rope,
+        rope_settings=theta_rope(2_000_000.0),
     ),
     "olmo2": Family(
         _defaults(2048, eps=1e-5),
@@ -277,16 +353,97 @@ FAMILIES: dict[str, Family] = {
         norms=Norms(before=False, after=True),
         qk_norm="head",
     ),
+    "exaone_moe": Family(
+        _defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096, num_experts_per_tok=8)
+        | {"n_routed_experts": 64, "moe_intermediate_size": 1024, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        layer_kinds=exaone4_kinds,
+        rotated_layers=rotated_where_windowed,
+        qk_norm="head",
+        experts=glm_experts,
+        is_sparse=is_sparse_in_exaone,
+    ),
+    "cohere": _COHERE,
+    "cohere2": replace(
+        _COHERE,
+        defaults={**_COHERE.defaults, "sliding_window": 4096},
+        layer_kinds=all_windowed_but_every(4),
+        rotated_layers=rotated_where_listed_as_windowed,
+    ),
+    "phi": Family(
+        _defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
+        fixed={"attention_bias": True, "mlp_bias": True, "lm_head_bias": True},
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        rotates_partly=True,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True, parallel="one"),
+        refuses={"qk_layernorm": False},
+    ),
+    "starcoder2": Family(
+        _defaults(4096, eps=1e-5, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+        | {"attention_bias": True, "mlp_bias": True},
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"norm_epsilon": "rms_norm_eps", "use_bias": ("attention_bias", "mlp_bias")},
+        layer_kinds=all_windowed,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True),
+    ),
+    "stablelm": Family(
+        _defaults(4096, eps=1e-5, partial_rotary_factor=0.25),
+        fixed={"attention_output_bias": False},
+        reads=_ATTENTION_BIAS,
+        renamed={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "attention_bias"},
+        rotates_partly=True,
+        norms=Norms(are_centred=True, have_bias=True),
+        refuses={"qk_layernorm": False, "use_parallel_residual": False},
+    ),
+    "nemotron": Family(
+        _defaults(4096, eps=1e-5, hidden_act="relu2", partial_rotary_factor=0.5),
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"norm_eps": "rms_norm_eps"},
+        rotates_partly=True,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True),
+    ),
+    "arcee": replace(_LLAMA, defaults=_defaults(4096, eps=1e-5, hidden_act="relu2"), is_gated=False),
+    "olmo": Family(
+        _defaults(2048) | {"rms_norm_eps": 1e-5},
+        fixed={"rms_norm_eps": 1e-5},
+        reads=_ATTENTION_BIAS,
+        norms=Norms(are_centred=True, have_weight=False),
+        refuses={"clip_qkv": None},
+    ),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": replace(
+        _HUNYUAN, defaults={**_HUNYUAN.defaults, "num_experts": 1, "moe_topk": 1}, experts=hunyuan_experts
+    ),
+    "gpt_neox": Family(
+        _defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, rotary_pct=0.25),
+        fixed={"mlp_bias": True, "num_key_value_heads": None},
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        rope_settings=gpt_neox_rope,
+        rotates_partly=True,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True, parallel="two"),
+        refuses={"use_parallel_residual": True},
+    ),
     "seed_oss": Family(
         _defaults(524_288, num_key_value_heads=8, head_dim=128)
         | {"attention_bias": True, "attention_output_bias": False},
         reads=_ATTENTION_BIAS | {"mlp_bias"},
         renamed={"attention_out_bias": "attention_output_bias"},
     ),
-    "granite": Family(
-        _defaults(2048, attention_multiplier=1.0),
-        reads=_ATTENTION_BIAS
-        | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+    "granite": _GRANITE,
+    "granite_swa": replace(
+        _GRANITE,
+        defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128}
+        | {"num_key_value_heads": 4, "max_position_embeddings": 8192},
+        layer_kinds=windowed_but_every_fourth_from_the_first,
+        rotated_layers=rotated_unless_listed_without_theta,
+        rope_settings=granite_swa_rope,
+        has_sinks=True,
     ),
     "qwen3_moe": Family(
         _defaults(32_768, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768)
@@ -333,7 +490,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=2),
         layer_kinds=all_windowed,
-        rope_settings=million_rope,
+        rope_settings=theta_rope(1_000_000.0),
         experts=mixtral_experts,
     ),
     "olmoe": Family(
@@ -342,16 +499,67 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
         experts=olmoe_experts,
     ),
-    "glm4_moe": Family(
-        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=1408)
-        | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
-        fixed={"attention_output_bias": False},
-        reads=frozenset({"attention_bias"}),
-        rotates_partly=True,
+    "glm": replace(_GLM4, norms=Norms()),
+    "glm4": _GLM4,
+    "glm4_moe": _GLM4_MOE,
+    "solar_open": replace(
+        _GLM4_MOE,
+        defaults={**_GLM4_MOE.defaults, "moe_intermediate_size": 1280, "head_dim": 128, "partial_rotary_factor": 1.0},
+        rope_settings=theta_rope(1_000_000.0),
+        qk_norm=None,
+        qk_norm_setting=None,
+        is_sparse=every_layer_is_sparse,
+    ),
+    "dots1": Family(
+        _defaults(2048, num_key_value_heads=32, sliding_window=4096, max_window_layers=62),
+        fixed={"use_sliding_window": True},
+        reads=_ATTENTION_BIAS,
+        layer_kinds=windowed_from_a_layer_on,
         qk_norm="head",
-        qk_norm_setting="use_qk_norm",
         experts=glm_experts,
         is_sparse=is_sparse_in_glm,
+    ),
+    "minimax_m2": Family(
+        _defaults(196_608, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8),
+        rope_settings=minimax_rope,
+        rotates_partly=True,
+        qk_norm="all",
+        experts=minimax_experts,
+    ),
+    "afmoe": Family(
+        _defaults(16_384, eps=1e-5, head_dim=128, num_experts_per_tok=6, moe_intermediate_size=1408)
+        | {"num_experts": 64, "num_shared_experts": 2, "num_dense_layers": 1, "sliding_window": 1024},
+        reads=_ATTENTION_BIAS,
+        renamed={"global_attn_every_n_layers": "sliding_window_pattern"},
+        layer_kinds=all_windowed_but_every(4),
+        rotated_layers=rotated_where_listed_as_windowed,
+        scales_embedding="mup_enabled",
+        norms=Norms(after=True),
+        qk_norm="head",
+        experts=afmoe_experts,
+        is_sparse=is_sparse_in_lfm2,
+        has_gate=True,
+        gates=sigmoid_without_bias,
+    ),
+    "ernie4_5": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True),
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"use_bias": ("attention_bias", "mlp_bias")},
+        rope_settings=theta_rope(500_000.0),
+    ),
+    "ernie4_5_moe": Family(
+        _defaults(131_072, eps=1e-5, num_key_value_heads=4, tie_word_embeddings=True)
+        | {"moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64, "moe_num_shared_experts": 2},
+        renamed={"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"},
+        rope_settings=theta_rope(500_000.0),
+        experts=ernie_experts,
+        is_sparse=is_sparse_in_ernie,
+    ),
+    "helium": Family(
+        _defaults(4096, eps=1e-8, num_key_value_heads=20, head_dim=128),
+        fixed={"attention_output_bias": False},
+        reads=frozenset({"attention_bias", "mlp_bias"}),
+        rope_settings=theta_rope(100_000.0),
     ),
     "gpt_oss": Family(
         _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=4, head_dim=64)
@@ -362,12 +570,8 @@ FAMILIES: dict[str, Family] = {
         experts=gpt_oss_experts,
         has_sinks=True,
     ),
-    "granitemoe": Family(
-        _defaults(2048, num_experts_per_tok=2),
-        reads=_ATTENTION_BIAS
-        | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
-        experts=granite_experts,
-    ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(_GRANITE_MOE, defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 1024}),
     "lfm2": replace(
         _LFM2,
         defaults={**_LFM2.defaults}

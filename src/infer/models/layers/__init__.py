@@ -4,7 +4,7 @@ A part has one method for the forward, `add`: it returns the residual stream wit
 is the only place that knows which class loads which part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final, runtime_checkable
 
 from jaxtyping import Float
@@ -57,6 +57,18 @@ class LoadedLayer:
     mixer: LoadedMixer | None
     feed_forward: LoadedDense | LoadedExperts | None
     per_layer_input: LoadedPerLayerInput | None = None
+    is_parallel: bool = False  # both parts read the residual stream as it is before the layer
+
+    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
+        """Return the residual stream x with the results of the mixer and the feed-forward added."""
+        if self.is_parallel:
+            assert self.mixer is not None
+            assert isinstance(self.feed_forward, LoadedDense)
+            hidden = self.feed_forward.hidden(x)
+            return self.feed_forward.add_down(self.mixer.add(x, cache, step), hidden)
+        for part in self.parts:
+            x = part.add(x, cache, step)
+        return x
 
     @property
     def parts(self) -> tuple[LoadedPart, ...]:
@@ -93,6 +105,8 @@ def load_layer(layer: Layer, index: int, loader: WeightLoader, cache_index: int 
         scale = 1.0
     if isinstance(layer.feed_forward, Dense):
         feed_forward = LoadedDense.load(layer.feed_forward, layer.norms, loader, scale)
+        if layer.norms.parallel == "one" and mixer is not None:
+            feed_forward = replace(feed_forward, norm=mixer.norm)
     elif isinstance(layer.feed_forward, Experts):
         feed_forward = LoadedExperts.load(layer.feed_forward, layer.norms, loader, scale)
-    return LoadedLayer(mixer, feed_forward, per_layer_input)
+    return LoadedLayer(mixer, feed_forward, per_layer_input, is_parallel=layer.norms.parallel is not None)

@@ -100,6 +100,7 @@ def _heads(attention: Attention, loader: WeightLoader) -> Heads:
         are_gates_of_heads=attention.are_gates_of_heads,
         query_scales=None if attention.query_scale is None else loader.query_scales[attention.query_scale],
         has_keys=attention.has_keys,
+        are_norms_after=attention.qk_norm == "head_after",
     )
 
 

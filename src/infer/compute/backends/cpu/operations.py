@@ -119,9 +119,11 @@ def head(
     softcap: float | None = None,
 ) -> Float[Tensor, "logits vocab"]:
     with scope("head", num_tokens=len(x), logit_indices=logit_indices) as run:
+        x, before = centred(run, x, norm)
+        source, cap = Activations(x), softcap or 0
         logits, first = run.columns("logits", run.max_logits, projection.out_features, projection.shares)
         kind = "plain" if softcap is None else "capped"
-        project(run, Activations(x), norm, projection, (logits, first), kind=kind, of_logits=True, softcap=softcap or 0)
+        project(run, source, before, projection, (logits, first), kind=kind, of_logits=True, softcap=cap)
         return run.gathered(logits, projection.shares)
 
 
@@ -159,9 +161,9 @@ def norm_activate(
 ) -> Activations:
     with scope(projection.label, num_tokens=len(x)) as run:
         x, norm = centred(run, x, norm)
-        out = run.tensor("hidden", run.capacity, projection.out_features)
-        project(run, Activations(x), norm, projection, (out, 0), kind=f"only_{activation}")
-        return Activations(out)
+        out, first = run.columns("hidden", run.capacity, projection.out_features, projection.shares)
+        project(run, Activations(x), norm, projection, (out, first), kind=f"only_{activation}")
+        return Activations(run.gathered(out, projection.shares))
 
 
 def norm_gate(
@@ -335,6 +337,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         arguments.set(sink_logits=heads.sinks)
     norms = heads.q_norm, heads.k_norm
     arguments.set(
+        are_norms_after=heads.are_norms_after,
         norms=[0 if norm is None else norm.weight for norm in norms],
         eps=[0 if norm is None else norm.eps for norm in norms],
         norm_strides=[0 if norm is None or len(norm.weight) == dim else 4 * dim for norm in norms],

@@ -138,7 +138,7 @@ ATTEND = np.dtype(
         ("eps", np.float32, 2),  # of q's and k's norm
         ("v_eps", np.float32),  # of each head of v, which is divided by its root mean square; −1: it is not
         ("softcap", np.float32),  # 0: none
-        ("padding", np.float32),
+        ("are_norms_after", np.int32),  # 1: the weights of q's and k's norm multiply after the rotation
         ("sink_logits", np.int64),  # f32 [heads], or 0
         ("query_scales", np.int64),  # f32 [positions], or 0
         ("gates", np.int64),  # f32 [heads × dim] of the first token, qkv_bytes from token to token, or 0

@@ -38,12 +38,14 @@ def _norm_of_head(args, which, x, head, of_all):
 
 
 @njit
-def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
-    """Store scale × rotate(x × factor × weight) at out."""
+def _rotate_head(x, weight, factor, is_after, cos, sin, half, dim, scale, out):
+    """Store scale × rotate(x × factor × weight) at out, or scale × weight × rotate(x × factor) if `is_after`."""
     for i in range(0, dim, LANES):
         vector = load_upto(x + 4 * i, dim - i)
         if weight != 0:
-            vector = vector * splat_f32(factor) * load_upto(weight + 4 * i, dim - i)
+            vector = vector * splat_f32(factor)
+            if is_after == 0:
+                vector = vector * load_upto(weight + 4 * i, dim - i)
         store_upto(out + 4 * i, dim - i, vector)
     for i in range(0, half if cos != 0 else 0, LANES):
         left, right, room = out + 4 * i, out + 4 * (half + i), half - i
@@ -51,6 +53,8 @@ def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
         c, s = load_upto(cos + 4 * i, room), load_upto(sin + 4 * i, room)
         store_upto(left, room, first * c - second * s)
         store_upto(right, room, second * c + first * s)
+    for i in range(0, dim if weight != 0 and is_after != 0 else 0, LANES):
+        store_upto(out + 4 * i, dim - i, load_upto(out + 4 * i, dim - i) * load_upto(weight + 4 * i, dim - i))
     for i in range(0, dim if scale != np.float32(1) else 0, LANES):
         store_upto(out + 4 * i, dim - i, load_upto(out + 4 * i, dim - i) * splat_f32(scale))
 
@@ -105,11 +109,12 @@ def make_put_queries(kv_type: str) -> Any:
             x += 4 * dim * head
             weight, factor = _norm_of_head(args, 0, x, head, of_all)
             to = args.queries + 4 * dim * (kv * state.num_tokens * group + column)
-            _rotate_head(x, weight, factor, cos, sin, args.half, dim, scale, to)
+            is_after = args.are_norms_after
+            _rotate_head(x, weight, factor, is_after, cos, sin, args.half, dim, scale, to)
             mix(to, dim)
             if args.far_bytes != 0:
                 far, also = 4 * args.half * min(0, args.furthest - position), to + args.far_bytes
-                _rotate_head(x, weight, factor, cos + far, sin + far, args.half, dim, scale, also)
+                _rotate_head(x, weight, factor, is_after, cos + far, sin + far, args.half, dim, scale, also)
                 mix(also, dim)
 
     return put_queries
@@ -166,7 +171,8 @@ def _make_rotate_share(kv_type: str) -> Any:
                 keys, values = block_at(args, row, head, slot)
                 if item % 2 == 0:
                     weight, factor = _norm_of_head(args, 1, k + at, head, of_all)
-                    _rotate_head(k + at, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
+                    is_after, one = args.are_norms_after, np.float32(1)
+                    _rotate_head(k + at, weight, factor, is_after, cos, sin, args.half, dim, one, rotated)
                     if _times_0(rotated, dim) + _times_0(v + at, dim) != np.float32(0):
                         store_scalar_f32(rotated, np.float32(np.nan))  # as `kv_layout.storable`
                     mix(rotated, dim)

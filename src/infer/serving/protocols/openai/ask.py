@@ -333,7 +333,7 @@ def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: b
     found = dict(message)
     role = found.get("role")
     if isinstance(role, str):
-        role = found["role"] = _ROLES.get(role.lower(), role.lower())  # in capitals from clients in Java
+        role = found["role"] = _ROLES.get(role, role)
     content = found.get("content")
     if isinstance(content, list):
         parts = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)

@@ -8,9 +8,7 @@ from msgspec.structs import replace as replace_fields
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
 from infer.serving.protocols.answers import Answer, Count, Json, call_values
-from infer.serving.protocols.anthropic.ask import (
-    MessagesBody,
-)
+from infer.serving.protocols.anthropic.ask import MessagesBody
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event
 

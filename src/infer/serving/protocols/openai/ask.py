@@ -20,9 +20,7 @@ from infer.request_limits import (
     MAX_TOOLS,
     NUM_TOKENS_OF_COMPLETIONS,
 )
-from infer.sampling_params import (
-    PARAMETERS,
-)
+from infer.sampling_params import PARAMETERS
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
 from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.protocols.messages import (

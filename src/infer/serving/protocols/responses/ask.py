@@ -250,10 +250,9 @@ def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any
         case str() if kind.removesuffix("_output") in _CALLS:
             output = _output(item.get("output"), f"{path}.output", reading)
             return [{"type": "function_call_output", "call_id": _id_of(item), "output": output}]
-        case str() if kind in _LOADING:
-            return []
         case str():
-            reading.warn(f"{path} was left out: items of type {kind!r:.40} are unknown")
+            if kind not in _LOADING:
+                reading.warn(f"{path} was left out: items of type {kind!r:.40} are unknown")
             return []
     return [item]
 

@@ -371,8 +371,10 @@ def _text(text: str) -> dict[str, Any]:
 
 def ask_message(body: MessagesBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    params = served.params(sampling_of(body), body.seed, "messages")
-    return replace(ask_prompt(body, served), params=params)
+    values = sampling_of(body)
+    if "json_schema" in values and body.messages[-1].role == "assistant":
+        raise refuse("messages must not end with the assistant's if output_config.format is given", "messages")
+    return replace(ask_prompt(body, served), params=served.params(values, body.seed, "messages"))
 
 
 def ask_prompt(body: PromptBody, served: Served) -> Ask:

@@ -103,6 +103,7 @@ def test_a_text_has_these_ids_and_they_have_this_text(case: dict[str, Any], tmp_
     else:
         (tmp_path / "tokenizer.json").write_text(case["file"])
         (tmp_path / "tokenizer_config.json").write_text(case.get("config", "{}"))
+        (tmp_path / "added_tokens.json").write_text(case.get("added", "{}"))
         tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode(case["text"]) == case["ids"] if "text" in case else True
     detokenizer = tokenizer.make_detokenizer(skip_special_tokens=False)

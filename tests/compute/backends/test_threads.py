@@ -315,6 +315,11 @@ for size in (128 << 10, 1 << 20):
     thread.join()
     assert "this thread has a stack of" in said[0], said
 assert len(said) == 1 and counter.is_right()
+threading.stack_size(128 << 10)
+thread = threading.Thread(target=lambda: said.append(thread_pool().close()))
+thread.start()
+thread.join()
+assert said[1:] == [None]
 """)
 
 

@@ -98,10 +98,11 @@ def test_a_prompt_is_read_again_if_its_request_is_kept_apart(served: Served, pat
         (count,) = re.findall(r'"(?:cached_tokens|cache_read_input_tokens|cache_n)": (\d+)', found)
         return int(count)
 
-    num_cached()
+    num_cached(**{"max_tokens": 0} if path == MESSAGES else {})
     assert num_cached() >= PAGE
     assert num_cached(**apart | {name: path for name in apart if name == "cache_salt"}) == 0
     assert num_cached(cache_prompt=True) >= PAGE
+    assert num_cached(cache_salt=f"{path} once more", cache_prompt=False) == 0
 
 
 def test_ollama_s_bodies_have_a_salt_too(served: Served) -> None:

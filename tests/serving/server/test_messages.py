@@ -99,7 +99,7 @@ def test_both_events_with_usage_leave_out_cached_tokens(folder: Path) -> None:
 
 @cases(
     "change param",
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),

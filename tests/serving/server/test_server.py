@@ -432,7 +432,7 @@ def test_a_certificate_that_cannot_serve_is_refused_in_one_line(tmp_path: Path) 
             check_certificate(cert, key)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", *["::"] * socket.has_dualstack_ipv6()])
+@pytest.mark.parametrize("host", ["127.0.0.1", *["::", "[::]"] * socket.has_dualstack_ipv6()])
 def test_no_connection_holds_small_writes_back(host: str) -> None:
     """The address `::` is for IPv4, too."""
     with bind(ServerSettings(host=host, port=0)) as listener:

@@ -126,7 +126,7 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
 
 
 def url_of(settings: ServerSettings, port: int) -> str:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    host = f"[{settings.host.strip('[]')}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
 
 

@@ -7,6 +7,7 @@ the value, the rule and the fix.
 
 import math
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -31,6 +32,7 @@ DECLARED: dict[str, Parameter] = {**PARAMETERS, **OPTIONS}
 Step = str | int  # a step of a path: a key or an index
 # Smallest difflib ratio of similar names: "temprature" is similar to "temperature", "top_n" not to "top_k".
 _NEAR = 0.82
+_OBJECTS = {inspect.StructType, inspect.DictType, inspect.NoneType}
 
 
 @final
@@ -205,6 +207,9 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], reading: Reading) -> Any:
+    kinds = set(map(type, types))
+    if given == [] and kinds <= _OBJECTS and steps and isinstance(steps[-1], str):
+        given = {}  # PHP writes empty lists and objects alike
     if isinstance(given, dict):
         structs = [each for each in types if isinstance(each, inspect.StructType)]
         for each in structs:
@@ -222,7 +227,6 @@ def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], rea
         elif inspect.IntType not in inner_kinds or set(map(type, given)) <= {int}:
             return given
         return [_settled(each, inner, [*steps, index], reading) for index, each in enumerate(given)]
-    kinds = set(map(type, types))
     if isinstance(given, str) and inspect.StrType not in kinds:
         values = [value for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
         if values and given not in values:
@@ -322,6 +326,8 @@ def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
         there = found.get(name)
         if isinstance(there, dict) and isinstance(value, dict):
             value = value | there
+        elif name == "cache_salt" and there is not None:
+            value = f"{there} {value}"  # `cache_prompt` adds one, and both keep prompts apart
         elif there is not None and there != value:
             raise refuse(f"{path} and {name} are the same parameter with two values: give only one", path)
         found[name] = value
@@ -356,6 +362,7 @@ def read_body(
 
     Before that, `complete` converts other programs' formats to known ones.
     """
+    content = content.removeprefix(BOM_UTF8)
     check_body(content)
     try:
         given = msgspec.json.decode(content)

@@ -15,6 +15,7 @@ from infer.text.toolcalls import past_calls
 _WORDS = ("image", "audio", "video", "file", "document")
 Arguments = Annotated[Any, Meta(extra_json_schema={"type": "string"})]  # `past_arguments` made an object of it
 _OBJECTS = frozenset({"parameters", "input_schema", "properties"})  # of a tool
+_VALUES = frozenset({"default", "const", "enum", "examples"})
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
@@ -25,11 +26,18 @@ class OutputRefusal(Struct, tag_field="type", tag="refusal", kw_only=True):
 
 def complete_each(messages: list[Any], reading: Reading, complete: Callable[..., dict[str, Any]]) -> list[Any]:
     """Return the messages that `complete` makes. For the user's last message, it is called with `is_last`."""
+    messages = [with_role(each) for each in messages]
     last = last_user(messages)
     return [
         complete(each, f"messages[{index}]", reading, is_last=index == last) if isinstance(each, dict) else each
         for index, each in enumerate(messages)
     ]
+
+
+def with_role(message: Any) -> Any:
+    """Return a message with its role in small letters, which clients in Java write in capitals."""
+    role = message.get("role") if isinstance(message, dict) else None
+    return {**message, "role": role.lower()} if isinstance(role, str) else message
 
 
 def last_user(messages: list[Any]) -> int:
@@ -51,7 +59,7 @@ def own_tools(
     `expand` returns the tools that replace a tool, which it receives with its path.
     """
     found = list[Any]()
-    for index, given in enumerate(_with_objects(tools)):
+    for index, given in enumerate(with_objects(tools)):
         path = f"tools[{index}]"
         for tool in expand(given, path):
             kind = tool.get("type") if isinstance(tool, dict) else None
@@ -62,13 +70,15 @@ def own_tools(
     return found
 
 
-def _with_objects(value: Any) -> Any:
-    """Return tools with {} for each [] that must be an object, because PHP writes empty lists and objects alike."""
+def with_objects(value: Any, key: str = "") -> Any:
+    """Return tools or a schema with {} for each [] that must be an object, because PHP writes both alike."""
+    if key in _VALUES:
+        return value
     if isinstance(value, list):
-        return [_with_objects(each) for each in value]
+        return [with_objects(each) for each in value] if value or key not in _OBJECTS else {}
     if not isinstance(value, dict):
         return value
-    return {name: {} if name in _OBJECTS and each == [] else _with_objects(each) for name, each in value.items()}
+    return {name: with_objects(each, "" if key == "properties" else name) for name, each in value.items()}
 
 
 def text_parts(parts: list[Any], path: str, reading: Reading, text_type: str, *, is_last: bool) -> list[Any]:

@@ -27,6 +27,7 @@ from infer.sampling_params import (
 )
 from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
+from infer.serving.protocols.messages import with_objects
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.template_formats import reasoning_of
 
@@ -68,6 +69,8 @@ class Served:
         If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats. Raises BodyError.
         """
         given = {**otherwise, **self.values, **without_zeros(values)}
+        if "json_schema" in given:
+            given["json_schema"] = with_objects(given["json_schema"])
         with refusing(prompt_name):
             first = default_params(self.llm.sampling_defaults, is_chat=prompt_name != "prompt", **given)
             return [replace(first, seed=each) for each in seeds_of(self.seed if seed is None else seed, num_choices)]

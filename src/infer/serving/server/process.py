@@ -118,7 +118,7 @@ def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> 
 
 def bind(settings: ServerSettings) -> socket.socket:
     """Return a socket that listens on the address. Raises InvalidRequestError if the address is not available."""
-    address = host, port = settings.host, settings.port
+    address = host, port = settings.host.strip("[]"), settings.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     is_for_both = host == "::" and socket.has_dualstack_ipv6()
     try:

@@ -19,6 +19,7 @@ from infer.text.templates.template_messages import (
     with_form,
     with_one_system,
     with_texts,
+    without_system,
 )
 from infer.text.templates.template_process import TemplateLimitError, TemplateRefusalError, render
 
@@ -122,12 +123,13 @@ class ChatTemplate:
     def _accepted(self, context: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return the variables with messages in a form that the template takes, and the rendered text.
 
-        If the template refuses or leaves out a system message in an odd place, it gets one system message.
+        If the template refuses or leaves out a system message in an odd place, it gets one system message. If it
+        refuses that, the user's first message begins with its text.
         """
         given = context["messages"]
         odd = odd_system_texts(given)
         refusal, found = None, list[tuple[dict[str, Any], str]]()
-        for messages in (given, with_one_system(given)) if odd else (given,):
+        for messages in (given, *[with_one_system(given)] * bool(odd), without_system(given)):
             fitted = {**context, "messages": [with_form(message, self._forms(message)) for message in messages]}
             try:
                 text = self._render(fitted)

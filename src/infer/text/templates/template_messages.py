@@ -96,6 +96,14 @@ def with_one_system(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
+def without_system(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages whose first one is the user's, after the text of the system message before it."""
+    first, *others = with_one_system(messages)
+    if first.get("role") != "system" or not others or others[0].get("role") != "user":
+        return [first, *others]
+    return [{**others[0], "content": _joined(f"{first['content']}\n", others[0].get("content"))}, *others[1:]]
+
+
 def _joined(first: Any, second: Any) -> Any:
     """Return two contents as one, in lines of their own."""
     if isinstance(first, str) and isinstance(second, str):

@@ -54,7 +54,8 @@ def read_folder(path: Path, num_rows: int | None = None) -> TokenizerParts:
         backend = load_backend(path / "tokenizer.json")
     if any(_read_json(file).get("do_lower_case") for file in path.glob("sentence_*_config.json")):
         lowercase(backend)
-    _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
+    listed = {str(token_id): {"content": text} for text, token_id in _read_json(path / "added_tokens.json").items()}
+    _add_missing_tokens(backend, listed | (config.get("added_tokens_decoder") or {}))
     _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
     if num_rows is not None:
         backend = without_ids_from(num_rows, path, backend)

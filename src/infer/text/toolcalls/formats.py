@@ -50,6 +50,13 @@ class ToolCallFormat:
         """Text before the name of the first call."""
         return self.opening + self.before_name
 
+    @property
+    def name_end(self) -> re.Pattern[str]:
+        """Pattern of the text after a name. Without such a text, arguments or the end of the call follow."""
+        if self.before_arguments:
+            return pattern_of(self.before_arguments)
+        return re.compile(f"(?={re.escape(self.before_key)}|{re.escape(self.after_arguments)})")
+
     def beginnings(self, names: Sequence[str]) -> list[str]:
         """Return the possible beginnings of an answer with calls, for a format without a trigger."""
         if len(self.start) > 1:
@@ -157,6 +164,17 @@ _FORMATS = (
         after_key="</arg_key>\n<arg_value>",
         after_value="</arg_value>\n",
         separator="\n",
+        trigger="<tool_call>",
+    ),
+    ToolCallFormat(
+        name="glm-4.7",
+        before_name="<tool_call>",
+        before_arguments="",
+        after_arguments="</tool_call>",
+        syntax="xml",
+        before_key="<arg_key>",
+        after_key="</arg_key><arg_value>",
+        after_value="</arg_value>",
         trigger="<tool_call>",
     ),
     ToolCallFormat(

@@ -19,7 +19,6 @@ from infer.text.toolcalls.arguments import (
 )
 from infer.text.toolcalls.bare_calls import BareCallParser
 from infer.text.toolcalls.channel_parser import ChannelParser
-from infer.text.toolcalls.formats import pattern_of
 from infer.text.toolcalls.parsed import MARKS, SPACES, Parsed, Parser
 
 
@@ -186,7 +185,7 @@ class AnswerParser(Parser):
     def _name(self) -> bool:
         assert self._form.calls is not None
         form = self._form.calls.form
-        found = pattern_of(form.before_arguments).search(self._held)
+        found = form.name_end.search(self._held)
         if found is None:
             return False
         name, rest = self._held[: found.start()], self._held[found.end() :]

@@ -215,7 +215,7 @@ class MessagesBody(PromptBody, kw_only=True):
     `seed` is not in Anthropic's API. Without `max_tokens`, an answer may fill the context.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0: only read the prompt into the cache
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
@@ -311,6 +311,8 @@ def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_
         case "thinking" if not isinstance(block.get("thinking"), str):
             reading.warn(f"{path} was left out: its thinking cannot be read")
             return None
+        case "tool_addition" | "tool_removal":  # all tools are shown at any time
+            return None
         case "redacted_thinking":
             reading.warn(f"{path} was left out: its thinking is encrypted for another provider")
             return None
@@ -335,7 +337,7 @@ def _result(block: dict[str, Any], path: str, reading: Reading) -> dict[str, Any
 
 
 def _readable(block: dict[str, Any], kind: str) -> str | None:
-    """Return the text of a document or a search result if it is plain text, else None."""
+    """Return the text of a document, a search result or a reference if it is plain text, else None."""
     match kind, block.get("source"):
         case "document", {"type": "text", "data": str(text)}:
             return _titled(block, text)
@@ -343,6 +345,8 @@ def _readable(block: dict[str, Any], kind: str) -> str | None:
             return _titled(block, _joined(content))
         case "search_result", _:
             return _titled(block, _joined(block.get("content")))
+        case "tool_reference", _:  # the tool is shown with the others, though its loading was deferred
+            return str(block.get("tool_name"))
     return None
 
 
@@ -367,8 +371,10 @@ def _text(text: str) -> dict[str, Any]:
 
 def ask_message(body: MessagesBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    params = served.params(sampling_of(body), body.seed, "messages")
-    return replace(ask_prompt(body, served), params=params)
+    values = sampling_of(body)
+    if "json_schema" in values and body.messages[-1].role == "assistant":
+        raise refuse("messages must not end with the assistant's if output_config.format is given", "messages")
+    return replace(ask_prompt(body, served), params=served.params(values, body.seed, "messages"))
 
 
 def ask_prompt(body: PromptBody, served: Served) -> Ask:
@@ -404,7 +410,8 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
 
 def sampling_of(body: MessagesBody) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
-    values = {name: value for name, value in given.items() if value is not None} | {"max_tokens": body.max_tokens}
+    values = {name: value for name, value in given.items() if value is not None}
+    values["max_tokens"] = 1 if body.max_tokens == 0 else body.max_tokens  # one token, so that the prompt is read
     if stops := stops_of(body.stop_sequences or ()):
         values["stop"] = stops
     if body.output_config is not None and body.output_config.format is not None:

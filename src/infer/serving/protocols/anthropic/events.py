@@ -8,9 +8,7 @@ from msgspec.structs import replace as replace_fields
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
 from infer.serving.protocols.answers import Answer, Count, Json, call_values
-from infer.serving.protocols.anthropic.ask import (
-    MessagesBody,
-)
+from infer.serving.protocols.anthropic.ask import MessagesBody
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event
 
@@ -113,6 +111,7 @@ class MessageShape(Shape):
     def __init__(self, accepted: Accepted, body: MessagesBody) -> None:
         self._head, self._stops = accepted.head("msg_"), frozenset(body.stop_sequences or ())
         self._warnings, self._sequence = accepted.served.reading.warnings, accepted.firsts[0]
+        self._is_shown = body.max_tokens != 0  # False: only the cache is filled
         self._usage: MessagesUsage | None = None  # of the first event
         self._index = -1  # index of the open block
         self._open: str | None = None  # kind of the open block
@@ -125,19 +124,19 @@ class MessageShape(Shape):
         if result.text or not (result.reasoning or result.tool_calls):
             blocks.append(MessageText(result.text))
         blocks += [MessageToolUse(call.id, call.name, call_values(call)) for call in result.tool_calls]
-        usage = _usage(result.prompt_tokens, result.reused_tokens, result.generated_tokens)
-        return self._message(blocks, self._stop(result), usage)
+        usage = _usage(result.prompt_tokens, result.reused_tokens, result.generated_tokens * self._is_shown)
+        return self._message(blocks if self._is_shown else [], self._stop(result), usage)
 
     def chunks(self, part: Delta) -> list[Json]:
         found = list[Json]()
         if self._usage is None:
             self._usage = _usage(self._sequence.num_prompt_tokens, self._sequence.num_reused, 0)
             found.append({"type": "message_start", "message": self._message([], Stop(), self._usage)})
-        found += self._deltas(part)
+        found += self._deltas(part) if self._is_shown else []
         if (result := part.result) is not None:
-            if self._index < 0:
+            if self._index < 0 and self._is_shown:
                 found += self._begin("text", MessageText(""))
-            usage = replace_fields(self._usage, output_tokens=result.generated_tokens)
+            usage = replace_fields(self._usage, output_tokens=result.generated_tokens * self._is_shown)
             end: Json = {"type": "message_delta", "delta": self._stop(result)._asdict(), "usage": usage}
             if self._warnings:
                 end["infer"] = {"warnings": self._warnings}
@@ -160,6 +159,8 @@ class MessageShape(Shape):
 
     def _stop(self, result: GenerationResult) -> Stop:
         reason = _STOP_REASONS[result.finish_reason]
+        if not self._is_shown:
+            return Stop("max_tokens", None)
         if result.finish_reason == "stop" and result.stop_reason in self._stops:
             return Stop("stop_sequence", str(result.stop_reason))
         if result.finish_reason == "length" and result.stop_reason == "context":

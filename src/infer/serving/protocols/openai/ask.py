@@ -20,9 +20,7 @@ from infer.request_limits import (
     MAX_TOOLS,
     NUM_TOKENS_OF_COMPLETIONS,
 )
-from infer.sampling_params import (
-    PARAMETERS,
-)
+from infer.sampling_params import PARAMETERS
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
 from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.protocols.messages import (
@@ -333,7 +331,7 @@ def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: b
     found = dict(message)
     role = found.get("role")
     if isinstance(role, str):
-        role = found["role"] = _ROLES.get(role.lower(), role.lower())  # in capitals from clients in Java
+        role = found["role"] = _ROLES.get(role, role)
     content = found.get("content")
     if isinstance(content, list):
         parts = text_parts(content, f"{path}.content", reading, "text", is_last=is_last)

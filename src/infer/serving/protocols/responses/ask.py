@@ -23,6 +23,7 @@ from infer.serving.protocols.messages import (
     past_arguments,
     text_of,
     text_parts,
+    with_role,
 )
 from infer.serving.protocols.openai.ask import (
     Alternatives,
@@ -41,6 +42,7 @@ from infer.serving.protocols.params import Served, effort_variables
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _LOGPROBS = "message.output_text.logprobs"
+_LOADING = ("additional_tools", "tool_search_output")  # items with tools
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 # Kinds of calls, with the field of their arguments and the name of a tool without a name.
 _CALLS = {
@@ -189,6 +191,9 @@ def complete_response(given: dict[str, Any], reading: Reading) -> dict[str, Any]
     Raises BodyError for an image or a file in the user's last message, unless it has already been answered.
     """
     if isinstance(items := given.get("input"), list):
+        items = [with_role(each) for each in items]
+        if loaded := [each for item in items for each in _loaded(item)]:
+            given["tools"] = [*(given.get("tools") or ()), *loaded]
         last = last_user(items)
         if any(map(_is_answer, items[last + 1 :])):
             last = -1
@@ -222,6 +227,12 @@ def _is_answer(item: Any) -> bool:
     return isinstance(item, dict) and (item.get("role") == "assistant" or str(item.get("type", "")).endswith("_call"))
 
 
+def _loaded(item: Any) -> list[Any]:
+    """Return the tools that an item adds to those of the body. Codex sends some of its tools so."""
+    tools = item.get("tools") if isinstance(item, dict) and item.get("type") in _LOADING else None
+    return tools if isinstance(tools, list) else []
+
+
 def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any]:
     """Return the items that replace one item, or none if it has nothing that a model can read. Raises BodyError."""
     if not isinstance(item, dict):
@@ -240,7 +251,8 @@ def _items(item: Any, path: str, reading: Reading, *, is_last: bool) -> list[Any
             output = _output(item.get("output"), f"{path}.output", reading)
             return [{"type": "function_call_output", "call_id": _id_of(item), "output": output}]
         case str():
-            reading.warn(f"{path} was left out: items of type {kind!r:.40} are unknown")
+            if kind not in _LOADING:
+                reading.warn(f"{path} was left out: items of type {kind!r:.40} are unknown")
             return []
     return [item]
 

@@ -85,6 +85,9 @@ class ThreadPool:
         exception is raised before or after the run: the next one works.
         """
         self._check_caller()
+        if not _this_thread.has_stack:
+            check_stack()
+            _this_thread.has_stack = True
         now = time.perf_counter()
         choice = self._adaptive.choose(now) if num_threads is None else Choice(min(num_threads, self.num_threads))
         last = self._last
@@ -119,9 +122,6 @@ class ThreadPool:
                 worker.join()
 
     def _check_caller(self) -> None:
-        if not _this_thread.has_stack:
-            check_stack()
-            _this_thread.has_stack = True
         if self._job.owner == threading.get_ident() or not _this_thread.may_run:
             raise InferError(
                 "a constraint or callback ran the model, or an op, within a step that waits for it: "

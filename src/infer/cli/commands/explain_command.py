@@ -43,6 +43,8 @@ _USUAL = {  # the usual value, and words for any other
     "shared_from": (None, "keys and values of layer {}"),
     "is_causal": (True, "no mask"),
     "is_gated": (True, "no gate in the mlp"),
+    "norms_parallel": (None, "mlp beside attention"),
+    "norms_have_weight": (True, "norms without weights"),
     "beta_scale": (1.0, "beta up to {:g}"),
     "gate_curve": ("sigmoid", "gates of {}"),
 }

@@ -26,7 +26,7 @@ from infer.engine.runner.caches import make_cache
 from infer.engine.runner.text_encoder import TextEncoder
 from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.files import Checkpoint, open_checkpoint
-from infer.files.config import architecture_in_gguf
+from infer.files.gguf.forms import architecture_in_gguf
 from infer.files.gguf.importance_matrix import ImportanceMatrix, InputSquares
 from infer.llm import LLM
 from infer.model_settings import ModelSettings

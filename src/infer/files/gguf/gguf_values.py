@@ -65,6 +65,11 @@ class GGUFValues:
             self.fail(key, f"expected a float, got {value!r:.60}")
         return float(shortest(value))
 
+    def check_length(self, key: str, given: list[Any], num_layers: int) -> None:
+        """Raise ModelFormatError for a list without a value per layer."""
+        if len(given) != num_layers:
+            self.fail(key, f"expected a number for each of {num_layers} layers, got {len(given)}")
+
     def unsupported(self, key: str) -> NoReturn:
         name = f"{self.architecture}.{key}"
         raise UnsupportedModelError(f"{self.file.path.name}: {name} differs between layers, which is not supported")

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.files.gguf.gguf_text_encoders import ENCODERS as GGUF_ENCODERS
+from infer.files.gguf.forms import form_of, form_of_family
 from infer.files.heads.encoder_heads import take_encoder_head, take_gguf_encoder_head
 from infer.files.heads.head_files import DenseFiles, HeadFiles, take_dense
-from infer.files.tensors.encoder_names import ENCODERS
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
 
@@ -58,7 +57,7 @@ def classifier_from_folder(
 
     Raises UnsupportedModelError for labels of tokens, and ModelFormatError for labels that do not fit the weight.
     """
-    take = take_encoder_head if config.get("model_type") in ENCODERS else _take_decoder_head
+    take = take_encoder_head if form_of_family(config).is_encoder else _take_decoder_head
     if (found := take(folder, config, tensors)) is None:
         return None
     head, pooling = found
@@ -95,7 +94,7 @@ def classifier_from_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
 ) -> ClassifierFiles | None:
     """Return the classifier of a GGUF file, or None. Its tensors are removed from `tensors`."""
-    is_encoder = metadata["general.architecture"] in GGUF_ENCODERS
+    is_encoder = form_of(str(metadata["general.architecture"])).is_encoder
     found = (take_gguf_encoder_head if is_encoder else _take_gguf_decoder_head)(path, metadata, tensors)
     if found is None:
         return None

@@ -7,7 +7,6 @@ from typing import Any
 from infer.files.tensors.fused_tensors import rows_between
 from infer.files.tensors.tensor_info import TensorInfo
 
-ENCODERS = frozenset({"bert", "distilbert", "electra", "roberta", "xlm-roberta", "nomic_bert", "modernbert"})
 _PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows in the table of positions before the first token's row
 
 # BERT, ELECTRA, RoBERTa; DistilBERT; Nomic's BERT (published files, then transformers' class); ModernBERT.

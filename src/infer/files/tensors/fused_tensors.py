@@ -14,20 +14,22 @@ from infer.files.tensors.fused_delta_nets import each_projection, gathered_rows,
 from infer.files.tensors.stacked_experts import PLAIN, StackOrder, each_expert, is_stack
 from infer.files.tensors.tensor_info import TensorInfo
 
-_PARTS = {
+FUSED = {  # our names of matrices that contain several, and of their parts in a layer
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+    "linear_attn.ba_proj": ("linear_attn.b_proj", "linear_attn.a_proj"),
 }
 
 _Q = ".self_attn.q_proj"
-WITH_GATES = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 
 
 def taken_apart(
-    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], order: StackOrder = PLAIN
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], order: StackOrder = PLAIN, *, has_gates_in_q: bool
 ) -> dict[str, TensorInfo]:
-    """Return the tensors with fused ones split. `order` is the order of stacks of experts.
+    """Return the tensors with fused ones split.
 
+    `order` is the order of stacks of experts. If `has_gates_in_q`, the projection of q has gates of attention, too.
     Raises ModelFormatError if the rows cannot be divided.
     """
     found: dict[str, TensorInfo] = {}
@@ -45,20 +47,18 @@ def taken_apart(
         if is_fused(module):
             found |= each_projection(info, module, config)
             continue
-        fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
+        fused = next((end for end in FUSED if module.endswith(f".{end}")), None)
         if fused is None:
             found[name] = info
             continue
-        shares = _shares(config) if fused == "self_attn.qkv_proj" else (1, 1)
-        for part, rows in zip(_PARTS[fused], _rows(info, shares), strict=True):
+        shares = _shares(config, 2 if has_gates_in_q else 1) if fused == "self_attn.qkv_proj" else (1, 1)
+        for part, rows in zip(FUSED[fused], _rows(info, shares), strict=True):
             found[f"{module.removesuffix(fused)}{part}.{kind}"] = rows_between(info, *rows)
-    return _without_gates_in_q(found, config)
+    return _without_gates_in_q(found, config) if has_gates_in_q else found
 
 
 def _without_gates_in_q(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """Return the tensors, with the gates of attention separated from q."""
-    if config.get("model_type") not in WITH_GATES:
-        return tensors
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         module, _, kind = name.rpartition(".")
@@ -80,13 +80,13 @@ def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, A
     }
 
 
-def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
+def _shares(config: Mapping[str, Any], rows_of_q: int) -> tuple[int, int, int]:
     """Return the numbers of heads of q, k and v, which divide the rows. Gates double the rows of q."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
         return (1, 1, 1)  # the family reports the fault of the config
-    return (heads * (2 if config.get("model_type") in WITH_GATES else 1), kv_heads, kv_heads)
+    return (heads * rows_of_q, kv_heads, kv_heads)
 
 
 def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:

@@ -10,18 +10,18 @@ An unknown tensor keeps its name, so that the loader can list it as unexpected.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 
-_GGUF_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "token_embd_norm.weight": "model.norm.weight",  # LFM2's name of the last norm
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-}
-_GGUF_LAYER = {
+_GGUF_MODULES = {  # outside of layers, then within a layer
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "token_types": "model.embed_types",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
     "attn_norm": "attention_norm",
     "post_attention_norm": "post_attention_norm",
     "ffn_norm": "mlp_norm",
@@ -76,9 +76,6 @@ _GGUF_VECTOR = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay",
 }
-# Architectures whose files name the norm before the MLP by its place after attention.
-_WITH_POST_ATTENTION_NORM = frozenset({"glm4moe", "gpt-oss", "seed_oss", "qwen3next", "qwen35", "qwen35moe"})
-_LAST_NORM_OF_LFM2 = frozenset({"lfm2", "lfm2moe"})
 _TWO_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
@@ -142,10 +139,11 @@ _PARTS = (
 _OURS = re.compile(
     r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.[0-9]+\.)?(gate|up|down)_proj)\.(weight|bias)"
 )
-_TOP_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_TOP.items()}
 _VECTOR_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_VECTOR.items()}
-_LAYER_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_LAYER.items()}
-_LAYER_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate", "mlp.gate_up_proj": "ffn_up"}
+_MODULE_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_MODULES.items()}
+_MODULE_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate"}
+_MODULE_IN_GGUF |= {"mlp.gate_up_proj": "ffn_up"}
+_USUAL: Mapping[str, str] = MappingProxyType({})
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
@@ -160,38 +158,37 @@ _SKIPPED = re.compile(
 )
 
 
-def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
-    """Return our name for each name in the file, without tensors that are not weights."""
+def names_from_gguf(names: Iterable[str], own: Mapping[str, str] = _USUAL) -> dict[str, str]:
+    """Return our name for each name in the file, without tensors that are not weights.
+
+    `own` has GGUF's names of modules by ours, if the architecture has unusual ones.
+    """
     kept = [name for name in names if not _SKIPPED_GGUF.match(name)]
-    has_gate = any(".ffn_gate." in name or ".ffn_gate_inp." in name for name in kept)
+    modules = _GGUF_MODULES | {theirs: ours for ours, theirs in own.items()}
+    has_gate = "ffn_up" in own.values() or any(".ffn_gate." in name or ".ffn_gate_inp." in name for name in kept)
     has_mlp_norm = any(".ffn_norm." in name or ".post_ffw_norm." in name for name in kept)
     usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}
     if not has_mlp_norm:  # then the norm after attention is the norm before the MLP
         usual = {name: alias.replace(".post_attention_norm.", ".ffn_norm.") for name, alias in usual.items()}
     for name in [name for name in kept if name.endswith(".ssm_conv1d.weight")]:
         for which in ("qkv", "gate"):
-            own = name.replace(".ssm_conv1d.", f".attn_{which}.")
-            usual |= {own: own.replace(".attn_", ".linear_attn_")} if own in usual else {}
-    return {name: _from_gguf(alias) for name, alias in usual.items()}
+            fused = name.replace(".ssm_conv1d.", f".attn_{which}.")
+            usual |= {fused: fused.replace(".attn_", ".linear_attn_")} if fused in usual else {}
+    return {name: _from_gguf(alias, modules) for name, alias in usual.items()}
 
 
-def name_in_gguf(name: str, architecture: str) -> str | None:
-    """Return the name of one of our tensors in a GGUF file of this architecture, or None if there is none.
+def name_in_gguf(name: str, own: Mapping[str, str]) -> str | None:
+    """Return the name of one of our tensors in a GGUF file, or None if there is none.
 
     It is the inverse of `names_from_gguf`. Stacks of experts have the names of `stacked_experts`, without a number.
     """
-    if name == "model.norm.weight" and architecture in _LAST_NORM_OF_LFM2:
-        return "token_embd_norm.weight"
     match = _OUR_LAYER.fullmatch(name)
-    if match is None:
-        return _TOP_IN_GGUF.get(name)
-    if (vector := _VECTOR_IN_GGUF.get(match[2])) is not None:
-        return f"blk.{match[1]}.{vector}"
-    module, _, kind = match[2].rpartition(".")
-    if module == "mlp_norm" and architecture in _WITH_POST_ATTENTION_NORM:
-        return f"blk.{match[1]}.post_attention_norm.{kind}"
-    own = _LAYER_IN_GGUF.get(module)
-    return None if own is None or kind not in ("weight", "bias") else f"blk.{match[1]}.{own}.{kind}"
+    at, rest = ("", name) if match is None else (f"blk.{match[1]}.", match[2])
+    if match is not None and (vector := _VECTOR_IN_GGUF.get(rest)) is not None:
+        return f"{at}{vector}"
+    module, _, kind = rest.rpartition(".")
+    stored = own.get(module) or _MODULE_IN_GGUF.get(module)
+    return None if stored is None or kind not in ("weight", "bias") else f"{at}{stored}.{kind}"
 
 
 def is_skipped(name: str) -> bool:
@@ -225,15 +222,13 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
 
 
-def _from_gguf(name: str) -> str:
+def _from_gguf(name: str, modules: Mapping[str, str]) -> str:
     match = _GGUF_PATTERN.fullmatch(name)
-    if match is None:
-        return _GGUF_TOP.get(name, name)
-    module, _, kind = match[2].rpartition(".")
-    own = _GGUF_VECTOR.get(match[2])
-    if own is None and module in _GGUF_LAYER and kind in ("weight", "bias"):
-        own = f"{_GGUF_LAYER[module]}.{kind}"
-    return name if own is None else f"model.layers.{match[1]}.{own}"
+    at, rest = ("", name) if match is None else (f"model.layers.{match[1]}.", match[2])
+    if match is not None and (vector := _GGUF_VECTOR.get(rest)) is not None:
+        return f"{at}{vector}"
+    module, _, kind = rest.rpartition(".")
+    return f"{at}{modules[module]}.{kind}" if module in modules and kind in ("weight", "bias") else name
 
 
 def _without_prefix(name: str) -> str:

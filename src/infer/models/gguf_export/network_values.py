@@ -1,105 +1,123 @@
-"""A decoder's network → GGUF's keys under the architecture's name: the inverse of `files.config`.
+"""A network → GGUF's keys under the architecture's name, by the list of keys from which `files.config` reads them.
 
-A key is written if the network has the part that it describes. llama.cpp has constants for everything else;
-`round_trip` refuses a network for which they are wrong.
+The settings of the network are named as in that list, and its keys are written whose settings the network has.
+llama.cpp has constants for everything else; `round_trip` refuses a network for which they are wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
-from infer.files.gguf.gguf_recurrent import WITH_DELTA_NETS
+from infer.files.gguf.forms import ENCODER_KEYS, KEYS, GGUFForm, Key
 from infer.models.families.config_values import Config
-from infer.models.families.recurrent import gated_delta_net
 from infer.models.gguf_export.values import Value
 
 _SIGMOID = 2  # a value of `expert_gating_func`
-_WITH_COUNTED_SHARED_EXPERTS = frozenset({"glm4moe"})
-_SCALES = {  # Granite: eps and embedding in `Architecture` are divided by the residual's multiplier
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "attention_multiplier": "attention.scale",
-    "logits_scaling": "logit_scale",
-}
-_WITH_SCALES = frozenset({"granite", "granitemoe"})
-# Without a window, 0 is written, because llama.cpp's default for them is a window.
-_WITH_A_WINDOW_OF_ZERO = frozenset({"phi3", "llama4"})
 
 
-def network_values(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return all keys except those of ropes.
+def decoder_values(form: GGUFForm, config: Config, architecture: Architecture, ropes: Config) -> dict[str, Value]:
+    """Return the keys of a decoder.
 
     Args:
-        name: The architecture's name in GGUF.
+        form: The form of the architecture's files.
         config: The config as its family reads it.
         architecture: The network of this config.
+        ropes: The settings of its ropes.
     """
-    layers, attention = architecture.layers, architecture.attention
-    values: dict[str, Value] = {
-        "block_count": len(layers),
-        "context_length": architecture.own_length,
-        "embedding_length": architecture.hidden_size,
-        "vocab_size": architecture.vocab_size,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+    attention = architecture.attention
+    settings = {
+        **config,
+        "num_hidden_layers": len(architecture.layers),
+        "max_position_embeddings": architecture.own_length,
+        "is_causal": False if architecture.reads_whole_texts else None,
+        "attn_logit_softcapping": attention[0].softcap if attention else None,
+        "final_logit_softcapping": architecture.logit_softcap,
+        **_heads(architecture),
+        **_windows(form, config, architecture),
+        **_sizes(form, config, architecture),
+        **_delta_nets(config, architecture),
+        **ropes,
     }
-    values |= _heads(architecture) | _windows(name, config, architecture) | _sizes(name, config, architecture)
-    if architecture.reads_whole_texts:
-        values["attention.causal"] = False
-    if attention and attention[0].softcap is not None:
-        values["attn_logit_softcapping"] = attention[0].softcap
-    if architecture.logit_softcap is not None:
-        values["final_logit_softcapping"] = architecture.logit_softcap
-    if name in _WITH_SCALES:
-        values |= {key: float(config[own]) for own, key in _SCALES.items() if config.get(own) is not None}
-    elif architecture.logit_scale != 1:
-        values["logit_scale"] = architecture.logit_scale
-    return values | _recurrent(name, config, architecture)
+    if architecture.logit_scale != 1:
+        settings.setdefault("logits_scaling", architecture.logit_scale)
+    return values_of(KEYS, form, settings)
 
 
-def _heads(architecture: Architecture) -> dict[str, Value]:
+def values_of(keys: Iterable[Key], form: GGUFForm, settings: Config) -> dict[str, Value]:
+    """Return the values of the keys whose settings are not None, in the order of the keys."""
+    written = [each for each in keys if each.needs != "form" or each.key in form.keys]
+    values = {each.key: (each.kind, settings.get(each.name)) for each in written}
+    return {
+        key: float(value) if kind == "real" else value for key, (kind, value) in values.items() if value is not None
+    }
+
+
+def encoder_values(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Value]:
+    """Return the keys of an encoder. Windows of ModernBERT are counted over both sides, as in its config."""
+    attention, dense = architecture.attention, architecture.layers[0].feed_forward
+    assert isinstance(dense, Dense)
+    full = [index for index, mixer in enumerate(attention) if mixer.window is None]
+    wide = next((mixer.rope for mixer in attention if mixer.window is None), None)
+    narrow = next((mixer.rope for mixer in attention if mixer.window is not None), None)
+    settings: dict[str, Any] = {
+        "num_hidden_layers": len(architecture.layers),
+        "max_position_embeddings": architecture.own_length,
+        "hidden_size": architecture.hidden_size,
+        "vocab_size": architecture.vocab_size,
+        "intermediate_size": dense.intermediate_size,
+        "num_attention_heads": attention[0].num_heads,
+        "layer_norm_eps": architecture.norm_eps,
+        "is_causal": False,
+    }
+    if wide is not None:
+        settings |= {"global_rope_theta": wide.theta, "rotated_dim": wide.dim}
+    if narrow is not None:
+        settings |= {"local_rope_theta": narrow.theta, "local_attention": config.get("local_attention", 128)}
+        settings["global_attn_every_n_layers"] = full[1] if len(full) > 1 else len(attention)
+    return values_of(ENCODER_KEYS, form, settings)
+
+
+def _heads(architecture: Architecture) -> dict[str, Any]:
     """Return the numbers and sizes of heads. Layers with a short convolution have no heads of keys."""
     attention = architecture.attention
     mixers = [layer.mixer for layer in architecture.layers]
     has_convolutions = any(isinstance(mixer, ShortConv) for mixer in mixers)
     kv_heads = [mixer.num_kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
     wide = next((mixer.head_dim for mixer in attention if mixer.window is None), attention[0].head_dim)
-    narrow = next((mixer.head_dim for mixer in attention if mixer.window is not None), wide)
-    values: dict[str, Value] = {
-        "attention.head_count": _one_or_all([mixer.num_heads for mixer in attention]),
-        "attention.head_count_kv": kv_heads if has_convolutions else _one_or_all([each for each in kv_heads if each]),
-        "attention.key_length": wide,
-        "attention.value_length": wide,
+    return {
+        "num_attention_heads": _one_or_all([mixer.num_heads for mixer in attention]),
+        "num_key_value_heads": kv_heads if has_convolutions else _one_or_all([each for each in kv_heads if each]),
+        "head_dim": wide,
+        "windowed_head_dim": next((mixer.head_dim for mixer in attention if mixer.window is not None), wide),
+        "num_kv_shared_layers": sum(mixer.shared_from is not None for mixer in attention),
+        "hidden_size_per_layer_input": getattr(architecture.per_layer_input, "dim", 0),
     }
-    if architecture.layers[0].has_scale:  # Gemma 4
-        values |= {"attention.key_length_swa": narrow, "attention.value_length_swa": narrow}
-        values["attention.shared_kv_layers"] = sum(mixer.shared_from is not None for mixer in attention)
-        own = architecture.per_layer_input
-        values["embedding_length_per_layer_input"] = 0 if own is None else own.dim
-    return values
 
 
-def _windows(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
+def _windows(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Any]:
     """Return the size of windows, and the layers with a window if other layers have none."""
     attention = architecture.attention
     have_windows = [mixer.window is not None for mixer in attention]
-    if not any(have_windows):
-        has_chunks = any(mixer.chunk is not None for mixer in attention)
-        return {"attention.sliding_window": 0} if name in _WITH_A_WINDOW_OF_ZERO and not has_chunks else {}
-    values: dict[str, Value] = {"attention.sliding_window": config["sliding_window"]}
-    return values if all(have_windows) else values | {"attention.sliding_window_pattern": have_windows}
+    if any(have_windows):
+        kinds = None if all(have_windows) else have_windows
+        return {"sliding_window": config["sliding_window"], "sliding_window_pattern": kinds}
+    has_chunks = any(mixer.chunk is not None for mixer in attention)
+    return {"sliding_window": 0 if form.writes_zero_window and not has_chunks else None, "sliding_window_pattern": None}
 
 
-def _sizes(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
+def _sizes(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Any]:
     """Return the sizes of feed-forwards, and the settings of experts."""
     parts = [layer.feed_forward for layer in architecture.layers]
     experts = next((part for part in parts if isinstance(part, Experts)), None)
     sizes = [size for part in parts if (size := _dense_size(part)) is not None]
     unused = config.get("intermediate_size_mlp", config.get("intermediate_size"))  # files have this key anyway
-    values: dict[str, Value] = {"feed_forward_length": _one_or_all(sizes)} if sizes else {}
-    if not sizes and unused is not None:
-        values["feed_forward_length"] = unused
-    return values if experts is None else values | _experts(name, config, experts, parts)
+    settings = {"intermediate_size": _one_or_all(sizes) if sizes else unused}
+    return settings | (dict.fromkeys(_OF_EXPERTS) if experts is None else _experts(form, experts, parts))
+
+
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def _dense_size(part: Dense | Experts | None) -> int | None:
@@ -108,44 +126,29 @@ def _dense_size(part: Dense | Experts | None) -> int | None:
     return part.shared_size if isinstance(part, Experts) and part.has_norms else None
 
 
-def _experts(name: str, config: Config, experts: Experts, parts: Sequence[Dense | Experts | None]) -> dict[str, Value]:
+def _experts(form: GGUFForm, experts: Experts, parts: Sequence[Dense | Experts | None]) -> dict[str, Any]:
     router = experts.router
-    values: dict[str, Value] = {
-        "expert_count": router.num_experts,
-        "expert_used_count": router.num_chosen,
-        "expert_feed_forward_length": experts.intermediate_size,
-    }
-    if name in _WITH_COUNTED_SHARED_EXPERTS:
-        values["expert_shared_count"] = experts.shared_size // experts.intermediate_size
-    elif experts.shared_size and not experts.has_norms:
-        values["expert_shared_feed_forward_length"] = experts.shared_size
-    if router.scores == "sigmoid":
-        values |= {"expert_gating_func": _SIGMOID, "expert_weights_norm": router.is_normalized}
-        values["expert_weights_scale"] = router.scale
-        values["leading_dense_block_count"] = next(i for i, part in enumerate(parts) if isinstance(part, Experts))
-    if router.weighs_inputs:  # Llama 4
-        values["interleave_moe_layer_step"] = config.get("interleave_moe_layer_step", 1)
-    return values
-
-
-def _recurrent(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return the settings of convolutions and of gated delta nets, which files always have."""
-    mixers = [layer.mixer for layer in architecture.layers]
-    conv = next((mixer for mixer in mixers if isinstance(mixer, ShortConv)), None)
-    if conv is not None:
-        return {"shortconv.l_cache": conv.num_taps}
-    if name not in WITH_DELTA_NETS:
-        return {}
-    net = gated_delta_net(config)
+    is_counted = experts.has_norms or "expert_shared_count" in form.keys  # then files do not have the size
     return {
-        "ssm.conv_kernel": net.num_taps,
-        "ssm.state_size": net.key_dim,
-        "ssm.group_count": net.num_key_heads,
-        "ssm.time_step_rank": net.num_value_heads,
-        "ssm.inner_size": net.value_features,
-        "full_attention_interval": config.get("full_attention_interval", 4),
-        "attention.recurrent_layers": [isinstance(mixer, GatedDeltaNet) for mixer in mixers],
+        "num_experts": router.num_experts,
+        "num_experts_per_tok": router.num_chosen,
+        "moe_intermediate_size": experts.intermediate_size,
+        "shared_expert_intermediate_size": None if is_counted else experts.shared_size or None,
+        "n_group": None,  # only one group is supported
+        "n_shared_experts": experts.shared_size // experts.intermediate_size,
+        "expert_gating_func": _SIGMOID,
+        "norm_topk_prob": router.is_normalized,
+        "routed_scaling_factor": router.scale,
+        "first_k_dense_replace": next(i for i, part in enumerate(parts) if isinstance(part, Experts)),
     }
+
+
+def _delta_nets(config: Config, architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of delta nets that configs do not have, or that have defaults."""
+    flags = [isinstance(layer.mixer, GatedDeltaNet) for layer in architecture.layers]
+    features = config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
+    every = config.get("full_attention_interval", 4)
+    return {"linear_value_features": features, "recurrent_layers": flags, "full_attention_interval": every}
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:

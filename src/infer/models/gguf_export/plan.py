@@ -4,16 +4,14 @@ from typing import NamedTuple
 
 from infer.errors import UnsupportedModelError
 from infer.files import Checkpoint
-from infer.files.config import architecture_in_gguf
+from infer.files.gguf.forms import architecture_in_gguf, form_of
 from infer.files.gguf.gguf import TypedValue
-from infer.files.gguf.gguf_text_encoders import ENCODERS
 from infer.files.heads.text_prompts import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import FAMILIES, as_read, make_architecture
-from infer.models.gguf_export.encoder_values import encoder_values, token_type_values
 from infer.models.gguf_export.general_values import general_values
 from infer.models.gguf_export.heads import head_plan
-from infer.models.gguf_export.network_values import network_values
+from infer.models.gguf_export.network_values import decoder_values, encoder_values
 from infer.models.gguf_export.rope_values import RopeValues, rope_values
 from infer.models.gguf_export.round_trip import check_round_trip
 from infer.models.gguf_export.tensors import ExportTensor, export_tensors
@@ -50,17 +48,19 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     if name is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no architecture for model_type {config['model_type']!r}")
     check_tensors(architecture, checkpoint.tensors)
-    own, ropes = dict[str, Value](), RopeValues({}, {})
-    if name in ENCODERS:
-        own = encoder_values(config, architecture)
+    form, ropes = form_of(name), RopeValues({}, {}, {})
+    if form.is_encoder:
+        own = encoder_values(form, config, architecture)
     else:
         read = as_read(config, FAMILIES[str(config["model_type"])])
-        ropes = rope_values(name, read, architecture)
-        own = network_values(name, read, architecture) | ropes.values
+        ropes = rope_values(form, read, architecture)
+        own = decoder_values(form, read, architecture, ropes.settings) | ropes.values
     tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
     values = general_values(path, name, tensors, checkpoint.generation_config)
     head = head_plan(checkpoint, name, architecture.norm_eps)
-    others = prompt_values(checkpoint) | token_type_values(name, architecture)
+    others = prompt_values(checkpoint)
+    if architecture.text_inputs is not None and name != "modern-bert":  # otherwise llama.cpp opens no such encoder
+        others["tokenizer.ggml.token_type_count"] = max(architecture.text_inputs.num_types, 1)
     values |= {key: typed(value) for key, value in others.items()}
     values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
     if head.prompt is not None:

@@ -20,18 +20,13 @@ from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.mixers import Attention, GatedDeltaNet
 from infer.compute.operands.weights import FileWeight
 from infer.errors import UnsupportedModelError
-from infer.files import ROWS_IN_PAIRS
-from infer.files.gguf.gguf_text_encoders import ENCODERS, encoder_name_in_gguf
+from infer.files.gguf.forms import GGUFForm, form_of
+from infer.files.tensors.fused_tensors import FUSED
 from infer.files.tensors.tensor_names import name_in_gguf
 from infer.models.gguf_export.rows import Order, Rows, as_floats, joined, reordered, rows_of, vector_of, with_columns
 
 _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-WITH_ONE_QKV = frozenset({"phi3", "nomic-bert", "modern-bert"})
-WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
-WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # gate and up are one matrix
-WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-_WITH_SCALE_IN_Q_NORM = frozenset({"muse-glimmer"})
 # In all files: llama.cpp has no kernels for other types of these tensors, and its converter writes float32.
 _IN_FLOAT32 = re.compile(
     r"(.+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)|position_embd|token_types)\.weight"
@@ -94,18 +89,18 @@ def export_tensors(
     Raises:
         UnsupportedModelError: A tensor has no name in GGUF.
     """
-    named = {each: rows_of(weight) for each, weight in weights.items()}
+    named, form = {each: rows_of(weight) for each, weight in weights.items()}, form_of(name)
     if architecture.tied_embeddings:
         named.pop("lm_head.weight", None)
     for index, layer in enumerate(architecture.layers):
         prefix = f"model.layers.{index}."
         if isinstance(layer.mixer, Attention):
-            _change_attention(named, name, f"{prefix}self_attn.", layer.mixer)
+            _change_attention(named, form, f"{prefix}self_attn.", layer.mixer)
         elif isinstance(layer.mixer, GatedDeltaNet):
-            change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
-        if name in WITH_ONE_GATE_UP:
-            _fuse(named, f"{prefix}mlp.gate_up_proj", (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"))
-    found = _take_stacks(named, name)
+            _change_delta_net(named, form, f"{prefix}linear_attn.", layer.mixer)
+        for fused in form.fused:
+            _fuse(named, f"{prefix}{fused}", [f"{prefix}{part}" for part in FUSED.get(fused, ())])
+    found = _take_stacks(named, form)
     found |= {each: ExportTensor(each, rows.shape, rows) for each, rows in named.items()}
     ordered = [_renamed(path, name, each, found[each]) for each in sorted(found, key=_place)]
     vectors = {each: vector_of(torch.tensor(values, dtype=torch.float32)) for each, values in factors.items()}
@@ -113,7 +108,7 @@ def export_tensors(
 
 
 def _renamed(path: Path, name: str, ours: str, tensor: ExportTensor) -> ExportTensor:
-    stored = encoder_name_in_gguf(ours) if name in ENCODERS else name_in_gguf(ours, name)
+    stored = name_in_gguf(ours, form_of(name).names)
     if stored is None:
         raise UnsupportedModelError(f"{path.name}: the tensor {ours!r:.80} has no name in a GGUF file of {name}")
     shape = tensor.shape
@@ -128,28 +123,26 @@ def _place(name: str) -> tuple[int, str]:
     return (-1, name) if match is None else (int(match[1]), match[2])
 
 
-def _change_attention(named: Named, name: str, prefix: str, mixer: Attention) -> None:
+def _change_attention(named: Named, form: GGUFForm, prefix: str, mixer: Attention) -> None:
     """Give one layer's tensors of attention the form of this architecture's files."""
     parts = [f"{prefix}{part}_proj" for part in "qkv"]
-    if name in ROWS_IN_PAIRS:
+    if form.are_rows_paired:
         for part, heads in zip(parts, (mixer.num_heads, mixer.num_kv_heads), strict=False):
             for each in (f"{part}.weight", f"{part}.bias"):
                 if each in named:
                     named[each] = reordered(named[each], _in_pairs(named[each].count, heads))
-    if name in WITH_GATES_IN_Q:
+    if form.has_gates_in_q:
         for kind in ("weight", "bias"):
             own, gate = (named.pop(f"{prefix}{part}_proj.{kind}", None) for part in ("q", "gate"))
             if own is not None and gate is not None:
                 order = _alternating(mixer.num_heads, own.count)
                 named[f"{prefix}q_proj.{kind}"] = reordered(joined([own, gate]), order)
-    if name in WITH_ONE_QKV:
-        _fuse(named, f"{prefix}qkv_proj", parts)
-    if name in _WITH_SCALE_IN_Q_NORM:
+    if form.has_scale_in_q_norm:
         for part, scale in (("q", mixer.scale * mixer.head_dim**0.5), ("k", 1.0)):
             named[f"{prefix}{part}_norm.weight"] = vector_of(torch.full((mixer.head_dim,), scale))
 
 
-def _fuse(named: Named, fused: str, parts: list[str] | tuple[str, ...]) -> None:
+def _fuse(named: Named, fused: str, parts: Sequence[str]) -> None:
     """Stack the rows of some projections."""
     for kind in ("weight", "bias"):
         found = [named.pop(each) for part in parts if (each := f"{part}.{kind}") in named]
@@ -167,14 +160,14 @@ def _alternating(heads: int, num_rows: int) -> Order:
     return np.arange(2 * num_rows).reshape(2, heads, -1).swapaxes(0, 1).reshape(-1)
 
 
-def _take_stacks(named: Named, name: str) -> dict[str, ExportTensor]:
+def _take_stacks(named: Named, form: GGUFForm) -> dict[str, ExportTensor]:
     """Remove the tensors of single experts, and return their stacks by our names."""
     experts: dict[tuple[str, str, str], dict[int, Rows]] = {}
     for each in [each for each in named if _EXPERT.fullmatch(each)]:
         match = _EXPERT.fullmatch(each)
         assert match is not None
         experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
-    if name in WITH_ONE_EXPERT_MATRIX:
+    if "mlp.experts.gate_up_proj" in form.fused:
         for module, part, kind in [each for each in experts if each[1] == "gate"]:
             gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
             experts[module, "gate_up", kind] = {index: joined([gates[index], ups[index]]) for index in gates}
@@ -186,24 +179,16 @@ def _take_stacks(named: Named, name: str) -> dict[str, ExportTensor]:
     return found
 
 
-WITH_ONE_BA = "qwen3next"  # its files have our order of value heads
 DELTA_NET_OUTPUT = "ssm_out.weight"  # its name within a layer
 
 
-def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: GatedDeltaNet) -> None:
-    """Give one layer's tensors the form of this architecture's files.
-
-    Args:
-        named: The model's tensors by our names. The tensors of the layer are changed.
-        name: The architecture's name in GGUF.
-        prefix: The beginning of the names of the layer's tensors.
-        mixer: The layer's delta net.
-    """
+def _change_delta_net(named: Named, form: GGUFForm, prefix: str, mixer: GatedDeltaNet) -> None:
+    """Give one layer's tensors of a delta net the form of this architecture's files."""
     if mixer.is_decay_log:
         decay = named[f"{prefix}decay"]
         named[f"{prefix}decay"] = vector_of(-decay.read(0, decay.count).exp())
     key_heads, value_heads = mixer.num_key_heads, mixer.num_value_heads
-    if name == WITH_ONE_BA:
+    if not _are_heads_tiled(form):
         b, a = (named.pop(f"{prefix}{part}_proj.weight") for part in "ba")
         order = np.arange(2 * value_heads).reshape(2, key_heads, -1).swapaxes(0, 1).reshape(-1)
         named[f"{prefix}ba_proj.weight"] = reordered(joined([b, a]), order)
@@ -216,12 +201,21 @@ def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: Gate
     orders |= {"z_proj.weight": features, "qkv_proj.weight": channels, "taps": channels}
     for part, order in orders.items():
         named[prefix + part] = reordered(named[prefix + part], order)
-    named[f"{prefix}out_proj.weight"] = with_columns(named[f"{prefix}out_proj.weight"], output_columns(name, mixer))
+    named[f"{prefix}out_proj.weight"] = with_columns(named[f"{prefix}out_proj.weight"], _columns(form, mixer))
 
 
 def output_columns(name: str, mixer: GatedDeltaNet) -> Order:
     """Return, for each column of the output's matrix in files of this architecture, the number of our column."""
-    return np.arange(mixer.value_features) if name == WITH_ONE_BA else _tiled(mixer, mixer.value_dim)
+    return _columns(form_of(name), mixer)
+
+
+def _columns(form: GGUFForm, mixer: GatedDeltaNet) -> Order:
+    is_tiled = _are_heads_tiled(form)
+    return _tiled(mixer, mixer.value_dim) if is_tiled else np.arange(mixer.value_features)
+
+
+def _are_heads_tiled(form: GGUFForm) -> bool:
+    return bool(form.fixed["linear_value_heads_are_tiled"])
 
 
 def _tiled(mixer: GatedDeltaNet, size: int) -> Order:

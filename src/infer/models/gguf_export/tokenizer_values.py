@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordPiece
 
 from infer.errors import UnsupportedModelError
-from infer.files.gguf.gguf_text_encoders import ENCODERS
+from infer.files.gguf.forms import form_of
 from infer.models.gguf_export.encoder_vocabulary import unigram_values, wordpiece_values
 from infer.models.gguf_export.merge_scores import merges_of, scores_of
 from infer.models.gguf_export.pre_tokenizer_names import pre_tokenizer_name
@@ -57,11 +57,14 @@ def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str
     """
     parts = read_folder(path, vocab_size)
     texts, types = _tokens(parts.backend, vocab_size)
-    others = _special_ids(parts, reads_pairs=architecture in ENCODERS) | _templates(parts.chat_templates)
+    is_encoder = form_of(architecture).is_encoder
+    others = _special_ids(parts, reads_pairs=is_encoder) | _templates(parts.chat_templates)
     problems = list[str]()
     for vocabulary in _vocabularies(path, architecture, parts.backend, texts, types):
         values = vocabulary | others
-        problem = _difference(parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=architecture in ENCODERS)
+        problem = _difference(
+            parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=form_of(architecture).is_encoder
+        )
         if problem is None:
             return values
         problems.append(problem)

@@ -3,7 +3,7 @@
 _NEIGHBOURS = "a rotation of neighbouring elements"
 _COHERE = "LayerNorm, and attention in parallel to the MLP"
 _LATENT = "latent attention"
-_STATES = "Mamba2 layers"
+_STATES = "the state-space layers of Mamba2"
 _ALTUP = "four parallel residual streams"
 # Unsupported parts that models need, by the model's name in Hugging Face's and GGUF's files.
 NEEDS: dict[str, str] = {

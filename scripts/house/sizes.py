@@ -31,7 +31,7 @@ UNCOUNTED_DATA |= {"answers.json", "field-reports.toml"}
 FILES_OF_NAMES = {"formats.py", "pre_tokenizers.py", "supported.py", "hub_models.py"}
 FILES_OF_NAMES |= {"reranker_files.py", "forms.py"}
 GGUF_NAMES = ["gemma-embedding", "llama-embed", "mistral3"]  # all others are names of families, perhaps without "_"
-NO_FAMILIES = re.compile("llama[._ ]?cpp|ollama", re.IGNORECASE)
+NO_FAMILIES = re.compile("llama[._ ]?cpp|llama-gguf-split|ollama", re.IGNORECASE)  # programs
 SYNONYMS = re.compile("Reply|Replies|Query|Queries|Question|Inquiry|Respond")  # `Response…` is the name of OpenAI's API
 
 FILTER = re.compile(r"\bmin_p\b")  # one filter stands for all: a new one needs a place in each of its files

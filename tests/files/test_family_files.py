@@ -257,7 +257,6 @@ def test_settings_that_laguna_lacks_are_refused(tmp_path: Path, settings: dict[s
     assert message in refusal(lambda: with_settings(file_of(LAGUNA[0], tmp_path), settings), ModelError)
 
 
-CPU = torch.device("cpu")
 LENGTH = 60
 
 

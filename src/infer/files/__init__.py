@@ -21,7 +21,6 @@ from infer.files.config import (
     generation_config_from_gguf,
 )
 from infer.files.gguf.forms import form_of, form_of_family
-from infer.files.gguf.gguf_scales import with_factors, with_scaled_types
 from infer.files.gguf.gguf_split import read_whole_gguf
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
 from infer.files.heads.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
@@ -29,14 +28,20 @@ from infer.files.heads.reranker_files import RerankerFiles, reranker_from_folder
 from infer.files.heads.sentence_modules import text_limit
 from infer.files.heads.text_prompts import TextPrompts, prompts_from_folder, prompts_from_gguf
 from infer.files.hub.find import resolve
-from infer.files.tensors.encoder_names import encoder_names, without_padded_positions, without_poolers
 from infer.files.tensors.fused_tensors import taken_apart
 from infer.files.tensors.quantisation_config import INSTEAD, quantisation_of
 from infer.files.tensors.quantised_tensors import with_joined_matrices
 from infer.files.tensors.safetensors import read_safetensors_folder
 from infer.files.tensors.stacked_experts import with_joined_scales
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
+from infer.files.tensors.tensor_names import (
+    encoder_names,
+    is_norm,
+    names_from_gguf,
+    names_from_hugging_face,
+    without_padded_positions,
+    without_poolers,
+)
 from infer.system.open_file import OpenFile
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
@@ -212,3 +217,29 @@ def _check_supported(info: TensorInfo) -> None:
             f"{info.path.name}: tensor {info.name!r:.80} is {info.type}: supported are "
             f"{', '.join(FLOAT_TYPES)}: {INSTEAD}"
         )
+
+
+def with_factors(tensors: Mapping[str, TensorInfo], *, has_expert_scales: bool) -> dict[str, TensorInfo]:
+    """Return the tensors of a file with each scale as the `factor` of its matrix, and without scales of activations.
+
+    If the architecture `has_expert_scales`, the scales of `ffn_down_exps` belong to the router. Raises ModelFormatError
+    for a scale of another type or shape.
+    """
+    found = dict(tensors)
+    for name, matrix in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or matrix.type != "NVFP4":
+            continue
+        found.pop(f"{module}.input_scale", None)
+        if f"{module}.scale" not in found or (has_expert_scales and module.endswith(".ffn_down_exps")):
+            continue
+        scale, shape = found.pop(f"{module}.scale"), matrix.shape[:-2] or (1,)
+        if scale.type != "F32" or scale.shape != shape:
+            scale.fail(f"expected F32 of the shape {shape}, got {scale.type} of {scale.shape}")
+        found[name] = replace(matrix, factor=scale)
+    return found
+
+
+def with_scaled_types(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors, each matrix with a factor under the type as which it is loaded."""
+    return {name: info if info.factor is None else replace(info, type="NVFP4_SCALED") for name, info in tensors.items()}

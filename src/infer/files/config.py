@@ -4,7 +4,7 @@ GGUF's values are returned in the flat dialect (`rope_theta`, `rope_scaling`, `r
 returned unchanged, or its text part if the model is multimodal. `models.families` interprets the values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,13 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     num_layers = max(1, values.count("block_count", most=len(file.tensors)) - num_drafting)
     config = _sizes(values, form)
     config |= {"model_type": form.model_type, "num_hidden_layers": num_layers}
-    config |= {
-        form.keys.get(key.key) or key.name: key.read(values)
-        for key in KEYS
-        if key.kind is not None and _is_read(key, values, form, has_experts=has_experts)
-    }
-    config |= _flags(values, {**_FLAGS, **form.flags})
-    config |= _rope(values, form, config["head_dim"])
     config |= _windows(values, form, num_layers)
-    config |= _masks(values, form)
     if has_experts:
         config |= _experts(values, form)
+    config |= _read(KEYS, values, form, has_experts=has_experts)
+    config |= _flags(values, {**_FLAGS, **form.flags})
+    config |= _rope(values, form, config["head_dim"])
+    config |= _masks(values, form)
     if num_drafting:
         config["num_nextn_predict_layers"] = num_drafting
     return config | _constants(values, form, config)
@@ -106,11 +102,7 @@ def _encoder(values: GGUFValues, form: GGUFForm) -> dict[str, Any]:
         "num_key_value_heads": num_heads,
         "tie_word_embeddings": True,
     }
-    config |= {
-        key.name: key.read(values)
-        for key in ENCODER_KEYS
-        if key.kind is not None and _is_read(key, values, form, has_experts=False)
-    }
+    config |= _read(ENCODER_KEYS, values, form, has_experts=False)
     config |= {**_flags(values, form.flags), **form.fixed}
     return config | ({} if form.derived is None else form.derived(values, config))
 
@@ -121,10 +113,15 @@ def _flags(values: GGUFValues, endings: Mapping[str, str | tuple[str, ...]]) -> 
     return {flag: any(name.endswith(ending) for name in names) for flag, ending in endings.items()}
 
 
-def _is_read(key: Key, values: GGUFValues, form: GGUFForm, *, has_experts: bool) -> bool:
-    if key.key in form.keys:
-        return form.keys[key.key] is not None
-    return not key.needs or (key.needs == "experts" and has_experts) or (key.needs == "itself" and values.has(key.key))
+def _read(keys: Iterable[Key], values: GGUFValues, form: GGUFForm, *, has_experts: bool) -> dict[str, Any]:
+    """Return the settings of the keys that have no rules of their own."""
+    asked = {key: form.settings.get(key.key, key.name) for key in keys if key.kind is not None}
+    is_asked = {"": True, "experts": has_experts, "form": False}
+    return {
+        name: key.read(values)
+        for key, name in asked.items()
+        if name is not None and (key.key in form.keys or is_asked.get(key.needs, values.has(key.key)))
+    }
 
 
 def _sizes(values: GGUFValues, form: GGUFForm) -> dict[str, Any]:
@@ -163,9 +160,9 @@ def _constants(values: GGUFValues, form: GGUFForm, config: dict[str, Any]) -> di
         found["query_pre_attn_scalar"] = of_hidden if is_wide else config["head_dim"]
     if form.derived is not None:
         found |= form.derived(values, config | found)
-    if local := form.keys.get(key := "rope.freq_base_swa"):
+    if (key := "rope.freq_base_swa") in form.keys:
         theta = config["rope_theta"] if form.local_theta is None else form.local_theta
-        found[local] = values.real(key, default=theta)
+        found["rope_local_base_freq"] = values.real(key, default=theta)
     return found
 
 
@@ -190,11 +187,10 @@ def _masks(values: GGUFValues, form: GGUFForm) -> dict[str, Any]:
 def _experts(values: GGUFValues, form: GGUFForm) -> dict[str, Any]:
     """Return the settings of experts that have rules of their own. By default, experts have the size of the MLP."""
     inner = values.count("feed_forward_length", default=1)
-    found: dict[str, Any] = {"moe_intermediate_size": values.count("expert_feed_forward_length", default=inner)}
+    found: dict[str, Any] = {"norm_topk_prob": False}
+    found["moe_intermediate_size"] = values.count("expert_feed_forward_length", default=inner)
     if values.has(shared := "expert_shared_feed_forward_length"):
         found["shared_expert_intermediate_size"] = values.count(shared)
-    if "norm_topk_prob" not in form.keys.values():
-        found["norm_topk_prob"] = form.normalizes_experts
     return found | ({} if form.sparse_type is None else {"model_type": form.sparse_type})
 
 

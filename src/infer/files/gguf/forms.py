@@ -7,10 +7,11 @@ parts of its own needs one row. Rows also have what the folders of safetensors o
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from infer.files.gguf.gguf_settings import (
+from infer.files.gguf.gguf_values import (
+    GGUFValues,
     chunked_layers,
     delta_nets,
     layers_of_other_heads,
@@ -20,7 +21,6 @@ from infer.files.gguf.gguf_settings import (
     rotated_positions,
     short_convolutions,
 )
-from infer.files.gguf.gguf_values import GGUFValues
 from infer.files.tensors.stacked_experts import PLAIN, StackOrder
 
 
@@ -48,11 +48,14 @@ class Key(NamedTuple):
         return bool(found) if self.kind == "flag" else found
 
 
-KEYS = (  # in the order of a file
+_SIZE_KEYS = (
     Key("block_count", "num_hidden_layers"),
     Key("context_length", "max_position_embeddings", "count"),
     Key("embedding_length", "hidden_size", "count"),
     Key("vocab_size", "vocab_size"),
+)
+KEYS = (  # in the order of a file
+    *_SIZE_KEYS,
     Key("attention.layer_norm_rms_epsilon", "rms_norm_eps", "real"),
     Key("attention.head_count", "num_attention_heads"),
     Key("attention.head_count_kv", "num_key_value_heads"),
@@ -95,9 +98,9 @@ KEYS = (  # in the order of a file
     Key("rope.dimension_count", "rotated_dim"),
     Key("rope.freq_base_swa", "rope_local_base_freq"),
     Key("rope.dimension_count_swa", "windowed_rotated_dim"),
-    Key("rope.dimension_sections", "mrope_section", needs="form"),
 )
 SCALING_KEYS = (  # of settings in `rope_scaling`
+    Key("rope.dimension_sections", "mrope_section", needs="form"),
     Key("rope.scaling.type", "rope_type"),
     Key("rope.scaling.factor", "factor"),
     Key("rope.scaling.original_context_length", "original_max_position_embeddings"),
@@ -109,19 +112,16 @@ SCALING_KEYS = (  # of settings in `rope_scaling`
     Key("rope.scaling.yarn_log_multiplier", "mscale_all_dim", "real", needs="itself"),
 )
 ENCODER_KEYS = (
-    Key("block_count", "num_hidden_layers"),
-    Key("context_length", "max_position_embeddings", "count"),
-    Key("embedding_length", "hidden_size", "count"),
-    Key("vocab_size", "vocab_size"),
+    *_SIZE_KEYS,
     Key("feed_forward_length", "intermediate_size", "count"),
     Key("attention.head_count", "num_attention_heads", "count"),
     Key("attention.layer_norm_epsilon", "layer_norm_eps", "real"),
     Key("attention.causal", "is_causal"),
-    Key("rope.freq_base", "global_rope_theta", "real", needs="form"),
+    Key("rope.freq_base", "rope_theta", "real", needs="form"),
     Key("rope.dimension_count", "rotated_dim"),
-    Key("rope.freq_base_swa", "local_rope_theta", "real", 10_000.0, "form"),
-    Key("attention.sliding_window", "local_attention", "count", needs="form"),
-    Key("attention.sliding_window_pattern", "global_attn_every_n_layers", "count", 3, "form"),
+    Key("rope.freq_base_swa", "rope_local_base_freq", "real", 10_000.0, "form"),
+    Key("attention.sliding_window", "sliding_window", "count", needs="form"),
+    Key("attention.sliding_window_pattern", "sliding_window_pattern", "count", 3, "form"),
 )
 
 
@@ -145,28 +145,29 @@ class GGUFForm:
     sparse_type: str | None = None  # the family of files with experts
     unmasked: str | None = None  # the architecture of the family's models without a mask
     is_encoder: bool = False
-    # Names of settings by keys that only some architectures have. None: not read, or read by a rule of its own.
-    keys: Mapping[str, str | None] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()  # those that only some architectures have
+    # Names of settings by keys, if they are not the usual ones. None: not read, or by a rule of its own.
+    settings: Mapping[str, str | None] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)  # values of keys besides which no other is supported
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings of all files
+    fixed: dict[str, Any] = field(default_factory=dict)  # settings of all files
     # Settings, and endings of the tensors that set them.
     flags: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    differing: frozenset[str] = frozenset()  # keys whose values may differ between layers
+    differing: tuple[str, ...] = ()  # keys whose values may differ between layers
     derived: Callable[[GGUFValues, Mapping[str, Any]], dict[str, Any]] | None = None
     window_period: int | None = None  # the last layer of each period has no window; a constant of llama.cpp
     num_wide_layers: int | None = None  # of the size that scales attention by hidden_size / heads, not by head_dim
+    num_layers_of_70b: int | None = None  # of the size whose values of attention get more bits
     local_theta: float | None = None  # of windows in a file without it; by default that of the other layers
     scaling: Mapping[str, Any] = field(default_factory=dict)  # settings of every scaled rope
     has_default_rope: bool = False  # a file without scaling has none; the family's default has one
     writes_zero_window: bool = False  # because llama.cpp's default is a window
-    normalizes_experts: bool = False  # a constant of llama.cpp
     has_expert_scales: bool = False  # routers have one scale per expert
     are_rows_paired: bool = False  # elements of q and k that rotate together are neighbours
     has_gates_in_q: bool = False  # in folders, too
     has_scale_in_q_norm: bool = False
     fused: tuple[str, ...] = ()  # our names of matrices that contain several
     names: Mapping[str, str] = field(default_factory=dict)  # unusual names of tensors: ours → GGUF's
-    vocabulary: str = "llama"  # GGUF's name of the tokenizers that mark spaces
+    vocabulary: str = "llama"  # GGUF's name of a vocabulary that marks spaces
     folder: FolderForm = FolderForm()
 
     @property
@@ -175,65 +176,84 @@ class GGUFForm:
 
 
 _QKV, _GATE_UP, _LOCAL_BASE = "self_attn.qkv_proj", "mlp.gate_up_proj", "rope.freq_base_swa"
+_WINDOWED_HEADS = ("attention.key_length_swa", "attention.value_length_swa")
+_GATED_UP = {_GATE_UP: "ffn_up"}
 _AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}
 _ENCODER_NAMES = {"model.embed_norm": "token_embd_norm"}
 _ENCODER_NAMES |= {"post_attention_norm": "attn_output_norm", "post_mlp_norm": "layer_output_norm"}
 _LESS_ONE = FolderForm(norms_less_one=True)
 _QKV_BIAS, _UP_BIAS = (".attn_q.bias", ".attn_qkv.bias"), "blk.0.ffn_up.bias"
+_NORMALIZED = {"norm_topk_prob": True}  # a constant of llama.cpp
 _SIGMOID = 2  # a value of `expert_gating_func`
-_LFM2 = {"shortconv.l_cache": "conv_L_cache"}
-_LFM2_MOE: dict[str, str | None] = {**_LFM2, "expert_gating_func": None, "expert_weights_norm": None}
-_LFM2_MOE |= {"expert_weights_scale": "routed_scaling_factor", "leading_dense_block_count": "num_dense_layers"}
-_LAGUNA: dict[str, str | None] = dict.fromkeys(
-    ("expert_gating_func", "expert_weights_norm", "leading_dense_block_count"), None
-) | {"expert_weights_scale": "moe_routed_scaling_factor"}
-_DELTA_NETS: dict[str, str | None] = {
-    key.key: None if key.kind is None else key.name for key in KEYS if key.name.startswith("linear_")
-} | {"full_attention_interval": "full_attention_interval", "attention.recurrent_layers": None}
+_SIGMOID_KEYS = ("expert_gating_func", "expert_weights_norm", "expert_weights_scale", "leading_dense_block_count")
+_DELTA_NETS = (
+    *(key.key for key in KEYS if key.key.startswith("ssm.")),
+    "full_attention_interval",
+    "attention.recurrent_layers",
+)
 
 
-def _llama(model_type: str, **others: Any) -> GGUFForm:
-    return GGUFForm(model_type, are_rows_paired=True, **others)
-
-
-def _gemma3(**others: Any) -> GGUFForm:
-    keys = {_LOCAL_BASE: "rope_local_base_freq"}
-    form: dict[str, Any] = {"window_period": 6, "local_theta": 10_000.0, "folder": _LESS_ONE}
-    return GGUFForm("gemma3_text", ("gemma3",), keys=keys, **form | others)
-
-
-def _qwen3_next(model_type: str, *model_types: str, are_heads_tiled: bool = True, **others: Any) -> GGUFForm:
-    sections: dict[str, str | None] = {"rope.dimension_sections": None} if are_heads_tiled else {}
-    form: dict[str, Any] = {
-        "has_gates_in_q": True,
-        "names": _AFTER_ATTENTION,
-        "folder": _LESS_ONE,
-        "derived": delta_nets,
-    }
-    fixed = {"linear_value_heads_are_tiled": are_heads_tiled}
-    return GGUFForm(model_type, model_types, keys=_DELTA_NETS | sections, fixed=fixed, **form | others)
-
+_GEMMA3 = GGUFForm(
+    "gemma3_text",
+    ("gemma3",),
+    unmasked="gemma-embedding",
+    keys=(_LOCAL_BASE,),
+    window_period=6,
+    num_wide_layers=62,
+    local_theta=10_000.0,
+    folder=_LESS_ONE,
+)
+_LFM2 = GGUFForm(
+    "lfm2",
+    keys=("shortconv.l_cache",),
+    fixed={"block_auto_adjust_ff_dim": False},
+    derived=short_convolutions,
+    names={"model.norm": "token_embd_norm"},
+)
+_QWEN3_NEXT = GGUFForm(
+    "qwen3_next",
+    keys=_DELTA_NETS,
+    fixed={"linear_value_heads_are_tiled": False} | _NORMALIZED,
+    derived=delta_nets,
+    has_gates_in_q=True,
+    fused=("linear_attn.ba_proj",),
+    names=_AFTER_ATTENTION,
+    folder=_LESS_ONE,
+)
+_QWEN35 = replace(
+    _QWEN3_NEXT,
+    model_type="qwen3_5_text",
+    model_types=("qwen3_5",),
+    keys=(*_DELTA_NETS, "rope.dimension_sections"),
+    fixed={"linear_value_heads_are_tiled": True},
+    fused=(),
+)
+_QWEN35_MOE = replace(_QWEN35, model_type="qwen3_5_moe_text", model_types=("qwen3_5_moe",))
 
 # By names of architectures. If families are in several rows, the first is that of exports.
-FORMS = {
-    "llama": _llama("llama", windowed_type="mistral", sparse_type="mixtral"),
-    "llama-embed": _llama("llama_bidirec"),
-    "granite": _llama("granite"),
-    "granitemoe": _llama("granitemoe"),
-    "smollm3": _llama("smollm3"),
-    "mistral3": _llama("ministral3", has_default_rope=True),
-    "llama4": _llama(
+FORMS = {name: GGUFForm(name) for name in ("exaone4", "olmoe", "qwen2", "qwen3")}
+FORMS |= {name: GGUFForm(name, are_rows_paired=True) for name in ("granite", "granitemoe", "smollm3")}
+FORMS |= {
+    "llama": GGUFForm(
+        "llama", windowed_type="mistral", sparse_type="mixtral", num_layers_of_70b=80, are_rows_paired=True
+    ),
+    "llama-embed": GGUFForm("llama_bidirec", are_rows_paired=True),
+    "mistral3": GGUFForm("ministral3", has_default_rope=True, are_rows_paired=True),
+    "llama4": GGUFForm(
         "llama4_text",
-        model_types=("llama4",),
-        keys={"interleave_moe_layer_step": "interleave_moe_layer_step"},
+        ("llama4",),
+        are_rows_paired=True,
+        keys=("interleave_moe_layer_step",),
         derived=chunked_layers,
         writes_zero_window=True,
         folder=FolderForm(are_rows_paired=True, stacks=StackOrder(are_transposed=True)),
     ),
-    "muse-glimmer": _llama(
+    "muse-glimmer": GGUFForm(
         "muse_glimmer_text",
-        model_types=("muse_glimmer",),
-        keys={"logit_scale": "output_multiplier"},
+        ("muse_glimmer",),
+        are_rows_paired=True,
+        keys=("logit_scale",),
+        settings={"logit_scale": "output_multiplier"},
         fixed={"qk_norm_has_weights": True, "qk_scale_factor": 1.0},  # these weights include the scale of queries
         derived=layers_that_rotate_in_windows,
         window_period=4,
@@ -241,40 +261,31 @@ FORMS = {
         folder=FolderForm(norms_less_one=True, is_last_norm_whole=True),
     ),
     "gemma2": GGUFForm("gemma2", window_period=2, num_wide_layers=46, folder=_LESS_ONE),
-    "gemma3": _gemma3(num_wide_layers=62, unmasked="gemma-embedding"),
-    "gemma-embedding": _gemma3(num_wide_layers=0, fixed={"use_bidirectional_attention": True}),
+    "gemma3": _GEMMA3,
+    "gemma-embedding": replace(_GEMMA3, num_wide_layers=0, fixed={"use_bidirectional_attention": True}),
     "gemma4": GGUFForm(
         "gemma4_text",
         ("gemma4", "gemma4_unified", "gemma4_unified_text"),
-        keys={"attention.key_length_swa": None, "attention.value_length_swa": None}
-        | {"attention.shared_kv_layers": "num_kv_shared_layers", _LOCAL_BASE: "rope_local_base_freq"}
-        | {"embedding_length_per_layer_input": "hidden_size_per_layer_input"},
-        differing=frozenset({"attention.head_count_kv", "feed_forward_length"}),
+        keys=(*_WINDOWED_HEADS, "attention.shared_kv_layers", "embedding_length_per_layer_input", _LOCAL_BASE),
+        differing=("attention.head_count_kv", "feed_forward_length"),
         derived=layers_of_two_kinds,
         local_theta=10_000.0,
         has_expert_scales=True,
         fused=("mlp.experts.gate_up_proj",),
         vocabulary="gemma4",
     ),
-    "qwen2": GGUFForm("qwen2"),
     "qwen2moe": GGUFForm("qwen2_moe"),
-    "qwen3": GGUFForm("qwen3"),
-    "qwen3moe": GGUFForm("qwen3_moe", normalizes_experts=True),
-    "qwen3next": _qwen3_next(
-        "qwen3_next", are_heads_tiled=False, normalizes_experts=True, fused=("linear_attn.ba_proj",)
-    ),
-    "qwen35": _qwen3_next("qwen3_5_text", "qwen3_5"),
-    "qwen35moe": _qwen3_next("qwen3_5_moe_text", "qwen3_5_moe", normalizes_experts=True),
-    "phi3": GGUFForm("phi3", writes_zero_window=True, fused=(_QKV, _GATE_UP)),
+    "qwen3moe": GGUFForm("qwen3_moe", fixed=_NORMALIZED),
+    "qwen3next": _QWEN3_NEXT,
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(_QWEN35_MOE, fixed=_QWEN35.fixed | _NORMALIZED),
+    "phi3": GGUFForm("phi3", writes_zero_window=True, fused=(_QKV, _GATE_UP), names=_GATED_UP),
     "olmo2": GGUFForm("olmo2", windowed_type="olmo3"),
-    "olmoe": GGUFForm("olmoe"),
-    "exaone4": GGUFForm("exaone4"),
     "seed_oss": GGUFForm("seed_oss", names=_AFTER_ATTENTION),
     "glm4moe": GGUFForm(
         "glm4_moe",
-        keys={"expert_gating_func": None, "expert_shared_count": "n_shared_experts", "expert_group_count": "n_group"}
-        | {"expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor"}
-        | {"leading_dense_block_count": "first_k_dense_replace", "expert_count": "n_routed_experts"},
+        keys=("expert_count", "expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),
+        settings={"expert_count": "n_routed_experts"},
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         names=_AFTER_ATTENTION,
     ),
@@ -286,29 +297,24 @@ FORMS = {
         names=_AFTER_ATTENTION,
         folder=FolderForm(stacks=StackOrder(are_transposed=True, are_interleaved=True)),
     ),
-    "lfm2": GGUFForm(
-        "lfm2",
-        keys=_LFM2,
-        fixed={"block_auto_adjust_ff_dim": False},
-        derived=short_convolutions,
-        names={"model.norm": "token_embd_norm"},
-    ),
-    "lfm2moe": GGUFForm(
-        "lfm2_moe",
-        keys=_LFM2_MOE,
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        keys=("shortconv.l_cache", *_SIGMOID_KEYS),
+        settings={"expert_weights_norm": None, "leading_dense_block_count": "num_dense_layers"},
         only={"expert_gating_func": _SIGMOID},
-        fixed={"block_auto_adjust_ff_dim": False},
+        fixed=_LFM2.fixed | _NORMALIZED,
         flags={"use_expert_bias": ".exp_probs_b.bias"},
-        derived=short_convolutions,
-        normalizes_experts=True,
-        names={"model.norm": "token_embd_norm"},
     ),
-    "mellum": GGUFForm("mellum", keys={_LOCAL_BASE: "rope_local_base_freq"}, window_period=4, normalizes_experts=True),
+    "mellum": GGUFForm("mellum", keys=(_LOCAL_BASE,), window_period=4, fixed=_NORMALIZED),
     "laguna": GGUFForm(
         "laguna",
-        keys=_LAGUNA,
+        keys=_SIGMOID_KEYS,
+        settings={"expert_weights_norm": None, "leading_dense_block_count": None}
+        | {"expert_weights_scale": "moe_routed_scaling_factor"},
         only={"expert_gating_func": _SIGMOID, "expert_weights_norm": True},
-        differing=frozenset({"attention.head_count"}),
+        differing=("attention.head_count",),
         derived=layers_of_other_heads,
     ),
     "bert": GGUFForm(
@@ -317,12 +323,13 @@ FORMS = {
         is_encoder=True,
         fixed={"hidden_act": "gelu"},
         derived=learned_positions,
-        names=_ENCODER_NAMES | {"mlp.up_proj": "ffn_up"},
+        names=_ENCODER_NAMES,
     ),
     "nomic-bert": GGUFForm(
         "nomic_bert",
         is_encoder=True,
-        keys={"rope.freq_base": None},
+        keys=("rope.freq_base",),
+        settings={"rope.freq_base": None},
         flags={"qkv_proj_bias": _QKV_BIAS, "mlp_fc1_bias": _UP_BIAS},
         derived=rotated_positions,
         fused=(_QKV,),
@@ -331,10 +338,13 @@ FORMS = {
     "modern-bert": GGUFForm(
         "modernbert",
         is_encoder=True,
-        keys={key.key: key.name for key in ENCODER_KEYS if key.needs == "form"},
+        keys=tuple(key.key for key in ENCODER_KEYS if key.needs == "form"),
+        settings={"rope.freq_base": "global_rope_theta", _LOCAL_BASE: "local_rope_theta"}
+        | {"attention.sliding_window": "local_attention"}
+        | {"attention.sliding_window_pattern": "global_attn_every_n_layers"},
         flags={"norm_bias": "token_embd_norm.bias", "attention_bias": _QKV_BIAS, "mlp_bias": _UP_BIAS},
         fused=(_QKV, _GATE_UP),
-        names=_ENCODER_NAMES,
+        names=_ENCODER_NAMES | _GATED_UP,
     ),
 }
 _BY_FAMILY = {family: name for name, form in reversed(FORMS.items()) for family in form.families if family is not None}

@@ -1,6 +1,9 @@
 """Fused tensors, which contain several of our tensors stacked by rows: q, k and v; gate and up. They are split here.
 
-`stacked_experts` splits the stacks of experts, and `fused_delta_nets` the projections of Qwen3-Next.
+`stacked_experts` splits the stacks of experts. The fused projections of gated delta nets are grouped by key heads:
+
+    qkvz_proj   per key head: q, k, v of its value heads, z of its value heads
+    ba_proj     per key head: b of its value heads, a of its value heads
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +13,6 @@ from math import prod
 from typing import Any
 
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
-from infer.files.tensors.fused_delta_nets import each_projection, gathered_rows, is_fused, row_ranges
 from infer.files.tensors.stacked_experts import PLAIN, StackOrder, each_expert, is_stack
 from infer.files.tensors.tensor_info import TensorInfo
 
@@ -20,8 +22,8 @@ FUSED = {  # our names of matrices that contain several, and of their parts in a
     "mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
     "linear_attn.ba_proj": ("linear_attn.b_proj", "linear_attn.a_proj"),
 }
-
 _Q = ".self_attn.q_proj"
+_QKVZ, _BA = ".linear_attn.qkvz_proj", ".linear_attn.ba_proj"
 
 
 def taken_apart(
@@ -44,8 +46,8 @@ def taken_apart(
         if is_stack(module):
             found |= each_expert(info, module, kind, order)
             continue
-        if is_fused(module):
-            found |= each_projection(info, module, config)
+        if _is_grouped(module):
+            found |= _each_projection(info, module, config)
             continue
         fused = next((end for end in FUSED if module.endswith(f".{end}")), None)
         if fused is None:
@@ -73,7 +75,7 @@ def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, A
         return {f"{module}.{kind}": info}  # the family reports the fault of the config
     if not info.shape or not info.shape[0] or info.shape[0] % (2 * heads):
         info.fail(f"expected rows of q and a gate for each of {heads} heads, got the shape {info.shape}")
-    q, gate = row_ranges(heads, [info.shape[0] // (2 * heads)] * 2)
+    q, gate = _row_ranges(heads, [info.shape[0] // (2 * heads)] * 2)
     return {
         f"{module}.{kind}": gathered_rows(info, q),
         f"{module.removesuffix(_Q)}.self_attn.gate_proj.{kind}": gathered_rows(info, gate),
@@ -105,3 +107,49 @@ def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
     row_bytes = kind.row_bytes(columns[-1]) * prod(columns[:-1]) if columns else kind.block_bytes
     shape, num_bytes = (end - first, *columns), (end - first) * row_bytes
     return replace(info, shape=shape, offset=info.offset + first * row_bytes, num_bytes=num_bytes)
+
+
+def _is_grouped(module: str) -> bool:
+    """Return True if a tensor of this name, without its ending, is a projection grouped by key heads."""
+    return module.endswith((_QKVZ, _BA))
+
+
+def _each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the projections in a fused projection, by our names, as ranges of its rows.
+
+    Raises ModelFormatError if the fused projection does not have their rows.
+    """
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    counts = [config.get(f"linear_{name}") for name in names]
+    sizes = [count for count in counts if isinstance(count, int) and count > 0]
+    if len(sizes) < len(names):
+        return {f"{module}.weight": info}  # the family reports the fault of the config
+    num_groups, num_value_heads, key_dim, value_dim = sizes
+    shared = num_value_heads // num_groups
+    parts = (shared, shared) if module.endswith(_BA) else (key_dim, key_dim, shared * value_dim, shared * value_dim)
+    total = num_groups * sum(parts)
+    if len(info.shape) != 2 or not total or info.shape[0] != total:
+        info.fail(f"expected {total} rows for {num_groups} key heads, got the shape {info.shape}")
+    ranges = _row_ranges(num_groups, parts)
+    at = module.removesuffix(_QKVZ).removesuffix(_BA) + ".linear_attn."
+    if module.endswith(_BA):
+        return {
+            f"{at}b_proj.weight": gathered_rows(info, ranges[0]),
+            f"{at}a_proj.weight": gathered_rows(info, ranges[1]),
+        }
+    q, k, v, z = ranges
+    return {f"{at}qkv_proj.weight": gathered_rows(info, q + k + v), f"{at}z_proj.weight": gathered_rows(info, z)}
+
+
+def _row_ranges(num_groups: int, parts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Return the ranges of rows of each part, in the order of the groups. `parts` are the parts' rows in a group."""
+    starts = [group * sum(parts) for group in range(num_groups)]
+    ends = list(pairwise(accumulate(parts, initial=0)))
+    return [[(start + first, start + end) for start in starts] for first, end in ends]
+
+
+def gathered_rows(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorInfo:
+    """Return a tensor with these ranges of another tensor's rows."""
+    num_rows = sum(end - first for first, end in ranges)
+    num_bytes = num_rows * (info.num_bytes // info.shape[0])
+    return replace(info, shape=(num_rows, *info.shape[1:]), num_bytes=num_bytes, row_ranges=tuple(ranges))

@@ -1,4 +1,4 @@
-"""Hugging Face's and GGUF's names of tensors → our names.
+"""Hugging Face's and GGUF's names of tensors → our names, also those of encoders.
 
 The names are Hugging Face's for Llama, except for a layer's four norms. These are named by their place, because
 `post_attention_layernorm` has two meanings in Hugging Face's models:
@@ -12,6 +12,16 @@ An unknown tensor keeps its name, so that the loader can list it as unexpected.
 import re
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
+
+from infer.files.tensors.fused_tensors import rows_between
+from infer.files.tensors.tensor_info import TensorInfo
+
+
+def _compiled(*parts: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
+    """Return patterns of names, each with what replaces it."""
+    return [(re.compile(pattern), ours) for pattern, ours in parts]
+
 
 _GGUF_MODULES = {  # outside of layers, then within a layer
     "token_embd": "model.embed_tokens",
@@ -35,7 +45,6 @@ _GGUF_MODULES = {  # outside of layers, then within a layer
     "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
-    "ffn_gate_up": "mlp.gate_up_proj",  # internal name of ffn_up without ffn_gate
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -94,46 +103,42 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm_2": "mlp.experts_norm",
     "post_feedforward_layernorm_2": "mlp.post_experts_norm",
 }
-# Names of the parts of experts: in Qwen, OLMoE and GLM; in Granite, Mixtral and Gemma 4. The last are parts of LFM2 and
-# Llama 4, and of gated delta nets.
-_PARTS = (
-    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"\.mlp\.(gate|experts)\.e_score_correction_bias"), ".mlp.router.correction"),
-    (re.compile(r"\.self_attn\.g_proj\."), ".self_attn.gate_proj."),
-    (re.compile(r"\.mlp\.shared_experts\."), ".mlp.shared_expert."),
-    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight"), r"\1mlp.shared_gate.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
-    (re.compile(r"(mlp\.experts\.(gate_up|down)_proj)\.weight_(bias|blocks|scales)"), r"\1.\3"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.gate\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.router\.layer\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear"), r"\1mlp.experts.gate_up_proj"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.output_linear"), r"\1mlp.experts.down_proj"),
-    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w1\."), r"mlp.experts.\1.gate_proj."),
-    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w3\."), r"mlp.experts.\1.up_proj."),
-    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w2\."), r"mlp.experts.\1.down_proj."),
-    (re.compile(r"(model\.layers\.[0-9]+\.)router\.proj\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)router\.scale"), r"\1mlp.router_norm.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)router\.per_expert_scale"), r"\1mlp.router.expert_scales"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
-    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w1\."), r".mlp.\1gate_proj."),
-    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w3\."), r".mlp.\1up_proj."),
-    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w2\."), r".mlp.\1down_proj."),
-    (re.compile(r"\.feed_forward\.experts\.(gate_up|down)_proj"), r".mlp.experts.\1_proj.weight"),
-    (re.compile(r"\.feed_forward\.gate\."), ".mlp.router."),
-    (re.compile(r"\.feed_forward\.((router|shared_expert|(gate|up|down)_proj)\.)"), r".mlp.\1"),
-    (re.compile(r"\.feed_forward\.expert_bias"), ".mlp.router.correction"),
-    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
-    (re.compile(r"\.self_attn\.([qk])_layernorm\."), r".self_attn.\1_norm."),
-    (re.compile(r"\.conv\.conv\.weight"), ".conv.taps"),
-    (re.compile(r"\.conv\.conv\.bias"), ".conv.bias"),
-    (re.compile(r"model\.embedding_norm\."), "model.norm."),
-    (re.compile(r"\.linear_attn\.in_proj_(qkv|qkvz|z|b|a|ba)\."), r".linear_attn.\1_proj."),
-    (re.compile(r"\.linear_attn\.conv1d\.weight"), ".linear_attn.taps"),
-    (re.compile(r"\.linear_attn\.A_log"), ".linear_attn.decay"),
-    (re.compile(r"\.linear_attn\.([qkv])_conv1d\.weight"), r".linear_attn.\1_taps"),
-    (re.compile(r"\.linear_attn\.g_proj\."), ".linear_attn.z_proj."),
-    (re.compile(r"\.linear_attn\.o_norm\."), ".linear_attn.norm."),
-    (re.compile(r"\.linear_attn\.o_proj\."), ".linear_attn.out_proj."),
+# Names of the parts of experts, of LFM2 and Llama 4, and of gated delta nets. Families have several names of one part.
+_PARTS = _compiled(
+    (
+        r"(model\.layers\.[0-9]+\.)(mlp\.gate|block_sparse_moe\.(gate|router\.layer)|router\.proj)\.weight",
+        r"\1mlp.router.weight",
+    ),
+    (r"\.(mlp\.(gate|experts)\.e_score_correction_bias|feed_forward\.expert_bias)", ".mlp.router.correction"),
+    (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+    (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+    (r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight", r"\1mlp.shared_gate.weight"),
+    (
+        r"(model\.layers\.[0-9]+\.)(mlp\.|feed_forward\.)?experts\.(gate_up|down)_proj",
+        r"\1mlp.experts.\3_proj.weight",
+    ),
+    (r"(mlp\.experts\.(gate_up|down)_proj)\.weight_(bias|blocks|scales)", r"\1.\3"),
+    (r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear", r"\1mlp.experts.gate_up_proj"),
+    (r"(model\.layers\.[0-9]+\.)block_sparse_moe\.output_linear", r"\1mlp.experts.down_proj"),
+    (r"(model\.layers\.[0-9]+\.)router\.scale", r"\1mlp.router_norm.weight"),
+    (r"(model\.layers\.[0-9]+\.)router\.per_expert_scale", r"\1mlp.router.expert_scales"),
+    (r"\.(block_sparse_moe|feed_forward)\.(experts\.[0-9]+\.)?w1\.", r".mlp.\2gate_proj."),
+    (r"\.(block_sparse_moe|feed_forward)\.(experts\.[0-9]+\.)?w3\.", r".mlp.\2up_proj."),
+    (r"\.(block_sparse_moe|feed_forward)\.(experts\.[0-9]+\.)?w2\.", r".mlp.\2down_proj."),
+    (r"\.feed_forward\.gate\.", ".mlp.router."),
+    (r"\.feed_forward\.((router|shared_expert|(gate|up|down)_proj)\.)", r".mlp.\1"),
+    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
+    (r"\.conv\.conv\.weight", ".conv.taps"),
+    (r"\.conv\.conv\.bias", ".conv.bias"),
+    (r"model\.embedding_norm\.", "model.norm."),
+    (r"\.linear_attn\.in_proj_(qkv|qkvz|z|b|a|ba)\.", r".linear_attn.\1_proj."),
+    (r"\.linear_attn\.conv1d\.weight", ".linear_attn.taps"),
+    (r"\.linear_attn\.A_log", ".linear_attn.decay"),
+    (r"\.linear_attn\.([qkv])_conv1d\.weight", r".linear_attn.\1_taps"),
+    (r"\.linear_attn\.g_proj\.", ".linear_attn.z_proj."),
+    (r"\.linear_attn\.o_norm\.", ".linear_attn.norm."),
+    (r"\.linear_attn\.o_proj\.", ".linear_attn.out_proj."),
 )
 # Names that are unchanged, the majority: large models have 100,000 names.
 _OURS = re.compile(
@@ -142,7 +147,6 @@ _OURS = re.compile(
 _VECTOR_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_VECTOR.items()}
 _MODULE_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_MODULES.items()}
 _MODULE_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate"}
-_MODULE_IN_GGUF |= {"mlp.gate_up_proj": "ffn_up"}
 _USUAL: Mapping[str, str] = MappingProxyType({})
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
@@ -156,6 +160,37 @@ _SKIPPED_GGUF = re.compile(r"(v|mm|a)\.|rope_(freqs|factors_long|factors_short)\
 _SKIPPED = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.rotary_emb\.inv_freq"
 )
+_PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows in the table of positions before the first token's row
+
+# BERT, ELECTRA, RoBERTa; DistilBERT; Nomic's BERT (published files, then transformers' class); ModernBERT.
+_MODELS = "bert|distilbert|electra|nomic_bert|roberta|model"
+_ENCODER_PARTS = _compiled(
+    (rf"^({_MODELS})\.(?=(embeddings|encoder|transformer|layers|final_norm|emb_ln|pooler)\b)", ""),
+    (r"^((encoder|transformer)\.)?layers?\.([0-9]+)\.", r"model.layers.\3."),
+    (r"\.attention\.(self\.query|q_lin)\.", ".self_attn.q_proj."),
+    (r"\.attention\.(self\.key|k_lin)\.", ".self_attn.k_proj."),
+    (r"\.attention\.(self\.value|v_lin)\.", ".self_attn.v_proj."),
+    (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.(attention\.(output\.dense|out_lin)|attn\.(out_proj|Wo))\.", ".self_attn.o_proj."),
+    (r"\.(attention\.output\.LayerNorm|sa_layer_norm|norm1|post_attention_layernorm)\.", ".post_attention_norm."),
+    (r"\.(intermediate\.dense|ffn\.lin1|mlp\.fc11)\.", ".mlp.up_proj."),
+    (r"\.mlp\.fc12\.", ".mlp.gate_proj."),
+    (r"\.mlp\.Wi\.", ".mlp.gate_up_proj."),
+    (r"\.(output\.dense|ffn\.lin2|mlp\.(fc2|Wo))\.", ".mlp.down_proj."),
+    (r"\.(output\.LayerNorm|output_layer_norm|norm2|post_mlp_layernorm)\.", ".post_mlp_norm."),
+    (r"^(model\.layers\.[0-9]+\.)attn_norm\.", r"\1attention_norm."),
+    (r"^embeddings\.(word_embeddings|tok_embeddings)\.", "model.embed_tokens."),
+    (r"^embeddings\.position_embeddings\.", "model.embed_positions."),
+    (r"^embeddings\.token_type_embeddings\.", "model.embed_types."),
+    (r"^(embeddings\.(LayerNorm|norm)|emb_ln)\.", "model.embed_norm."),
+    (r"^final_norm\.", "model.norm."),
+    (r"(LayerNorm|_norm)\.gamma$", r"\1.weight"),
+    (r"(LayerNorm|_norm)\.beta$", r"\1.bias"),
+)
+# Heads that guess words, which files have in addition to the encoder; classifiers have other names.
+_SKIPPED_HEADS = re.compile(
+    r"(cls\.|lm_head\.|decoder\.|vocab_\w+\.|(discriminator|generator)_\w+\.)|.*\.position_ids|.*\.inv_freq"
+)
 
 
 def names_from_gguf(names: Iterable[str], own: Mapping[str, str] = _USUAL) -> dict[str, str]:
@@ -163,14 +198,9 @@ def names_from_gguf(names: Iterable[str], own: Mapping[str, str] = _USUAL) -> di
 
     `own` has GGUF's names of modules by ours, if the architecture has unusual ones.
     """
-    kept = [name for name in names if not _SKIPPED_GGUF.match(name)]
     modules = _GGUF_MODULES | {theirs: ours for ours, theirs in own.items()}
-    has_gate = "ffn_up" in own.values() or any(".ffn_gate." in name or ".ffn_gate_inp." in name for name in kept)
-    has_mlp_norm = any(".ffn_norm." in name or ".post_ffw_norm." in name for name in kept)
-    usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}
-    if not has_mlp_norm:  # then the norm after attention is the norm before the MLP
-        usual = {name: alias.replace(".post_attention_norm.", ".ffn_norm.") for name, alias in usual.items()}
-    for name in [name for name in kept if name.endswith(".ssm_conv1d.weight")]:
+    usual = {name: name for name in names if not _SKIPPED_GGUF.match(name)}
+    for name in [name for name in usual if name.endswith(".ssm_conv1d.weight")]:
         for which in ("qkv", "gate"):
             fused = name.replace(".ssm_conv1d.", f".attn_{which}.")
             usual |= {fused: fused.replace(".attn_", ".linear_attn_")} if fused in usual else {}
@@ -236,3 +266,30 @@ def _without_prefix(name: str) -> str:
         return f"model.{name}"
     text = _TEXT_PREFIX.sub("model.", name, count=1) if _TEXT_PREFIX.match(name) else name
     return text.removeprefix("language_model.") if text.startswith("language_model.lm_head.") else text
+
+
+def encoder_names(names: Iterable[str]) -> dict[str, str]:
+    """Return our name for each name in the file, without heads that guess hidden words."""
+    found: dict[str, str] = {}
+    for name in names:
+        if _SKIPPED_HEADS.match(name):
+            continue
+        ours = name
+        for pattern, replacement in _ENCODER_PARTS:
+            ours = pattern.sub(replacement, ours)
+        found[name] = ours
+    return found
+
+
+def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return an encoder's tensors with a table of positions that begins at a text's first token."""
+    num_padded, name = _PADDED.get(str(config.get("model_type")), 0), "model.embed_positions.weight"
+    table = tensors.get(name)
+    if not num_padded or table is None or table.shape[0] <= num_padded:
+        return tensors
+    return {**tensors, name: rows_between(table, num_padded, table.shape[0])}
+
+
+def without_poolers(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return an encoder's tensors without the head that some have for training, after classifiers took theirs."""
+    return {name: info for name, info in tensors.items() if not name.startswith(("pooler.", "head."))}

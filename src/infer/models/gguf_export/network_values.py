@@ -4,33 +4,49 @@ The settings of the network are named as in that list, and its keys are written 
 llama.cpp has constants for everything else; `round_trip` refuses a network for which they are wrong.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense, Experts
-from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
-from infer.files.gguf.forms import ENCODER_KEYS, KEYS, GGUFForm, Key
+from infer.compute.operands.mixers import Attention, GatedDeltaNet, Rope, ShortConv
+from infer.files.gguf.forms import ENCODER_KEYS, KEYS, SCALING_KEYS, GGUFForm, Key
+from infer.files.gguf.gguf_writer import Value
+from infer.models.families import FAMILIES, as_read
 from infer.models.families.config_values import Config
-from infer.models.gguf_export.values import Value
+from infer.models.families.layer_kinds import FULL, SLIDING
 
 _SIGMOID = 2  # a value of `expert_gating_func`
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+_ORIGINAL = "original_max_position_embeddings"
+_NO_ROTATION = 1e30  # llama.cpp's factor for a pair that does not rotate
+_MROPE_SECTIONS = [11, 11, 10, 0]  # usual sections, which llama.cpp requires of some architectures
 
 
-def decoder_values(form: GGUFForm, config: Config, architecture: Architecture, ropes: Config) -> dict[str, Value]:
-    """Return the keys of a decoder.
+class NetworkValues(NamedTuple):
+    values: dict[str, Value]  # keys under the architecture's name
+    factors: dict[str, tuple[float, ...]]  # of ropes, by tensor name
+
+
+def network_values(form: GGUFForm, config: Config, architecture: Architecture) -> NetworkValues:
+    """Return the keys of a network, and its tensors of ropes' factors.
 
     Args:
         form: The form of the architecture's files.
-        config: The config as its family reads it.
+        config: The config.
         architecture: The network of this config.
-        ropes: The settings of its ropes.
     """
     attention = architecture.attention
+    if not form.is_encoder:
+        config = as_read(config, FAMILIES[str(config["model_type"])])
     settings = {
         **config,
         "num_hidden_layers": len(architecture.layers),
         "max_position_embeddings": architecture.own_length,
+        "hidden_size": architecture.hidden_size,
+        "vocab_size": architecture.vocab_size,
+        "layer_norm_eps": architecture.norm_eps,
         "is_causal": False if architecture.reads_whole_texts else None,
         "attn_logit_softcapping": attention[0].softcap if attention else None,
         "final_logit_softcapping": architecture.logit_softcap,
@@ -38,45 +54,21 @@ def decoder_values(form: GGUFForm, config: Config, architecture: Architecture, r
         **_windows(form, config, architecture),
         **_sizes(form, config, architecture),
         **_delta_nets(config, architecture),
-        **ropes,
+        **_ropes(architecture),
     }
     if architecture.logit_scale != 1:
         settings.setdefault("logits_scaling", architecture.logit_scale)
-    return values_of(KEYS, form, settings)
+    if form.is_encoder:
+        return NetworkValues(_values_of(ENCODER_KEYS, form, settings), {})
+    scaling, factors = _scaling(form, config, architecture)
+    return NetworkValues(_values_of(KEYS, form, settings) | scaling, factors)
 
 
-def values_of(keys: Iterable[Key], form: GGUFForm, settings: Config) -> dict[str, Value]:
+def _values_of(keys: Iterable[Key], form: GGUFForm, settings: Config) -> dict[str, Value]:
     """Return the values of the keys whose settings are not None, in the order of the keys."""
     written = [each for each in keys if each.needs != "form" or each.key in form.keys]
-    values = {each.key: (each.kind, settings.get(each.name)) for each in written}
-    return {
-        key: float(value) if kind == "real" else value for key, (kind, value) in values.items() if value is not None
-    }
-
-
-def encoder_values(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return the keys of an encoder. Windows of ModernBERT are counted over both sides, as in its config."""
-    attention, dense = architecture.attention, architecture.layers[0].feed_forward
-    assert isinstance(dense, Dense)
-    full = [index for index, mixer in enumerate(attention) if mixer.window is None]
-    wide = next((mixer.rope for mixer in attention if mixer.window is None), None)
-    narrow = next((mixer.rope for mixer in attention if mixer.window is not None), None)
-    settings: dict[str, Any] = {
-        "num_hidden_layers": len(architecture.layers),
-        "max_position_embeddings": architecture.own_length,
-        "hidden_size": architecture.hidden_size,
-        "vocab_size": architecture.vocab_size,
-        "intermediate_size": dense.intermediate_size,
-        "num_attention_heads": attention[0].num_heads,
-        "layer_norm_eps": architecture.norm_eps,
-        "is_causal": False,
-    }
-    if wide is not None:
-        settings |= {"global_rope_theta": wide.theta, "rotated_dim": wide.dim}
-    if narrow is not None:
-        settings |= {"local_rope_theta": narrow.theta, "local_attention": config.get("local_attention", 128)}
-        settings["global_attn_every_n_layers"] = full[1] if len(full) > 1 else len(attention)
-    return values_of(ENCODER_KEYS, form, settings)
+    given = [(each, settings[each.name]) for each in written if settings.get(each.name) is not None]
+    return {each.key: float(value) if each.kind == "real" else value for each, value in given}
 
 
 def _heads(architecture: Architecture) -> dict[str, Any]:
@@ -97,14 +89,22 @@ def _heads(architecture: Architecture) -> dict[str, Any]:
 
 
 def _windows(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Any]:
-    """Return the size of windows, and the layers with a window if other layers have none."""
+    """Return the size of windows, and the layers with a window if other layers have none.
+
+    Encoders' windows are counted over both sides, as in their configs, and the layers without windows have a period.
+    """
     attention = architecture.attention
     have_windows = [mixer.window is not None for mixer in attention]
-    if any(have_windows):
-        kinds = None if all(have_windows) else have_windows
-        return {"sliding_window": config["sliding_window"], "sliding_window_pattern": kinds}
-    has_chunks = any(mixer.chunk is not None for mixer in attention)
-    return {"sliding_window": 0 if form.writes_zero_window and not has_chunks else None, "sliding_window_pattern": None}
+    if not any(have_windows):
+        has_chunks = any(mixer.chunk is not None for mixer in attention)
+        size = 0 if form.writes_zero_window and not has_chunks else None
+        return {"sliding_window": size, "sliding_window_pattern": None}
+    if form.is_encoder:
+        full = [index for index, has_window in enumerate(have_windows) if not has_window]
+        period = full[1] if len(full) > 1 else len(attention)
+        return {"sliding_window": config.get("local_attention", 128), "sliding_window_pattern": period}
+    kinds = None if all(have_windows) else have_windows
+    return {"sliding_window": config["sliding_window"], "sliding_window_pattern": kinds}
 
 
 def _sizes(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Any]:
@@ -115,9 +115,6 @@ def _sizes(form: GGUFForm, config: Config, architecture: Architecture) -> dict[s
     unused = config.get("intermediate_size_mlp", config.get("intermediate_size"))  # files have this key anyway
     settings = {"intermediate_size": _one_or_all(sizes) if sizes else unused}
     return settings | (dict.fromkeys(_OF_EXPERTS) if experts is None else _experts(form, experts, parts))
-
-
-_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def _dense_size(part: Dense | Experts | None) -> int | None:
@@ -154,3 +151,57 @@ def _delta_nets(config: Config, architecture: Architecture) -> dict[str, Any]:
 def _one_or_all(values: list[int]) -> int | list[int]:
     """Return the value of all layers if it is equal, or else a list with one value per layer."""
     return values[0] if len(set(values)) == 1 else values
+
+
+def _ropes(architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of ropes. Layers with windows have their own if other layers have none."""
+    wide, narrow = (_rope(architecture, is_windowed=is_windowed) for is_windowed in (False, True))
+    main = wide or narrow
+    if main is None:
+        return {"rope_theta": None}
+    settings: dict[str, Any] = {"rope_theta": main.theta, "rotated_dim": main.dim, "rope_local_base_freq": None}
+    if narrow is not None and any(mixer.window is None for mixer in architecture.attention):
+        settings |= {"rope_local_base_freq": narrow.theta, "windowed_rotated_dim": narrow.dim}
+    return settings
+
+
+def _rope(architecture: Architecture, *, is_windowed: bool) -> Rope | None:
+    """Return the rope of the layers with windows, or of the other layers."""
+    found = [mixer.rope for mixer in architecture.attention if (mixer.window is not None) == is_windowed]
+    return next((rope for rope in found if rope is not None), None)
+
+
+def _scaling(form: GGUFForm, config: Config, architecture: Architecture) -> NetworkValues:
+    """Return the keys of a scaled rope, and its tensors of factors."""
+    wide = _rope(architecture, is_windowed=False)
+    rope = wide or _rope(architecture, is_windowed=True)
+    if rope is None:
+        return NetworkValues({}, {})
+    given = FAMILIES[str(config["model_type"])].rope_settings(config, FULL if wide else SLIDING)
+    kind = given.get("rope_type", given.get("type", "default"))
+    original = config.get(_ORIGINAL, given.get(_ORIGINAL, config["max_position_embeddings"]))
+    settings, unused, factors = dict[str, Any](), "rope.scaling.attn_factor", _factors(kind, rope)
+    if kind in ("linear", "yarn"):
+        factor = float(given.get("factor", config["max_position_embeddings"] / original))
+        settings = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        settings = {**given, **settings, _ORIGINAL: original, "mscale_all_dim": given.get("mscale_all_dim") or None}
+    if kind == "longrope":
+        settings, unused = {_ORIGINAL: original}, "rope.scaling.yarn_attn_factor"
+        settings |= {"attention_factor": rope.attention_factor} if factors else {}
+    settings["mrope_section"] = [*(given.get("mrope_section") or _MROPE_SECTIONS), 0, 0, 0, 0][:4]
+    values = _values_of(SCALING_KEYS, form, settings)
+    if "attention.temperature_scale" not in values:
+        values.pop("rope.scaling.yarn_log_multiplier", None)
+    values.pop(unused, None)
+    return NetworkValues(values, factors)
+
+
+def _factors(kind: str, rope: Rope) -> dict[str, tuple[float, ...]]:
+    short, long = rope.frequency_factors, None if rope.long is None else rope.long.frequency_factors
+    if kind == "longrope" and short and long:
+        return {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
+    if kind in ("llama3", "proportional") and short is not None:
+        turned = tuple(_NO_ROTATION if math.isinf(each) else each for each in short)
+        return {"rope_freqs.weight": turned}
+    return {}

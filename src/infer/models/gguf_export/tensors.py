@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ _IN_FLOAT32 = re.compile(
 )
 
 Named = dict[str, Rows]  # by our names
+
+
+_MATRIX = re.compile(r"(model\.layers\.[0-9]+\.)(?:mlp\.experts\.([0-9]+)\.)?(.+)\.weight")
+_PARTS = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 @final
@@ -97,7 +101,7 @@ def export_tensors(
         if isinstance(layer.mixer, Attention):
             _change_attention(named, form, f"{prefix}self_attn.", layer.mixer)
         elif isinstance(layer.mixer, GatedDeltaNet):
-            _change_delta_net(named, form, f"{prefix}linear_attn.", layer.mixer)
+            _change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
         for fused in form.fused:
             _fuse(named, f"{prefix}{fused}", [f"{prefix}{part}" for part in FUSED.get(fused, ())])
     found = _take_stacks(named, form)
@@ -182,13 +186,13 @@ def _take_stacks(named: Named, form: GGUFForm) -> dict[str, ExportTensor]:
 DELTA_NET_OUTPUT = "ssm_out.weight"  # its name within a layer
 
 
-def _change_delta_net(named: Named, form: GGUFForm, prefix: str, mixer: GatedDeltaNet) -> None:
+def _change_delta_net(named: Named, name: str, prefix: str, mixer: GatedDeltaNet) -> None:
     """Give one layer's tensors of a delta net the form of this architecture's files."""
     if mixer.is_decay_log:
         decay = named[f"{prefix}decay"]
         named[f"{prefix}decay"] = vector_of(-decay.read(0, decay.count).exp())
     key_heads, value_heads = mixer.num_key_heads, mixer.num_value_heads
-    if not _are_heads_tiled(form):
+    if not form_of(name).fixed["linear_value_heads_are_tiled"]:
         b, a = (named.pop(f"{prefix}{part}_proj.weight") for part in "ba")
         order = np.arange(2 * value_heads).reshape(2, key_heads, -1).swapaxes(0, 1).reshape(-1)
         named[f"{prefix}ba_proj.weight"] = reordered(joined([b, a]), order)
@@ -201,21 +205,13 @@ def _change_delta_net(named: Named, form: GGUFForm, prefix: str, mixer: GatedDel
     orders |= {"z_proj.weight": features, "qkv_proj.weight": channels, "taps": channels}
     for part, order in orders.items():
         named[prefix + part] = reordered(named[prefix + part], order)
-    named[f"{prefix}out_proj.weight"] = with_columns(named[f"{prefix}out_proj.weight"], _columns(form, mixer))
+    named[f"{prefix}out_proj.weight"] = with_columns(named[f"{prefix}out_proj.weight"], output_columns(name, mixer))
 
 
 def output_columns(name: str, mixer: GatedDeltaNet) -> Order:
     """Return, for each column of the output's matrix in files of this architecture, the number of our column."""
-    return _columns(form_of(name), mixer)
-
-
-def _columns(form: GGUFForm, mixer: GatedDeltaNet) -> Order:
-    is_tiled = _are_heads_tiled(form)
+    is_tiled = form_of(name).fixed["linear_value_heads_are_tiled"]
     return _tiled(mixer, mixer.value_dim) if is_tiled else np.arange(mixer.value_features)
-
-
-def _are_heads_tiled(form: GGUFForm) -> bool:
-    return bool(form.fixed["linear_value_heads_are_tiled"])
 
 
 def _tiled(mixer: GatedDeltaNet, size: int) -> Order:
@@ -225,3 +221,31 @@ def _tiled(mixer: GatedDeltaNet, size: int) -> Order:
     """
     rows = np.arange(mixer.num_value_heads * size).reshape(mixer.num_key_heads, -1, size)
     return rows.swapaxes(0, 1).reshape(-1)
+
+
+class PlaceInGGUF(NamedTuple):
+    """A tensor, and the index of the matrix in it: the expert's number, or 0."""
+
+    tensor: str
+    matrix: int = 0
+
+
+def place_in_gguf(name: str, architecture: str) -> PlaceInGGUF | None:
+    """Return the place of a layer's matrix, or None if GGUF has no name for it.
+
+    Args:
+        name: Our name of the matrix.
+        architecture: The architecture's name in GGUF.
+    """
+    match = _MATRIX.fullmatch(name)
+    if match is None:
+        return None
+    module = match[3] if match[2] is None else f"mlp.experts.{match[3]}"
+    form = form_of(architecture)
+    if _PARTS.get(module) in form.fused:
+        module = _PARTS[module]
+    if form.has_gates_in_q and module == "self_attn.gate_proj":
+        module = "self_attn.q_proj"
+    ours = f"{match[1]}{module}.weight"
+    stored = name_in_gguf(ours, form.names)
+    return None if stored is None else PlaceInGGUF(stored, int(match[2] or 0))

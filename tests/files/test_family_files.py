@@ -257,9 +257,6 @@ def test_settings_that_laguna_lacks_are_refused(tmp_path: Path, settings: dict[s
     assert message in refusal(lambda: with_settings(file_of(LAGUNA[0], tmp_path), settings), ModelError)
 
 
-LENGTH = 60
-
-
 def make_quantized(folder: Path) -> Any:
     """Write a folder of gpt-oss with random MXFP4 matrices, and return the model of `transformers`."""
     model = make_tiny(BY_NAME["gpt_oss"], folder)
@@ -285,7 +282,7 @@ def make_quantized(folder: Path) -> Any:
 )
 def test_mxfp4_folders_give_the_logits_of_transformers(dtype: torch.dtype | None, tmp_path: Path) -> None:
     oracle = make_quantized(tmp_path)
-    token_ids = torch.randint(3, 96, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    token_ids = torch.randint(3, 96, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([token_ids])).logits[0]
     logits = logits_of(load_network(tmp_path, dtype=dtype), token_ids)

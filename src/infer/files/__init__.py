@@ -25,8 +25,7 @@ from infer.files.gguf.gguf_split import read_whole_gguf
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
 from infer.files.heads.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
 from infer.files.heads.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
-from infer.files.heads.sentence_modules import text_limit
-from infer.files.heads.text_prompts import TextPrompts, prompts_from_folder, prompts_from_gguf
+from infer.files.heads.sentence_modules import TextPrompts, prompts_from_folder, prompts_from_gguf, text_limit
 from infer.files.hub.find import resolve
 from infer.files.tensors.fused_tensors import taken_apart
 from infer.files.tensors.quantisation_config import INSTEAD, quantisation_of

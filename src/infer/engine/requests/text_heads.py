@@ -16,7 +16,7 @@ from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
 from infer.files.heads.head_files import check_head
 from infer.files.heads.reranker_files import COPY, RERANK_INSTRUCTION, RERANK_PROMPT, RerankerFiles, Row, head_of
-from infer.files.heads.text_prompts import TextPrompts
+from infer.files.heads.sentence_modules import TextPrompts
 from infer.files.tensors.lazy_weights import read_row
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.model_settings import RerankerName

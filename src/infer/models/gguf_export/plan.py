@@ -13,7 +13,7 @@ from infer.files.generation_config import sampling_defaults
 from infer.files.gguf.forms import architecture_in_gguf, form_of
 from infer.files.gguf.gguf import TypedValue
 from infer.files.gguf.gguf_writer import Value, typed
-from infer.files.heads.text_prompts import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
+from infer.files.heads.sentence_modules import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.gguf_export.heads import head_plan

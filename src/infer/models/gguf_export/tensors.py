@@ -160,17 +160,16 @@ def _in_pairs(num_rows: int, heads: int) -> Order:
 
 
 def _alternating(heads: int, num_rows: int) -> Order:
-    """Return the order of q's rows, then an equal number of gates, in which each head has its q, then its gate."""
+    """Return the order of two matrices' rows in which each head has its rows of the first, then of the second."""
     return np.arange(2 * num_rows).reshape(2, heads, -1).swapaxes(0, 1).reshape(-1)
 
 
 def _take_stacks(named: Named, form: GGUFForm) -> dict[str, ExportTensor]:
     """Remove the tensors of single experts, and return their stacks by our names."""
     experts: dict[tuple[str, str, str], dict[int, Rows]] = {}
-    for each in [each for each in named if _EXPERT.fullmatch(each)]:
-        match = _EXPERT.fullmatch(each)
-        assert match is not None
-        experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
+    for each in list(named):
+        if match := _EXPERT.fullmatch(each):
+            experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
     if "mlp.experts.gate_up_proj" in form.fused:
         for module, part, kind in [each for each in experts if each[1] == "gate"]:
             gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
@@ -191,10 +190,9 @@ def _change_delta_net(named: Named, name: str, prefix: str, mixer: GatedDeltaNet
     if mixer.is_decay_log:
         decay = named[f"{prefix}decay"]
         named[f"{prefix}decay"] = vector_of(-decay.read(0, decay.count).exp())
-    key_heads, value_heads = mixer.num_key_heads, mixer.num_value_heads
     if not form_of(name).fixed["linear_value_heads_are_tiled"]:
         b, a = (named.pop(f"{prefix}{part}_proj.weight") for part in "ba")
-        order = np.arange(2 * value_heads).reshape(2, key_heads, -1).swapaxes(0, 1).reshape(-1)
+        order = _alternating(mixer.num_key_heads, mixer.num_value_heads)
         named[f"{prefix}ba_proj.weight"] = reordered(joined([b, a]), order)
         return
     heads, features = _tiled(mixer, 1), _tiled(mixer, mixer.value_dim)

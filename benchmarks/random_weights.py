@@ -14,6 +14,7 @@ from infer.compute.operands.feed_forwards import PER_LAYER_TABLE
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.weights import StoredWeight
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
+from infer.files.gguf.forms import form_of
 from infer.files.tensors.tensor_names import names_from_gguf
 from infer.models.families import make_architecture
 from infer.models.tensors import expected_shapes
@@ -142,7 +143,7 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     few, weights = random_layers(config, num_layers, type_, vocab_size)
     attention = [at for at, layer in enumerate(few.layers) if isinstance(layer.mixer, Attention)]
     every = [name for name in every if not (".ssm_" in name and any(f"blk.{at}." in name for at in attention))]
-    names = {ours: theirs for theirs, ours in names_from_gguf(every).items()}
+    names = {ours: theirs for theirs, ours in names_from_gguf(every, form_of(architecture).names).items()}
     for at in attention:
         if gate := weights.pop(f"model.layers.{at}.self_attn.gate_proj.weight", None):  # a file has q and gate in turns
             q = f"model.layers.{at}.self_attn.q_proj.weight"

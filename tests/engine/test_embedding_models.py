@@ -24,7 +24,7 @@ from encoder_tokenizers import SENTENCES, as_xlmr_gguf, make_xlmr_folder
 from infer import LLM, InvalidRequestError, ModelError, Tokenizer
 from infer.cli.commands.explain_command import lines
 from infer.errors import TruncationWarning
-from infer.files.heads.text_prompts import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
+from infer.files.heads.sentence_modules import DEFAULT_KEY, NAMES_KEY, TEXTS_KEY, prompts_from_gguf
 from infer.models.catalog.explanation import explain
 from refusals import check_refused
 from served import Served, serving

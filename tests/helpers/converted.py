@@ -21,10 +21,13 @@ _ARCHITECTURES |= {"gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mis
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
 _ARCHITECTURES |= {"muse_glimmer_text": "muse-glimmer", "llama4_text": "llama4", "llama_bidirec": "llama-embed"}
 _ARCHITECTURES |= {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+_ARCHITECTURES |= {"hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r"}
 # Architectures that the `gguf` package does not have.
 _NAMED_AS = {"mellum": "qwen3moe", "laguna": "afmoe", "muse-glimmer": "afmoe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
-_PERMUTED |= {"llama_bidirec"}
+_PERMUTED |= {"llama_bidirec", "arcee"}
+_WITH_LAYER_NORM = {"cohere", "cohere2", "starcoder2"}
+_EPS_NAMES = ("norm_eps", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers|norm)\.")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -34,7 +37,7 @@ _LLAMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.feed_forward\.experts\.(gat
 _GEMMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.(router\..*scale|experts\..*)")
 _GEMMA4_PARTS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _GEMMA4_PARTS |= {f"experts.{kind}_proj": f"ffn_{kind}_exps.weight" for kind in ("gate_up", "down")}
-_NORMS_PLUS_ONE = {"gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+_NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
 def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -155,7 +158,8 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_head_count_kv([count or kv_heads for count in counts] if any(counts) else kv_heads)
     else:
         writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["norm_eps" if "norm_eps" in config else "rms_norm_eps"])
+    add_eps = writer.add_layer_norm_eps if config["model_type"] in _WITH_LAYER_NORM else writer.add_layer_norm_rms_eps
+    add_eps(next(config[name] for name in _EPS_NAMES if name in config))
     writer.add_vocab_size(config["vocab_size"])
     if config.get("head_dim") is not None and "per_layer_config" not in config:
         writer.add_key_length(config["head_dim"])
@@ -183,7 +187,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     has_kinds = (
-        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4", "mellum", "muse_glimmer_text")
+        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4", "mellum", "muse_glimmer_text", "cohere2")
         and config.get("sliding_window") is not None
     )
     if config.get("use_bidirectional_attention") is True:
@@ -197,6 +201,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         ("embedding_multiplier", writer.add_embedding_scale),
         ("residual_multiplier", writer.add_residual_scale),
         ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
     ):
         if config.get(key) is not None:
             add(config[key])

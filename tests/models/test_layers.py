@@ -252,7 +252,7 @@ def test_layers_that_only_draft_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_device_without_a_part_names_it_in_its_refusal() -> None:
-    for name, part in (("deepseek_v3", "latent attention"), ("granitemoehybrid", "Mamba2 layers")):
+    for name, part in (("deepseek_v3", "latent attention"), ("granitemoehybrid", "the state-space layers of Mamba2")):
         with pytest.raises(UnsupportedModelError, match=f"model_type '{name}' is not supported: it needs {part}"):
             make_architecture({"model_type": name})
 

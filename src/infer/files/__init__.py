@@ -20,47 +20,33 @@ from infer.files.config import (
     generation_config_from_folder,
     generation_config_from_gguf,
 )
-from infer.files.gguf import gguf_text_encoders
-from infer.files.gguf.gguf_scales import with_factors, with_scaled_types
+from infer.files.gguf.forms import form_of, form_of_family
 from infer.files.gguf.gguf_split import read_whole_gguf
-from infer.files.gguf.gguf_text_encoders import encoder_names_from_gguf, with_rows_of_types
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
 from infer.files.heads.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
 from infer.files.heads.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
-from infer.files.heads.sentence_modules import text_limit
-from infer.files.heads.text_prompts import TextPrompts, prompts_from_folder, prompts_from_gguf
+from infer.files.heads.sentence_modules import TextPrompts, prompts_from_folder, prompts_from_gguf, text_limit
 from infer.files.hub.find import resolve
-from infer.files.tensors.encoder_names import ENCODERS, encoder_names, without_padded_positions, without_poolers
-from infer.files.tensors.fused_tensors import WITH_GATES, taken_apart
+from infer.files.tensors.fused_tensors import taken_apart
 from infer.files.tensors.quantisation_config import INSTEAD, quantisation_of
 from infer.files.tensors.quantised_tensors import with_joined_matrices
 from infer.files.tensors.safetensors import read_safetensors_folder
-from infer.files.tensors.stacked_experts import PLAIN, StackOrder, with_joined_scales
+from infer.files.tensors.stacked_experts import with_joined_scales
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.files.tensors.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
+from infer.files.tensors.tensor_names import (
+    encoder_names,
+    is_norm,
+    names_from_gguf,
+    names_from_hugging_face,
+    without_padded_positions,
+    without_poolers,
+)
 from infer.system.open_file import OpenFile
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
-ROWS_IN_PAIRS = frozenset(
-    {"llama", "granite", "granitemoe", "smollm3", "mistral3", "llama4", "muse-glimmer", "llama-embed"}
-)  # GGUF architectures in which elements of q and k that rotate together are neighbours
-_WITH_EXPERT_SCALES = frozenset({"gemma4"})  # GGUF architectures whose routers have one scale per expert
 _MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # samples of a file that identify it
-_LLAMA4 = ("llama4", "llama4_text")
-# In these families' folders elements that rotate together are neighbours, too. The share of a head that rotates.
-_SHARE_IN_PAIRS = dict.fromkeys((*_LLAMA4, "ernie4_5", "ernie4_5_moe", "helium", "cohere", "cohere2"), 1.0) | {
-    "glm": 0.5,
-    "glm4": 0.5,
-}
-# In Hugging Face's folders, not in GGUF files.
-_STACK_ORDERS = {"gpt_oss": StackOrder(are_transposed=True, are_interleaved=True)}
-_STACK_ORDERS |= dict.fromkeys(_LLAMA4, StackOrder(are_transposed=True))
-_WITH_A_WHOLE_LAST_NORM = frozenset({"muse_glimmer", "muse_glimmer_text"})
-_NORMS_LESS_ONE = (  # families whose folders store w for 1 + w; GGUF files store 1 + w
-    WITH_GATES | {"gemma", "gemma2", "vaultgemma", "nemotron", "gemma3", "gemma3_text"} | _WITH_A_WHOLE_LAST_NORM
-)
 
 
 @dataclass(frozen=True)
@@ -117,14 +103,13 @@ def open_checkpoint(model_id: str | Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config = config_from_folder(folder)
-    kind = str(config.get("model_type"))
+    form = form_of_family(config)
     quantisation = quantisation_of(folder, config)
     in_files = read_safetensors_folder(folder)
     stored = with_joined_matrices(in_files, quantisation)
-    added = 1.0 if kind in _NORMS_LESS_ONE else 0.0
-    whole = {"model.norm.weight"} if kind in _WITH_A_WHOLE_LAST_NORM else set[str]()
-    tensors: dict[str, TensorInfo] = {}
-    is_encoder = kind in ENCODERS
+    added = 1.0 if form.folder.norms_less_one else 0.0
+    whole = {"model.norm.weight"} if form.folder.is_last_norm_whole else set[str]()
+    tensors, is_encoder = dict[str, TensorInfo](), form.is_encoder
     names = encoder_names(stored) if is_encoder else names_from_hugging_face(stored)
     for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
         _check_supported(info)
@@ -132,9 +117,10 @@ def _open_folder(folder: Path) -> Checkpoint:
     if config.get("tie_word_embeddings") and "model.embed_tokens.weight" not in tensors and "lm_head.weight" in tensors:
         # safetensors stores a shared matrix under one of its names.
         tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
-    tensors = taken_apart(_without_drafting_layers(tensors, config), config, _STACK_ORDERS.get(kind, PLAIN))
-    if kind in _SHARE_IN_PAIRS:
-        tensors = _with_paired_rows(tensors, config, _SHARE_IN_PAIRS[kind])
+    own = _without_drafting_layers(tensors, config)
+    tensors = taken_apart(own, config, form.folder.stacks, has_gates_in_q=form.has_gates_in_q)
+    if form.folder.paired_share:
+        tensors = _with_paired_rows(tensors, config, form.folder.paired_share)
     embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
     reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
     if (limit := text_limit(folder, is_encoder=is_encoder)) is not None:
@@ -145,8 +131,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         # No text is generated, so the files may lack the head that the config names.
         config["tie_word_embeddings"] = True
     files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))
-    own = tensors, generation_config_from_folder(folder), files
-    return Checkpoint(folder, config, {}, *own, embedding, prompts, reranker, classifier)
+    others = tensors, generation_config_from_folder(folder), files
+    return Checkpoint(folder, config, {}, *others, embedding, prompts, reranker, classifier)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -154,25 +140,25 @@ def _open_gguf(path: Path) -> Checkpoint:
     config = config_from_gguf(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors: dict[str, TensorInfo] = {}
-    architecture = str(file.metadata["general.architecture"])
-    is_encoder = architecture in gguf_text_encoders.ENCODERS
-    stored = with_factors(file.tensors, has_expert_scales=architecture in _WITH_EXPERT_SCALES)
-    names = encoder_names_from_gguf(architecture, stored) if is_encoder else names_from_gguf(stored)
-    for name, info in _renamed(path, stored, names).items():
+    form = form_of(str(file.metadata["general.architecture"]))
+    stored = with_factors(file.tensors, has_expert_scales=form.has_expert_scales)
+    for name, info in _renamed(path, stored, names_from_gguf(stored, form.names)).items():
         projection = name.rpartition(".")[0].rpartition(".")[2]
-        if projection in heads and architecture in ROWS_IN_PAIRS:
+        if projection in heads and form.are_rows_paired:
             if len(info.shape) > 2 or info.shape[0] % (2 * heads[projection]):
                 info.fail(f"expected rows for {heads[projection]} heads of even size, got the shape {info.shape}")
-            info = replace(info, num_paired_heads=heads[projection])
+            rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+            info = replace(info, num_paired_heads=heads[projection], num_paired_rows=rotated)
         tensors[name] = info
-    tensors = with_scaled_types(taken_apart(_without_drafting_layers(tensors, config), config))
-    if is_encoder:
-        tensors = with_rows_of_types(tensors)
+    own = _without_drafting_layers(tensors, config)
+    tensors = with_scaled_types(taken_apart(own, config, has_gates_in_q=form.has_gates_in_q))
+    if form.is_encoder:
+        tensors = _with_rows_of_types(tensors)
     embedding = embedding_from_gguf(path, file.metadata, tensors)
     classifier = classifier_from_gguf(path, file.metadata, tensors)
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
-    own = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
-    return Checkpoint(file.path, *own, embedding, prompts_from_gguf(path, file.metadata), reranker, classifier)
+    others = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
+    return Checkpoint(file.path, *others, embedding, prompts_from_gguf(path, file.metadata), reranker, classifier)
 
 
 def _with_paired_rows(
@@ -200,6 +186,14 @@ def _with_paired_rows(
                     paired = replace(tensors[each], num_paired_heads=num_rows // head_rows)
                     found[each] = replace(paired, num_paired_rows=rotated)
     return found
+
+
+def _with_rows_of_types(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors with a table of types that has two axes. Some writers drop an axis of length one."""
+    types = tensors.get(name := "model.embed_types.weight")
+    if types is None or len(types.shape) > 1:
+        return tensors
+    return tensors | {name: replace(types, shape=(1, *types.shape))}
 
 
 def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -231,3 +225,29 @@ def _check_supported(info: TensorInfo) -> None:
             f"{info.path.name}: tensor {info.name!r:.80} is {info.type}: supported are "
             f"{', '.join(FLOAT_TYPES)}: {INSTEAD}"
         )
+
+
+def with_factors(tensors: Mapping[str, TensorInfo], *, has_expert_scales: bool) -> dict[str, TensorInfo]:
+    """Return the tensors of a file with each scale as the `factor` of its matrix, and without scales of activations.
+
+    If the architecture `has_expert_scales`, the scales of `ffn_down_exps` belong to the router. Raises ModelFormatError
+    for a scale of another type or shape.
+    """
+    found = dict(tensors)
+    for name, matrix in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind != "weight" or matrix.type != "NVFP4":
+            continue
+        found.pop(f"{module}.input_scale", None)
+        if f"{module}.scale" not in found or (has_expert_scales and module.endswith(".ffn_down_exps")):
+            continue
+        scale, shape = found.pop(f"{module}.scale"), matrix.shape[:-2] or (1,)
+        if scale.type != "F32" or scale.shape != shape:
+            scale.fail(f"expected F32 of the shape {shape}, got {scale.type} of {scale.shape}")
+        found[name] = replace(matrix, factor=scale)
+    return found
+
+
+def with_scaled_types(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors, each matrix with a factor under the type as which it is loaded."""
+    return {name: info if info.factor is None else replace(info, type="NVFP4_SCALED") for name, info in tensors.items()}

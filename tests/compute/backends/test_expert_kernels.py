@@ -211,9 +211,12 @@ def test_a_recorded_layer_reads_each_expert_once_for_all_its_tokens() -> None:
     assert [label for label in labels if "experts" in label] == ["L0.gate.experts F32", "L0.down.experts F32"]
 
 
-def test_experts_of_several_types_in_one_layer_are_refused_in_a_line() -> None:
+def test_experts_of_several_types_or_that_need_padding_are_refused_in_a_line() -> None:
     experts = make_experts("Q8_0")
-    parts = (*experts.gate.parts[:-1], make_weight("F32", INNER, HIDDEN))
-    mixed = prepared(replace(experts, gate=replace(experts.gate, parts=parts)))
-    with pytest.raises(InvalidRequestError, match=r"L0\.gate: the experts of a layer must be of one type"):
-        cpu.add_experts(make_x(2), NORM, mixed, None)
+    mixed = (*experts.gate.parts[:-1], make_weight("F32", INNER, HIDDEN))
+    narrow = make_stacked("Q8_0", 24, HIDDEN, EXPERTS, "L0.gate", has_bias=False).parts
+    problems = {"the experts of a layer must be of one type": mixed, "experts of 24 rows need padding to": narrow}
+    for problem, parts in problems.items():
+        broken = prepared(replace(experts, gate=replace(experts.gate, parts=parts)))
+        with pytest.raises(InvalidRequestError, match=rf"L0\.gate: {problem}"):
+            cpu.add_experts(make_x(2), NORM, broken, None)

@@ -26,14 +26,13 @@ from infer.engine.runner.caches import make_cache
 from infer.engine.runner.text_encoder import TextEncoder
 from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.files import Checkpoint, open_checkpoint
-from infer.files.config import architecture_in_gguf
+from infer.files.gguf.forms import architecture_in_gguf
 from infer.files.gguf.importance_matrix import ImportanceMatrix, InputSquares
 from infer.llm import LLM
 from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_checked, load_tokenizer, threads_if_loaded
-from infer.models.gguf_export.places import PlaceInGGUF, place_in_gguf
-from infer.models.gguf_export.tensors import DELTA_NET_OUTPUT, output_columns
+from infer.models.gguf_export.tensors import DELTA_NET_OUTPUT, PlaceInGGUF, output_columns, place_in_gguf
 from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
 from infer.text.tokenizer import Tokenizer

@@ -116,7 +116,7 @@ class Traits(NamedTuple):
     num_layers: int
     num_experts: int = 0
     heads_per_key_head: int = 1
-    is_llama_70b: bool = False
+    is_of_70b: bool = False
     is_falcon: bool = False
     has_output: bool = False  # otherwise the embedding is also the output matrix
     has_matrix: bool = False  # True if an importance matrix is given
@@ -213,7 +213,7 @@ class Mixture:
         }.get(name) or self._default
         if traits.num_experts == 8:
             return "Q8_0"
-        return "Q5_K" if traits.is_llama_70b and chosen in ("Q3_K", "Q4_K") else chosen
+        return "Q5_K" if traits.is_of_70b and chosen in ("Q3_K", "Q4_K") else chosen
 
     def _of_down(self, layer: int) -> str | None:
         traits, count = self.traits, self.traits.num_layers

@@ -15,8 +15,8 @@ from infer.errors import ModelError
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
 from infer.files.heads.head_files import check_head
-from infer.files.heads.reranker_files import QWEN3_INSTRUCTION, QWEN3_PROMPT, RerankerFiles, Row, head_of
-from infer.files.heads.text_prompts import TextPrompts
+from infer.files.heads.reranker_files import COPY, RERANK_INSTRUCTION, RERANK_PROMPT, RerankerFiles, Row, head_of
+from infer.files.heads.sentence_modules import TextPrompts
 from infer.files.tensors.lazy_weights import read_row
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.model_settings import RerankerName
@@ -161,7 +161,7 @@ def _state_size(checkpoint: Checkpoint) -> int:
 
 
 def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerName) -> Reranker | None:
-    """Return the reranker of a model, or None. `name` "qwen3" makes one even if the model's files do not define one.
+    """Return the reranker of a model, or None. The `name` of copies makes one without files that define one.
 
     Raises ModelError if the tokenizer does not have the answers as tokens.
     """
@@ -182,11 +182,11 @@ def make_reranker(checkpoint: Checkpoint, tokenizer: Tokenizer, name: RerankerNa
     own = tokenizer.chat_template or ""
     if files.prompt is not None:
         template, takes_instruction = _template_of(files.prompt)
-        return Reranker(head, template, QWEN3_INSTRUCTION if takes_instruction else None, takes_instruction)
+        return Reranker(head, template, RERANK_INSTRUCTION if takes_instruction else None, takes_instruction)
     if name == "auto" and all(role.search(own) for role in _ROLES):
         return Reranker(head, None, checkpoint.prompts.text_of(None) or None)
-    if name == "qwen3" or files.is_qwen3:
-        return Reranker(head, _template_of(QWEN3_PROMPT)[0], QWEN3_INSTRUCTION)
+    if name == COPY or files.has_usual_prompt:
+        return Reranker(head, _template_of(RERANK_PROMPT)[0], RERANK_INSTRUCTION)
     return None  # no file defines how the model reads a pair
 
 
@@ -213,5 +213,5 @@ def _template_of(prompt: str) -> tuple[str, bool]:
     The template ends with an expression, because Jinja drops a newline at its end.
     """
     text = prompt.replace("{query}", _QUERY).replace("{document}", _DOCUMENT)
-    text = text.replace(QWEN3_INSTRUCTION, _INSTRUCTION)
+    text = text.replace(RERANK_INSTRUCTION, _INSTRUCTION)
     return (text[:-1] + "{{ '\\n' }}" if text.endswith("\n") else text), _INSTRUCTION in text

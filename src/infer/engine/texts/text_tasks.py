@@ -24,6 +24,7 @@ from infer.engine.texts.text_ids import Computed, ReadText, TextIds, VectorOptio
 from infer.engine.texts.text_states import Check, read_pair, read_text, read_texts, values_of
 from infer.engine.texts.token_trace import ids_to_score, score_prompt
 from infer.errors import InvalidRequestError, TruncationWarning
+from infer.files.heads.reranker_files import COPY_HINT
 from infer.outputs import Classification, RankedDocument, TokenLogprob, ranked
 
 TextPair = tuple[str, str]
@@ -165,7 +166,7 @@ def reranker_of(host: Host) -> Reranker:
     if (reranker := host.facts.heads.reranker) is None:
         raise InvalidRequestError(
             "this model is not a reranker and was not made for embeddings, as far as its files say: load a reranker, "
-            "or pass reranker='qwen3' for a copy of Qwen3-Reranker"
+            f"or {COPY_HINT}"
         )
     return reranker
 

@@ -23,6 +23,9 @@ Piece = bytes | memoryview
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
+Value = bool | int | float | str | bytes | list[bool] | list[int] | list[float] | list[str]
+
+
 @dataclass(frozen=True, eq=False)
 class TensorPlan:
     """A tensor to write: its header entry, and the source of its bytes.
@@ -99,3 +102,17 @@ def _array(value_type: ValueType, values: list[Any]) -> bytes:
 def _string(text: str) -> bytes:
     content = text.encode()
     return _U64.pack(len(content)) + content
+
+
+def typed(value: Value) -> TypedValue:
+    """Return a value with its type. Counts are unsigned, and integers in lists are signed, as in llama.cpp's files."""
+    if isinstance(value, list):
+        kind = typed(value[0]).type if value else "i32"
+        return TypedValue("i32" if kind == "u32" else kind, value)
+    if isinstance(value, bytes):
+        return TypedValue("u8", list(value))
+    if isinstance(value, bool):
+        return TypedValue("bool", value)
+    if isinstance(value, int):
+        return TypedValue("u32", value)
+    return TypedValue("f32", float(np.float32(value))) if isinstance(value, float) else TypedValue("string", value)

@@ -33,9 +33,10 @@ from infer.compute.quantization.ggml_blocks import dequantize
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.quantisers import quantise
 from infer.errors import InvalidRequestError, ModelError
+from infer.files.gguf.forms import form_of
 from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
-from infer.files.tensors.tensor_bytes import bytes_of
+from infer.files.tensors.tensor_bytes import DTYPES, bytes_of
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.system.torch_threads import one_thread
 
@@ -92,10 +93,7 @@ class FileTensor:
         """Return rows. Raises ModelError if reading fails."""
         row_bytes = BLOCK_TYPES[self.type].row_bytes(self.shape[-1])
         content = torch.from_numpy(bytes_of(self.info, first * row_bytes, last * row_bytes)).reshape(last - first, -1)
-        return content.view(_DTYPES[self.type]) if self.type in _DTYPES else content
-
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        return content.view(DTYPES[self.type]) if self.type in DTYPES else content
 
 
 def model_of_gguf(file: GGUFFile) -> QuantisableModel:
@@ -206,7 +204,7 @@ def _traits(model: QuantisableModel, request: QuantisationRequest) -> Traits:
         num_layers,
         number("expert_count", 0),
         heads // key_heads if key_heads else 0,
-        is_llama_70b=architecture.value == "llama" and num_layers == 80 and heads != key_heads,
+        is_of_70b=num_layers == form_of(str(architecture.value)).num_layers_of_70b and heads != key_heads,
         is_falcon=architecture.value == "falcon",
         has_output=any(tensor.name == "output.weight" for tensor in model.tensors),
         has_matrix=bool(request.importance),

@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.files.gguf.gguf_text_encoders import ENCODERS as GGUF_ENCODERS
-from infer.files.heads.encoder_heads import take_encoder_head, take_gguf_encoder_head
-from infer.files.heads.head_files import DenseFiles, HeadFiles, take_dense
-from infer.files.tensors.encoder_names import ENCODERS
+from infer.files.gguf.forms import form_of, form_of_family
+from infer.files.gguf.gguf_values import shortest
+from infer.files.heads.head_files import (
+    ActivationName,
+    DenseFiles,
+    HeadFiles,
+    LayerNormFiles,
+    take_dense,
+    take_layer_norm,
+)
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
 
@@ -28,6 +34,19 @@ _SCALE_BY_CLASS: dict[object, Scale] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
 }
 _LAYER, _GGUF_LAYERS = "score", ("cls", "cls.output")
+_OF_TEXTS = "ForSequenceClassification"
+_POOLINGS: dict[object, Pooling] = {"cls": "cls", "mean": "mean"}
+_POOLING_BY_NUMBER: dict[object, Pooling] = {1: "mean", 2: "cls"}  # llama.cpp's enum llama_pooling_type
+_ACTIVATIONS: dict[object, ActivationName] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+_MODERN_BERT_EPS = 1e-5
 
 
 @final
@@ -58,7 +77,7 @@ def classifier_from_folder(
 
     Raises UnsupportedModelError for labels of tokens, and ModelFormatError for labels that do not fit the weight.
     """
-    take = take_encoder_head if config.get("model_type") in ENCODERS else _take_decoder_head
+    take = take_encoder_head if form_of_family(config).is_encoder else _take_decoder_head
     if (found := take(folder, config, tensors)) is None:
         return None
     head, pooling = found
@@ -95,7 +114,7 @@ def classifier_from_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
 ) -> ClassifierFiles | None:
     """Return the classifier of a GGUF file, or None. Its tensors are removed from `tensors`."""
-    is_encoder = metadata["general.architecture"] in GGUF_ENCODERS
+    is_encoder = form_of(str(metadata["general.architecture"])).is_encoder
     found = (take_gguf_encoder_head if is_encoder else _take_gguf_decoder_head)(path, metadata, tensors)
     if found is None:
         return None
@@ -147,3 +166,89 @@ def _scale(problem: str | None, labels: tuple[str, ...], of_score: Scale | None 
     if len(labels) == 1 and problem != "regression":
         return of_score or "sigmoid"
     return _SCALE_BY_PROBLEM[problem]
+
+
+def take_encoder_head(
+    folder: Path, config: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
+) -> tuple[HeadFiles, Pooling] | None:
+    """Return the steps from a pooled state to the logits of labels, and the pooling, or None without labels.
+
+    Their tensors are removed from `tensors`. Raises UnsupportedModelError for labels of anything except texts.
+    """
+    is_roberta = "classifier.out_proj.weight" in tensors
+    if not is_roberta and "classifier.weight" not in tensors:
+        return None
+    named, kind = config.get("architectures"), config.get("model_type")
+    for name in named if isinstance(named, list) else ():
+        if not str(name).endswith(_OF_TEXTS):
+            raise UnsupportedModelError(f"{folder.name}: {name!s:.80} does not label texts: use a model {_OF_TEXTS}")
+    if is_roberta:
+        activation: ActivationName = "gelu" if kind == "electra" else "tanh"
+        first = _needed(folder, tensors, "classifier.dense")
+        return (first, activation, take_dense(tensors, "classifier.out_proj")), "cls"
+    labels = take_dense(tensors, "classifier")
+    if kind != "modernbert":
+        name, activation = ("pre_classifier", "relu") if kind == "distilbert" else ("pooler.dense", "tanh")
+        return (_needed(folder, tensors, name), activation, labels), "cls"
+    first = _needed(folder, tensors, "head.dense")
+    _check(folder, tensors, "head.norm")
+    path = folder / "config.json"
+    pooling = _choice(path, "classifier_pooling", config.get("classifier_pooling", "cls"), _POOLINGS)
+    activation = _choice(path, "classifier_activation", config.get("classifier_activation", "gelu"), _ACTIVATIONS)
+    norm = take_layer_norm(tensors, "head.norm", _eps(path, "norm_eps", config.get("norm_eps", _MODERN_BERT_EPS)))
+    return (first, activation, norm, labels), pooling
+
+
+def take_gguf_encoder_head(
+    path: Path, metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
+) -> tuple[HeadFiles, Pooling] | None:
+    """Return the same for a GGUF file.
+
+    Raises UnsupportedModelError for a file without the head's first layer, which llama.cpp's converter leaves out of
+    BERT's files. Without this layer, scores would differ from the model's.
+    """
+    found = [f"{name}.weight" in tensors for name in _GGUF_LAYERS]
+    if not any(found):
+        return None
+    if not all(found):
+        lacking = _GGUF_LAYERS[found.index(False)]
+        raise UnsupportedModelError(
+            f"{path.name}: the head of labels lacks the tensor {lacking}.weight, so its scores would be wrong: use "
+            "the model's folder of safetensors"
+        )
+    first, labels = (take_dense(tensors, name) for name in _GGUF_LAYERS)
+    architecture = str(metadata["general.architecture"])
+    if architecture != "modern-bert":
+        return (first, "tanh", labels), "cls"
+    key = f"{architecture}.classifier.pooling_type"
+    pooling = _choice(path, key, metadata.get(key, 1), _POOLING_BY_NUMBER)
+    eps_key = f"{architecture}.attention.layer_norm_epsilon"
+    eps = _eps(path, eps_key, shortest(metadata.get(eps_key, _MODERN_BERT_EPS)))
+    norm: tuple[LayerNormFiles, ...] = ()
+    if "cls.norm.weight" in tensors:
+        norm = (take_layer_norm(tensors, "cls.norm", eps),)
+    return (first, "gelu", *norm, labels), pooling
+
+
+def _needed(folder: Path, tensors: MutableMapping[str, TensorInfo], prefix: str) -> DenseFiles:
+    """Remove the tensors of a dense layer, and return it. Raises ModelFormatError if the files do not have it."""
+    _check(folder, tensors, prefix)
+    return take_dense(tensors, prefix)
+
+
+def _check(folder: Path, tensors: Mapping[str, TensorInfo], prefix: str) -> None:
+    if (name := f"{prefix}.weight") not in tensors:
+        raise ModelFormatError(folder, f"tensor {name!r}", "is missing: the head of labels needs it")
+
+
+def _choice(path: Path, key: str, given: object, known: Mapping[object, Any]) -> Any:
+    supported = ", ".join(map(str, known))
+    if not isinstance(given, str | int) or given not in known:
+        raise UnsupportedModelError(f"{path.name}: {key} {given!r:.60} is not supported: supported are {supported}")
+    return known[given]
+
+
+def _eps(path: Path, key: str, given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 1:
+        raise ModelFormatError(path, key, f"expected a number between 0 and 1, got {given!r:.60}")
+    return float(given)

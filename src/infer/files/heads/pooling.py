@@ -11,8 +11,7 @@ from typing import Any, final
 
 from infer.errors import UnsupportedModelError
 from infer.files.heads.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles, take_dense
-from infer.files.heads.sentence_modules import SentenceModule, read_modules
-from infer.files.heads.text_prompts import ARE_POOLED_KEY
+from infer.files.heads.sentence_modules import ARE_POOLED_KEY, SentenceModule, read_modules
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
 from infer.system.open_file import OpenFile

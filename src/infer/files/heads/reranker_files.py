@@ -15,13 +15,13 @@ from infer.files.heads.classifier_files import ClassifierFiles
 from infer.files.heads.sentence_modules import read_modules
 from infer.files.tensors.tensor_info import TensorInfo
 
-QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The prompt of Qwen3-Reranker's model card, as GGUF files write it.
-QWEN3_PROMPT = f"""<|im_start|>system
+RERANK_PROMPT = f"""<|im_start|>system
 Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
 Note that the answer can only be "yes" or "no".<|im_end|>
 <|im_start|>user
-<Instruct>: {QWEN3_INSTRUCTION}
+<Instruct>: {RERANK_INSTRUCTION}
 <Query>: {{query}}
 <Document>: {{document}}<|im_end|>
 <|im_start|>assistant
@@ -30,6 +30,8 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 </think>
 
 """
+COPY = "qwen3"  # value of `RerankerName` for copies under another name
+COPY_HINT = f"pass reranker={COPY!r} for a copy of Qwen3-Reranker"
 _QWEN3 = "qwen3-reranker"  # in the names of models whose files do not define a reranker
 _RANK = 4  # llama.cpp's enum llama_pooling_type
 
@@ -39,7 +41,7 @@ Row = int | str  # the row's number, or the text of its token
 @final
 @dataclass(frozen=True)
 class RerankerFiles:
-    """The rows `yes` and `no` of a tensor. `is_qwen3` is True for models that read Qwen3-Reranker's prompt.
+    """The rows `yes` and `no` of a tensor. `has_usual_prompt` is True for models that read Qwen3-Reranker's prompt.
 
     If `tensor` is None, the model's classifier computes the score. `prompt` is the prompt of a GGUF file, with
     `{query}` and `{document}`. `reads_pairs` is True for encoders.
@@ -48,7 +50,7 @@ class RerankerFiles:
     tensor: TensorInfo | None
     yes: Row = "yes"
     no: Row | None = "no"
-    is_qwen3: bool = True
+    has_usual_prompt: bool = True
     prompt: str | None = None
     reads_pairs: bool = False
 
@@ -57,16 +59,16 @@ def reranker_from_folder(
     folder: Path, tensors: Mapping[str, TensorInfo], classifier: ClassifierFiles | None
 ) -> RerankerFiles | None:
     """Return the reranker of a folder, or None."""
-    is_qwen3 = any(_QWEN3 in part.lower() for part in folder.resolve().parts[-4:])
+    has_usual_prompt = any(_QWEN3 in part.lower() for part in folder.resolve().parts[-4:])
     if classifier is not None:
         reads_pairs = classifier.reads_pairs
-        found = RerankerFiles(None, is_qwen3=is_qwen3 and not reads_pairs, reads_pairs=reads_pairs)
+        found = RerankerFiles(None, has_usual_prompt=has_usual_prompt and not reads_pairs, reads_pairs=reads_pairs)
         return found if len(classifier.labels) == 1 else None
     if (head := head_of(tensors)) is None:
         return None
     if (rows := _logit_score(folder)) is not None:
-        return RerankerFiles(head, *rows, is_qwen3)
-    return RerankerFiles(head) if is_qwen3 else None
+        return RerankerFiles(head, *rows, has_usual_prompt)
+    return RerankerFiles(head) if has_usual_prompt else None
 
 
 def reranker_from_gguf(
@@ -74,18 +76,18 @@ def reranker_from_gguf(
 ) -> RerankerFiles | None:
     """Return the reranker of a GGUF file, or None."""
     names = str(metadata.get("general.name", "")).replace(" ", "-"), *path.resolve().parts[-4:]
-    is_qwen3 = any(_QWEN3 in name.lower() for name in names)
+    has_usual_prompt = any(_QWEN3 in name.lower() for name in names)
     head = head_of(tensors) if classifier is None else None
     is_reranker = metadata.get(f"{metadata['general.architecture']}.pooling_type") == _RANK
-    if not (is_reranker or is_qwen3) or (classifier is None and head is None):
+    if not (is_reranker or has_usual_prompt) or (classifier is None and head is None):
         return None
     if classifier is not None and classifier.reads_pairs:
-        return RerankerFiles(None, is_qwen3=False, reads_pairs=True) if len(classifier.labels) == 1 else None
+        return RerankerFiles(None, has_usual_prompt=False, reads_pairs=True) if len(classifier.labels) == 1 else None
     if classifier is not None and len(classifier.labels) > 2:
         return None
     prompt = metadata.get("tokenizer.chat_template.rerank")
     given = prompt if isinstance(prompt, str) else None
-    return RerankerFiles(head, is_qwen3=is_qwen3 or classifier is None, prompt=given)
+    return RerankerFiles(head, has_usual_prompt=has_usual_prompt or classifier is None, prompt=given)
 
 
 def head_of(tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:

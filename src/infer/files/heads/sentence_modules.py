@@ -1,11 +1,15 @@
-"""The modules of a folder of sentence-transformers: their order, kinds, settings and weights."""
+"""The modules of a folder of sentence-transformers, with their settings and weights, and the prompts of a model.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+GGUF has no keys for prompts. `infer.prompts.names` and `infer.prompts.texts` are lists of equal length,
+`infer.prompts.default` is one of the names, and `infer.prompts.are_pooled` is false if vectors leave out their tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
+from infer.errors import InvalidRequestError, ModelError, ModelFormatError, UnsupportedModelError
 from infer.files.tensors.safetensors import PICKLE_SUFFIXES, SINGLE_NAME, read_safetensors
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.system.json_limits import MAX_BYTES, inside, parse_json, read_json_file, read_whole
@@ -13,6 +17,11 @@ from infer.system.json_limits import MAX_BYTES, inside, parse_json, read_json_fi
 _FILE = "modules.json"
 _TRANSFORMER, _TOKENIZER = "sentence_*_config.json", "tokenizer_config.json"  # the * is the kind of an older model
 _NO_LIMIT = 2**31  # tokenizers without a limit name 10^30
+
+
+_PROMPTS_FILE = "config_sentence_transformers.json"
+NAMES_KEY, TEXTS_KEY, DEFAULT_KEY = "infer.prompts.names", "infer.prompts.texts", "infer.prompts.default"
+ARE_POOLED_KEY = "infer.prompts.are_pooled"
 
 
 @final
@@ -88,3 +97,53 @@ def text_limit(folder: Path, *, is_encoder: bool) -> int | None:
 
 def _is_module(found: object) -> bool:
     return isinstance(found, dict) and isinstance(found.get("type"), str) and isinstance(found.get("path", ""), str)
+
+
+@final
+@dataclass(frozen=True)
+class TextPrompts:
+    """Prompts by name. Calls that name no prompt use the prompt named `default`."""
+
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    default: str | None = None
+
+    def text_of(self, name: str | None) -> str:
+        """Return the prompt with this name, or the default prompt. Raises InvalidRequestError for an unknown name."""
+        name = self.default if name is None else name
+        if name is None:
+            return ""
+        if name not in self.by_name:
+            known = f"must be one of {', '.join(map(repr, self.by_name))}" if self.by_name else "must be left out"
+            why = "" if self.by_name else ": the model's files have no prompts"
+            raise InvalidRequestError(f"prompt_name {known}, got {name!r:.80}{why}", param="prompt_name")
+        return self.by_name[name]
+
+
+def prompts_from_folder(folder: Path) -> TextPrompts:
+    """Return the prompts of a folder, or none if it has no such file. Raises ModelFormatError for a malformed file."""
+    path = folder / _PROMPTS_FILE
+    if not path.exists():
+        return TextPrompts()
+    config = read_json_file(inside(folder, _PROMPTS_FILE))
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not (isinstance(prompts, dict) and all(isinstance(each, str) for each in prompts.values())):
+        raise ModelFormatError(path, "key 'prompts'", "expected texts by name")
+    if default is not None and default not in prompts:
+        raise ModelFormatError(path, "key 'default_prompt_name'", f"{default!r:.80} is not the name of a prompt")
+    return TextPrompts(prompts, default)
+
+
+def prompts_from_gguf(path: Path, metadata: Mapping[str, Any]) -> TextPrompts:
+    """Return the prompts of a GGUF file, or none if it lacks the keys. Raises ModelFormatError for malformed keys."""
+    names, texts = (metadata.get(key, []) for key in (NAMES_KEY, TEXTS_KEY))
+    for key, given in ((NAMES_KEY, names), (TEXTS_KEY, texts)):
+        if not (isinstance(given, list) and all(isinstance(each, str) for each in given)):
+            raise ModelFormatError(path, f"key {key!r}", "expected a list of texts")
+    if len(names) != len(texts):
+        raise ModelFormatError(
+            path, f"key {TEXTS_KEY!r}", f"expected {len(names)} texts, one per name, got {len(texts)}"
+        )
+    default = metadata.get(DEFAULT_KEY)
+    if default is not None and default not in names:
+        raise ModelFormatError(path, f"key {DEFAULT_KEY!r}", f"{default!r:.80} is not the name of a prompt")
+    return TextPrompts(dict(zip(names, texts, strict=True)), default)

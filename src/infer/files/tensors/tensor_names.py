@@ -1,4 +1,4 @@
-"""Hugging Face's and GGUF's names of tensors → our names.
+"""Hugging Face's and GGUF's names of tensors → our names, also those of encoders.
 
 The names are Hugging Face's for Llama, except for a layer's four norms. These are named by their place, because
 `post_attention_layernorm` has two meanings in Hugging Face's models:
@@ -10,18 +10,28 @@ An unknown tensor keeps its name, so that the loader can list it as unexpected.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
-_GGUF_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "token_embd_norm.weight": "model.norm.weight",  # LFM2's name of the last norm
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-}
-_GGUF_LAYER = {
+from infer.files.tensors.fused_tensors import rows_between
+from infer.files.tensors.tensor_info import TensorInfo
+
+
+def _compiled(*parts: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
+    """Return patterns of names, each with what replaces it."""
+    return [(re.compile(pattern), ours) for pattern, ours in parts]
+
+
+_GGUF_MODULES = {  # outside of layers, then within a layer
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "token_types": "model.embed_types",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
     "attn_norm": "attention_norm",
     "post_attention_norm": "post_attention_norm",
     "ffn_norm": "mlp_norm",
@@ -35,7 +45,6 @@ _GGUF_LAYER = {
     "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
-    "ffn_gate_up": "mlp.gate_up_proj",  # internal name of ffn_up without ffn_gate
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps": "mlp.experts.gate_proj",
@@ -76,9 +85,6 @@ _GGUF_VECTOR = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay",
 }
-# Architectures whose files name the norm before the MLP by its place after attention.
-_WITH_POST_ATTENTION_NORM = frozenset({"glm4moe", "gpt-oss", "seed_oss", "qwen3next", "qwen35", "qwen35moe"})
-_LAST_NORM_OF_LFM2 = frozenset({"lfm2", "lfm2moe"})
 _TWO_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
@@ -101,61 +107,59 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm_2": "mlp.experts_norm",
     "post_feedforward_layernorm_2": "mlp.post_experts_norm",
 }
-# Names of the parts of experts: in Qwen, OLMoE and GLM; in Granite, Mixtral and Gemma 4. The last are parts of LFM2 and
-# Llama 4, and of gated delta nets.
-_PARTS = (
-    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.gate\.(wg\.)?weight"), r"\1mlp.router.weight"),
-    (re.compile(r"\.mlp\.((gate|experts|moe_statics)\.)*(e_score_correction|expert)_bias"), ".mlp.router.correction"),
-    (re.compile(r"\.block_sparse_moe\.e_score_correction_bias"), ".mlp.router.correction"),
-    (re.compile(r"\.mlp\.router\.gate\."), ".mlp.router."),
-    (re.compile(r"\.self_attn\.g_proj\."), ".self_attn.gate_proj."),
-    (re.compile(r"\.mlp\.(shared_experts|shared_mlp)\."), ".mlp.shared_expert."),
-    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight"), r"\1mlp.shared_gate.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)mlp\.experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
-    (re.compile(r"(mlp\.experts\.(gate_up|down)_proj)\.weight_(bias|blocks|scales)"), r"\1.\3"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.gate\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.router\.layer\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear"), r"\1mlp.experts.gate_up_proj"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)block_sparse_moe\.output_linear"), r"\1mlp.experts.down_proj"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)shared_mlp\.input_linear"), r"\1mlp.shared_expert.gate_up_proj"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)shared_mlp\.output_linear"), r"\1mlp.shared_expert.down_proj"),
-    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w1\."), r"mlp.experts.\1.gate_proj."),
-    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w3\."), r"mlp.experts.\1.up_proj."),
-    (re.compile(r"block_sparse_moe\.experts\.([0-9]+)\.w2\."), r"mlp.experts.\1.down_proj."),
-    (re.compile(r"(model\.layers\.[0-9]+\.)router\.proj\.weight"), r"\1mlp.router.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)router\.scale"), r"\1mlp.router_norm.weight"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)router\.per_expert_scale"), r"\1mlp.router.expert_scales"),
-    (re.compile(r"(model\.layers\.[0-9]+\.)experts\.(gate_up|down)_proj"), r"\1mlp.experts.\2_proj.weight"),
-    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w1\."), r".mlp.\1gate_proj."),
-    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w3\."), r".mlp.\1up_proj."),
-    (re.compile(r"\.feed_forward\.(experts\.[0-9]+\.)?w2\."), r".mlp.\1down_proj."),
-    (re.compile(r"\.feed_forward\.experts\.(gate_up|down)_proj"), r".mlp.experts.\1_proj.weight"),
-    (re.compile(r"\.feed_forward\.gate\."), ".mlp.router."),
-    (re.compile(r"\.feed_forward\.((router|shared_expert|(gate|up|down)_proj)\.)"), r".mlp.\1"),
-    (re.compile(r"\.feed_forward\.expert_bias"), ".mlp.router.correction"),
-    (re.compile(r"\.self_attn\.(out_proj|dense)\."), ".self_attn.o_proj."),
-    (re.compile(r"\.mlp\.(c_fc|fc1|dense_h_to_4h)\."), ".mlp.up_proj."),
-    (re.compile(r"\.mlp\.(c_proj|fc2|dense_4h_to_h)\."), ".mlp.down_proj."),
-    (re.compile(r"\.self_attn\.([qk])(?:uery|ey)?_layernorm\."), r".self_attn.\1_norm."),
-    (re.compile(r"\.conv\.conv\.weight"), ".conv.taps"),
-    (re.compile(r"\.conv\.conv\.bias"), ".conv.bias"),
-    (re.compile(r"model\.(embedding_norm|final_layernorm|final_layer_norm)\."), "model.norm."),
-    (re.compile(r"\.linear_attn\.in_proj_(qkv|qkvz|z|b|a|ba)\."), r".linear_attn.\1_proj."),
-    (re.compile(r"\.linear_attn\.conv1d\.weight"), ".linear_attn.taps"),
-    (re.compile(r"\.linear_attn\.A_log"), ".linear_attn.decay"),
-    (re.compile(r"\.linear_attn\.([qkv])_conv1d\.weight"), r".linear_attn.\1_taps"),
-    (re.compile(r"\.linear_attn\.g_proj\."), ".linear_attn.z_proj."),
-    (re.compile(r"\.linear_attn\.o_norm\."), ".linear_attn.norm."),
-    (re.compile(r"\.linear_attn\.o_proj\."), ".linear_attn.out_proj."),
+# Names of the parts of experts, of LFM2 and Llama 4, and of gated delta nets. Families have several names of one part.
+_PARTS = _compiled(
+    (
+        r"(model\.layers\.[0-9]+\.)(mlp\.gate(\.wg)?|block_sparse_moe\.(gate|router\.layer)|router\.proj)\.weight",
+        r"\1mlp.router.weight",
+    ),
+    (
+        r"\.(mlp|block_sparse_moe|feed_forward)\.((gate|experts|moe_statics)\.)*(e_score_correction|expert)_bias",
+        ".mlp.router.correction",
+    ),
+    (r"\.mlp\.router\.gate\.", ".mlp.router."),
+    (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+    (r"\.mlp\.(shared_experts|shared_mlp)\.", ".mlp.shared_expert."),
+    (r"(model\.layers\.[0-9]+\.)shared_mlp\.input_linear", r"\1mlp.shared_expert.gate_up_proj"),
+    (r"(model\.layers\.[0-9]+\.)shared_mlp\.output_linear", r"\1mlp.shared_expert.down_proj"),
+    (r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight", r"\1mlp.shared_gate.weight"),
+    (
+        r"(model\.layers\.[0-9]+\.)(mlp\.|feed_forward\.)?experts\.(gate_up|down)_proj",
+        r"\1mlp.experts.\3_proj.weight",
+    ),
+    (r"(mlp\.experts\.(gate_up|down)_proj)\.weight_(bias|blocks|scales)", r"\1.\3"),
+    (r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear", r"\1mlp.experts.gate_up_proj"),
+    (r"(model\.layers\.[0-9]+\.)block_sparse_moe\.output_linear", r"\1mlp.experts.down_proj"),
+    (r"(model\.layers\.[0-9]+\.)router\.scale", r"\1mlp.router_norm.weight"),
+    (r"(model\.layers\.[0-9]+\.)router\.per_expert_scale", r"\1mlp.router.expert_scales"),
+    (r"\.(block_sparse_moe|feed_forward)\.(experts\.[0-9]+\.)?w1\.", r".mlp.\2gate_proj."),
+    (r"\.(block_sparse_moe|feed_forward)\.(experts\.[0-9]+\.)?w3\.", r".mlp.\2up_proj."),
+    (r"\.(block_sparse_moe|feed_forward)\.(experts\.[0-9]+\.)?w2\.", r".mlp.\2down_proj."),
+    (r"\.feed_forward\.gate\.", ".mlp.router."),
+    (r"\.feed_forward\.((router|shared_expert|(gate|up|down)_proj)\.)", r".mlp.\1"),
+    (r"\.self_attn\.(out_proj|dense)\.", ".self_attn.o_proj."),
+    (r"\.mlp\.(c_fc|fc1|dense_h_to_4h)\.", ".mlp.up_proj."),
+    (r"\.mlp\.(c_proj|fc2|dense_4h_to_h)\.", ".mlp.down_proj."),
+    (r"\.self_attn\.([qk])(?:uery|ey)?_layernorm\.", r".self_attn.\1_norm."),
+    (r"\.conv\.conv\.weight", ".conv.taps"),
+    (r"\.conv\.conv\.bias", ".conv.bias"),
+    (r"model\.(embedding_norm|final_layer_?norm)\.", "model.norm."),
+    (r"\.linear_attn\.in_proj_(qkv|qkvz|z|b|a|ba)\.", r".linear_attn.\1_proj."),
+    (r"\.linear_attn\.conv1d\.weight", ".linear_attn.taps"),
+    (r"\.linear_attn\.A_log", ".linear_attn.decay"),
+    (r"\.linear_attn\.([qkv])_conv1d\.weight", r".linear_attn.\1_taps"),
+    (r"\.linear_attn\.g_proj\.", ".linear_attn.z_proj."),
+    (r"\.linear_attn\.o_norm\.", ".linear_attn.norm."),
+    (r"\.linear_attn\.o_proj\.", ".linear_attn.out_proj."),
 )
 # Names that are unchanged, the majority: large models have 100,000 names.
 _OURS = re.compile(
     r"model\.layers\.[0-9]+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.[0-9]+\.)?(gate|up|down)_proj)\.(weight|bias)"
 )
-_TOP_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_TOP.items()}
 _VECTOR_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_VECTOR.items()}
-_LAYER_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_LAYER.items()}
-_LAYER_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate", "mlp.gate_up_proj": "ffn_up"}
+_MODULE_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_MODULES.items()}
+_MODULE_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate"}
+_USUAL: Mapping[str, str] = MappingProxyType({})
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
 _NEOX = {"gpt_neox.": "model.", "embed_in.": "embed_tokens.", "embed_out.": "lm_head.", ".attention.": ".self_attn."}
@@ -170,40 +174,65 @@ _SKIPPED_GGUF = re.compile(r"(v|mm|a)\.|rope_(freqs|factors_long|factors_short)\
 _SKIPPED = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$"
 )
+_PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows in the table of positions before the first token's row
+
+# BERT, ELECTRA, RoBERTa; DistilBERT; Nomic's BERT (published files, then transformers' class); ModernBERT.
+_MODELS = "bert|distilbert|electra|nomic_bert|roberta|model"
+_ENCODER_PARTS = _compiled(
+    (rf"^({_MODELS})\.(?=(embeddings|encoder|transformer|layers|final_norm|emb_ln|pooler)\b)", ""),
+    (r"^((encoder|transformer)\.)?layers?\.([0-9]+)\.", r"model.layers.\3."),
+    (r"\.attention\.(self\.query|q_lin)\.", ".self_attn.q_proj."),
+    (r"\.attention\.(self\.key|k_lin)\.", ".self_attn.k_proj."),
+    (r"\.attention\.(self\.value|v_lin)\.", ".self_attn.v_proj."),
+    (r"\.attn\.Wqkv\.", ".self_attn.qkv_proj."),
+    (r"\.(attention\.(output\.dense|out_lin)|attn\.(out_proj|Wo))\.", ".self_attn.o_proj."),
+    (r"\.(attention\.output\.LayerNorm|sa_layer_norm|norm1|post_attention_layernorm)\.", ".post_attention_norm."),
+    (r"\.(intermediate\.dense|ffn\.lin1|mlp\.fc11)\.", ".mlp.up_proj."),
+    (r"\.mlp\.fc12\.", ".mlp.gate_proj."),
+    (r"\.mlp\.Wi\.", ".mlp.gate_up_proj."),
+    (r"\.(output\.dense|ffn\.lin2|mlp\.(fc2|Wo))\.", ".mlp.down_proj."),
+    (r"\.(output\.LayerNorm|output_layer_norm|norm2|post_mlp_layernorm)\.", ".post_mlp_norm."),
+    (r"^(model\.layers\.[0-9]+\.)attn_norm\.", r"\1attention_norm."),
+    (r"^embeddings\.(word_embeddings|tok_embeddings)\.", "model.embed_tokens."),
+    (r"^embeddings\.position_embeddings\.", "model.embed_positions."),
+    (r"^embeddings\.token_type_embeddings\.", "model.embed_types."),
+    (r"^(embeddings\.(LayerNorm|norm)|emb_ln)\.", "model.embed_norm."),
+    (r"^final_norm\.", "model.norm."),
+    (r"(LayerNorm|_norm)\.gamma$", r"\1.weight"),
+    (r"(LayerNorm|_norm)\.beta$", r"\1.bias"),
+)
+# Heads that guess words, which files have in addition to the encoder; classifiers have other names.
+_SKIPPED_HEADS = re.compile(
+    r"(cls\.|lm_head\.|decoder\.|vocab_\w+\.|(discriminator|generator)_\w+\.)|.*\.position_ids|.*\.inv_freq"
+)
 
 
-def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
-    """Return our name for each name in the file, without tensors that are not weights."""
-    kept = [name for name in names if not _SKIPPED_GGUF.match(name)]
-    has_gate = any(".ffn_gate." in name or ".ffn_gate_inp." in name for name in kept)
-    has_mlp_norm = any(".ffn_norm." in name or ".post_ffw_norm." in name for name in kept)
-    usual = {name: name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.") for name in kept}
-    if not has_mlp_norm:  # then the norm after attention is the norm before the MLP
-        usual = {name: alias.replace(".post_attention_norm.", ".ffn_norm.") for name, alias in usual.items()}
-    for name in [name for name in kept if name.endswith(".ssm_conv1d.weight")]:
+def names_from_gguf(names: Iterable[str], own: Mapping[str, str] = _USUAL) -> dict[str, str]:
+    """Return our name for each name in the file, without tensors that are not weights.
+
+    `own` has GGUF's names of modules by ours, if the architecture has unusual ones.
+    """
+    modules = _GGUF_MODULES | {theirs: ours for ours, theirs in own.items()}
+    usual = {name: name for name in names if not _SKIPPED_GGUF.match(name)}
+    for name in [name for name in usual if name.endswith(".ssm_conv1d.weight")]:
         for which in ("qkv", "gate"):
-            own = name.replace(".ssm_conv1d.", f".attn_{which}.")
-            usual |= {own: own.replace(".attn_", ".linear_attn_")} if own in usual else {}
-    return {name: _from_gguf(alias) for name, alias in usual.items()}
+            fused = name.replace(".ssm_conv1d.", f".attn_{which}.")
+            usual |= {fused: fused.replace(".attn_", ".linear_attn_")} if fused in usual else {}
+    return {name: _from_gguf(alias, modules) for name, alias in usual.items()}
 
 
-def name_in_gguf(name: str, architecture: str) -> str | None:
-    """Return the name of one of our tensors in a GGUF file of this architecture, or None if there is none.
+def name_in_gguf(name: str, own: Mapping[str, str]) -> str | None:
+    """Return the name of one of our tensors in a GGUF file, or None if there is none.
 
     It is the inverse of `names_from_gguf`. Stacks of experts have the names of `stacked_experts`, without a number.
     """
-    if name == "model.norm.weight" and architecture in _LAST_NORM_OF_LFM2:
-        return "token_embd_norm.weight"
     match = _OUR_LAYER.fullmatch(name)
-    if match is None:
-        return _TOP_IN_GGUF.get(name)
-    if (vector := _VECTOR_IN_GGUF.get(match[2])) is not None:
-        return f"blk.{match[1]}.{vector}"
-    module, _, kind = match[2].rpartition(".")
-    if module == "mlp_norm" and architecture in _WITH_POST_ATTENTION_NORM:
-        return f"blk.{match[1]}.post_attention_norm.{kind}"
-    own = _LAYER_IN_GGUF.get(module)
-    return None if own is None or kind not in ("weight", "bias") else f"blk.{match[1]}.{own}.{kind}"
+    at, rest = ("", name) if match is None else (f"blk.{match[1]}.", match[2])
+    if match is not None and (vector := _VECTOR_IN_GGUF.get(rest)) is not None:
+        return f"{at}{vector}"
+    module, _, kind = rest.rpartition(".")
+    stored = own.get(module) or _MODULE_IN_GGUF.get(module)
+    return None if stored is None or kind not in ("weight", "bias") else f"{at}{stored}.{kind}"
 
 
 def is_skipped(name: str) -> bool:
@@ -237,15 +266,13 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
 
 
-def _from_gguf(name: str) -> str:
+def _from_gguf(name: str, modules: Mapping[str, str]) -> str:
     match = _GGUF_PATTERN.fullmatch(name)
-    if match is None:
-        return _GGUF_TOP.get(name, name)
-    module, _, kind = match[2].rpartition(".")
-    own = _GGUF_VECTOR.get(match[2])
-    if own is None and module in _GGUF_LAYER and kind in ("weight", "bias"):
-        own = f"{_GGUF_LAYER[module]}.{kind}"
-    return name if own is None else f"model.layers.{match[1]}.{own}"
+    at, rest = ("", name) if match is None else (f"model.layers.{match[1]}.", match[2])
+    if match is not None and (vector := _GGUF_VECTOR.get(rest)) is not None:
+        return f"{at}{vector}"
+    module, _, kind = rest.rpartition(".")
+    return f"{at}{modules[module]}.{kind}" if module in modules and kind in ("weight", "bias") else name
 
 
 def _without_prefix(name: str) -> str:
@@ -256,3 +283,30 @@ def _without_prefix(name: str) -> str:
         return f"model.{name}"
     text = _TEXT_PREFIX.sub("model.", name, count=1) if _TEXT_PREFIX.match(name) else name
     return text.removeprefix("language_model.") if text.startswith("language_model.lm_head.") else text
+
+
+def encoder_names(names: Iterable[str]) -> dict[str, str]:
+    """Return our name for each name in the file, without heads that guess hidden words."""
+    found: dict[str, str] = {}
+    for name in names:
+        if _SKIPPED_HEADS.match(name):
+            continue
+        ours = name
+        for pattern, replacement in _ENCODER_PARTS:
+            ours = pattern.sub(replacement, ours)
+        found[name] = ours
+    return found
+
+
+def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return an encoder's tensors with a table of positions that begins at a text's first token."""
+    num_padded, name = _PADDED.get(str(config.get("model_type")), 0), "model.embed_positions.weight"
+    table = tensors.get(name)
+    if not num_padded or table is None or table.shape[0] <= num_padded:
+        return tensors
+    return {**tensors, name: rows_between(table, num_padded, table.shape[0])}
+
+
+def without_poolers(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return an encoder's tensors without the head that some have for training, after classifiers took theirs."""
+    return {name: info for name, info in tensors.items() if not name.startswith(("pooler.", "head."))}

@@ -25,6 +25,7 @@ from infer.models.tensors import check_tensors
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder
 from infer.text.tokenizer.gguf_vocabulary import TokenType
+from infer.text.tokenizer.pre_tokenizers import WITH_SCORES
 from infer.text.tokenizer.value_checks import check_metadata
 
 _USES = {"embed": "embeds texts", "rerank": "ranks documents", "classify": "labels texts"}
@@ -196,7 +197,7 @@ def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
         reduced, ids = _without_words(metadata)
         tokenizer = Tokenizer.from_gguf(reduced)
         kind, vocab_size = str(metadata.get("tokenizer.ggml.model")), len(metadata["tokenizer.ggml.tokens"])
-        cut = "▁" if kind in ("llama", "t5") else str(metadata.get("tokenizer.ggml.pre", "default"))
+        cut = "▁" if kind in (WITH_SCORES, "t5") else str(metadata.get("tokenizer.ggml.pre", "default"))
     else:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
         vocab_size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
@@ -223,7 +224,7 @@ def _without_words(metadata: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequ
     """
     if is_encoder(metadata):
         return metadata, range(len(metadata.get("tokenizer.ggml.tokens") or ()))
-    is_marked = metadata.get("tokenizer.ggml.model") == "llama"
+    is_marked = metadata.get("tokenizer.ggml.model") == WITH_SCORES
     model = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default"} if is_marked else {}
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", is_marked)
     reduced = {**metadata, **model, "tokenizer.ggml.merges": [], "tokenizer.ggml.add_bos_token": adds_bos}

@@ -1,7 +1,7 @@
 """Families that are refused by name, and the parts that they need."""
 
 _LATENT = "latent attention"
-_STATES = "Mamba2 layers"
+_STATES = "the state-space layers of Mamba2"
 _ALTUP = "four parallel residual streams"
 # Unsupported parts that models need, by the model's name in Hugging Face's and GGUF's files.
 NEEDS: dict[str, str] = {

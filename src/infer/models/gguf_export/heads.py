@@ -8,15 +8,15 @@ import numpy as np
 
 from infer.errors import UnsupportedModelError
 from infer.files import Checkpoint
+from infer.files.gguf.gguf_writer import Value
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_gguf
 from infer.files.heads.head_files import DenseFiles, HeadFiles
 from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles
-from infer.files.heads.reranker_files import QWEN3_PROMPT, RerankerFiles
+from infer.files.heads.reranker_files import RERANK_PROMPT, RerankerFiles
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.models.gguf_export.rows import as_floats, reordered, rows_of
 from infer.models.gguf_export.tensors import ExportTensor
-from infer.models.gguf_export.values import Value
 from infer.text.tokenizer.tokenizer_files import read_folder
 
 _RANK = 4  # llama.cpp's enum llama_pooling_type
@@ -66,7 +66,7 @@ def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
     head = rows_of(LazyWeights({"head": files.tensor})["head"])
     rows = as_floats(reordered(head, np.array(ids, np.int64)))
     values: dict[str, Value] = {"classifier.output_labels": list(_ANSWERS), "pooling_type": _RANK}
-    prompt = QWEN3_PROMPT if files.is_qwen3 else None
+    prompt = RERANK_PROMPT if files.has_usual_prompt else None
     return HeadPlan(values, [ExportTensor("cls.output.weight", rows.shape, rows)], prompt)
 
 

@@ -1,105 +1,120 @@
-"""A decoder's network → GGUF's keys under the architecture's name: the inverse of `files.config`.
+"""A network → GGUF's keys under the architecture's name, by the list of keys from which `files.config` reads them.
 
-A key is written if the network has the part that it describes. llama.cpp has constants for everything else;
-`round_trip` refuses a network for which they are wrong.
+The settings of the network are named as in that list, and its keys are written whose settings the network has.
+llama.cpp has constants for everything else; `round_trip` refuses a network for which they are wrong.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense, Experts
-from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
-from infer.files.gguf.gguf_recurrent import WITH_DELTA_NETS
+from infer.compute.operands.mixers import Attention, GatedDeltaNet, Rope, ShortConv
+from infer.files.gguf.forms import ENCODER_KEYS, SCALING_KEYS, GGUFForm, Key
+from infer.files.gguf.gguf_writer import Value
+from infer.models.families import FAMILIES, as_read
 from infer.models.families.config_values import Config
-from infer.models.families.recurrent import gated_delta_net
-from infer.models.gguf_export.values import Value
+from infer.models.families.layer_kinds import FULL, SLIDING
 
 _SIGMOID = 2  # a value of `expert_gating_func`
-_WITH_COUNTED_SHARED_EXPERTS = frozenset({"glm4moe"})
-_SCALES = {  # Granite: eps and embedding in `Architecture` are divided by the residual's multiplier
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "attention_multiplier": "attention.scale",
-    "logits_scaling": "logit_scale",
-}
-_WITH_SCALES = frozenset({"granite", "granitemoe"})
-# Without a window, 0 is written, because llama.cpp's default for them is a window.
-_WITH_A_WINDOW_OF_ZERO = frozenset({"phi3", "llama4"})
+_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+_ORIGINAL = "original_max_position_embeddings"
+_NO_ROTATION = 1e30  # llama.cpp's factor for a pair that does not rotate
+_MROPE_SECTIONS = [11, 11, 10, 0]  # usual sections, which llama.cpp requires of some architectures
 
 
-def network_values(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return all keys except those of ropes.
+class NetworkValues(NamedTuple):
+    values: dict[str, Value]  # keys under the architecture's name
+    factors: dict[str, tuple[float, ...]]  # of ropes, by tensor name
+
+
+def network_values(form: GGUFForm, config: Config, architecture: Architecture) -> NetworkValues:
+    """Return the keys of a network, and its tensors of ropes' factors.
 
     Args:
-        name: The architecture's name in GGUF.
-        config: The config as its family reads it.
+        form: The form of the architecture's files.
+        config: The config.
         architecture: The network of this config.
     """
-    layers, attention = architecture.layers, architecture.attention
-    values: dict[str, Value] = {
-        "block_count": len(layers),
-        "context_length": architecture.own_length,
-        "embedding_length": architecture.hidden_size,
+    attention = architecture.attention
+    if not form.is_encoder:
+        config = as_read(config, FAMILIES[str(config["model_type"])])
+    settings = {
+        **config,
+        "num_hidden_layers": len(architecture.layers),
+        "max_position_embeddings": architecture.own_length,
+        "hidden_size": architecture.hidden_size,
         "vocab_size": architecture.vocab_size,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "layer_norm_eps": architecture.norm_eps,
+        "is_causal": False if architecture.reads_whole_texts else None,
+        "attn_logit_softcapping": attention[0].softcap if attention else None,
+        "final_logit_softcapping": architecture.logit_softcap,
+        **_heads(architecture),
+        **_windows(form, config, architecture),
+        **_sizes(form, config, architecture),
+        **_delta_nets(config, architecture),
+        **_ropes(architecture),
     }
-    values |= _heads(architecture) | _windows(name, config, architecture) | _sizes(name, config, architecture)
-    if architecture.reads_whole_texts:
-        values["attention.causal"] = False
-    if attention and attention[0].softcap is not None:
-        values["attn_logit_softcapping"] = attention[0].softcap
-    if architecture.logit_softcap is not None:
-        values["final_logit_softcapping"] = architecture.logit_softcap
-    if name in _WITH_SCALES:
-        values |= {key: float(config[own]) for own, key in _SCALES.items() if config.get(own) is not None}
-    elif architecture.logit_scale != 1:
-        values["logit_scale"] = architecture.logit_scale
-    return values | _recurrent(name, config, architecture)
+    if architecture.logit_scale != 1:
+        settings.setdefault("logits_scaling", architecture.logit_scale)
+    if form.is_encoder:
+        return NetworkValues(_values_of(ENCODER_KEYS, form, settings), {})
+    scaling, factors = _scaling(form, config, architecture)
+    return NetworkValues(_values_of(form.all_keys, form, settings) | scaling, factors)
 
 
-def _heads(architecture: Architecture) -> dict[str, Value]:
+def _values_of(keys: Iterable[Key], form: GGUFForm, settings: Config) -> dict[str, Value]:
+    """Return the values of the keys whose settings are not None, in the order of the keys."""
+    written = [each for each in keys if each.needs != "form" or each.key in form.keys]
+    given = [(each, settings[each.name]) for each in written if settings.get(each.name) is not None]
+    return {each.key: float(value) if each.kind == "real" else value for each, value in given}
+
+
+def _heads(architecture: Architecture) -> dict[str, Any]:
     """Return the numbers and sizes of heads. Layers with a short convolution have no heads of keys."""
     attention = architecture.attention
     mixers = [layer.mixer for layer in architecture.layers]
     has_convolutions = any(isinstance(mixer, ShortConv) for mixer in mixers)
     kv_heads = [mixer.num_kv_heads if isinstance(mixer, Attention) else 0 for mixer in mixers]
     wide = next((mixer.head_dim for mixer in attention if mixer.window is None), attention[0].head_dim)
-    narrow = next((mixer.head_dim for mixer in attention if mixer.window is not None), wide)
-    values: dict[str, Value] = {
-        "attention.head_count": _one_or_all([mixer.num_heads for mixer in attention]),
-        "attention.head_count_kv": kv_heads if has_convolutions else _one_or_all([each for each in kv_heads if each]),
-        "attention.key_length": wide,
-        "attention.value_length": wide,
+    return {
+        "num_attention_heads": _one_or_all([mixer.num_heads for mixer in attention]),
+        "num_key_value_heads": kv_heads if has_convolutions else _one_or_all([each for each in kv_heads if each]),
+        "head_dim": wide,
+        "windowed_head_dim": next((mixer.head_dim for mixer in attention if mixer.window is not None), wide),
+        "num_kv_shared_layers": sum(mixer.shared_from is not None for mixer in attention),
+        "hidden_size_per_layer_input": getattr(architecture.per_layer_input, "dim", 0),
     }
-    if architecture.layers[0].has_scale:  # Gemma 4
-        values |= {"attention.key_length_swa": narrow, "attention.value_length_swa": narrow}
-        values["attention.shared_kv_layers"] = sum(mixer.shared_from is not None for mixer in attention)
-        own = architecture.per_layer_input
-        values["embedding_length_per_layer_input"] = 0 if own is None else own.dim
-    return values
 
 
-def _windows(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return the size of windows, and the layers with a window if other layers have none."""
+def _windows(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Any]:
+    """Return the size of windows, and the layers with a window if other layers have none.
+
+    Encoders' windows are counted over both sides, as in their configs, and the layers without windows have a period.
+    """
     attention = architecture.attention
     have_windows = [mixer.window is not None for mixer in attention]
     if not any(have_windows):
         has_chunks = any(mixer.chunk is not None for mixer in attention)
-        return {"attention.sliding_window": 0} if name in _WITH_A_WINDOW_OF_ZERO and not has_chunks else {}
-    values: dict[str, Value] = {"attention.sliding_window": config["sliding_window"]}
-    return values if all(have_windows) else values | {"attention.sliding_window_pattern": have_windows}
+        size = 0 if form.writes_zero_window and not has_chunks else None
+        return {"sliding_window": size, "sliding_window_pattern": None}
+    if form.is_encoder:
+        full = [index for index, has_window in enumerate(have_windows) if not has_window]
+        period = full[1] if len(full) > 1 else len(attention)
+        return {"sliding_window": config.get("local_attention", 128), "sliding_window_pattern": period}
+    kinds = None if all(have_windows) else have_windows
+    return {"sliding_window": config["sliding_window"], "sliding_window_pattern": kinds}
 
 
-def _sizes(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
+def _sizes(form: GGUFForm, config: Config, architecture: Architecture) -> dict[str, Any]:
     """Return the sizes of feed-forwards, and the settings of experts."""
     parts = [layer.feed_forward for layer in architecture.layers]
     experts = next((part for part in parts if isinstance(part, Experts)), None)
     sizes = [size for part in parts if (size := _dense_size(part)) is not None]
     unused = config.get("intermediate_size_mlp", config.get("intermediate_size"))  # files have this key anyway
-    values: dict[str, Value] = {"feed_forward_length": _one_or_all(sizes)} if sizes else {}
-    if not sizes and unused is not None:
-        values["feed_forward_length"] = unused
-    return values if experts is None else values | _experts(name, config, experts, parts)
+    settings = {"intermediate_size": _one_or_all(sizes) if sizes else unused}
+    return settings | (dict.fromkeys(_OF_EXPERTS) if experts is None else _experts(form, experts, parts))
 
 
 def _dense_size(part: Dense | Experts | None) -> int | None:
@@ -108,46 +123,85 @@ def _dense_size(part: Dense | Experts | None) -> int | None:
     return part.shared_size if isinstance(part, Experts) and part.has_norms else None
 
 
-def _experts(name: str, config: Config, experts: Experts, parts: Sequence[Dense | Experts | None]) -> dict[str, Value]:
+def _experts(form: GGUFForm, experts: Experts, parts: Sequence[Dense | Experts | None]) -> dict[str, Any]:
     router = experts.router
-    values: dict[str, Value] = {
-        "expert_count": router.num_experts,
-        "expert_used_count": router.num_chosen,
-        "expert_feed_forward_length": experts.intermediate_size,
-    }
-    if name in _WITH_COUNTED_SHARED_EXPERTS:
-        values["expert_shared_count"] = experts.shared_size // experts.intermediate_size
-    elif experts.shared_size and not experts.has_norms:
-        values["expert_shared_feed_forward_length"] = experts.shared_size
-    if router.scores == "sigmoid":
-        values |= {"expert_gating_func": _SIGMOID, "expert_weights_norm": router.is_normalized}
-        values["expert_weights_scale"] = router.scale
-        values["leading_dense_block_count"] = next(i for i, part in enumerate(parts) if isinstance(part, Experts))
-    if router.weighs_inputs:  # Llama 4
-        values["interleave_moe_layer_step"] = config.get("interleave_moe_layer_step", 1)
-    return values
-
-
-def _recurrent(name: str, config: Config, architecture: Architecture) -> dict[str, Value]:
-    """Return the settings of convolutions and of gated delta nets, which files always have."""
-    mixers = [layer.mixer for layer in architecture.layers]
-    conv = next((mixer for mixer in mixers if isinstance(mixer, ShortConv)), None)
-    if conv is not None:
-        return {"shortconv.l_cache": conv.num_taps}
-    if name not in WITH_DELTA_NETS:
-        return {}
-    net = gated_delta_net(config)
+    is_counted = experts.has_norms or "expert_shared_count" in form.keys  # then files do not have the size
     return {
-        "ssm.conv_kernel": net.num_taps,
-        "ssm.state_size": net.key_dim,
-        "ssm.group_count": net.num_key_heads,
-        "ssm.time_step_rank": net.num_value_heads,
-        "ssm.inner_size": net.value_features,
-        "full_attention_interval": config.get("full_attention_interval", 4),
-        "attention.recurrent_layers": [isinstance(mixer, GatedDeltaNet) for mixer in mixers],
+        "num_experts": router.num_experts,
+        "num_experts_per_tok": router.num_chosen,
+        "moe_intermediate_size": experts.intermediate_size,
+        "shared_expert_intermediate_size": None if is_counted else experts.shared_size or None,
+        "n_group": None,  # only one group is supported
+        "n_shared_experts": experts.shared_size // experts.intermediate_size,
+        "expert_gating_func": _SIGMOID,
+        "norm_topk_prob": router.is_normalized,
+        "routed_scaling_factor": router.scale,
+        "first_k_dense_replace": next(i for i, part in enumerate(parts) if isinstance(part, Experts)),
     }
+
+
+def _delta_nets(config: Config, architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of delta nets that configs do not have, or that have defaults."""
+    flags = [isinstance(layer.mixer, GatedDeltaNet) for layer in architecture.layers]
+    features = config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
+    every = config.get("full_attention_interval", 4)
+    return {"linear_value_features": features, "recurrent_layers": flags, "full_attention_interval": every}
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
     """Return the value of all layers if it is equal, or else a list with one value per layer."""
     return values[0] if len(set(values)) == 1 else values
+
+
+def _ropes(architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of ropes. Layers with windows have their own if other layers have none."""
+    wide, narrow = (_rope(architecture, is_windowed=is_windowed) for is_windowed in (False, True))
+    main = wide or narrow
+    if main is None:
+        return {"rope_theta": None}
+    settings: dict[str, Any] = {"rope_theta": main.theta, "rotated_dim": main.dim, "rope_local_base_freq": None}
+    if narrow is not None and any(mixer.window is None for mixer in architecture.attention):
+        settings |= {"rope_local_base_freq": narrow.theta, "windowed_rotated_dim": narrow.dim}
+    return settings
+
+
+def _rope(architecture: Architecture, *, is_windowed: bool) -> Rope | None:
+    """Return the rope of the layers with windows, or of the other layers."""
+    found = [mixer.rope for mixer in architecture.attention if (mixer.window is not None) == is_windowed]
+    return next((rope for rope in found if rope is not None), None)
+
+
+def _scaling(form: GGUFForm, config: Config, architecture: Architecture) -> NetworkValues:
+    """Return the keys of a scaled rope, and its tensors of factors."""
+    wide = _rope(architecture, is_windowed=False)
+    rope = wide or _rope(architecture, is_windowed=True)
+    if rope is None:
+        return NetworkValues({}, {})
+    given = FAMILIES[str(config["model_type"])].rope_settings(config, FULL if wide else SLIDING)
+    kind = given.get("rope_type", given.get("type", "default"))
+    original = config.get(_ORIGINAL, given.get(_ORIGINAL, config["max_position_embeddings"]))
+    settings, unused, factors = dict[str, Any](), "rope.scaling.attn_factor", _factors(kind, rope)
+    if kind in ("linear", "yarn"):
+        factor = float(given.get("factor", config["max_position_embeddings"] / original))
+        settings = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        settings = {**given, **settings, _ORIGINAL: original, "mscale_all_dim": given.get("mscale_all_dim") or None}
+    if kind == "longrope":
+        settings, unused = {_ORIGINAL: original}, "rope.scaling.yarn_attn_factor"
+        settings |= {"attention_factor": rope.attention_factor} if factors else {}
+    settings["mrope_section"] = [*(given.get("mrope_section") or _MROPE_SECTIONS), 0, 0, 0, 0][:4]
+    values = _values_of(SCALING_KEYS, form, settings)
+    if "attention.temperature_scale" not in values:
+        values.pop("rope.scaling.yarn_log_multiplier", None)
+    values.pop(unused, None)
+    return NetworkValues(values, factors)
+
+
+def _factors(kind: str, rope: Rope) -> dict[str, tuple[float, ...]]:
+    short, long = rope.frequency_factors, None if rope.long is None else rope.long.frequency_factors
+    if kind == "longrope" and short and long:
+        return {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
+    if kind in ("llama3", "proportional") and short is not None:
+        turned = tuple(_NO_ROTATION if math.isinf(each) else each for each in short)
+        return {"rope_freqs.weight": turned}
+    return {}

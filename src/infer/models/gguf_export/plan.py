@@ -1,25 +1,30 @@
 """A folder of safetensors → the metadata and the tensors of a GGUF file of the same model."""
 
-from typing import NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from infer.errors import UnsupportedModelError
 from infer.files import Checkpoint
-from infer.files.config import architecture_in_gguf
+from infer.files.config import SAMPLING_KEYS
+from infer.files.generation_config import sampling_defaults
+from infer.files.gguf.forms import architecture_in_gguf, form_of
 from infer.files.gguf.gguf import TypedValue
-from infer.files.gguf.gguf_text_encoders import ENCODERS
-from infer.files.heads.text_prompts import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
+from infer.files.gguf.gguf_writer import Value, typed
+from infer.files.heads.sentence_modules import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights
-from infer.models.families import FAMILIES, as_read, make_architecture
-from infer.models.gguf_export.encoder_values import encoder_values, token_type_values
-from infer.models.gguf_export.general_values import general_values
+from infer.models.families import make_architecture
 from infer.models.gguf_export.heads import head_plan
 from infer.models.gguf_export.network_values import network_values
-from infer.models.gguf_export.rope_values import RopeValues, rope_values
 from infer.models.gguf_export.round_trip import check_round_trip
 from infer.models.gguf_export.tensors import ExportTensor, export_tensors
 from infer.models.gguf_export.tokenizer_values import tokenizer_values
-from infer.models.gguf_export.values import Value, typed
 from infer.models.tensors import check_tensors
+
+_UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
+_SNAPSHOT = re.compile(r"models--[^/]+--([^/]+)")  # the folder of a model in the hub's cache
 
 
 class ExportPlan(NamedTuple):
@@ -50,26 +55,22 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     if name is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no architecture for model_type {config['model_type']!r}")
     check_tensors(architecture, checkpoint.tensors)
-    own, ropes = dict[str, Value](), RopeValues({}, {})
-    if name in ENCODERS:
-        own = encoder_values(config, architecture)
-    else:
-        read = as_read(config, FAMILIES[str(config["model_type"])])
-        ropes = rope_values(name, read, architecture)
-        own = network_values(name, read, architecture) | ropes.values
-    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), ropes.factors)
-    values = general_values(path, name, tensors, checkpoint.generation_config)
+    network = network_values(form_of(name), config, architecture)
+    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), network.factors)
+    values = _general_values(path, name, tensors, checkpoint.generation_config)
     head = head_plan(checkpoint, name, architecture.norm_eps)
-    others = prompt_values(checkpoint) | token_type_values(name, architecture)
+    others = _prompt_values(checkpoint)
+    if architecture.text_inputs is not None and name != "modern-bert":  # otherwise llama.cpp opens no such encoder
+        others["tokenizer.ggml.token_type_count"] = max(architecture.text_inputs.num_types, 1)
     values |= {key: typed(value) for key, value in others.items()}
-    values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
+    values |= {f"{name}.{key}": typed(value) for key, value in (network.values | head.values).items()}
     if head.prompt is not None:
         values["tokenizer.chat_template.rerank"] = typed(head.prompt)
-    check_round_trip(path, architecture, values, tensors, ropes.factors, checkpoint.files[0])
+    check_round_trip(path, architecture, values, tensors, network.factors, checkpoint.files[0])
     return ExportPlan(values, tensors + head.tensors)
 
 
-def prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:
+def _prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:
     """Return the keys, or none for a model without prompts."""
     prompts = checkpoint.prompts
     if not prompts.by_name:
@@ -80,3 +81,33 @@ def prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:
     if checkpoint.embedding is not None and checkpoint.embedding.skips_prompt:
         values[ARE_POOLED_KEY] = False
     return values
+
+
+def _general_values(
+    path: Path, architecture: str, tensors: Sequence[ExportTensor], generation_config: Mapping[str, Any]
+) -> dict[str, TypedValue]:
+    """Return `general.*`: the model's name and size, and the sampling values that its files recommend.
+
+    The name is the folder's, or the model's name in the hub's cache.
+    """
+    names = [match[1] for part in path.resolve().parts if (match := _SNAPSHOT.fullmatch(part))]
+    values = {"general.architecture": typed(architecture), "general.type": typed("model")}
+    values |= {"general.name": typed(names[-1] if names else path.resolve().name)}
+    values |= {"general.size_label": typed(_size_label(tensors))}
+    sampling = sampling_defaults(generation_config)
+    for key, ours in SAMPLING_KEYS.items():
+        if (value := sampling.get(ours)) is not None:
+            counts = ours in ("top_k", "repetition_window")
+            values[f"general.sampling.{key}"] = TypedValue("i32", value) if counts else typed(float(value))
+    return values
+
+
+def _size_label(tensors: Sequence[ExportTensor]) -> str:
+    """Return the number of weights, such as `134M`; with experts, the number per expert, such as `8x7.2B`."""
+    stacks = [tensor for tensor in tensors if "_exps." in tensor.name]
+    num_experts = max((tensor.shape[0] for tensor in stacks), default=1)
+    rest = sum(prod(tensor.shape) for tensor in tensors if "_exps." not in tensor.name)
+    count = rest + sum(prod(tensor.shape[1:]) for tensor in stacks)
+    unit, size = next(((unit, size) for unit, size in _UNITS if count > size), _UNITS[-1])
+    digits = max(2 - len(str(round(count / size)).lstrip("0")), 0)
+    return f"{num_experts}x" * bool(stacks) + f"{count / size:.{digits}f}{unit}"

@@ -5,7 +5,7 @@ the same places as the tokenizer's own. Otherwise no name is written, because a 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from infer.errors import UnsupportedModelError
-from infer.models.gguf_export.merge_scores import merges_of
+from infer.text.tokenizer.gguf_vocabulary import TokenType
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 # One character of each kind in patterns: letters by case and script, marks, numbers, spaces, punctuation.
@@ -24,7 +24,7 @@ _KINDS = (
     ".'!/_-$+^©“，。😀\u200d"
 )  # fmt: skip
 _TEXTS = (
-    "I'm sure they'll say 'tis, SHE'S, we'Ve, it'D, you'RE and don'T; it'safe a'llama we'redo",
+    "I'm sure they'll say 'tis, SHE'S, we'Ve, it'D, you'RE and don'T; it'safe a'llot we'redo",
     "camelCase HTMLParser iPhone ABCdef XMLHttpRequest2 snake_case __init__ a.b.c x/y/z //a\n\n/b",
     "Straße, naïve café; Ελληνικά, русский текст, עברית, العربية, हिन्दी, ไทย, 日本語テキスト",
     "中文分词，测试。한국어 문장",
@@ -34,6 +34,9 @@ _TEXTS = (
     *(" " * count + word for count in range(1, 10) for word in ("a", "1", ".", "中", "\n", "")),
     *("\n" * count + " " * count + "b" for count in range(1, 5)),
 )
+
+
+_NOT_MERGED = -1000.0  # score of tokens that are found before a text is split, as in llama.cpp's converter
 
 
 def pre_tokenizer_name(path: Path, architecture: str, backend: Tokenizer) -> str:
@@ -121,3 +124,31 @@ def _reaches_all_tokens(backend: Tokenizer, model: BPE) -> bool:
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     plain = BPE(vocabulary, merges_of(model))
     return all(len(plain.tokenize(token)) == 1 for token in vocabulary if token not in added)
+
+
+def merges_of(model: BPE) -> list[tuple[str, str]]:
+    """Return the merges of a model in their order."""
+    given = json.loads(model.__getstate__())["merges"]
+    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in given)
+    return [(left, right) for left, right in pairs]
+
+
+def scores_of(texts: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]]) -> list[float]:
+    """Return a score for each token: minus the place of the first merge that makes it, among all made tokens.
+
+    Tokens that no merge makes follow the others, in the order of their ids.
+    """
+    place: dict[str, int] = {}
+    for left, right in merges:
+        place.setdefault(left + right, len(place))
+    scores, num_made = list[float](), len(place)
+    for text, kind in zip(texts, types, strict=True):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE):
+            scores.append(0.0)
+        elif kind != TokenType.NORMAL:
+            scores.append(_NOT_MERGED)
+        else:
+            made = place.get(text)
+            scores.append(-float(num_made if made is None else made))
+            num_made += made is None
+    return scores

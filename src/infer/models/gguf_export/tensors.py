@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -20,24 +20,23 @@ from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.mixers import Attention, GatedDeltaNet
 from infer.compute.operands.weights import FileWeight
 from infer.errors import UnsupportedModelError
-from infer.files import ROWS_IN_PAIRS
-from infer.files.gguf.gguf_text_encoders import ENCODERS, encoder_name_in_gguf
+from infer.files.gguf.forms import GGUFForm, form_of
+from infer.files.tensors.fused_tensors import FUSED
 from infer.files.tensors.tensor_names import name_in_gguf
 from infer.models.gguf_export.rows import Order, Rows, as_floats, joined, reordered, rows_of, vector_of, with_columns
 
 _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-WITH_ONE_QKV = frozenset({"phi3", "nomic-bert", "modern-bert"})
-WITH_ONE_GATE_UP = frozenset({"phi3", "modern-bert"})
-WITH_ONE_EXPERT_MATRIX = frozenset({"gemma4"})  # gate and up are one matrix
-WITH_GATES_IN_Q = frozenset({"qwen3next", "qwen35", "qwen35moe"})
-_WITH_SCALE_IN_Q_NORM = frozenset({"muse-glimmer"})
 # In all files: llama.cpp has no kernels for other types of these tensors, and its converter writes float32.
 _IN_FLOAT32 = re.compile(
     r"(.+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)|position_embd|token_types)\.weight"
 )
 
 Named = dict[str, Rows]  # by our names
+
+
+_MATRIX = re.compile(r"(model\.layers\.[0-9]+\.)(?:mlp\.experts\.([0-9]+)\.)?(.+)\.weight")
+_PARTS = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
 @final
@@ -94,18 +93,18 @@ def export_tensors(
     Raises:
         UnsupportedModelError: A tensor has no name in GGUF.
     """
-    named = {each: rows_of(weight) for each, weight in weights.items()}
+    named, form = {each: rows_of(weight) for each, weight in weights.items()}, form_of(name)
     if architecture.tied_embeddings:
         named.pop("lm_head.weight", None)
     for index, layer in enumerate(architecture.layers):
         prefix = f"model.layers.{index}."
         if isinstance(layer.mixer, Attention):
-            _change_attention(named, name, f"{prefix}self_attn.", layer.mixer)
+            _change_attention(named, form, f"{prefix}self_attn.", layer.mixer)
         elif isinstance(layer.mixer, GatedDeltaNet):
-            change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
-        if name in WITH_ONE_GATE_UP:
-            _fuse(named, f"{prefix}mlp.gate_up_proj", (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"))
-    found = _take_stacks(named, name)
+            _change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
+        for fused in form.fused:
+            _fuse(named, f"{prefix}{fused}", [f"{prefix}{part}" for part in FUSED.get(fused, ())])
+    found = _take_stacks(named, form)
     found |= {each: ExportTensor(each, rows.shape, rows) for each, rows in named.items()}
     ordered = [_renamed(path, name, each, found[each]) for each in sorted(found, key=_place)]
     vectors = {each: vector_of(torch.tensor(values, dtype=torch.float32)) for each, values in factors.items()}
@@ -113,7 +112,7 @@ def export_tensors(
 
 
 def _renamed(path: Path, name: str, ours: str, tensor: ExportTensor) -> ExportTensor:
-    stored = encoder_name_in_gguf(ours) if name in ENCODERS else name_in_gguf(ours, name)
+    stored = name_in_gguf(ours, form_of(name).names)
     if stored is None:
         raise UnsupportedModelError(f"{path.name}: the tensor {ours!r:.80} has no name in a GGUF file of {name}")
     shape = tensor.shape
@@ -128,28 +127,27 @@ def _place(name: str) -> tuple[int, str]:
     return (-1, name) if match is None else (int(match[1]), match[2])
 
 
-def _change_attention(named: Named, name: str, prefix: str, mixer: Attention) -> None:
+def _change_attention(named: Named, form: GGUFForm, prefix: str, mixer: Attention) -> None:
     """Give one layer's tensors of attention the form of this architecture's files."""
     parts = [f"{prefix}{part}_proj" for part in "qkv"]
-    if name in ROWS_IN_PAIRS:
+    if form.are_rows_paired:
         for part, heads in zip(parts, (mixer.num_heads, mixer.num_kv_heads), strict=False):
             for each in (f"{part}.weight", f"{part}.bias"):
                 if each in named:
-                    named[each] = reordered(named[each], _in_pairs(named[each].count, heads))
-    if name in WITH_GATES_IN_Q:
+                    rotated = mixer.head_dim if mixer.rope is None else 2 * mixer.rope.half
+                    named[each] = reordered(named[each], _in_pairs(named[each].count, heads, rotated))
+    if form.has_gates_in_q:
         for kind in ("weight", "bias"):
             own, gate = (named.pop(f"{prefix}{part}_proj.{kind}", None) for part in ("q", "gate"))
             if own is not None and gate is not None:
                 order = _alternating(mixer.num_heads, own.count)
                 named[f"{prefix}q_proj.{kind}"] = reordered(joined([own, gate]), order)
-    if name in WITH_ONE_QKV:
-        _fuse(named, f"{prefix}qkv_proj", parts)
-    if name in _WITH_SCALE_IN_Q_NORM:
+    if form.has_scale_in_q_norm:
         for part, scale in (("q", mixer.scale * mixer.head_dim**0.5), ("k", 1.0)):
             named[f"{prefix}{part}_norm.weight"] = vector_of(torch.full((mixer.head_dim,), scale))
 
 
-def _fuse(named: Named, fused: str, parts: list[str] | tuple[str, ...]) -> None:
+def _fuse(named: Named, fused: str, parts: Sequence[str]) -> None:
     """Stack the rows of some projections."""
     for kind in ("weight", "bias"):
         found = [named.pop(each) for part in parts if (each := f"{part}.{kind}") in named]
@@ -157,24 +155,25 @@ def _fuse(named: Named, fused: str, parts: list[str] | tuple[str, ...]) -> None:
             named[f"{fused}.{kind}"] = joined(found)
 
 
-def _in_pairs(num_rows: int, heads: int) -> Order:
+def _in_pairs(num_rows: int, heads: int, rotated: int) -> Order:
     """Return the order in which rows that rotate together are neighbours: the inverse of `in_half_order`."""
-    return np.arange(num_rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    rows = np.arange(num_rows).reshape(heads, -1)
+    rows[:, :rotated] = rows[:, :rotated].reshape(heads, 2, -1).swapaxes(1, 2).reshape(heads, -1)
+    return rows.reshape(-1)
 
 
 def _alternating(heads: int, num_rows: int) -> Order:
-    """Return the order of q's rows, then an equal number of gates, in which each head has its q, then its gate."""
+    """Return the order of two matrices' rows in which each head has its rows of the first, then of the second."""
     return np.arange(2 * num_rows).reshape(2, heads, -1).swapaxes(0, 1).reshape(-1)
 
 
-def _take_stacks(named: Named, name: str) -> dict[str, ExportTensor]:
+def _take_stacks(named: Named, form: GGUFForm) -> dict[str, ExportTensor]:
     """Remove the tensors of single experts, and return their stacks by our names."""
     experts: dict[tuple[str, str, str], dict[int, Rows]] = {}
-    for each in [each for each in named if _EXPERT.fullmatch(each)]:
-        match = _EXPERT.fullmatch(each)
-        assert match is not None
-        experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
-    if name in WITH_ONE_EXPERT_MATRIX:
+    for each in list(named):
+        if match := _EXPERT.fullmatch(each):
+            experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
+    if "mlp.experts.gate_up_proj" in form.fused:
         for module, part, kind in [each for each in experts if each[1] == "gate"]:
             gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
             experts[module, "gate_up", kind] = {index: joined([gates[index], ups[index]]) for index in gates}
@@ -186,26 +185,17 @@ def _take_stacks(named: Named, name: str) -> dict[str, ExportTensor]:
     return found
 
 
-WITH_ONE_BA = "qwen3next"  # its files have our order of value heads
 DELTA_NET_OUTPUT = "ssm_out.weight"  # its name within a layer
 
 
-def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: GatedDeltaNet) -> None:
-    """Give one layer's tensors the form of this architecture's files.
-
-    Args:
-        named: The model's tensors by our names. The tensors of the layer are changed.
-        name: The architecture's name in GGUF.
-        prefix: The beginning of the names of the layer's tensors.
-        mixer: The layer's delta net.
-    """
+def _change_delta_net(named: Named, name: str, prefix: str, mixer: GatedDeltaNet) -> None:
+    """Give one layer's tensors of a delta net the form of this architecture's files."""
     if mixer.is_decay_log:
         decay = named[f"{prefix}decay"]
         named[f"{prefix}decay"] = vector_of(-decay.read(0, decay.count).exp())
-    key_heads, value_heads = mixer.num_key_heads, mixer.num_value_heads
-    if name == WITH_ONE_BA:
+    if not form_of(name).fixed["linear_value_heads_are_tiled"]:
         b, a = (named.pop(f"{prefix}{part}_proj.weight") for part in "ba")
-        order = np.arange(2 * value_heads).reshape(2, key_heads, -1).swapaxes(0, 1).reshape(-1)
+        order = _alternating(mixer.num_key_heads, mixer.num_value_heads)
         named[f"{prefix}ba_proj.weight"] = reordered(joined([b, a]), order)
         return
     heads, features = _tiled(mixer, 1), _tiled(mixer, mixer.value_dim)
@@ -221,7 +211,8 @@ def change_delta_net(named: dict[str, Rows], name: str, prefix: str, mixer: Gate
 
 def output_columns(name: str, mixer: GatedDeltaNet) -> Order:
     """Return, for each column of the output's matrix in files of this architecture, the number of our column."""
-    return np.arange(mixer.value_features) if name == WITH_ONE_BA else _tiled(mixer, mixer.value_dim)
+    is_tiled = form_of(name).fixed["linear_value_heads_are_tiled"]
+    return _tiled(mixer, mixer.value_dim) if is_tiled else np.arange(mixer.value_features)
 
 
 def _tiled(mixer: GatedDeltaNet, size: int) -> Order:
@@ -231,3 +222,31 @@ def _tiled(mixer: GatedDeltaNet, size: int) -> Order:
     """
     rows = np.arange(mixer.num_value_heads * size).reshape(mixer.num_key_heads, -1, size)
     return rows.swapaxes(0, 1).reshape(-1)
+
+
+class PlaceInGGUF(NamedTuple):
+    """A tensor, and the index of the matrix in it: the expert's number, or 0."""
+
+    tensor: str
+    matrix: int = 0
+
+
+def place_in_gguf(name: str, architecture: str) -> PlaceInGGUF | None:
+    """Return the place of a layer's matrix, or None if GGUF has no name for it.
+
+    Args:
+        name: Our name of the matrix.
+        architecture: The architecture's name in GGUF.
+    """
+    match = _MATRIX.fullmatch(name)
+    if match is None:
+        return None
+    module = match[3] if match[2] is None else f"mlp.experts.{match[3]}"
+    form = form_of(architecture)
+    if _PARTS.get(module) in form.fused:
+        module = _PARTS[module]
+    if form.has_gates_in_q and module == "self_attn.gate_proj":
+        module = "self_attn.q_proj"
+    ours = f"{match[1]}{module}.weight"
+    stored = name_in_gguf(ours, form.names)
+    return None if stored is None else PlaceInGGUF(stored, int(match[2] or 0))

@@ -4,9 +4,11 @@ The result is read back, and a text in many languages must get the same ids. So 
 refused.
 """
 
+import base64
+import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordPiece
 
 from infer.errors import UnsupportedModelError
-from infer.files.gguf.gguf_text_encoders import ENCODERS
-from infer.models.gguf_export.encoder_vocabulary import unigram_values, wordpiece_values
-from infer.models.gguf_export.merge_scores import merges_of, scores_of
-from infer.models.gguf_export.pre_tokenizer_names import pre_tokenizer_name
-from infer.models.gguf_export.values import Value
+from infer.files.gguf.forms import form_of
+from infer.files.gguf.gguf_writer import Value
+from infer.models.gguf_export.pre_tokenizer_names import merges_of, pre_tokenizer_name, scores_of
 from infer.text.tokenizer.gguf_vocabulary import END_NAMES, TokenType
+from infer.text.tokenizer.pre_tokenizers import WITH_SCORES
 from infer.text.tokenizer.tokenizer_files import TokenizerParts, read_folder, read_gguf
+from infer.text.tokenizer.wordpiece import PREFIX
 
 _ID_NAMES = {
     "bos_token": "bos",
@@ -41,6 +43,7 @@ _TEXTS = (
     "e\u0301 \ufb01 \u00a0\u3000\u200d \x07 \U0001f9ff\U00020000",
     "",
 )
+_UNUSED_SCORE = -10000.0  # the score that llama.cpp's converter writes
 
 
 def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str, Value]:
@@ -57,11 +60,14 @@ def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str
     """
     parts = read_folder(path, vocab_size)
     texts, types = _tokens(parts.backend, vocab_size)
-    others = _special_ids(parts, reads_pairs=architecture in ENCODERS) | _templates(parts.chat_templates)
+    is_encoder = form_of(architecture).is_encoder
+    others = _special_ids(parts, reads_pairs=is_encoder) | _templates(parts.chat_templates)
     problems = list[str]()
     for vocabulary in _vocabularies(path, architecture, parts.backend, texts, types):
         values = vocabulary | others
-        problem = _difference(parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=architecture in ENCODERS)
+        problem = _difference(
+            parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=form_of(architecture).is_encoder
+        )
         if problem is None:
             return values
         problems.append(problem)
@@ -131,9 +137,11 @@ def _marked_vocabulary(
         TokenType.BYTE.value if kind == TokenType.NORMAL and _BYTE.fullmatch(text) else kind
         for text, kind in zip(texts, types, strict=True)
     ]
-    values: dict[str, Value] = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": _joined(path, merges)}
-    if architecture != "gemma4":
-        values = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+    values: dict[str, Value] = {"tokenizer.ggml.model": form_of(architecture).vocabulary}
+    if values["tokenizer.ggml.model"] != WITH_SCORES:
+        values["tokenizer.ggml.merges"] = _joined(path, merges)
+    else:
+        values["tokenizer.ggml.pre"] = "default"
         texts = [
             text.replace(_SPACE_MARK, " ") if kind == TokenType.USER_DEFINED else text
             for text, kind in zip(texts, types, strict=True)
@@ -225,3 +233,58 @@ def _difference_of_merges(backend: Tokenizer, again: Tokenizer) -> str | None:
         return None
     other = next(iter(set(own) ^ set(read)), own[0])
     return f"its merges cannot be written as SentencePiece's scores, such as {other!r:.80}"
+
+
+def wordpiece_values(backend: Tokenizer, texts: list[str], types: list[int]) -> dict[str, Value]:
+    """Return the keys of WordPiece: words begin with ▁, and other parts have no mark."""
+    marked = [
+        text
+        if kind != TokenType.NORMAL
+        else text.removeprefix(PREFIX)
+        if text.startswith(PREFIX)
+        else _SPACE_MARK + text
+        for text, kind in zip(texts, types, strict=True)
+    ]
+    values: dict[str, Value] = {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": marked,
+        "tokenizer.ggml.token_type": types,
+    }
+    for step in _normalizers(backend):
+        for name in ("lowercase", "strip_accents"):
+            if isinstance(step.get(name), bool):
+                values[f"tokenizer.ggml.normalizer.{name}"] = step[name]
+    return values
+
+
+def unigram_values(backend: Tokenizer, texts: list[str], types: list[int]) -> Iterator[dict[str, Value]]:
+    """Yield the keys of Unigram with each way to treat blanks. The caller finds the way of the tokenizer."""
+    model = json.loads(backend.model.__getstate__())
+    scores = [_UNUSED_SCORE] * len(texts)
+    for token_id, (_, score) in enumerate(model["vocab"][: len(texts)]):
+        scores[token_id] = score
+    types = list(types)
+    types[model["unk_id"]] = TokenType.UNKNOWN.value
+    values: dict[str, Value] = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.unknown_token_id": model["unk_id"],
+    }
+    for step in _normalizers(backend):
+        if step["type"] == "Precompiled":
+            values["tokenizer.ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+    for has_prefix in (True, False):
+        for removes in (True, False):
+            yield values | {
+                "tokenizer.ggml.add_space_prefix": has_prefix,
+                "tokenizer.ggml.remove_extra_whitespaces": removes,
+            }
+
+
+def _normalizers(backend: Tokenizer) -> list[Mapping[str, Any]]:
+    state = json.loads(backend.normalizer.__getstate__()) if backend.normalizer is not None else None
+    return [] if state is None else list(state.get("normalizers", [state]))

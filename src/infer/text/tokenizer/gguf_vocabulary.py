@@ -13,7 +13,13 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer_named
+from infer.text.tokenizer.pre_tokenizers import (
+    PRE_TOKENIZERS,
+    WITH_MERGES,
+    WITH_SCORES,
+    PreTokenizer,
+    pre_tokenizer_named,
+)
 from infer.text.tokenizer.value_checks import check_metadata
 
 Integers = npt.NDArray[np.int64]
@@ -80,7 +86,7 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
             if token_type == TokenType.USER_DEFINED:
                 texts[token_id] = texts[token_id].replace(" ", _SPACE_MARK)
     vocabulary = {text: token_id for token_id, text in enumerate(texts)}
-    if metadata["tokenizer.ggml.model"] == "llama":
+    if metadata["tokenizer.ggml.model"] == WITH_SCORES:
         merges = _derive_merges(texts, list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
     else:
         merges = [_split_merge(merge) for merge in list_of(metadata, "tokenizer.ggml.merges")]
@@ -114,14 +120,14 @@ def add_tokens(backend: Tokenizer, texts: Sequence[str], types: Sequence[int]) -
 
 def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
     model = metadata.get("tokenizer.ggml.model")
-    if model == "llama":
+    if model == WITH_SCORES:
         return PreTokenizer(marks_spaces=True, adds_bos=True)
-    if model == "gemma4":
-        return PRE_TOKENIZERS["gemma4"]
+    if model == WITH_MERGES:
+        return PRE_TOKENIZERS[WITH_MERGES]
     if model == "gpt2":
         return pre_tokenizer_named(str(metadata.get("tokenizer.ggml.pre", "default")))
     raise UnsupportedModelError(
-        f"tokenizer {model!r} is not supported: supported are 'gpt2', 'llama', 'gemma4', 'bert', 't5'"
+        f"tokenizer {model!r} is not supported: supported are 'gpt2', {WITH_SCORES!r}, {WITH_MERGES!r}, 'bert', 't5'"
     )
 
 
@@ -163,7 +169,7 @@ def _make_marked(
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
-    if metadata.get("tokenizer.ggml.add_space_prefix", metadata.get("tokenizer.ggml.model") == "llama"):
+    if metadata.get("tokenizer.ggml.add_space_prefix", metadata.get("tokenizer.ggml.model") == WITH_SCORES):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), to_mark])
         steps.append(decoders.Strip(" ", 1, 0))
     else:

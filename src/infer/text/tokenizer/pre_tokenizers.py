@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Regex, pre_tokenizers
 
+# GGUF's names of vocabularies that mark spaces: with SentencePiece's scores, and with merges.
+WITH_SCORES, WITH_MERGES = "llama", "gemma4"
+
 
 @dataclass(frozen=True)
 class PreTokenizer:

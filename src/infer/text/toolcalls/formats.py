@@ -330,6 +330,7 @@ _FORMATS = (
     ),
 )
 FORMATS = {each.name: each for each in _FORMATS}
+SIGNS = {"<|tool_list_start|>": "lfm2", "List of tools: [": "lfm2"}  # texts of templates that only list tools
 HEADED = "harmony"  # the format of calls in answers of messages with headers
 
 _Format = TypeVar("_Format", ToolCallFormat, ReasoningFormat)

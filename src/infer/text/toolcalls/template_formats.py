@@ -12,6 +12,7 @@ from infer.text.toolcalls.formats import (
     GENERIC,
     HEADED,
     REASONING_FORMATS,
+    SIGNS,
     ReasoningFormat,
     ToolCallFormat,
     pattern_of,
@@ -31,8 +32,6 @@ _HEARD = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _R
 _STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
 _RESPONSES = "tool_responses"  # key of a message with calls, in the first templates of Gemma 4
 _PHI_TOOLS = "<|tool|>"  # a template with this text reads the tools of a system message
-# Text of templates that list tools, but do not describe how calls are written.
-_SIGNS = {"<|tool_list_start|>": "lfm2", "List of tools: [": "lfm2"}
 
 
 @final
@@ -156,7 +155,7 @@ def _named_format(source: str) -> ToolCallFormat | None:
     if _PHI_TOOLS in source:
         return FORMATS["phi-4-mini"]
     forms = [form for form in FORMATS.values() if form.trigger and form.name != "phi-4-mini"]
-    signed = (FORMATS[name] for sign, name in _SIGNS.items() if sign in source)
+    signed = (FORMATS[name] for sign, name in SIGNS.items() if sign in source)
     return next((form for form in forms if form.trigger in source), next(signed, None))
 
 

@@ -116,10 +116,11 @@ def _copy_columns(run: Run, source: tuple[Tensor, int], target: tuple[Tensor, in
 
 def _stacked(projection: Projection, experts: ExpertWeights) -> PackedWeight:
     """Return the matrix of all experts. Each must begin with a group of 16 rows, and all must be of one type."""
-    if len(projection.parts) != 1 or projection.out_features % (experts.router.num_experts * LANES):
-        raise InvalidRequestError(
-            f"{projection.label}: the experts of a layer must be of one type, with a multiple of {LANES} rows each"
-        )
+    rows = projection.out_features // experts.router.num_experts
+    if rows % LANES or len(projection.parts) != 1:
+        needed = f"experts of {rows} rows need padding to groups of {LANES} rows, which is not supported"
+        problem = needed if rows % LANES else "the experts of a layer must be of one type"
+        raise InvalidRequestError(f"{projection.label}: {problem}")
     return packed(projection.parts[0])
 
 

@@ -1,0 +1,403 @@
+"""The form of each architecture's files: one list of keys and one table, which importers and exporters read.
+
+A key of GGUF's metadata stands for a setting of Hugging Face's config. An importer makes settings from keys, and an
+exporter makes keys from settings. The rows of the table are what differs between architectures: the names of families,
+the order of rows, fused tensors, the keys of some architectures only, and the constants of llama.cpp. A family without
+parts of its own needs one row. Rows also have what the folders of safetensors of the same families store differently.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from infer.files.gguf.gguf_values import (
+    GGUFValues,
+    chunked_layers,
+    delta_nets,
+    layers_of_other_heads,
+    layers_of_two_kinds,
+    layers_that_rotate_in_windows,
+    learned_positions,
+    rotated_positions,
+    short_convolutions,
+)
+from infer.files.tensors.stacked_experts import PLAIN, StackOrder
+
+
+class Key(NamedTuple):
+    """A key under the architecture's name, and its setting.
+
+    `kind` is the type that an importer reads; keys without a kind have rules of their own. A file needs the key if
+    there is no `default`. `needs` is "" for keys of all files. Keys that need "experts" are read if a file has experts,
+    "itself" if a file has the key, and "form" if the row of the architecture lists it.
+    """
+
+    key: str
+    name: str
+    kind: Literal["count", "real", "flag", "any"] | None = None
+    default: Any = None
+    needs: Literal["", "experts", "itself", "form"] = ""
+
+    def read(self, values: GGUFValues) -> Any:
+        """Return the value in a file. Raises ModelFormatError for another type."""
+        if self.kind == "count":
+            return values.count(self.key, self.default)
+        if self.kind == "real":
+            return values.real(self.key, self.default)
+        found = values.get(self.key, self.default)
+        return bool(found) if self.kind == "flag" else found
+
+
+_EPS, _RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+_SIZE_KEYS = (
+    Key("block_count", "num_hidden_layers"),
+    Key("context_length", "max_position_embeddings", "count"),
+    Key("embedding_length", "hidden_size", "count"),
+    Key("vocab_size", "vocab_size"),
+)
+KEYS = (  # in the order of a file
+    *_SIZE_KEYS,
+    Key(_RMS_EPS, "rms_norm_eps", "real"),
+    Key("attention.head_count", "num_attention_heads"),
+    Key("attention.head_count_kv", "num_key_value_heads"),
+    Key("attention.key_length", "head_dim"),
+    Key("attention.value_length", "head_dim"),
+    Key("attention.key_length_swa", "windowed_head_dim", needs="form"),
+    Key("attention.value_length_swa", "windowed_head_dim", needs="form"),
+    Key("attention.shared_kv_layers", "num_kv_shared_layers", "any", 0, "form"),
+    Key("embedding_length_per_layer_input", "hidden_size_per_layer_input", "any", 0, "form"),
+    Key("attention.sliding_window", "sliding_window"),
+    Key("attention.sliding_window_pattern", "sliding_window_pattern"),
+    Key("feed_forward_length", "intermediate_size"),
+    Key("expert_count", "num_experts", "count", needs="experts"),
+    Key("expert_used_count", "num_experts_per_tok", "count", needs="experts"),
+    Key("expert_feed_forward_length", "moe_intermediate_size"),
+    Key("expert_shared_count", "n_shared_experts", "count", 1, "form"),
+    Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    Key("expert_group_count", "n_group", "count", 1, "form"),
+    Key("expert_gating_func", "expert_gating_func", needs="form"),
+    Key("expert_weights_norm", "norm_topk_prob", "flag", True, "form"),
+    Key("expert_weights_scale", "routed_scaling_factor", "real", 1.0, "form"),
+    Key("leading_dense_block_count", "first_k_dense_replace", "any", 0, "form"),
+    Key("interleave_moe_layer_step", "interleave_moe_layer_step", "count", needs="form"),
+    Key("attention.causal", "is_causal"),
+    Key("attn_logit_softcapping", "attn_logit_softcapping", "real", needs="itself"),
+    Key("final_logit_softcapping", "final_logit_softcapping", "real", needs="itself"),
+    Key("embedding_scale", "embedding_multiplier", "real", needs="itself"),
+    Key("residual_scale", "residual_multiplier", "real", needs="itself"),
+    Key("attention.scale", "attention_multiplier", "real", needs="itself"),
+    Key("logit_scale", "logits_scaling", "real", needs="itself"),
+    Key("shortconv.l_cache", "conv_L_cache", "count", needs="form"),
+    Key("ssm.conv_kernel", "linear_conv_kernel_dim", "count", needs="form"),
+    Key("ssm.state_size", "linear_key_head_dim", "count", needs="form"),
+    Key("ssm.group_count", "linear_num_key_heads", "count", needs="form"),
+    Key("ssm.time_step_rank", "linear_num_value_heads", "count", needs="form"),
+    Key("ssm.inner_size", "linear_value_features", needs="form"),
+    Key("full_attention_interval", "full_attention_interval", "count", 4, "form"),
+    Key("attention.recurrent_layers", "recurrent_layers", needs="form"),
+    Key("rope.freq_base", "rope_theta", "real", 10_000.0),
+    Key("rope.dimension_count", "rotated_dim"),
+    Key("rope.freq_base_swa", "rope_local_base_freq"),
+    Key("rope.dimension_count_swa", "windowed_rotated_dim"),
+)
+SCALING_KEYS = (  # of settings in `rope_scaling`
+    Key("rope.dimension_sections", "mrope_section", needs="form"),
+    Key("rope.scaling.type", "rope_type"),
+    Key("rope.scaling.factor", "factor"),
+    Key("rope.scaling.original_context_length", "original_max_position_embeddings"),
+    Key("rope.scaling.attn_factor", "attention_factor", "real", needs="itself"),
+    Key("rope.scaling.yarn_attn_factor", "attention_factor", "real", needs="itself"),
+    Key("rope.scaling.yarn_beta_fast", "beta_fast", "real", needs="itself"),
+    Key("rope.scaling.yarn_beta_slow", "beta_slow", "real", needs="itself"),
+    Key("attention.temperature_scale", "llama_4_scaling_beta", "real", needs="itself"),
+    Key("rope.scaling.yarn_log_multiplier", "mscale_all_dim", "real", needs="itself"),
+)
+ENCODER_KEYS = (
+    *_SIZE_KEYS,
+    Key("feed_forward_length", "intermediate_size", "count"),
+    Key("attention.head_count", "num_attention_heads", "count"),
+    Key(_EPS, "layer_norm_eps", "real"),
+    Key("attention.causal", "is_causal"),
+    Key("rope.freq_base", "rope_theta", "real", needs="form"),
+    Key("rope.dimension_count", "rotated_dim"),
+    Key("rope.freq_base_swa", "rope_local_base_freq", "real", 10_000.0, "form"),
+    Key("attention.sliding_window", "sliding_window", "count", needs="form"),
+    Key("attention.sliding_window_pattern", "sliding_window_pattern", "count", 3, "form"),
+)
+
+
+@dataclass(frozen=True)
+class FolderForm:
+    """The differences of a family's folders."""
+
+    norms_less_one: bool = False  # folders store w for 1 + w; GGUF files store 1 + w
+    is_last_norm_whole: bool = False  # but not for the last norm
+    # The share of each head whose elements rotate with a neighbour, if a config gives no other; 0: halves rotate.
+    paired_share: float = 0.0
+    stacks: StackOrder = PLAIN
+
+
+@dataclass(frozen=True)
+class GGUFForm:
+    """The differences of an architecture's files from the usual ones."""
+
+    model_type: str  # of the config of a file
+    model_types: tuple[str, ...] = ()  # other families with files of this form
+    windowed_type: str | None = None  # the family of files with windows
+    sparse_type: str | None = None  # the family of files with experts
+    unmasked: str | None = None  # the architecture of the family's models without a mask
+    is_encoder: bool = False
+    keys: tuple[str, ...] = ()  # those that only some architectures have
+    # Names of settings by keys, if they are not the usual ones. None: not read, or by a rule of its own.
+    settings: Mapping[str, str | None] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)  # values of keys besides which no other is supported
+    fixed: dict[str, Any] = field(default_factory=dict)  # settings of all files
+    # Settings, and endings of the tensors that set them.
+    flags: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()  # keys whose values may differ between layers
+    derived: Callable[[GGUFValues, Mapping[str, Any]], dict[str, Any]] | None = None
+    window_period: int | None = None  # the last layer of each period has no window; a constant of llama.cpp
+    num_wide_layers: int | None = None  # of the size that scales attention by hidden_size / heads, not by head_dim
+    num_layers_of_70b: int | None = None  # of the size whose values of attention get more bits
+    local_theta: float | None = None  # of windows in a file without it; by default that of the other layers
+    scaling: Mapping[str, Any] = field(default_factory=dict)  # settings of every scaled rope
+    has_default_rope: bool = False  # a file without scaling has none; the family's default has one
+    writes_zero_window: bool = False  # because llama.cpp's default is a window
+    has_layer_norm: bool = False  # so the eps has another key
+    has_expert_scales: bool = False  # routers have one scale per expert
+    are_rows_paired: bool = False  # elements of q and k that rotate together are neighbours
+    has_gates_in_q: bool = False  # in folders, too
+    has_scale_in_q_norm: bool = False
+    fused: tuple[str, ...] = ()  # our names of matrices that contain several
+    names: Mapping[str, str] = field(default_factory=dict)  # unusual names of tensors: ours → GGUF's
+    vocabulary: str = "llama"  # GGUF's name of a vocabulary that marks spaces
+    folder: FolderForm = FolderForm()
+
+    @property
+    def all_keys(self) -> tuple[Key, ...]:
+        """The keys of files, in their order."""
+        eps, own = _RMS_EPS, _EPS if self.has_layer_norm else _RMS_EPS
+        return tuple(key._replace(key=own) if key.key == eps else key for key in KEYS)
+
+    @property
+    def families(self) -> tuple[str | None, ...]:
+        return self.model_type, self.windowed_type, self.sparse_type, *self.model_types
+
+
+_QKV, _GATE_UP, _LOCAL_BASE = "self_attn.qkv_proj", "mlp.gate_up_proj", "rope.freq_base_swa"
+_WINDOWED_HEADS = ("attention.key_length_swa", "attention.value_length_swa")
+_GATED_UP = {_GATE_UP: "ffn_up"}
+_AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}
+_ENCODER_NAMES = {"model.embed_norm": "token_embd_norm"}
+_ENCODER_NAMES |= {"post_attention_norm": "attn_output_norm", "post_mlp_norm": "layer_output_norm"}
+_LESS_ONE, _PAIRED = FolderForm(norms_less_one=True), FolderForm(paired_share=1.0)
+_QKV_BIAS, _UP_BIAS = (".attn_q.bias", ".attn_qkv.bias"), "blk.0.ffn_up.bias"
+_NORMALIZED = {"norm_topk_prob": True}  # a constant of llama.cpp
+_SIGMOID = 2  # a value of `expert_gating_func`
+_SIGMOID_KEYS = ("expert_gating_func", "expert_weights_norm", "expert_weights_scale", "leading_dense_block_count")
+_DELTA_NETS = (
+    *(key.key for key in KEYS if key.key.startswith("ssm.")),
+    "full_attention_interval",
+    "attention.recurrent_layers",
+)
+
+
+_GEMMA3 = GGUFForm(
+    "gemma3_text",
+    ("gemma3",),
+    unmasked="gemma-embedding",
+    keys=(_LOCAL_BASE,),
+    window_period=6,
+    num_wide_layers=62,
+    local_theta=10_000.0,
+    folder=_LESS_ONE,
+)
+_LFM2 = GGUFForm(
+    "lfm2",
+    keys=("shortconv.l_cache",),
+    fixed={"block_auto_adjust_ff_dim": False},
+    derived=short_convolutions,
+    names={"model.norm": "token_embd_norm"},
+)
+_QWEN3_NEXT = GGUFForm(
+    "qwen3_next",
+    keys=_DELTA_NETS,
+    fixed={"linear_value_heads_are_tiled": False} | _NORMALIZED,
+    derived=delta_nets,
+    has_gates_in_q=True,
+    fused=("linear_attn.ba_proj",),
+    names=_AFTER_ATTENTION,
+    folder=_LESS_ONE,
+)
+_QWEN35 = replace(
+    _QWEN3_NEXT,
+    model_type="qwen3_5_text",
+    model_types=("qwen3_5",),
+    keys=(*_DELTA_NETS, "rope.dimension_sections"),
+    fixed={"linear_value_heads_are_tiled": True},
+    fused=(),
+)
+_COHERE = GGUFForm(
+    "cohere",
+    keys=("logit_scale",),
+    settings={"logit_scale": "output_multiplier"},
+    has_layer_norm=True,
+    are_rows_paired=True,
+    folder=_PAIRED,
+)
+_QWEN35_MOE = replace(_QWEN35, model_type="qwen3_5_moe_text", model_types=("qwen3_5_moe",))
+
+# By names of architectures. If families are in several rows, the first is that of exports.
+FORMS = {name: GGUFForm(name) for name in ("exaone4", "olmoe", "qwen2", "qwen3")}
+FORMS |= {name: GGUFForm(name, are_rows_paired=True) for name in ("granite", "granitemoe", "smollm3")}
+FORMS |= {
+    "llama": GGUFForm(
+        "llama", windowed_type="mistral", sparse_type="mixtral", num_layers_of_70b=80, are_rows_paired=True
+    ),
+    "llama-embed": GGUFForm("llama_bidirec", are_rows_paired=True),
+    "mistral3": GGUFForm("ministral3", has_default_rope=True, are_rows_paired=True),
+    "llama4": GGUFForm(
+        "llama4_text",
+        ("llama4",),
+        are_rows_paired=True,
+        keys=("interleave_moe_layer_step",),
+        derived=chunked_layers,
+        writes_zero_window=True,
+        folder=FolderForm(paired_share=1.0, stacks=StackOrder(are_transposed=True)),
+    ),
+    "muse-glimmer": GGUFForm(
+        "muse_glimmer_text",
+        ("muse_glimmer",),
+        are_rows_paired=True,
+        keys=("logit_scale",),
+        settings={"logit_scale": "output_multiplier"},
+        fixed={"qk_norm_has_weights": True, "qk_scale_factor": 1.0},  # these weights include the scale of queries
+        derived=layers_that_rotate_in_windows,
+        window_period=4,
+        has_scale_in_q_norm=True,
+        folder=FolderForm(norms_less_one=True, is_last_norm_whole=True),
+    ),
+    "gemma": GGUFForm("gemma", folder=_LESS_ONE),
+    "gemma2": GGUFForm("gemma2", window_period=2, num_wide_layers=46, folder=_LESS_ONE),
+    "gemma3": _GEMMA3,
+    "gemma-embedding": replace(_GEMMA3, num_wide_layers=0, fixed={"use_bidirectional_attention": True}),
+    "gemma4": GGUFForm(
+        "gemma4_text",
+        ("gemma4", "gemma4_unified", "gemma4_unified_text"),
+        keys=(*_WINDOWED_HEADS, "attention.shared_kv_layers", "embedding_length_per_layer_input", _LOCAL_BASE),
+        differing=("attention.head_count_kv", "feed_forward_length"),
+        derived=layers_of_two_kinds,
+        local_theta=10_000.0,
+        has_expert_scales=True,
+        fused=("mlp.experts.gate_up_proj",),
+        vocabulary="gemma4",
+    ),
+    "qwen2moe": GGUFForm("qwen2_moe"),
+    "qwen3moe": GGUFForm("qwen3_moe", fixed=_NORMALIZED),
+    "qwen3next": _QWEN3_NEXT,
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(_QWEN35_MOE, fixed=_QWEN35.fixed | _NORMALIZED),
+    "phi3": GGUFForm("phi3", writes_zero_window=True, fused=(_QKV, _GATE_UP), names=_GATED_UP),
+    "olmo2": GGUFForm("olmo2", windowed_type="olmo3"),
+    "seed_oss": GGUFForm("seed_oss", names=_AFTER_ATTENTION),
+    "ernie4_5": GGUFForm("ernie4_5", are_rows_paired=True, folder=_PAIRED),
+    "arcee": GGUFForm("arcee", are_rows_paired=True),
+    "hunyuan-dense": GGUFForm("hunyuan_v1_dense"),
+    "starcoder2": GGUFForm("starcoder2", has_layer_norm=True),
+    "command-r": _COHERE,
+    "cohere2": replace(_COHERE, model_type="cohere2", window_period=4),
+    "glm4": GGUFForm(
+        "glm4",
+        are_rows_paired=True,
+        fused=(_GATE_UP,),
+        names=_GATED_UP,
+        folder=FolderForm(paired_share=0.5),
+    ),
+    "glm4moe": GGUFForm(
+        "glm4_moe",
+        keys=("expert_count", "expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),
+        settings={"expert_count": "n_routed_experts"},
+        flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        names=_AFTER_ATTENTION,
+    ),
+    "gpt-oss": GGUFForm(
+        "gpt_oss",
+        window_period=2,
+        scaling={"truncate": False},  # files do not tell that yarn's bounds are not rounded
+        has_default_rope=True,
+        names=_AFTER_ATTENTION,
+        folder=FolderForm(stacks=StackOrder(are_transposed=True, are_interleaved=True)),
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        keys=("shortconv.l_cache", *_SIGMOID_KEYS),
+        settings={"expert_weights_norm": None, "leading_dense_block_count": "num_dense_layers"},
+        only={"expert_gating_func": _SIGMOID},
+        fixed=_LFM2.fixed | _NORMALIZED,
+        flags={"use_expert_bias": ".exp_probs_b.bias"},
+    ),
+    "mellum": GGUFForm("mellum", keys=(_LOCAL_BASE,), window_period=4, fixed=_NORMALIZED),
+    "laguna": GGUFForm(
+        "laguna",
+        keys=_SIGMOID_KEYS,
+        settings={"expert_weights_norm": None, "leading_dense_block_count": None}
+        | {"expert_weights_scale": "moe_routed_scaling_factor"},
+        only={"expert_gating_func": _SIGMOID, "expert_weights_norm": True},
+        differing=("attention.head_count",),
+        derived=layers_of_other_heads,
+    ),
+    "bert": GGUFForm(
+        "bert",
+        ("distilbert", "electra", "roberta", "xlm-roberta"),
+        is_encoder=True,
+        fixed={"hidden_act": "gelu"},
+        derived=learned_positions,
+        names=_ENCODER_NAMES,
+    ),
+    "nomic-bert": GGUFForm(
+        "nomic_bert",
+        is_encoder=True,
+        keys=("rope.freq_base",),
+        settings={"rope.freq_base": None},
+        flags={"qkv_proj_bias": _QKV_BIAS, "mlp_fc1_bias": _UP_BIAS},
+        derived=rotated_positions,
+        fused=(_QKV,),
+        names=_ENCODER_NAMES,
+    ),
+    "modern-bert": GGUFForm(
+        "modernbert",
+        is_encoder=True,
+        keys=tuple(key.key for key in ENCODER_KEYS if key.needs == "form"),
+        settings={"rope.freq_base": "global_rope_theta", _LOCAL_BASE: "local_rope_theta"}
+        | {"attention.sliding_window": "local_attention"}
+        | {"attention.sliding_window_pattern": "global_attn_every_n_layers"},
+        flags={"norm_bias": "token_embd_norm.bias", "attention_bias": _QKV_BIAS, "mlp_bias": _UP_BIAS},
+        fused=(_QKV, _GATE_UP),
+        names=_ENCODER_NAMES | _GATED_UP,
+    ),
+}
+# Families of which only folders are read, with their differences.
+FOLDERS = dict.fromkeys(("helium", "ernie4_5_moe"), _PAIRED) | dict.fromkeys(("vaultgemma", "nemotron"), _LESS_ONE)
+FOLDERS |= {"glm": FolderForm(paired_share=0.5)}
+FOLDERS |= dict.fromkeys(("afmoe", "dots1", "internlm3", "olmo", "stablelm"), FolderForm())
+_BY_FAMILY = {family: name for name, form in reversed(FORMS.items()) for family in form.families if family is not None}
+
+
+def form_of(architecture: str) -> GGUFForm:
+    """Return the form of an architecture. An unknown one has the usual form, and its own name as that of the family."""
+    return FORMS.get(architecture) or GGUFForm(architecture)
+
+
+def architecture_in_gguf(config: Mapping[str, Any]) -> str | None:
+    """Return the architecture's name in GGUF for the family of a config, or None if GGUF has none."""
+    found = _BY_FAMILY.get(str(config.get("model_type")))
+    unmasked = None if found is None else FORMS[found].unmasked
+    return unmasked if unmasked is not None and config.get("use_bidirectional_attention") is True else found
+
+
+def form_of_family(config: Mapping[str, Any]) -> GGUFForm:
+    """Return the form of the files of a config's family, for its `folder`."""
+    family = str(config.get("model_type"))
+    return GGUFForm(family, folder=FOLDERS[family]) if family in FOLDERS else form_of(_BY_FAMILY.get(family, ""))

@@ -340,6 +340,8 @@ _NOT_IN_GGUF |= {"mellum_mixed", "muse_glimmer_listed", "llama4_chunks", "llama4
 _NOT_IN_GGUF |= {"lfm2_moe_plain", "qwen3_next_mixed", "olmo_hybrid", "olmo_hybrid_rotated"}
 _IN_GGUF_TOO = {"gemma", "glm4", "glm4_whole", "ernie4_5", "ernie4_5_biases", "arcee"}
 _IN_GGUF_TOO |= {"hunyuan_v1_dense", "starcoder2", "starcoder2_plain", "cohere", "cohere2"}
+_IN_GGUF_TOO |= {"minimax_m2", "afmoe", "exaone_moe", "hunyuan_v1_moe", "dots1_full"}
+_IN_GGUF_TOO |= {"stablelm", "nemotron", "phi", "olmo"}
 _NOT_IN_GGUF |= {tiny.name for tiny in (*ROWS, *CENTRED) if tiny.name not in _IN_GGUF_TOO}
 CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
 

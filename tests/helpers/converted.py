@@ -21,12 +21,15 @@ _ARCHITECTURES |= {"gemma3_text": "gemma3", "olmo3": "olmo2", "ministral3": "mis
 _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss"}
 _ARCHITECTURES |= {"muse_glimmer_text": "muse-glimmer", "llama4_text": "llama4", "llama_bidirec": "llama-embed"}
 _ARCHITECTURES |= {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
-_ARCHITECTURES |= {"hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r"}
+_ARCHITECTURES |= {"hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r", "hunyuan_v1_moe": "hunyuan-moe"}
+_ARCHITECTURES |= {"minimax_m2": "minimax-m2", "exaone_moe": "exaone-moe", "phi": "phi2"}
 # Architectures that the `gguf` package does not have.
 _NAMED_AS = {"mellum": "qwen3moe", "laguna": "afmoe", "muse-glimmer": "afmoe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
-_PERMUTED |= {"llama_bidirec", "arcee"}
-_WITH_LAYER_NORM = {"cohere", "cohere2", "starcoder2"}
+_PERMUTED |= {"llama_bidirec", "arcee", "olmo"}
+_WITH_LAYER_NORM = {"cohere", "cohere2", "starcoder2", "stablelm", "nemotron", "phi", "olmo"}
+_WITH_KINDS = {"gemma3_text", *_GEMMA4, "olmo3", "exaone4", "exaone_moe", "mellum", "muse_glimmer_text"}
+_WITH_KINDS |= {"cohere2", "afmoe"}
 _EPS_NAMES = ("norm_eps", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers|norm)\.")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
@@ -37,7 +40,7 @@ _LLAMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.feed_forward\.experts\.(gat
 _GEMMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.(router\..*scale|experts\..*)")
 _GEMMA4_PARTS = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _GEMMA4_PARTS |= {f"experts.{kind}_proj": f"ffn_{kind}_exps.weight" for kind in ("gate_up", "down")}
-_NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+_NORMS_PLUS_ONE = {"gemma", "nemotron", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
 def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -125,7 +128,7 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             found[f"blk.{name.split('.')[2]}.attn_gate.weight"] = values
         elif name.endswith("self_attn.sinks"):
             found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = values
-        elif name.endswith((".e_score_correction_bias", ".feed_forward.expert_bias")):
+        elif name.endswith((".e_score_correction_bias", ".expert_bias")):
             found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values
         elif name.endswith("mlp.shared_expert_gate.weight"):
             found[name] = values[0]  # one row: llama.cpp's files drop this axis
@@ -159,14 +162,15 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     else:
         writer.add_head_count_kv(kv_heads)
     add_eps = writer.add_layer_norm_eps if config["model_type"] in _WITH_LAYER_NORM else writer.add_layer_norm_rms_eps
-    add_eps(next(config[name] for name in _EPS_NAMES if name in config))
+    add_eps(next((config[name] for name in _EPS_NAMES if name in config), 1e-5))
     writer.add_vocab_size(config["vocab_size"])
     if config.get("head_dim") is not None and "per_layer_config" not in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if config.get("sliding_window") and "sliding_attention" in config.get("layer_types", ["sliding_attention"]):
         writer.add_sliding_window(config["sliding_window"])
-    num_chosen = config.get("num_experts_per_tok", config.get("top_k_experts"))
+    chosen = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+    num_chosen = next((config[name] for name in chosen if config.get(name)), None)
     if num_chosen is not None:
         names = ("num_experts", "n_routed_experts", "num_local_experts")
         writer.add_expert_count(next(config[name] for name in names if config.get(name)))
@@ -176,20 +180,18 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if config["model_type"] == "llama4_text":
             writer.add_expert_feed_forward_length(config["intermediate_size"])
             writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
-        if config["model_type"] == "glm4_moe":
-            writer.add_expert_shared_count(config["n_shared_experts"])
-            writer.add_expert_weights_scale(config["routed_scaling_factor"])
-            writer.add_expert_weights_norm(config["norm_topk_prob"])
-            writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        if config["model_type"] in ("glm4_moe", "dots1", "exaone_moe", "afmoe"):
+            _add_sigmoid_experts(writer, config)
+        if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe"):
+            writer.add_expert_feed_forward_length(config["intermediate_size"])
+        if config["model_type"] == "hunyuan_v1_moe":
+            writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
         if config["model_type"] == "lfm2_moe":
             writer.add_leading_dense_block_count(config["num_dense_layers"])
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if "shared_expert_intermediate_size" in config:
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    has_kinds = (
-        config["model_type"] in ("gemma3_text", *_GEMMA4, "olmo3", "exaone4", "mellum", "muse_glimmer_text", "cohere2")
-        and config.get("sliding_window") is not None
-    )
+    has_kinds = config["model_type"] in _WITH_KINDS and config.get("sliding_window") is not None
     if config.get("use_bidirectional_attention") is True:
         has_kinds = False  # the file leaves out the pattern that llama.cpp has for its architecture
     if has_kinds or config.get("use_sliding_window"):
@@ -205,6 +207,16 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     ):
         if config.get(key) is not None:
             add(config[key])
+
+
+def _add_sigmoid_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_shared_count(config.get("n_shared_experts", config.get("num_shared_experts")))
+    writer.add_expert_weights_scale(config.get("routed_scaling_factor", config.get("route_scale")))
+    writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
+    first = config.get("num_dense_layers", config.get("first_k_dense_replace"))
+    writer.add_leading_dense_block_count(first)
+    if config["model_type"] != "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _intermediate_size(config: dict[str, Any]) -> int:

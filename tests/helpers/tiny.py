@@ -372,6 +372,7 @@ ROWS = [
         first_k_dense_replace=1, max_window_layers=1, sliding_window=8, routed_scaling_factor=2.5, norm_topk_prob=True,
         **_MOE,
     ),
+    _tiny("dots1_full", hf.Dots1Config, head_dim=16, n_routed_experts=5, n_shared_experts=1, **_MOE),
     _tiny(
         "minimax_m2", hf.MiniMaxM2Config, head_dim=32, num_local_experts=6, num_experts_per_tok=2, rotary_dim=16,
     ),

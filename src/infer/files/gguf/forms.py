@@ -304,6 +304,10 @@ FORMS |= {
     "arcee": GGUFForm("arcee", are_rows_paired=True),
     "hunyuan-dense": GGUFForm("hunyuan_v1_dense"),
     "starcoder2": GGUFForm("starcoder2", has_layer_norm=True),
+    "stablelm": GGUFForm("stablelm", has_layer_norm=True, only={"use_parallel_residual": False}),
+    "nemotron": GGUFForm("nemotron", has_layer_norm=True, folder=_LESS_ONE),
+    "phi2": GGUFForm("phi", has_layer_norm=True),
+    "olmo": GGUFForm("olmo", has_layer_norm=True, are_rows_paired=True, only={"attention.clamp_kqv": None}),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, model_type="cohere2", window_period=4),
     "glm4": GGUFForm(
@@ -320,6 +324,22 @@ FORMS |= {
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         names=_AFTER_ATTENTION,
     ),
+    "dots1": GGUFForm(
+        "dots1",
+        keys=("expert_count", "expert_shared_count", *_SIGMOID_KEYS),
+        settings={"expert_count": "n_routed_experts"},
+    ),
+    "exaone-moe": GGUFForm("exaone_moe", keys=("expert_shared_count", *_SIGMOID_KEYS)),
+    "afmoe": GGUFForm(
+        "afmoe",
+        keys=("expert_shared_count", *_SIGMOID_KEYS),
+        settings={"expert_shared_count": "num_shared_experts", "expert_weights_scale": "route_scale"}
+        | {"leading_dense_block_count": "num_dense_layers"},
+        fixed={"mup_enabled": True},
+        window_period=4,
+    ),
+    "minimax-m2": GGUFForm("minimax_m2"),
+    "hunyuan-moe": GGUFForm("hunyuan_v1_moe", settings={"expert_used_count": "moe_topk"}),
     "gpt-oss": GGUFForm(
         "gpt_oss",
         window_period=2,
@@ -379,9 +399,8 @@ FORMS |= {
     ),
 }
 # Families of which only folders are read, with their differences.
-FOLDERS = dict.fromkeys(("helium", "ernie4_5_moe"), _PAIRED) | dict.fromkeys(("vaultgemma", "nemotron"), _LESS_ONE)
+FOLDERS = dict.fromkeys(("helium", "ernie4_5_moe"), _PAIRED) | {"vaultgemma": _LESS_ONE}
 FOLDERS |= {"glm": FolderForm(paired_share=0.5)}
-FOLDERS |= dict.fromkeys(("afmoe", "dots1", "internlm3", "olmo", "stablelm"), FolderForm())
 _BY_FAMILY = {family: name for name, form in reversed(FORMS.items()) for family in form.families if family is not None}
 
 

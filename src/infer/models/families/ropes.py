@@ -38,9 +38,10 @@ def theta_rope(theta: float) -> Callable[[Config, str], Config]:
 
 def minimax_rope(config: Config, kind: str) -> Config:
     """Return MiniMax M2's rope settings, in which `rotary_dim` elements of a head rotate."""
-    rotated = {"rotary_dim": config.get("rotary_dim") or head_dim_of(config)}
-    share = {"partial_rotary_factor": count(rotated, "rotary_dim") / head_dim_of(config)}
-    return share | dict(rope_settings(config, kind, theta=5_000_000.0))
+    found = rope_settings(config, kind, theta=5_000_000.0)
+    if config.get("rotary_dim") is None:
+        return found
+    return {"partial_rotary_factor": count(config, "rotary_dim") / head_dim_of(config), **found}
 
 
 def hunyuan_rope(config: Config, kind: str) -> Config:

@@ -14,16 +14,13 @@ from infer.compute.operands.feed_forwards import PER_LAYER_TABLE
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.weights import StoredWeight
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
-from infer.files.gguf.forms import form_of
+from infer.files.gguf.forms import architecture_in_gguf, form_of
 from infer.files.tensors.tensor_names import names_from_gguf
 from infer.models.families import make_architecture
 from infer.models.tensors import expected_shapes
 
 MakeWeight = Callable[[str, int, int], StoredWeight]
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_GGUF_NAMES = {"gpt_oss": "gpt-oss", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"} | {
-    "gemma4_text": "gemma4"
-}
 
 
 def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> StoredWeight:
@@ -96,7 +93,7 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     kinds = config.get("layer_types", [])[:num_layers]
     few_layers = {"layer_types": kinds, "num_hidden_layers": num_layers, "num_kv_shared_layers": 0}
     config = {**config, **few_layers} if kinds else config
-    architecture = _GGUF_NAMES.get(config["model_type"], config["model_type"].replace("_", ""))
+    architecture = str(architecture_in_gguf(config))
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(num_layers)
     for add, key in (

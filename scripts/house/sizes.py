@@ -28,8 +28,7 @@ UNCOUNTED_DATA |= {"json-schemas.json", "kubernetes-schemas.json", "llama-quanti
 UNCOUNTED_DATA |= {"bad_requests.jsonl", "planted-faults.toml", "promises.toml", "said_answers.json", "surface.json"}
 UNCOUNTED_DATA |= {"answers.json", "field-reports.toml"}
 # Tables of names. Every other file outside the folder `families` should get what it needs from the row of a family.
-FILES_OF_NAMES = {"formats.py", "pre_tokenizers.py", "supported.py", "hub_models.py"}
-FILES_OF_NAMES |= {"reranker_files.py", "forms.py"}
+FILES_OF_NAMES = {"formats.py", "forms.py", "pre_tokenizers.py", "supported.py", "hub_models.py", "reranker_files.py"}
 GGUF_NAMES = ["gemma-embedding", "llama-embed", "mistral3"]  # all others are names of families, perhaps without "_"
 NO_FAMILIES = re.compile("llama[._ ]?cpp|llama-gguf-split|ollama", re.IGNORECASE)  # programs
 SYNONYMS = re.compile("Reply|Replies|Query|Queries|Question|Inquiry|Respond")  # `Response…` is the name of OpenAI's API

@@ -107,8 +107,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     quantisation = quantisation_of(folder, config)
     in_files = read_safetensors_folder(folder)
     stored = with_joined_matrices(in_files, quantisation)
-    added = 1.0 if form.folder.norms_less_one else 0.0
-    whole = {"model.norm.weight"} if form.folder.is_last_norm_whole else set[str]()
+    added = 1.0 if form.are_norms_less_one else 0.0
+    whole = {"model.norm.weight"} if form.is_last_norm_whole else set[str]()
     tensors, is_encoder = dict[str, TensorInfo](), form.is_encoder
     names = encoder_names(stored) if is_encoder else names_from_hugging_face(stored)
     for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
@@ -118,9 +118,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         # safetensors stores a shared matrix under one of its names.
         tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
     own = _without_drafting_layers(tensors, config)
-    tensors = taken_apart(own, config, form.folder.stacks, has_gates_in_q=form.has_gates_in_q)
-    if form.folder.paired_share:
-        tensors = _with_paired_rows(tensors, config, form.folder.paired_share)
+    tensors = taken_apart(own, config, form.stacks, has_gates_in_q=form.has_gates_in_q)
+    if form.paired_share:
+        tensors = _with_paired_rows(tensors, config, form.paired_share)
     embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
     reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
     if (limit := text_limit(folder, is_encoder=is_encoder)) is not None:

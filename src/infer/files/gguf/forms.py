@@ -127,17 +127,6 @@ ENCODER_KEYS = (
 
 
 @dataclass(frozen=True)
-class FolderForm:
-    """The differences of a family's folders."""
-
-    norms_less_one: bool = False  # folders store w for 1 + w; GGUF files store 1 + w
-    is_last_norm_whole: bool = False  # but not for the last norm
-    # The share of each head whose elements rotate with a neighbour, if a config gives no other; 0: halves rotate.
-    paired_share: float = 0.0
-    stacks: StackOrder = PLAIN
-
-
-@dataclass(frozen=True)
 class GGUFForm:
     """The differences of an architecture's files from the usual ones."""
 
@@ -171,7 +160,12 @@ class GGUFForm:
     fused: tuple[str, ...] = ()  # our names of matrices that contain several
     names: Mapping[str, str] = field(default_factory=dict)  # unusual names of tensors: ours → GGUF's
     vocabulary: str = "llama"  # GGUF's name of a vocabulary that marks spaces
-    folder: FolderForm = FolderForm()
+    # Of folders:
+    are_norms_less_one: bool = False  # they store w for 1 + w; GGUF files store 1 + w
+    is_last_norm_whole: bool = False  # the last norm is stored as it is
+    # The share of each head whose elements rotate with a neighbour, if a config gives no other; 0: halves rotate.
+    paired_share: float = 0.0
+    stacks: StackOrder = PLAIN
 
     @property
     def all_keys(self) -> tuple[Key, ...]:
@@ -190,7 +184,6 @@ _GATED_UP = {_GATE_UP: "ffn_up"}
 _AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}
 _ENCODER_NAMES = {"model.embed_norm": "token_embd_norm"}
 _ENCODER_NAMES |= {"post_attention_norm": "attn_output_norm", "post_mlp_norm": "layer_output_norm"}
-_LESS_ONE, _PAIRED = FolderForm(norms_less_one=True), FolderForm(paired_share=1.0)
 _QKV_BIAS, _UP_BIAS = (".attn_q.bias", ".attn_qkv.bias"), "blk.0.ffn_up.bias"
 _NORMALIZED = {"norm_topk_prob": True}  # a constant of llama.cpp
 _SIGMOID = 2  # a value of `expert_gating_func`
@@ -210,7 +203,7 @@ _GEMMA3 = GGUFForm(
     window_period=6,
     num_wide_layers=62,
     local_theta=10_000.0,
-    folder=_LESS_ONE,
+    are_norms_less_one=True,
 )
 _LFM2 = GGUFForm(
     "lfm2",
@@ -227,7 +220,7 @@ _QWEN3_NEXT = GGUFForm(
     has_gates_in_q=True,
     fused=("linear_attn.ba_proj",),
     names=_AFTER_ATTENTION,
-    folder=_LESS_ONE,
+    are_norms_less_one=True,
 )
 _QWEN35 = replace(
     _QWEN3_NEXT,
@@ -243,7 +236,7 @@ _COHERE = GGUFForm(
     settings={"logit_scale": "output_multiplier"},
     has_layer_norm=True,
     are_rows_paired=True,
-    folder=_PAIRED,
+    paired_share=1.0,
 )
 _QWEN35_MOE = replace(_QWEN35, model_type="qwen3_5_moe_text", model_types=("qwen3_5_moe",))
 
@@ -263,7 +256,8 @@ FORMS |= {
         keys=("interleave_moe_layer_step",),
         derived=chunked_layers,
         writes_zero_window=True,
-        folder=FolderForm(paired_share=1.0, stacks=StackOrder(are_transposed=True)),
+        paired_share=1.0,
+        stacks=StackOrder(are_transposed=True),
     ),
     "muse-glimmer": GGUFForm(
         "muse_glimmer_text",
@@ -275,10 +269,11 @@ FORMS |= {
         derived=layers_that_rotate_in_windows,
         window_period=4,
         has_scale_in_q_norm=True,
-        folder=FolderForm(norms_less_one=True, is_last_norm_whole=True),
+        are_norms_less_one=True,
+        is_last_norm_whole=True,
     ),
-    "gemma": GGUFForm("gemma", folder=_LESS_ONE),
-    "gemma2": GGUFForm("gemma2", window_period=2, num_wide_layers=46, folder=_LESS_ONE),
+    "gemma": GGUFForm("gemma", are_norms_less_one=True),
+    "gemma2": GGUFForm("gemma2", window_period=2, num_wide_layers=46, are_norms_less_one=True),
     "gemma3": _GEMMA3,
     "gemma-embedding": replace(_GEMMA3, num_wide_layers=0, fixed={"use_bidirectional_attention": True}),
     "gemma4": GGUFForm(
@@ -300,12 +295,12 @@ FORMS |= {
     "phi3": GGUFForm("phi3", writes_zero_window=True, fused=(_QKV, _GATE_UP), names=_GATED_UP),
     "olmo2": GGUFForm("olmo2", windowed_type="olmo3"),
     "seed_oss": GGUFForm("seed_oss", names=_AFTER_ATTENTION),
-    "ernie4_5": GGUFForm("ernie4_5", are_rows_paired=True, folder=_PAIRED),
+    "ernie4_5": GGUFForm("ernie4_5", are_rows_paired=True, paired_share=1.0),
     "arcee": GGUFForm("arcee", are_rows_paired=True),
     "hunyuan-dense": GGUFForm("hunyuan_v1_dense"),
     "starcoder2": GGUFForm("starcoder2", has_layer_norm=True),
     "stablelm": GGUFForm("stablelm", has_layer_norm=True, only={"use_parallel_residual": False}),
-    "nemotron": GGUFForm("nemotron", has_layer_norm=True, folder=_LESS_ONE),
+    "nemotron": GGUFForm("nemotron", has_layer_norm=True, are_norms_less_one=True),
     "phi2": GGUFForm("phi", has_layer_norm=True),
     "olmo": GGUFForm("olmo", has_layer_norm=True, are_rows_paired=True, only={"attention.clamp_kqv": None}),
     "command-r": _COHERE,
@@ -315,7 +310,7 @@ FORMS |= {
         are_rows_paired=True,
         fused=(_GATE_UP,),
         names=_GATED_UP,
-        folder=FolderForm(paired_share=0.5),
+        paired_share=0.5,
     ),
     "glm4moe": GGUFForm(
         "glm4_moe",
@@ -346,7 +341,7 @@ FORMS |= {
         scaling={"truncate": False},  # files do not tell that yarn's bounds are not rounded
         has_default_rope=True,
         names=_AFTER_ATTENTION,
-        folder=FolderForm(stacks=StackOrder(are_transposed=True, are_interleaved=True)),
+        stacks=StackOrder(are_transposed=True, are_interleaved=True),
     ),
     "lfm2": _LFM2,
     "lfm2moe": replace(
@@ -399,8 +394,10 @@ FORMS |= {
     ),
 }
 # Families of which only folders are read, with their differences.
-FOLDERS = dict.fromkeys(("helium", "ernie4_5_moe"), _PAIRED) | {"vaultgemma": _LESS_ONE}
-FOLDERS |= {"glm": FolderForm(paired_share=0.5)}
+FOLDERS = {name: GGUFForm(name, paired_share=1.0) for name in ("helium", "ernie4_5_moe")}
+FOLDERS |= {"glm": GGUFForm("glm", paired_share=0.5)}
+FOLDERS |= {"vaultgemma": GGUFForm("vaultgemma", are_norms_less_one=True)}
+FOLDERS |= {"internlm3": GGUFForm("internlm3")}
 _BY_FAMILY = {family: name for name, form in reversed(FORMS.items()) for family in form.families if family is not None}
 
 
@@ -417,6 +414,6 @@ def architecture_in_gguf(config: Mapping[str, Any]) -> str | None:
 
 
 def form_of_family(config: Mapping[str, Any]) -> GGUFForm:
-    """Return the form of the files of a config's family, for its `folder`."""
+    """Return the form of the files of a config's family."""
     family = str(config.get("model_type"))
-    return GGUFForm(family, folder=FOLDERS[family]) if family in FOLDERS else form_of(_BY_FAMILY.get(family, ""))
+    return FOLDERS.get(family) or form_of(_BY_FAMILY.get(family, ""))

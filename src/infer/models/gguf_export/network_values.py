@@ -6,7 +6,7 @@ llama.cpp has constants for everything else; `round_trip` refuses a network for 
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense, Experts
@@ -24,12 +24,10 @@ _NO_ROTATION = 1e30  # llama.cpp's factor for a pair that does not rotate
 _MROPE_SECTIONS = [11, 11, 10, 0]  # usual sections, which llama.cpp requires of some architectures
 
 
-class NetworkValues(NamedTuple):
-    values: dict[str, Value]  # keys under the architecture's name
-    factors: dict[str, tuple[float, ...]]  # of ropes, by tensor name
+Factors = dict[str, tuple[float, ...]]  # of ropes, by the names of their tensors
 
 
-def network_values(form: GGUFForm, config: Config, architecture: Architecture) -> NetworkValues:
+def network_values(form: GGUFForm, config: Config, architecture: Architecture) -> tuple[dict[str, Value], Factors]:
     """Return the keys of a network, and its tensors of ropes' factors.
 
     Args:
@@ -59,9 +57,9 @@ def network_values(form: GGUFForm, config: Config, architecture: Architecture) -
     if architecture.logit_scale != 1:
         settings.setdefault("logits_scaling", architecture.logit_scale)
     if form.is_encoder:
-        return NetworkValues(_values_of(ENCODER_KEYS, form, settings), {})
+        return _values_of(ENCODER_KEYS, form, settings), {}
     scaling, factors = _scaling(form, config, architecture)
-    return NetworkValues(_values_of(form.all_keys, form, settings) | scaling, factors)
+    return _values_of(form.all_keys, form, settings) | scaling, factors
 
 
 def _values_of(keys: Iterable[Key], form: GGUFForm, settings: Config) -> dict[str, Value]:
@@ -171,12 +169,12 @@ def _rope(architecture: Architecture, *, is_windowed: bool) -> Rope | None:
     return next((rope for rope in found if rope is not None), None)
 
 
-def _scaling(form: GGUFForm, config: Config, architecture: Architecture) -> NetworkValues:
+def _scaling(form: GGUFForm, config: Config, architecture: Architecture) -> tuple[dict[str, Value], Factors]:
     """Return the keys of a scaled rope, and its tensors of factors."""
     wide = _rope(architecture, is_windowed=False)
     rope = wide or _rope(architecture, is_windowed=True)
     if rope is None:
-        return NetworkValues({}, {})
+        return {}, {}
     given = FAMILIES[str(config["model_type"])].rope_settings(config, FULL if wide else SLIDING)
     kind = given.get("rope_type", given.get("type", "default"))
     original = config.get(_ORIGINAL, given.get(_ORIGINAL, config["max_position_embeddings"]))
@@ -194,10 +192,10 @@ def _scaling(form: GGUFForm, config: Config, architecture: Architecture) -> Netw
     if "attention.temperature_scale" not in values:
         values.pop("rope.scaling.yarn_log_multiplier", None)
     values.pop(unused, None)
-    return NetworkValues(values, factors)
+    return values, factors
 
 
-def _factors(kind: str, rope: Rope) -> dict[str, tuple[float, ...]]:
+def _factors(kind: str, rope: Rope) -> Factors:
     short, long = rope.frequency_factors, None if rope.long is None else rope.long.frequency_factors
     if kind == "longrope" and short and long:
         return {"rope_factors_long.weight": long, "rope_factors_short.weight": short}

@@ -55,18 +55,18 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     if name is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no architecture for model_type {config['model_type']!r}")
     check_tensors(architecture, checkpoint.tensors)
-    network = network_values(form_of(name), config, architecture)
-    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), network.factors)
+    own, factors = network_values(form_of(name), config, architecture)
+    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), factors)
     values = _general_values(path, name, tensors, checkpoint.generation_config)
     head = head_plan(checkpoint, name, architecture.norm_eps)
     others = _prompt_values(checkpoint)
     if architecture.text_inputs is not None and name != "modern-bert":  # otherwise llama.cpp opens no such encoder
         others["tokenizer.ggml.token_type_count"] = max(architecture.text_inputs.num_types, 1)
     values |= {key: typed(value) for key, value in others.items()}
-    values |= {f"{name}.{key}": typed(value) for key, value in (network.values | head.values).items()}
+    values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
     if head.prompt is not None:
         values["tokenizer.chat_template.rerank"] = typed(head.prompt)
-    check_round_trip(path, architecture, values, tensors, network.factors, checkpoint.files[0])
+    check_round_trip(path, architecture, values, tensors, factors, checkpoint.files[0])
     return ExportPlan(values, tensors + head.tensors)
 
 

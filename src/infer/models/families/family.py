@@ -35,6 +35,8 @@ OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "a
     "block_ffn_dim_multiplier",
     "hidden_size_per_layer_input",
 }
+ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
+QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _PRE_NORMS = Norms(before=True, after=False)
 
 
@@ -90,3 +92,8 @@ class Family:
     # The gates' curve, and True for one gate per head.
     gates: Callable[[Config], tuple[GateCurve, bool]] = sigmoid_of_elements
     num_heads: Callable[[Config, int], Sequence[int]] = equal_heads  # of each layer
+
+
+def usual_defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
+    """Return the defaults that nearly all families have, with others."""
+    return {"max_position_embeddings": max_positions, "rms_norm_eps": eps, "hidden_act": "silu", **others}

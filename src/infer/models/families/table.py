@@ -7,36 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from infer.compute.operands.architecture import Norms
+from infer.models.families.centred_families import CENTRED
 from infer.models.families.experts import (
-    afmoe_experts,
-    ernie_experts,
-    every_layer_is_sparse,
     gemma4_experts,
-    glm_experts,
-    gpt_oss_experts,
-    granite_experts,
     hunyuan_experts,
-    is_sparse_as_listed,
-    is_sparse_in_ernie,
-    is_sparse_in_exaone,
-    is_sparse_in_glm,
-    is_sparse_in_laguna,
     is_sparse_in_lfm2,
     is_sparse_in_llama4,
     is_sparse_in_qwen,
-    laguna_experts,
     lfm2_experts,
     llama4_experts,
-    minimax_experts,
-    mixtral_experts,
-    olmoe_experts,
     qwen_experts,
 )
-from infer.models.families.family import Family
+from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
 from infer.models.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
 from infer.models.families.heads import (
-    laguna_gates,
-    laguna_heads,
     llama4_of_kind,
     llama4_scale,
     muse_of_kind,
@@ -50,7 +34,6 @@ from infer.models.families.layer_kinds import (
     chunked_where_rotated,
     convolutions_but_listed,
     exaone4_kinds,
-    full_unless_given,
     gemma4_kinds,
     last_share_keys,
     linear_but_every_fourth_or_the_last,
@@ -59,7 +42,6 @@ from infer.models.families.layer_kinds import (
     rotated_but_every_nth,
     rotated_unless_listed_without_theta,
     rotated_unless_theta_is_null,
-    rotated_where_listed_as_windowed,
     rotated_where_windowed,
     rotated_with_a_theta,
     windowed_but_every_fourth_from_the_first,
@@ -70,32 +52,20 @@ from infer.models.families.layer_kinds import (
 )
 from infer.models.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
 from infer.models.families.ropes import (
-    gpt_neox_rope,
-    gpt_oss_rope,
     granite_swa_rope,
     hunyuan_rope,
-    laguna_rope,
     llama4_rope,
-    minimax_rope,
     ministral3_rope,
     ministral3_scale,
     olmo3_rope,
     phi3_rope,
-    rope_by_kind,
     theta_rope,
 )
+from infer.models.families.sparse_families import SPARSE
 from infer.models.families.widths import ACTIVATIONS, lfm2_size, llama4_size
-
-_ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
-
-
-def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
-    return {"max_position_embeddings": max_positions, "rms_norm_eps": eps, "hidden_act": "silu", **others}
-
 
 _GEMMA: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 _GEMMA3 = Family(
     # The published configs of multimodal models leave out most of their common values.
@@ -103,7 +73,7 @@ _GEMMA3 = Family(
     | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
     # attn_logit_softcapping is a setting that its code has but never uses.
-    reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention"},
+    reads=ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention"},
     layer_kinds=all_windowed_but_every(6),
     rope_settings=gemma3_rope,
     activation_name="hidden_activation",
@@ -117,7 +87,7 @@ _GEMMA4 = Family(
     | {"global_head_dim": 512, "hidden_size_per_layer_input": 256},
     fixed={"query_pre_attn_scalar": 1.0},
     renamed={"top_k_experts": "num_experts_per_tok"},
-    reads=_ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
+    reads=ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
     experts=gemma4_experts,
     per_layer_input=gemma4_per_layer_input,
     layer_kinds=gemma4_kinds,
@@ -140,7 +110,7 @@ _GEMMA4_UNIFIED = replace(
 )
 
 _MUSE_GLIMMER = Family(
-    _defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=2, sliding_window=2048)
+    usual_defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=2, sliding_window=2048)
     | {"hidden_activation": "silu", "final_logit_softcapping": 20.0, "qk_scale_factor": 3.87}
     | {"output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8},
     reads=frozenset({"attention_bias", "final_logit_softcapping", "output_multiplier"}),
@@ -157,10 +127,10 @@ _MUSE_GLIMMER = Family(
 )
 
 _LLAMA4 = Family(
-    _defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=8, num_experts_per_tok=1)
+    usual_defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=8, num_experts_per_tok=1)
     | {"attention_chunk_size": 8192, "use_qk_norm": True}
     | {"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192},
-    reads=_ATTENTION_BIAS,
+    reads=ATTENTION_BIAS,
     layer_kinds=chunked_where_rotated,
     rotated_layers=llama4_rotated,
     rope_settings=llama4_rope,
@@ -174,7 +144,7 @@ _LLAMA4 = Family(
 )
 
 _LFM2 = Family(
-    _defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3),
+    usual_defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3),
     fixed={"hidden_act": "silu"},
     renamed={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"},
     layer_kinds=convolutions_but_listed,
@@ -183,12 +153,12 @@ _LFM2 = Family(
     qk_norm="head",
 )
 
-_DELTA_NETS = _defaults(32_768, head_dim=256, partial_rotary_factor=0.25) | {"linear_conv_kernel_dim": 4}
+_DELTA_NETS = usual_defaults(32_768, head_dim=256, partial_rotary_factor=0.25) | {"linear_conv_kernel_dim": 4}
 _DELTA_NETS |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
 _DELTA_NETS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _QWEN35 = Family(
     _DELTA_NETS | {"num_key_value_heads": 4},
-    reads=_ATTENTION_BIAS,
+    reads=ATTENTION_BIAS,
     layer_kinds=linear_but_every_nth,
     recurrent={LINEAR: gated_delta_net},
     rotates_partly=True,
@@ -204,13 +174,13 @@ _QWEN35_MOE = replace(
     experts=qwen_experts,
 )
 
-_LLAMA = Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"})
+_LLAMA = Family(usual_defaults(2048), reads=ATTENTION_BIAS | {"mlp_bias"})
 
 _GEMMA2 = Family(
     _GEMMA
     | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
+    reads=ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
     layer_kinds=all_windowed_but_every(2),
     activation_name="hidden_activation",
     scales_embedding=True,
@@ -218,7 +188,7 @@ _GEMMA2 = Family(
 )
 
 _GLM4 = Family(
-    _defaults(131_072, eps=1.5625e-7, num_key_value_heads=2, head_dim=128)
+    usual_defaults(131_072, eps=1.5625e-7, num_key_value_heads=2, head_dim=128)
     | {"partial_rotary_factor": 0.5, "attention_bias": True},
     fixed={"attention_output_bias": False},
     reads=frozenset({"attention_bias"}),
@@ -226,74 +196,54 @@ _GLM4 = Family(
     norms=Norms(after=True),
 )
 
-_GLM4_MOE = Family(
-    _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=1408)
-    | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
-    fixed={"attention_output_bias": False},
-    reads=frozenset({"attention_bias"}),
-    rotates_partly=True,
-    qk_norm="head",
-    qk_norm_setting="use_qk_norm",
-    experts=glm_experts,
-    is_sparse=is_sparse_in_glm,
-)
 
 _GRANITE = Family(
-    _defaults(2048, attention_multiplier=1.0),
-    reads=_ATTENTION_BIAS
+    usual_defaults(2048, attention_multiplier=1.0),
+    reads=ATTENTION_BIAS
     | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
 )
 
-_GRANITE_MOE = Family(
-    _defaults(2048, num_experts_per_tok=2),
-    reads=_GRANITE.reads - {"mlp_bias"},
-    experts=granite_experts,
-)
 
-_COHERE = Family(
-    _defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
-    reads=_ATTENTION_BIAS | {"output_multiplier"},
-    renamed={"layer_norm_eps": "rms_norm_eps", "logit_scale": "output_multiplier"},
-    norms=Norms(are_centred=True, parallel="one"),
-    refuses={"use_qk_norm": False},
+_HUNYUAN = Family(
+    usual_defaults(2048, eps=1e-5), reads=ATTENTION_BIAS, rope_settings=hunyuan_rope, qk_norm="head_after"
 )
-
-_HUNYUAN = Family(_defaults(2048, eps=1e-5), reads=_ATTENTION_BIAS, rope_settings=hunyuan_rope, qk_norm="head_after")
 
 FAMILIES: dict[str, Family] = {
+    **SPARSE,
+    **CENTRED,
     "llama": _LLAMA,
     "llama_bidirec": replace(_LLAMA, fixed={"is_causal": False}),
     "internlm3": replace(
         _LLAMA,
-        defaults=_defaults(32_768, eps=1e-5, num_key_value_heads=2, head_dim=128),
+        defaults=usual_defaults(32_768, eps=1e-5, num_key_value_heads=2, head_dim=128),
         renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     ),
-    "iquestcoder": replace(_LLAMA, defaults=_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128)),
-    "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
+    "iquestcoder": replace(_LLAMA, defaults=usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128)),
+    "mistral": Family(usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
     "ministral": Family(
-        _defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=windowed_unless_listed
+        usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=windowed_unless_listed
     ),
     "ministral3": Family(
-        _defaults(262_144, eps=1e-5, num_key_value_heads=8, head_dim=128),
+        usual_defaults(262_144, eps=1e-5, num_key_value_heads=8, head_dim=128),
         layer_kinds=all_windowed,
         rope_settings=ministral3_rope,
         query_scale=ministral3_scale,
     ),
     "qwen2": Family(
-        _defaults(32_768, **_QWEN_WINDOWS),
+        usual_defaults(32_768, **QWEN_WINDOWS),
         fixed={"attention_bias": True, "attention_output_bias": False},
         layer_kinds=windowed_from_a_layer_on,
     ),
     "qwen3": Family(
-        _defaults(32_768, head_dim=128, **_QWEN_WINDOWS),
-        reads=_ATTENTION_BIAS,
+        usual_defaults(32_768, head_dim=128, **QWEN_WINDOWS),
+        reads=ATTENTION_BIAS,
         layer_kinds=windowed_from_a_layer_on,
         qk_norm="head",
     ),
     "gemma": Family(
-        _defaults(8192, head_dim=256, num_key_value_heads=16, tie_word_embeddings=True)
+        usual_defaults(8192, head_dim=256, num_key_value_heads=16, tie_word_embeddings=True)
         | {"hidden_act": "gelu_pytorch_tanh"},
-        reads=_ATTENTION_BIAS,
+        reads=ATTENTION_BIAS,
         activations={**ACTIVATIONS, "gelu": "gelu_tanh"},  # the first configs say "gelu"
         scales_embedding=True,
     ),
@@ -310,35 +260,35 @@ FAMILIES: dict[str, Family] = {
     "muse_glimmer": _MUSE_GLIMMER,
     "muse_glimmer_text": _MUSE_GLIMMER,
     "phi3": Family(
-        _defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
+        usual_defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
         layer_kinds=all_windowed,
         rope_settings=phi3_rope,
         rotates_partly=True,
     ),
     "smollm3": Family(
-        _defaults(32_768, num_key_value_heads=4, tie_word_embeddings=True),
-        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        usual_defaults(32_768, num_key_value_heads=4, tie_word_embeddings=True),
+        reads=ATTENTION_BIAS | {"mlp_bias"},
         layer_kinds=windowed_where_not_rotated,
         rotated_layers=rotated_but_every_nth,
         rope_settings=theta_rope(2_000_000.0),
     ),
     "olmo2": Family(
-        _defaults(2048, eps=1e-5),
-        reads=_ATTENTION_BIAS,
+        usual_defaults(2048, eps=1e-5),
+        reads=ATTENTION_BIAS,
         norms=Norms(before=False, after=True),
         qk_norm="all",
     ),
     "olmo3": Family(
-        _defaults(2048, eps=1e-5, sliding_window=4096),
-        reads=_ATTENTION_BIAS,
+        usual_defaults(2048, eps=1e-5, sliding_window=4096),
+        reads=ATTENTION_BIAS,
         layer_kinds=all_windowed_but_every(4),
         rope_settings=olmo3_rope,
         norms=Norms(before=False, after=True),
         qk_norm="all",
     ),
     "olmo_hybrid": Family(
-        _defaults(65_536, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
-        reads=_ATTENTION_BIAS,
+        usual_defaults(65_536, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
+        reads=ATTENTION_BIAS,
         layer_kinds=linear_but_every_fourth_or_the_last,
         recurrent={LINEAR: olmo_hybrid_delta_net},
         rotated_layers=rotated_unless_theta_is_null,
@@ -347,92 +297,21 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
     ),
     "exaone4": Family(
-        _defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096),
+        usual_defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096),
         layer_kinds=exaone4_kinds,
         rotated_layers=rotated_where_windowed,
         norms=Norms(before=False, after=True),
         qk_norm="head",
     ),
-    "exaone_moe": Family(
-        _defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096, num_experts_per_tok=8)
-        | {"n_routed_experts": 64, "moe_intermediate_size": 1024, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
-        renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-        layer_kinds=exaone4_kinds,
-        rotated_layers=rotated_where_windowed,
-        qk_norm="head",
-        experts=glm_experts,
-        is_sparse=is_sparse_in_exaone,
-    ),
-    "cohere": _COHERE,
-    "cohere2": replace(
-        _COHERE,
-        defaults={**_COHERE.defaults, "sliding_window": 4096},
-        layer_kinds=all_windowed_but_every(4),
-        rotated_layers=rotated_where_listed_as_windowed,
-    ),
-    "phi": Family(
-        _defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
-        fixed={"attention_bias": True, "mlp_bias": True, "lm_head_bias": True},
-        reads=_ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"layer_norm_eps": "rms_norm_eps"},
-        rotates_partly=True,
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True, parallel="one"),
-        refuses={"qk_layernorm": False},
-    ),
-    "starcoder2": Family(
-        _defaults(4096, eps=1e-5, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
-        | {"attention_bias": True, "mlp_bias": True},
-        reads=_ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"norm_epsilon": "rms_norm_eps", "use_bias": ("attention_bias", "mlp_bias")},
-        layer_kinds=all_windowed,
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True),
-    ),
-    "stablelm": Family(
-        _defaults(4096, eps=1e-5, partial_rotary_factor=0.25),
-        fixed={"attention_output_bias": False},
-        reads=_ATTENTION_BIAS,
-        renamed={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "attention_bias"},
-        rotates_partly=True,
-        norms=Norms(are_centred=True, have_bias=True),
-        refuses={"qk_layernorm": False, "use_parallel_residual": False},
-    ),
-    "nemotron": Family(
-        _defaults(4096, eps=1e-5, hidden_act="relu2", partial_rotary_factor=0.5),
-        reads=_ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"norm_eps": "rms_norm_eps"},
-        rotates_partly=True,
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True),
-    ),
-    "arcee": replace(_LLAMA, defaults=_defaults(4096, eps=1e-5, hidden_act="relu2"), is_gated=False),
-    "olmo": Family(
-        _defaults(2048) | {"rms_norm_eps": 1e-5},
-        fixed={"rms_norm_eps": 1e-5},
-        reads=_ATTENTION_BIAS,
-        norms=Norms(are_centred=True, have_weight=False),
-        refuses={"clip_qkv": None},
-    ),
+    "arcee": replace(_LLAMA, defaults=usual_defaults(4096, eps=1e-5, hidden_act="relu2"), is_gated=False),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": replace(
         _HUNYUAN, defaults={**_HUNYUAN.defaults, "num_experts": 1, "moe_topk": 1}, experts=hunyuan_experts
     ),
-    "gpt_neox": Family(
-        _defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, rotary_pct=0.25),
-        fixed={"mlp_bias": True, "num_key_value_heads": None},
-        reads=_ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"layer_norm_eps": "rms_norm_eps"},
-        rope_settings=gpt_neox_rope,
-        rotates_partly=True,
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True, parallel="two"),
-        refuses={"use_parallel_residual": True},
-    ),
     "seed_oss": Family(
-        _defaults(524_288, num_key_value_heads=8, head_dim=128)
+        usual_defaults(524_288, num_key_value_heads=8, head_dim=128)
         | {"attention_bias": True, "attention_output_bias": False},
-        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        reads=ATTENTION_BIAS | {"mlp_bias"},
         renamed={"attention_out_bias": "attention_output_bias"},
     ),
     "granite": _GRANITE,
@@ -445,133 +324,20 @@ FAMILIES: dict[str, Family] = {
         rope_settings=granite_swa_rope,
         has_sinks=True,
     ),
-    "qwen3_moe": Family(
-        _defaults(32_768, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768)
-        | {"head_dim": 128, **_QWEN_WINDOWS},
-        reads=_ATTENTION_BIAS,
-        layer_kinds=windowed_from_a_layer_on,
-        qk_norm="head",
-        experts=qwen_experts,
-        is_sparse=is_sparse_in_qwen,
-    ),
-    "mellum": Family(
-        _defaults(131_072, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=896)
-        | {"head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True},
-        reads=_ATTENTION_BIAS,
-        layer_kinds=full_unless_given,
-        rope_settings=rope_by_kind(500_000.0, 10_000.0),
-        rotates_partly=True,
-        qk_norm="head",
-        experts=qwen_experts,
-        is_sparse=is_sparse_as_listed,
-    ),
-    "laguna": Family(
-        _defaults(131_072, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=512)
-        | {"shared_expert_intermediate_size": 512, "head_dim": 128, "sliding_window": 512},
-        reads=_ATTENTION_BIAS,
-        layer_kinds=full_unless_given,
-        rope_settings=laguna_rope,
-        rotates_partly=True,
-        qk_norm="head",
-        experts=laguna_experts,
-        is_sparse=is_sparse_in_laguna,
-        has_gate=True,
-        gates=laguna_gates,
-        num_heads=laguna_heads,
-    ),
-    "qwen2_moe": Family(
-        _defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)
-        | {"shared_expert_intermediate_size": 5632, **_QWEN_WINDOWS},
-        fixed={"attention_bias": True, "attention_output_bias": False},
-        layer_kinds=windowed_from_a_layer_on,
-        experts=qwen_experts,
-        is_sparse=is_sparse_in_qwen,
-    ),
-    "mixtral": Family(
-        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=2),
-        layer_kinds=all_windowed,
-        rope_settings=theta_rope(1_000_000.0),
-        experts=mixtral_experts,
-    ),
-    "olmoe": Family(
-        _defaults(4096, eps=1e-5, num_experts_per_tok=8),
-        reads=_ATTENTION_BIAS,
-        qk_norm="all",
-        experts=olmoe_experts,
-    ),
     "glm": replace(_GLM4, norms=Norms()),
     "glm4": _GLM4,
-    "glm4_moe": _GLM4_MOE,
-    "solar_open": replace(
-        _GLM4_MOE,
-        defaults={**_GLM4_MOE.defaults, "moe_intermediate_size": 1280, "head_dim": 128, "partial_rotary_factor": 1.0},
-        rope_settings=theta_rope(1_000_000.0),
-        qk_norm=None,
-        qk_norm_setting=None,
-        is_sparse=every_layer_is_sparse,
-    ),
-    "dots1": Family(
-        _defaults(2048, num_key_value_heads=32, sliding_window=4096, max_window_layers=62),
-        fixed={"use_sliding_window": True},
-        reads=_ATTENTION_BIAS,
-        layer_kinds=windowed_from_a_layer_on,
-        qk_norm="head",
-        experts=glm_experts,
-        is_sparse=is_sparse_in_glm,
-    ),
-    "minimax_m2": Family(
-        _defaults(196_608, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8),
-        rope_settings=minimax_rope,
-        rotates_partly=True,
-        qk_norm="all",
-        experts=minimax_experts,
-    ),
-    "afmoe": Family(
-        _defaults(16_384, eps=1e-5, head_dim=128, num_experts_per_tok=6, moe_intermediate_size=1408)
-        | {"num_experts": 64, "num_shared_experts": 2, "num_dense_layers": 1, "sliding_window": 1024},
-        reads=_ATTENTION_BIAS,
-        renamed={"global_attn_every_n_layers": "sliding_window_pattern"},
-        layer_kinds=all_windowed_but_every(4),
-        rotated_layers=rotated_where_listed_as_windowed,
-        scales_embedding="mup_enabled",
-        norms=Norms(after=True),
-        qk_norm="head",
-        experts=afmoe_experts,
-        is_sparse=is_sparse_in_lfm2,
-        has_gate=True,
-        gates=sigmoid_without_bias,
-    ),
     "ernie4_5": Family(
-        _defaults(131_072, eps=1e-5, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True),
-        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        usual_defaults(131_072, eps=1e-5, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True),
+        reads=ATTENTION_BIAS | {"mlp_bias"},
         renamed={"use_bias": ("attention_bias", "mlp_bias")},
         rope_settings=theta_rope(500_000.0),
     ),
-    "ernie4_5_moe": Family(
-        _defaults(131_072, eps=1e-5, num_key_value_heads=4, tie_word_embeddings=True)
-        | {"moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64, "moe_num_shared_experts": 2},
-        renamed={"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"},
-        rope_settings=theta_rope(500_000.0),
-        experts=ernie_experts,
-        is_sparse=is_sparse_in_ernie,
-    ),
     "helium": Family(
-        _defaults(4096, eps=1e-8, num_key_value_heads=20, head_dim=128),
+        usual_defaults(4096, eps=1e-8, num_key_value_heads=20, head_dim=128),
         fixed={"attention_output_bias": False},
         reads=frozenset({"attention_bias", "mlp_bias"}),
         rope_settings=theta_rope(100_000.0),
     ),
-    "gpt_oss": Family(
-        _defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=4, head_dim=64)
-        | {"sliding_window": 128, "attention_bias": True},
-        reads=_ATTENTION_BIAS,
-        layer_kinds=all_windowed_but_every(2),
-        rope_settings=gpt_oss_rope,
-        experts=gpt_oss_experts,
-        has_sinks=True,
-    ),
-    "granitemoe": _GRANITE_MOE,
-    "granitemoeshared": replace(_GRANITE_MOE, defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 1024}),
     "lfm2": replace(
         _LFM2,
         defaults={**_LFM2.defaults}

@@ -1,0 +1,86 @@
+"""Families whose norms subtract the mean (LayerNorm), as rows of the table. Some attend in parallel to the MLP."""
+
+from dataclasses import replace
+
+from infer.compute.operands.architecture import Norms
+from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
+from infer.models.families.layer_kinds import (
+    all_windowed,
+    all_windowed_but_every,
+    rotated_where_listed_as_windowed,
+)
+from infer.models.families.ropes import (
+    gpt_neox_rope,
+)
+
+_COHERE = Family(
+    usual_defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
+    reads=ATTENTION_BIAS | {"output_multiplier"},
+    renamed={"layer_norm_eps": "rms_norm_eps", "logit_scale": "output_multiplier"},
+    norms=Norms(are_centred=True, parallel="one"),
+    refuses={"use_qk_norm": False},
+)
+
+CENTRED: dict[str, Family] = {
+    "cohere": _COHERE,
+    "cohere2": replace(
+        _COHERE,
+        defaults={**_COHERE.defaults, "sliding_window": 4096},
+        layer_kinds=all_windowed_but_every(4),
+        rotated_layers=rotated_where_listed_as_windowed,
+    ),
+    "phi": Family(
+        usual_defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
+        fixed={"attention_bias": True, "mlp_bias": True, "lm_head_bias": True},
+        reads=ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        rotates_partly=True,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True, parallel="one"),
+        refuses={"qk_layernorm": False},
+    ),
+    "starcoder2": Family(
+        usual_defaults(4096, eps=1e-5, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
+        | {"attention_bias": True, "mlp_bias": True},
+        reads=ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"norm_epsilon": "rms_norm_eps", "use_bias": ("attention_bias", "mlp_bias")},
+        layer_kinds=all_windowed,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True),
+    ),
+    "stablelm": Family(
+        usual_defaults(4096, eps=1e-5, partial_rotary_factor=0.25),
+        fixed={"attention_output_bias": False},
+        reads=ATTENTION_BIAS,
+        renamed={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "attention_bias"},
+        rotates_partly=True,
+        norms=Norms(are_centred=True, have_bias=True),
+        refuses={"qk_layernorm": False, "use_parallel_residual": False},
+    ),
+    "nemotron": Family(
+        usual_defaults(4096, eps=1e-5, hidden_act="relu2", partial_rotary_factor=0.5),
+        reads=ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"norm_eps": "rms_norm_eps"},
+        rotates_partly=True,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True),
+    ),
+    "olmo": Family(
+        usual_defaults(2048) | {"rms_norm_eps": 1e-5},
+        fixed={"rms_norm_eps": 1e-5},
+        reads=ATTENTION_BIAS,
+        norms=Norms(are_centred=True, have_weight=False),
+        refuses={"clip_qkv": None},
+    ),
+    "gpt_neox": Family(
+        usual_defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, rotary_pct=0.25),
+        fixed={"mlp_bias": True, "num_key_value_heads": None},
+        reads=ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        rope_settings=gpt_neox_rope,
+        rotates_partly=True,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True, parallel="two"),
+        refuses={"use_parallel_residual": True},
+    ),
+}

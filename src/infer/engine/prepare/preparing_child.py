@@ -14,7 +14,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,21 +24,23 @@ from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, a
 from infer.system.processor_limit import LateError, OverLimitError, limited, processor_seconds, watch_limits
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.json_schema import unreadable_parts
+from infer.text.grammar.json_schema import rewrite_schema
 from infer.text.grammar.library_trials import TRIES, Try, llguidance_try, read_within
 from infer.text.grammar.pattern import check_pattern, without_anchors
-from infer.text.grammar.reading import pointed
 from infer.text.grammar.schema_pattern import translated
+from infer.text.grammar.schema_rewriter import Omissions
+from infer.text.grammar.schema_search import pointed
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
-from infer.text.toolcalls.answer_grammar import answer_lark
+from infer.text.toolcalls.answer_grammar import answer_lark, enforceable, loosest
 from infer.text.toolcalls.formats import ReasoningFormat, ToolCallFormat
-from infer.text.toolcalls.tool_schemas import ToolSchemas
 from infer.text.toolcalls.tools import Tool
 
 _STACK_BYTES = 4 << 20  # half of a thread's stack, so that a grammar that passes here also passes there
 _NICENESS = 10
 LOOSEST_SECONDS = 2.0  # processor seconds, for tools without their schemas
 MAX_RULE_BYTES = 16 << 20
+SEARCH_SECONDS = 1.0  # processor seconds for the searches in one tool
+ALL_SEARCH_SECONDS = 4.0  # processor seconds for the searches in all tools of a request
 _NUM_BYTES, _NUM_MARKS = 256, 64
 _LIBRARY = "llguidance"
 
@@ -81,10 +83,11 @@ def format_of_json(given: Mapping[str, Any]) -> AnswerFormat:
 
 
 class _Part(NamedTuple):
-    """One of several grammars of llguidance. `warnings` name the keywords of schemas that are not enforced."""
+    """One of several grammars of llguidance, and what of its schema is not enforced."""
 
     grammar: Mapping[str, Any]
     warnings: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
 
 
 @final
@@ -96,29 +99,43 @@ class ToolRules:
         self._library, self._try, self._read_seconds = library, try_, read_seconds
         self._parts = SizedCache[_Part](MAX_RULE_BYTES)
         self._ends_at = 0.0
+        self._tool_seconds = self._all_seconds = 0.0  # that are left for searches
         self.warnings: dict[str, None] = {}  # warnings of all grammars
 
     def begin(self, seconds: float) -> None:
         """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
         self._ends_at = processor_seconds() + seconds
+        self._tool_seconds = self._all_seconds = ALL_SEARCH_SECONDS
 
-    def part(self, grammar: Grammar) -> Mapping[str, Any]:
+    def begin_tool(self) -> bool:
+        """Begin with the next tool. Return False if searches in the tools of the request have used up their time."""
+        self._tool_seconds = min(SEARCH_SECONDS, self._all_seconds)
+        return self._all_seconds > 0
+
+    def part(self, grammar: Grammar) -> _Part:
         """Return a checked and tried grammar. Raises InvalidRequestError."""
         if (found := self._parts.get(grammar)) is None:
             found = self._read(grammar)
-            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, found.warnings))
+            texts = [*found.warnings, *(text for each in found.left_out for text in each)]
+            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, texts))
             self._parts.put(grammar, found, num_bytes)
         self.warnings |= dict.fromkeys(found.warnings)
-        return found.grammar
+        return found
 
-    def json_rule(self, schema: Mapping[str, Any]) -> str:
-        """Return a checked and tried schema. Raises InvalidRequestError."""
-        part = self.part(Grammar("json_schema", json.dumps(schema)))
-        return f"%json {json.dumps(part['json_schema'])}"
+    def json_rule(self, schema: Any) -> str:
+        """Return the rule of a schema that is enforced whole. Raises InvalidRequestError."""
+        return _rule(self.part(Grammar("json_schema", json.dumps(schema))))
 
-    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the pointers of keywords of a schema that cannot be read, each with the reason."""
-        return unreadable_parts(schema)
+    def loose_rule(self, schema: Any, *, is_argument: bool) -> tuple[str, Sequence[tuple[str, str]]]:
+        """Return the rule of a schema, and the parts that are left out. Raises InvalidRequestError."""
+        part = self.part(Grammar("argument_schema" if is_argument else "tool_schema", json.dumps(schema)))
+        return _rule(part), part.left_out
+
+    def left_out_of(self, schema: Any) -> Mapping[str, str]:
+        """Return the reasons of the parts of a schema that no grammar can enforce, by pointer."""
+        omissions = Omissions(is_of_tool=True)
+        rewrite_schema(json.dumps(schema), "json_schema", omissions)
+        return omissions.noted
 
     def text_pattern(self, pattern: str) -> str:
         """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
@@ -136,10 +153,23 @@ class ToolRules:
     def _read(self, grammar: Grammar) -> _Part:
         if processor_seconds() > self._ends_at:
             raise LateError
-        read = read_within(self._library, _LIBRARY, self._try, grammar, self._read_seconds)
+        read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
         text = read.source.text
         part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        return _Part(part, read.warnings)
+        return _Part(part, read.warnings, read.left_out)
+
+    def _tried(self, source: Source) -> str:
+        """Try a source, and count the time if it has a problem."""
+        begin = processor_seconds()
+        problem = self._try(source)
+        if problem:
+            spent = processor_seconds() - begin
+            self._tool_seconds, self._all_seconds = self._tool_seconds - spent, self._all_seconds - spent
+        return problem
+
+
+def _rule(part: _Part) -> str:
+    return f"%json {json.dumps(part.grammar['json_schema'])}"
 
 
 @final
@@ -147,7 +177,6 @@ class ToolAnswers:
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
         """Begin. `try_` tries grammars that must not name control tokens."""
         self._rules = ToolRules(library, try_, read_seconds)
-        self._schemas = ToolSchemas(self._rules)
         self._try = llguidance_try(library, library.LLTokenizer(library.TokenizerWrapper(_Marks())))
 
     def prepare(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -161,12 +190,12 @@ class ToolAnswers:
         found = form
         try:
             with self._limited(seconds):
-                found = self._schemas.enforceable(form)
+                found = enforceable(form, self._rules, self._rules.begin_tool)
                 return self._prepared(form, found, answer)
         except (AnswerGrammarError, OverLimitError) as late:
             problem = f"they take more than {seconds:g} s to compile: give fewer or smaller ones"
             error = late if isinstance(late, AnswerGrammarError) else InvalidRequestError(f"tools: {problem}")
-            looser = self._schemas.loosest(found, error)
+            looser = loosest(found, error)
             if looser is None:
                 raise error from None
         with self._limited(LOOSEST_SECONDS):
@@ -199,7 +228,7 @@ class ToolAnswers:
         parts: list[Mapping[str, Any]] = [{"lark_grammar": lark}]
         if answer is not None:
             with about(answer.kind):
-                parts.append({**self._rules.part(answer), "name": "answer"})
+                parts.append({**self._rules.part(answer).grammar, "name": "answer"})
         return json.dumps({"grammars": parts})
 
 

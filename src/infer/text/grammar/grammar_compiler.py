@@ -15,7 +15,7 @@ from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.llguidance import LlguidanceBackend
 from infer.text.grammar.matcher import GrammarBackend, StepwiseConstraint
-from infer.text.grammar.reading import pointed
+from infer.text.grammar.schema_search import pointed
 from infer.text.grammar.trial import try_grammar
 from infer.text.grammar.vocabulary import Vocabulary
 from infer.text.grammar.xgrammar import XgrammarBackend

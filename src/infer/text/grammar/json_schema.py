@@ -4,16 +4,17 @@ import difflib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from infer.errors import InvalidRequestError, problem_of
+from infer.errors import InvalidRequestError
 from infer.system.json_limits import is_deeper, refuse_constant, unique_keys
 from infer.text.grammar.grammar import STRICT
 from infer.text.grammar.pattern import encoded
-from infer.text.grammar.schema_part import MalformedSchemaError, SchemaPart, false_part, refuse
+from infer.text.grammar.schema_part import SchemaPart, false_part, refuse
 from infer.text.grammar.schema_pattern import pattern_without
-from infer.text.grammar.schema_rewriter import ASSERTIONS, Rewriter
+from infer.text.grammar.schema_references import escaped
+from infer.text.grammar.schema_rewriter import ASSERTIONS, LeftOut, Omissions, Rewriter
 from infer.text.grammar.schema_shortest import empty_definitions, nodes_of
 
 MAX_BYTES = 1 << 20
@@ -22,11 +23,6 @@ MAX_OPTIONAL = 256
 MAX_ASKED = 40
 ASKING_SECONDS = 1.0
 _MAX_WARNINGS = 10
-_LEFT_OUT = (  # keywords that a compiler may refuse, and keywords that forbid more without these
-    frozenset({"minProperties", "maxProperties"}),
-    frozenset({"pattern"}),
-    frozenset({"patternProperties", "additionalProperties"}),
-)
 
 
 @dataclass(frozen=True)
@@ -34,13 +30,21 @@ class BuiltSchema:
     """A schema in the compiler's form.
 
     `warnings` name the keywords that assert nothing, and the parts that were left out of a schema that is not strict.
+    The latter are only in `omissions` if the schema is of a tool.
     """
 
     root: SchemaPart
     definitions: Mapping[str, SchemaPart]
     where: str
     is_strict: bool
-    warnings: tuple[str, ...]
+    ignored: tuple[str, ...]
+    omissions: Omissions
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        noted = {} if self.omissions.is_of_tool else self.omissions.noted
+        lines = [f"{self.where} at {pointer}: left out: {problem}" for pointer, problem in noted.items()]
+        return (*_ignored(self.ignored, self.where), *_shortened(lines, self.where))
 
     @property
     def text(self) -> str:
@@ -54,8 +58,8 @@ class BuiltSchema:
             found["$defs"] = {name.rpartition("/")[2]: each.written() for name, each in self.definitions.items()}
         return json.dumps(found)
 
-    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[SchemaPart, str]:
-        """Return the deepest part whose text has a problem, and the problem.
+    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[str, str]:
+        """Return the pointer of the deepest part whose text has a problem, and the problem.
 
         Calls `problem_of` at most `MAX_ASKED` times, and only for `ASKING_SECONDS`, because a part may use its whole
         budget before it fails.
@@ -73,53 +77,20 @@ class BuiltSchema:
                     found, problem = part, inner_problem
                     break
             else:
-                return found, problem
-
-    def without(self, part: SchemaPart, problem: str) -> "BuiltSchema":
-        """Leave out of `part` the keywords with which the compiler may have a problem, and add a warning."""
-        words = next((words for words in _LEFT_OUT if words & part.keys()), part.keys() - {"type"} or {"type"})
-        words = words & part.keys()
-        for word in words:
-            del part[word]
-        warning = f"{self.where} at {part.pointer or '/'}: {', '.join(sorted(words))} left out: {problem}"
-        return replace(self, warnings=(*self.warnings, f"{warning:.300}"))
+                return found.pointer, problem
 
 
-def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str, str]]:
-    """Return the pointers of keywords and schemas that `build_schema` refuses, each with the reason.
-
-    A schema that is nested too deeply to be read has none.
-    """
-    found = list[tuple[str, str]]()
-    if not is_deeper(schema, MAX_DEPTH):
-        Rewriter(schema, where, on_problem=lambda pointer, error: found.append((pointer, problem_of(error)))).rewrite()
-    return found
-
-
-def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:
+def build_schema(
+    text: str, keywords: Set[str] | None = None, where: str = "json_schema", omissions: Omissions | None = None
+) -> BuiltSchema:
     """Return the built schema. `keywords` are the keywords that the backend enforces; None means all.
 
-    Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it.
+    Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it. If it is
+    not strict, unsupported parts are left out and noted in `omissions`. So are malformed parts of a tool's schema.
     """
-    size = len(encoded(text, where))
-    if size > MAX_BYTES:
-        raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
-    raw = _read(text, where)
-    if not isinstance(raw, dict | bool):
-        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
-    left_out = list[str]()
-
-    def report(pointer: str, error: InvalidRequestError) -> None:
-        if isinstance(error, MalformedSchemaError):
-            raise error
-        left_out.append(f"{where} at {pointer}: left out: {problem_of(error)}")
-
-    is_strict = _is_strict(raw, where)
-    try:
-        rewriter = Rewriter(raw, where, None if is_strict else report)
-        root = rewriter.rewrite()
-    except RecursionError:
-        raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
+    omissions = omissions or Omissions()
+    rewriter, root = rewrite_schema(text, where, omissions)
+    is_strict = rewriter.is_strict
     nodes = nodes_of([root, *rewriter.definitions.values()])
     for node in nodes if keywords is not None else ():
         for word in node.keys() - (keywords or ()):
@@ -130,7 +101,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
             problem = f"at most {MAX_OPTIONAL} properties may be optional, got {optional}"
             if is_strict:
                 refuse(where, node.pointer, problem)
-            left_out.append(f"{where} at {node.pointer}/properties: left out: {problem}")
+            omissions.noted.setdefault(f"{node.pointer}/properties", problem)
             for word in node.keys() & {"properties", "additionalProperties"}:
                 del node[word]
     definitions = rewriter.definitions
@@ -142,8 +113,21 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
     definitions = {name: part for name, part in definitions.items() if name not in empty}
     if keywords is None:
         _spell_other_names(nodes)
-    warnings = (*_ignored(rewriter.ignored, where), *_shortened(left_out, where))
-    return BuiltSchema(root, definitions, where, is_strict, warnings)
+    return BuiltSchema(root, definitions, where, is_strict, tuple(rewriter.ignored), omissions)
+
+
+def rewrite_schema(text: str, where: str, omissions: Omissions) -> tuple[Rewriter, SchemaPart]:
+    """Return the first form of a schema, which may have too many names or no value. Raises InvalidRequestError."""
+    size = len(encoded(text, where))
+    if size > MAX_BYTES:
+        raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
+    raw = _read_of_tool(text, where, omissions) if omissions.is_of_tool else _read(text, where)
+    is_strict = not omissions.is_of_tool and _is_strict(raw, where)
+    try:
+        rewriter = Rewriter(raw, where, None if is_strict else omissions)
+        return rewriter, rewriter.rewrite()
+    except RecursionError:
+        raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
 
 
 def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
@@ -160,8 +144,27 @@ def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
                 node["patternProperties"], node["additionalProperties"] = {pattern: other}, false_part("")
 
 
+def _read_of_tool(text: str, where: str, omissions: Omissions) -> Any:
+    """Return the schema of a tool. Properties that are nested too deeply are left out."""
+    raw = json.loads(text)
+    if isinstance(raw, dict):
+        raw.pop(STRICT, None)
+    problem = f"brackets must be nested at most {MAX_DEPTH} deep"
+    if is_deeper(raw, MAX_DEPTH):
+        properties = raw.get("properties") if isinstance(raw, dict) else None
+        named = properties if isinstance(properties, dict) else {}
+        deep = {name for name, each in named.items() if is_deeper(each, MAX_DEPTH - 2)}
+        rest = {**raw, "properties": {name: named[name] for name in named.keys() - deep}} if deep else raw
+        if is_deeper(rest, MAX_DEPTH):
+            raise InvalidRequestError(f"{where}: {problem}")
+        omissions.wanted.update({f"/properties/{escaped(name)}": LeftOut(problem, keeps_type=True) for name in deep})
+    return raw
+
+
 def _is_strict(raw: Any, where: str) -> bool:
     """Remove the keyword `x-strict` from the schema, and return its value."""
+    if not isinstance(raw, dict | bool):
+        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
     strict = raw.pop(STRICT, True) if isinstance(raw, dict) else True
     if not isinstance(strict, bool):
         refuse(where, f"/{STRICT}", f"must be true or false, got {strict!r:.40}")

@@ -48,18 +48,11 @@ class _Rule(NamedTuple):
     body: list[_Token]
 
 
-class CheckedGrammar(NamedTuple):
-    """A checked grammar. In `text`, schemas after %json are in the compiler's form.
+def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> tuple[str, tuple[str, ...]]:
+    """Return the grammar with schemas after %json in the compiler's form, and warnings of keywords not enforced.
 
-    `warnings` name the keywords of these schemas that are not enforced.
+    Raises InvalidRequestError that gives line and column, from 1.
     """
-
-    text: str
-    warnings: tuple[str, ...]
-
-
-def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> CheckedGrammar:
-    """Return the checked grammar. Raises InvalidRequestError that gives line and column, from 1."""
     size = len(encoded(text, where))
     if size > MAX_BYTES:
         raise InvalidRequestError(f"{where}: a grammar must have at most {MAX_BYTES} bytes, got {size}")
@@ -69,7 +62,7 @@ def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "gra
     for start, end, schema in checker.schemas:
         parts += [text[at:start], " ", schema]
         at = end
-    return CheckedGrammar("".join([*parts, text[at:]]), tuple(checker.warnings))
+    return "".join([*parts, text[at:]]), tuple(checker.warnings)
 
 
 class _Checker:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from infer.errors import InvalidRequestError
@@ -14,6 +15,7 @@ from infer.system.processor_limit import OverLimitError, limited
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.libraries import ENFORCED, compile_with_xgrammar, llguidance_limits, source_of
 from infer.text.grammar.reading import Read, read_grammar
+from infer.text.grammar.schema_search import SEARCH_SECONDS
 
 Try = Callable[[Source], str]
 
@@ -106,15 +108,18 @@ def _in_a_fork(follow: Try, source: Source) -> str:
     return "too large or too deep to compile" if status else found
 
 
-def read_within(library: Any, name: str, try_: Try, grammar: Grammar, seconds: float) -> Read:
-    """Read and try a grammar within a limit of processor seconds. The time of forks does not count.
+def read_within(
+    library: Any, name: str, try_: Try, grammar: Grammar, seconds: float, search_seconds: float = SEARCH_SECONDS
+) -> Read:
+    """Read and try a grammar within a limit of processor seconds. The time of forks counts only in a search.
 
     Raises InvalidRequestError if the grammar is refused or takes too much time or memory.
     """
     try:
         with limited(seconds):
-            return read_grammar(grammar, ENFORCED[name], lambda each: source_of(name, library, each), try_)
+            source = partial(source_of, name, library)
+            return read_grammar(grammar, ENFORCED[name], source, try_, search_seconds)
     except OverLimitError:
-        raise InvalidRequestError(f"{grammar.kind}: takes more than {seconds:g} s to read: make it smaller") from None
+        raise InvalidRequestError(f"{grammar.where}: takes more than {seconds:g} s to read: make it smaller") from None
     except MemoryError:
-        raise InvalidRequestError(f"{grammar.kind}: takes too much memory: make it smaller") from None
+        raise InvalidRequestError(f"{grammar.where}: takes too much memory: make it smaller") from None

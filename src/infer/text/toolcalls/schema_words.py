@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, final
 
-from infer.errors import PropertyNameError, SchemaError
+from infer.errors import SchemaError
+from infer.text.grammar.schema_references import escaped
+from infer.text.grammar.schema_rewriter import ASSERTIONS, COMPANIONS
 from infer.text.toolcalls.formats import ToolCallFormat
-from infer.text.toolcalls.tools import Tool
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/&~#]")
 LENGTHS = ("minLength", "maxLength")
@@ -23,17 +24,14 @@ GEMMA_KEYS = {
 NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
 NOT_HELD = NOTES | {"$defs", "definitions"}
 OBJECT_KEYS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-ASSERTIONS = frozenset(
+IDS = frozenset({"$id", "id", "$anchor", "$dynamicAnchor"})
+_KNOWN = frozenset(
     {
-        *("type", "properties", "required", "items", "additionalProperties", "patternProperties", "prefixItems"),
-        *("additionalItems", "enum", "const", "pattern", "format", "minLength", "maxLength", "minItems", "maxItems"),
-        *("minProperties", "maxProperties", "minContains", "maxContains", "minimum", "maximum", "exclusiveMinimum"),
-        *("exclusiveMaximum", "multipleOf", "divisibleBy", "uniqueItems", "contains", "propertyNames", "if", "then"),
-        *("else", "not", "anyOf", "oneOf", "allOf", "extends", "disallow", "dependencies", "dependentRequired"),
-        *("dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "$ref", "$dynamicRef", "$recursiveRef"),
+        *(ASSERTIONS | NOT_HELD | IDS),
+        *("then", "else", "minContains", "maxContains"),
+        *("extends", "disallow", "divisibleBy"),  # of draft 3
     }
 )
-DEFINITIONS = frozenset({"$defs", "definitions"})
 _XML_NAME = re.compile(r"[\w$@.:/-]+")
 _GEMMA_SIGNS = re.compile(r"[{}\[\],:]|^$")
 
@@ -49,20 +47,55 @@ class Spot(NamedTuple):
 
     def member(self, name: str) -> "Spot":
         """Return the place of a property. Messages name it by the property's name."""
-        escaped = name.replace("~", "~0").replace("/", "~1")
-        return Spot(name, f"{self.pointer}/properties/{escaped}")
-
-    def refuse(self, problem: str) -> NoReturn:
-        """Raise SchemaError for this place."""
-        raise SchemaError(problem, self.pointer)
-
-    def allow(self, schema: Mapping[str, Any], words: Set[str], kind: str = "") -> None:
-        """Raise SchemaError for keywords that are not among these."""
-        if others := sorted(set(schema) - words):
-            self.refuse(f"{others[0]} of {kind}{self.name} cannot be enforced in this tool format: leave it out")
+        return Spot(name, f"{self.pointer}/properties/{escaped(name)}")
 
 
 ROOT = Spot("the parameters", "")
+
+
+@final
+class LeftOut:
+    """The parts of a tool's schema that are not enforced, with the reasons. A strict tool has none."""
+
+    def __init__(self, *, is_strict: bool) -> None:
+        self.problems: dict[str, str] = {}  # by JSON pointer
+        self._is_strict = is_strict
+
+    def note(self, spot: Spot, problem: str, word: str = "") -> None:
+        """Leave out a schema, or a keyword of it. Raises SchemaError for a strict tool."""
+        if self._is_strict:
+            raise SchemaError(problem, spot.pointer)
+        self.problems.setdefault(f"{spot.pointer}/{word}" if word else spot.pointer, problem)
+
+    def rest(self, spot: Spot, schema: Any) -> Any:
+        """Return a schema without the keywords that are left out, and without those that assert nothing.
+
+        A `oneOf` that is left out stays, because its branches are still enforced as those of `anyOf`.
+        """
+        if self._is_strict or isinstance(schema, bool):
+            return schema
+        if spot.pointer in self.problems or not isinstance(schema, Mapping):
+            return {}
+        gone = {word for word in schema if f"{spot.pointer}/{escaped(word)}" in self.problems}
+        gone |= {COMPANIONS[word] for word in gone & COMPANIONS.keys()}
+        gone -= {"oneOf"} if isinstance(schema.get("oneOf"), list) and schema["oneOf"] else set()
+        return {word: value for word, value in schema.items() if word in _KNOWN and word not in gone}
+
+    def allowed(self, spot: Spot, schema: Mapping[str, Any], words: Set[str], kind: str = "") -> dict[str, Any]:
+        """Return the schema with these keywords only. The others are left out."""
+        for word in sorted(set(schema) - words):
+            self.note(spot, f"{word} of {kind}{spot.name} cannot be enforced in this tool format: leave it out", word)
+        return {word: value for word, value in schema.items() if word in words}
+
+    def can_name(self, spot: Spot, form: ToolCallFormat) -> bool:
+        """Return True if the format can write the name of an argument or a member. Otherwise leave it out."""
+        if form.syntax == "gemma":
+            is_name = not (_GEMMA_SIGNS.search(spot.name) or form.quote in spot.name)
+        else:
+            is_name = bool(_XML_NAME.fullmatch(spot.name)) if form.syntax == "xml" else spot.name.isidentifier()
+        if not is_name:
+            self.note(spot, f"the tool format {form.name} cannot name {spot.name!r:.80}: rename it")
+        return is_name
 
 
 def as_pattern(text: str) -> str:
@@ -70,39 +103,9 @@ def as_pattern(text: str) -> str:
     return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
-def properties_of(tool: Tool, form: str) -> dict[str, Any]:
-    """Return each property with the definitions to which it may refer. Raises SchemaError."""
-    if others := sorted(set(tool.parameters) - OBJECT_KEYS):
-        ROOT.refuse(f"{others[0]} cannot be enforced in the tool format {form}: leave it out")
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    return {
-        name: {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
-        for name, schema in tool.properties.items()
-    }
-
-
 def of_texts(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that constrain texts."""
     return {key: schema[key] for key in ("pattern", *LENGTHS) if key in schema}
-
-
-def check_name(spot: Spot, form: ToolCallFormat) -> None:
-    """Raise PropertyNameError for an argument that the format cannot name."""
-    if form.syntax == "gemma":
-        check_member_name(spot, form)
-    elif not (_XML_NAME.fullmatch(spot.name) if form.syntax == "xml" else spot.name.isidentifier()):
-        raise PropertyNameError(f"the tool format {form.name} cannot name {spot.name!r:.80}: rename it", spot.pointer)
-
-
-def check_member_name(spot: Spot, form: ToolCallFormat) -> None:
-    """Raise PropertyNameError for a member of an object that Gemma's formats cannot name."""
-    if _GEMMA_SIGNS.search(spot.name) or form.quote in spot.name:
-        raise PropertyNameError(f"the tool format {form.name} cannot name {spot.name!r:.80}: rename it", spot.pointer)
-
-
-def words_of(problem: str) -> list[str]:
-    """Return the words in a message, some of which may be keywords of a schema."""
-    return re.findall(r"\$?\w+", problem)
 
 
 def required_of(schema: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from infer.system.json_limits import is_deeper
 from infer.text.toolcalls.signature import tool_of_function
 
 MAX_NAME = 128
+_MAX_NAMES = 256  # of a schema that allows anything
 _NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 ToolLike = Mapping[str, Any] | Callable[..., Any]
 Kind = Literal["auto", "none", "required"]
@@ -85,6 +86,16 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
         if tool.is_strict and not known.is_strict:
             found[tool.name] = replace(known, is_strict=True)
     return tuple(found.values())
+
+
+def anything_for(parameters: Mapping[str, Any], *, is_json: bool) -> dict[str, Any]:
+    """Return a schema of objects that allows anything. Formats other than JSON can only write named arguments."""
+    anything = {"type": "object", "additionalProperties": True}
+    properties = parameters.get("properties")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    if is_json or not names or len(names) > _MAX_NAMES:
+        return anything
+    return {**anything, "properties": {str(name): {} for name in names}}
 
 
 def _text_of(schema: Mapping[str, Any]) -> str:

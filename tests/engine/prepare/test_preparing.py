@@ -23,7 +23,7 @@ from infer.engine.prepare.preparing_child import ToolRules
 from infer.system.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.grammar.trial import trial_lane
+from infer.text.grammar.libraries import trial_lane
 from infer.text.templates.template_child import MAX_COMPILED_CHARACTERS, Renderer
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
@@ -79,7 +79,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 def short_of_time() -> Iterator[None]:
     """Set one second as the limit for compiling all tools of a request."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infer.text.grammar.trial.ANSWER_SECONDS", 1.0)
+        patch.setattr("infer.text.grammar.libraries.ANSWER_SECONDS", 1.0)
         trial_lane.cache_clear()
         yield
     trial_lane.cache_clear()

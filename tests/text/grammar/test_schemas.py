@@ -19,7 +19,7 @@ from infer import InvalidRequestError, Tokenizer
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.json_schema import build_schema
-from infer.text.grammar.schema_pattern import pattern_without, translated
+from infer.text.grammar.patterns import pattern_without, translated
 
 NULL, OBJECT = {"type": "null"}, {"type": "object"}
 CLOSED = {**OBJECT, "additionalProperties": False}

@@ -17,13 +17,11 @@ from extent import usual_or_all
 from infer import LLM, InvalidRequestError
 from infer.errors import MessageWarning, SchemaWarning
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.json_schema import BuiltSchema, build_schema
-from infer.text.grammar.libraries import llguidance_limits, schema_source
-from infer.text.grammar.library_trials import llguidance_follow
+from infer.text.grammar.json_schema import BuiltSchema, SchemaSearch, build_schema
+from infer.text.grammar.libraries import llguidance_follow, llguidance_limits, schema_source
 from infer.text.grammar.schema_rewriter import LeftOut, Omissions
-from infer.text.grammar.schema_search import SchemaSearch
 from infer.text.toolcalls.formats import FORMATS
-from infer.text.toolcalls.past_calls import past_arguments
+from infer.text.toolcalls.tools import past_arguments
 from test_session import make_model
 
 BYTES = llguidance.LLTokenizer("byte")

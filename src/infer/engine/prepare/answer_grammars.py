@@ -15,7 +15,7 @@ from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler
-from infer.text.grammar.trial import ask_trial
+from infer.text.grammar.libraries import ask_trial
 from infer.text.toolcalls.answer_format import AnswerFormat
 from infer.text.toolcalls.tools import Tool, anything_for
 

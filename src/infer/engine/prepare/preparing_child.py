@@ -24,12 +24,10 @@ from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, a
 from infer.system.processor_limit import LateError, OverLimitError, limited, processor_seconds, watch_limits
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.json_schema import rewrite_schema
-from infer.text.grammar.library_trials import TRIES, Try, llguidance_try, read_within
-from infer.text.grammar.pattern import check_pattern, without_anchors
-from infer.text.grammar.schema_pattern import translated
+from infer.text.grammar.json_schema import pointed, rewrite_schema
+from infer.text.grammar.libraries import TRIES, Try, llguidance_try, read_within
+from infer.text.grammar.patterns import check_pattern, translated, without_anchors
 from infer.text.grammar.schema_rewriter import Omissions
-from infer.text.grammar.schema_search import pointed
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.answer_grammar import answer_lark, enforceable, loosest
 from infer.text.toolcalls.formats import ReasoningFormat, ToolCallFormat

@@ -11,10 +11,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from infer.errors import InvalidRequestError
-from infer.text.grammar.horn import Clause, shortest
 from infer.text.grammar.json_schema import build_schema
-from infer.text.grammar.pattern import check_pattern, encoded
-from infer.text.grammar.schema_shortest import MAX_SHORTEST
+from infer.text.grammar.patterns import check_pattern, encoded
+from infer.text.grammar.shortest import MAX_SHORTEST, Clause, shortest
 
 MAX_BYTES = 65_536
 MAX_DEPTH = 28  # the limit of llguidance

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError, problem_of
-from infer.text.grammar.schema_logic import Logic
-from infer.text.grammar.schema_part import (
+from infer.text.grammar.schema_logic import (
     TYPES,
+    Logic,
     MalformedSchemaError,
     SchemaPart,
     all_of,
@@ -22,11 +22,12 @@ from infer.text.grammar.schema_part import (
     refuse,
     refuse_malformed,
 )
-from infer.text.grammar.schema_references import References, escaped
 from infer.text.grammar.schema_values import (
     FORMATS,
+    References,
     check_constants,
     check_texts,
+    escaped,
     read_count,
     read_names,
     read_number,

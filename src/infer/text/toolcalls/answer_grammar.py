@@ -14,8 +14,7 @@ from infer.errors import InvalidRequestError, problem_of
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.argument_grammar import ArgumentGrammar, Rules
 from infer.text.toolcalls.formats import ReasoningFormat
-from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules
-from infer.text.toolcalls.schema_words import as_pattern, one_of
+from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules, as_pattern, one_of
 from infer.text.toolcalls.tools import anything_for
 
 _MAX_WARNINGS = 10

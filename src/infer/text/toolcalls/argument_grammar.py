@@ -7,8 +7,8 @@ from typing import Any, Protocol, final, runtime_checkable
 from infer.errors import InvalidRequestError, problem_of
 from infer.text.toolcalls.answer_format import gemma_value, is_plain_text, written_value
 from infer.text.toolcalls.formats import ToolCallFormat
-from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules
-from infer.text.toolcalls.schema_words import (
+from infer.text.toolcalls.lark_rules import (
+    ANY_TEXT,
     GEMMA_KEYS,
     IDS,
     LENGTHS,
@@ -18,7 +18,8 @@ from infer.text.toolcalls.schema_words import (
     OBJECT_KEYS,
     PYTHON_KEYS,
     ROOT,
-    LeftOut,
+    LarkRules,
+    PartsLeftOut,
     Spot,
     as_pattern,
     has_texts,
@@ -64,7 +65,7 @@ class ArgumentGrammar:
     def __init__(self, form: ToolCallFormat, lark: LarkRules, schemas: Rules, tool: Tool) -> None:
         self._form, self._lark, self._schemas, self._tool = form, lark, schemas, tool
         self._literal = lark.literal
-        self._parts = LeftOut(is_strict=tool.is_strict)
+        self._parts = PartsLeftOut(is_strict=tool.is_strict)
         self.left_out = self._parts.problems
 
     def rule(self, name: str) -> str:

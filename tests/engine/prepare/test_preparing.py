@@ -19,7 +19,6 @@ from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
 from infer.engine.prepare.answer_grammars import AnswerGrammars
-from infer.engine.prepare.preparing_child import ToolRules
 from infer.system.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
@@ -28,6 +27,7 @@ from infer.text.templates.template_child import MAX_COMPILED_CHARACTERS, Rendere
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.answer_grammar import enforceable
+from infer.text.toolcalls.argument_grammar import ToolRules
 from infer.text.toolcalls.formats import FORMATS
 from infer.text.toolcalls.tools import read_tools
 from refusals import check_refused
@@ -169,11 +169,11 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
 
 
 def test_the_cache_of_the_preparing_process_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.prepare.preparing_child.MAX_RULE_BYTES", 20_000)
+    monkeypatch.setattr("infer.text.toolcalls.argument_grammar.MAX_RULE_BYTES", 20_000)
     rules = ToolRules(llguidance, lambda source: "", 4.0)
     rules.begin(60.0)
     for name in names(30):
-        enforceable(format_of({"properties": {name: {**TEXT, "description": "x" * 3_000}}}), rules, rules.begin_tool)
+        enforceable(format_of({"properties": {name: {**TEXT, "description": "x" * 3_000}}}), rules)
     assert 1 <= len(rules._parts._kept) <= 6
     assert rules._parts._num_bytes <= 20_000
 

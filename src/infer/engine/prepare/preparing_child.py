@@ -11,36 +11,29 @@ loosened if necessary. Then the whole grammar of the answer is tried.
 import importlib
 import json
 import os
-import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, about
-from infer.system.processor_limit import LateError, OverLimitError, limited, processor_seconds, watch_limits
-from infer.system.sized_cache import SizedCache
+from infer.system.processor_limit import OverLimitError, limited, watch_limits
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.json_schema import pointed, rewrite_schema
+from infer.text.grammar.json_schema import pointed
 from infer.text.grammar.libraries import TRIES, Try, llguidance_try, read_within
-from infer.text.grammar.patterns import check_pattern, translated, without_anchors
-from infer.text.grammar.schema_rewriter import Omissions
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.answer_grammar import answer_lark, enforceable, loosest
+from infer.text.toolcalls.argument_grammar import ToolRules
 from infer.text.toolcalls.formats import ReasoningFormat, ToolCallFormat
 from infer.text.toolcalls.tools import Tool
 
 _STACK_BYTES = 4 << 20  # half of a thread's stack, so that a grammar that passes here also passes there
 _NICENESS = 10
 LOOSEST_SECONDS = 2.0  # processor seconds, for tools without their schemas
-MAX_RULE_BYTES = 16 << 20
-SEARCH_SECONDS = 1.0  # processor seconds for the searches in one tool
-ALL_SEARCH_SECONDS = 4.0  # processor seconds for the searches in all tools of a request
 _NUM_BYTES, _NUM_MARKS = 256, 64
-_LIBRARY = "llguidance"
 
 
 def format_to_json(form: AnswerFormat) -> dict[str, Any]:
@@ -80,96 +73,6 @@ def format_of_json(given: Mapping[str, Any]) -> AnswerFormat:
     )
 
 
-class _Part(NamedTuple):
-    """One of several grammars of llguidance, and what of its schema is not enforced."""
-
-    grammar: Mapping[str, Any]
-    warnings: tuple[str, ...]
-    left_out: tuple[tuple[str, str], ...]
-
-
-@final
-class ToolRules:
-    """The `Rules` of `argument_grammar`, for one library in this process. Results are cached, up to a size in bytes."""
-
-    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
-        """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
-        self._library, self._try, self._read_seconds = library, try_, read_seconds
-        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
-        self._ends_at = 0.0
-        self._tool_seconds = self._all_seconds = 0.0  # that are left for searches
-        self.warnings: dict[str, None] = {}  # warnings of all grammars
-
-    def begin(self, seconds: float) -> None:
-        """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
-        self._ends_at = processor_seconds() + seconds
-        self._tool_seconds = self._all_seconds = ALL_SEARCH_SECONDS
-
-    def begin_tool(self) -> bool:
-        """Begin with the next tool. Return False if searches in the tools of the request have used up their time."""
-        self._tool_seconds = min(SEARCH_SECONDS, self._all_seconds)
-        return self._all_seconds > 0
-
-    def part(self, grammar: Grammar) -> _Part:
-        """Return a checked and tried grammar. Raises InvalidRequestError."""
-        if (found := self._parts.get(grammar)) is None:
-            found = self._read(grammar)
-            texts = [*found.warnings, *(text for each in found.left_out for text in each)]
-            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, texts))
-            self._parts.put(grammar, found, num_bytes)
-        self.warnings |= dict.fromkeys(found.warnings)
-        return found
-
-    def json_rule(self, schema: Any) -> str:
-        """Return the rule of a schema that is enforced whole. Raises InvalidRequestError."""
-        return _rule(self.part(Grammar("json_schema", json.dumps(schema))))
-
-    def loose_rule(self, schema: Any, *, is_argument: bool) -> tuple[str, Sequence[tuple[str, str]]]:
-        """Return the rule of a schema, and the parts that are left out. Raises InvalidRequestError."""
-        part = self.part(Grammar("argument_schema" if is_argument else "tool_schema", json.dumps(schema)))
-        return _rule(part), part.left_out
-
-    def left_out_of(self, schema: Any) -> Mapping[str, str]:
-        """Return the reasons of the parts of a schema that no grammar can enforce, by pointer."""
-        omissions = Omissions(is_of_tool=True)
-        rewrite_schema(json.dumps(schema), "json_schema", omissions)
-        return omissions.noted
-
-    def text_pattern(self, pattern: str) -> str:
-        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
-
-        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
-        """
-        self.json_rule({"type": "string", "pattern": pattern})
-        body = without_anchors(pattern)
-        check_pattern(body, "pattern", allows_anchors=False)
-        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
-        before = "" if pattern.startswith("^") else "(.|\\n)*"
-        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
-        return f"{before}({found})".replace("\n", "\\n") + after
-
-    def _read(self, grammar: Grammar) -> _Part:
-        if processor_seconds() > self._ends_at:
-            raise LateError
-        read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
-        text = read.source.text
-        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        return _Part(part, read.warnings, read.left_out)
-
-    def _tried(self, source: Source) -> str:
-        """Try a source, and count the time if it has a problem."""
-        begin = processor_seconds()
-        problem = self._try(source)
-        if problem:
-            spent = processor_seconds() - begin
-            self._tool_seconds, self._all_seconds = self._tool_seconds - spent, self._all_seconds - spent
-        return problem
-
-
-def _rule(part: _Part) -> str:
-    return f"%json {json.dumps(part.grammar['json_schema'])}"
-
-
 @final
 class ToolAnswers:
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
@@ -188,7 +91,7 @@ class ToolAnswers:
         found = form
         try:
             with self._limited(seconds):
-                found = enforceable(form, self._rules, self._rules.begin_tool)
+                found = enforceable(form, self._rules)
                 return self._prepared(form, found, answer)
         except (AnswerGrammarError, OverLimitError) as late:
             problem = f"they take more than {seconds:g} s to compile: give fewer or smaller ones"

@@ -5,14 +5,14 @@ grammar names control tokens by their ids. Only this grammar may do so, never a 
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import final
 
 from infer.errors import InvalidRequestError, problem_of
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
-from infer.text.toolcalls.argument_grammar import ArgumentGrammar, Rules
+from infer.text.toolcalls.argument_grammar import ArgumentGrammar, ToolRules
 from infer.text.toolcalls.formats import ReasoningFormat
 from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules, as_pattern, one_of
 from infer.text.toolcalls.tools import anything_for
@@ -21,7 +21,7 @@ _MAX_WARNINGS = 10
 _SPACES = "[ \\t\\r\\n]*"
 
 
-def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | None:
+def answer_lark(form: AnswerFormat, rules: ToolRules, *, is_held: bool) -> str | None:
     """Return the grammar of an answer, or None if nothing constrains the answer.
 
     With `is_held`, the answer's text is `@answer`, the request's grammar. Raises InvalidRequestError for a tool whose
@@ -32,11 +32,11 @@ def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | Non
     return _Builder(form, rules, is_held=is_held).lark()
 
 
-def enforceable(form: AnswerFormat, rules: Rules, begin_tool: Callable[[], bool]) -> AnswerFormat:
+def enforceable(form: AnswerFormat, rules: ToolRules) -> AnswerFormat:
     """Return the format with warnings for each part of a tool's schema that is left out because it cannot be enforced.
 
-    Tools of which nothing can be enforced may have any arguments. So may those before which `begin_tool` returns False,
-    because no time is left. Raises InvalidRequestError if tools cannot be enforced at all.
+    Tools of which nothing can be enforced may have any arguments, and so may those for which no time is left. Raises
+    InvalidRequestError if tools cannot be enforced at all.
     """
     calls = form.calls
     if calls is None or calls.kind == "none":
@@ -46,7 +46,7 @@ def enforceable(form: AnswerFormat, rules: Rules, begin_tool: Callable[[], bool]
     for index in sorted(sizes, key=sizes.__getitem__):  # the bad schema is often a large one
         tool = tools[index]
         problem = "its schema is left out, because other tools used up the time to compile it"
-        if begin_tool():
+        if rules.begin_tool():
             try:
                 grammar = ArgumentGrammar(calls.form, LarkRules(form.marks), rules, tool)
                 grammar.rule("arguments")
@@ -90,7 +90,7 @@ def loosest(form: AnswerFormat, error: InvalidRequestError) -> AnswerFormat | No
 
 @final
 class _Builder:
-    def __init__(self, form: AnswerFormat, rules: Rules, *, is_held: bool) -> None:
+    def __init__(self, form: AnswerFormat, rules: ToolRules, *, is_held: bool) -> None:
         self._form, self._schemas, self._is_held = form, rules, is_held
         self._lark = LarkRules(form.marks)
         self._rules = self._lark.rules

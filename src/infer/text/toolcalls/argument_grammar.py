@@ -1,10 +1,18 @@
 """The grammar of a call's arguments in llguidance's Lark, from the schema of a tool and the syntax of its format."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError, problem_of
+from infer.system.processor_limit import LateError, processor_seconds
+from infer.system.sized_cache import SizedCache
+from infer.text.grammar.grammar import Grammar, Source
+from infer.text.grammar.json_schema import rewrite_schema
+from infer.text.grammar.libraries import Try, read_within
+from infer.text.grammar.patterns import check_pattern, translated, without_anchors
+from infer.text.grammar.schema_rewriter import Omissions
 from infer.text.toolcalls.answer_format import gemma_value, is_plain_text, written_value
 from infer.text.toolcalls.formats import ToolCallFormat
 from infer.text.toolcalls.lark_rules import (
@@ -32,27 +40,107 @@ from infer.text.toolcalls.lark_rules import (
 )
 from infer.text.toolcalls.tools import Tool
 
+MAX_RULE_BYTES = 16 << 20
+SEARCH_SECONDS = 1.0  # processor seconds for the searches in one tool
+ALL_SEARCH_SECONDS = 4.0  # processor seconds for the searches in all tools of a request
+_LIBRARY = "llguidance"
 _SINGLE_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
 _SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
 
 
-@runtime_checkable
-class Rules(Protocol):
-    """Compiler of a tool's schema to Lark. Raises InvalidRequestError."""
+class _Part(NamedTuple):
+    """One of several grammars of llguidance, and what of its schema is not enforced."""
+
+    grammar: Mapping[str, Any]
+    warnings: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
+@final
+class ToolRules:
+    """Reader of tools' schemas as rules of Lark, for this process. Results are cached, up to a size in bytes."""
+
+    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
+        """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
+        self._library, self._try, self._read_seconds = library, try_, read_seconds
+        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
+        self._ends_at = 0.0
+        self._tool_seconds = self._all_seconds = 0.0  # that are left for searches
+        self._left_out: dict[str, Mapping[str, str]] = {}  # of the request's schemas, by their text
+        self.warnings: dict[str, None] = {}  # warnings of all grammars
+
+    def begin(self, seconds: float) -> None:
+        """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
+        self._ends_at = processor_seconds() + seconds
+        self._tool_seconds = self._all_seconds = ALL_SEARCH_SECONDS
+        self._left_out.clear()
+
+    def begin_tool(self) -> bool:
+        """Begin with the next tool. Return False if searches in the tools of the request have used up their time."""
+        self._tool_seconds = min(SEARCH_SECONDS, self._all_seconds)
+        return self._all_seconds > 0
+
+    def part(self, grammar: Grammar) -> _Part:
+        """Return a checked and tried grammar. Raises InvalidRequestError."""
+        if (found := self._parts.get(grammar)) is None:
+            found = self._read(grammar)
+            texts = [*found.warnings, *(text for each in found.left_out for text in each)]
+            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, texts))
+            self._parts.put(grammar, found, num_bytes)
+        self.warnings |= dict.fromkeys(found.warnings)
+        return found
 
     def json_rule(self, schema: Any) -> str:
-        """Return the rule of a schema that is enforced whole."""
-        ...
+        """Return the rule of a schema that is enforced whole. Raises InvalidRequestError."""
+        return _rule(self.part(Grammar("json_schema", json.dumps(schema))))
 
     def loose_rule(self, schema: Any, *, is_argument: bool) -> tuple[str, Sequence[tuple[str, str]]]:
-        """Return the rule of a schema, and the pointers of parts that are left out of it, each with the reason."""
-        ...
+        """Return the rule of a schema, and the parts that are left out. Raises InvalidRequestError."""
+        part = self.part(Grammar("argument_schema" if is_argument else "tool_schema", json.dumps(schema)))
+        return _rule(part), part.left_out
 
     def left_out_of(self, schema: Any) -> Mapping[str, str]:
         """Return the reasons of the parts of a schema that no grammar can enforce, by pointer."""
-        ...
+        text = json.dumps(schema)
+        if text not in self._left_out:
+            omissions = Omissions(is_of_tool=True)
+            rewrite_schema(text, "json_schema", omissions)
+            self._left_out[text] = omissions.noted
+        return self._left_out[text]
 
-    def text_pattern(self, pattern: str) -> str: ...
+    def text_pattern(self, pattern: str) -> str:
+        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
+
+        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
+        """
+        self.json_rule({"type": "string", "pattern": pattern})
+        body = without_anchors(pattern)
+        check_pattern(body, "pattern", allows_anchors=False)
+        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
+        return f"{before}({found})".replace("\n", "\\n") + after
+
+    def _read(self, grammar: Grammar) -> _Part:
+        if processor_seconds() > self._ends_at:
+            raise LateError
+        read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
+        text = read.source.text
+        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        return _Part(part, read.warnings, read.left_out)
+
+    def _tried(self, source: Source) -> str:
+        """Try a source, and count the time if it has a problem."""
+        begin = processor_seconds()
+        problem = self._try(source)
+        if problem:
+            spent = processor_seconds() - begin
+            self._tool_seconds, self._all_seconds = self._tool_seconds - spent, self._all_seconds - spent
+        return problem
+
+
+def _rule(part: _Part) -> str:
+    return f"%json {json.dumps(part.grammar['json_schema'])}"
 
 
 @final
@@ -62,7 +150,7 @@ class ArgumentGrammar:
     If the tool is not strict, parts that cannot be enforced are left out. `left_out` has the reasons by pointer.
     """
 
-    def __init__(self, form: ToolCallFormat, lark: LarkRules, schemas: Rules, tool: Tool) -> None:
+    def __init__(self, form: ToolCallFormat, lark: LarkRules, schemas: ToolRules, tool: Tool) -> None:
         self._form, self._lark, self._schemas, self._tool = form, lark, schemas, tool
         self._literal = lark.literal
         self._parts = PartsLeftOut(is_strict=tool.is_strict)

@@ -183,9 +183,10 @@ class Rewriter:
 
     def _read(self, place: _Place, word: str, value: Any) -> None:
         """Add the assertion of a keyword to the place. Raises SchemaError."""
-        unwanted = self._omissions.wanted.get(f"{place.pointer}/{escaped(word)}")
-        if unwanted is not None and not unwanted.keeps_type:
-            refuse(self._where, place.pointer, unwanted.problem)
+        if self._omissions.wanted:
+            unwanted = self._omissions.wanted.get(f"{place.pointer}/{escaped(word)}")
+            if unwanted is not None and not unwanted.keeps_type:
+                refuse(self._where, place.pointer, unwanted.problem)
         shape, name = _SHAPES.get(word, (object, ""))
         if not isinstance(value, shape):
             refuse_malformed(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")

@@ -18,7 +18,6 @@ from infer.text.toolcalls.formats import ToolCallFormat
 from infer.text.toolcalls.lark_rules import (
     ANY_TEXT,
     GEMMA_KEYS,
-    IDS,
     LENGTHS,
     NOT_HELD,
     NOTES,
@@ -163,14 +162,15 @@ class ArgumentGrammar:
         """
         parameters = self._of_object()
         if self._form.syntax == "json":
-            is_open = "additionalProperties" in parameters or set(parameters) - OBJECT_KEYS
-            return self._json_rule(ROOT, parameters if is_open else {**parameters, "additionalProperties": False})
+            closed = {} if set(parameters) - OBJECT_KEYS else {"additionalProperties": False}
+            first = {} if self._tool.is_strict else parameters  # keywords are named in their own order
+            return self._json_rule(ROOT, {**first, **closed, **parameters})
         if self._form.syntax == "gemma":
             self._json_rule(ROOT, parameters)  # it refuses values that are not schemas
         elif not self._tool.is_strict:
             self.left_out.update(self._schemas.left_out_of(parameters))
         parameters = self._parts.rest(ROOT, parameters)
-        for word in sorted(set(parameters) - OBJECT_KEYS - IDS):
+        for word in sorted(set(parameters) - OBJECT_KEYS):
             problem = f"{word} cannot be enforced in the tool format {self._form.name}: leave it out"
             self._parts.note(ROOT, problem, word)
         required, each = required_of(parameters), list[tuple[str, bool]]()

@@ -69,10 +69,10 @@ GEMMA_KEYS = {
 NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
 NOT_HELD = NOTES | {"$defs", "definitions"}
 OBJECT_KEYS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-IDS = frozenset({"$id", "id", "$anchor", "$dynamicAnchor"})
+_IDS = frozenset({"$id", "id", "$anchor", "$dynamicAnchor"})
 _KNOWN = frozenset(
     {
-        *(ASSERTIONS | NOT_HELD | IDS),
+        *(ASSERTIONS | NOT_HELD | _IDS),
         *("then", "else", "minContains", "maxContains"),
         *("extends", "disallow", "divisibleBy"),  # of draft 3
     }
@@ -124,6 +124,7 @@ class PartsLeftOut:
         gone = {word for word in schema if f"{spot.pointer}/{escaped(word)}" in self.problems}
         gone |= {COMPANIONS[word] for word in gone & COMPANIONS.keys()}
         gone -= {"oneOf"} if isinstance(schema.get("oneOf"), list) and schema["oneOf"] else set()
+        gone |= _IDS if spot == ROOT else set()
         return {word: value for word, value in schema.items() if word in _KNOWN and word not in gone}
 
     def allowed(self, spot: Spot, schema: Mapping[str, Any], words: Set[str], kind: str = "") -> dict[str, Any]:

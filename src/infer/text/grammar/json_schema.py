@@ -229,7 +229,6 @@ class SchemaSearch:
         self._grammar, self._keywords, self._compile = grammar, keywords, problem_of
         self._seconds = seconds
         self._omissions = Omissions(is_of_tool=grammar.is_of_tool, notes_words=grammar.kind != "argument_schema")
-        self._depth_of_argument = 0 if grammar.kind == "argument_schema" else 2
         self._num_trials = 0
         self._problems: dict[bytes, str] = {}  # by digest of a text
 
@@ -287,16 +286,19 @@ class SchemaSearch:
         return self._without_property(error)
 
     def _without_property(self, error: SchemaError) -> BuiltSchema:
-        """Reduce the argument of a tool that the error is about to its type. Raises the error if that does not help."""
-        parts = (error.pointer or "").split("/")[: self._depth_of_argument + 1]
-        is_inside = len(parts) > self._depth_of_argument and parts[1:2] in ([], ["properties"])
-        if not self._grammar.is_of_tool or not is_inside:
-            raise error
-        self._omissions.wanted["/".join(parts)] = LeftOut(error.problem, keeps_type=True)
-        schema = self._tried()
-        if isinstance(schema, SchemaError):
-            raise schema
-        return schema
+        """Reduce the part of a tool that the error is about to its type. Raises the error if that does not help.
+
+        The part is a property, or then the whole schema of an argument.
+        """
+        parts = (error.pointer or "").split("/")[:3]
+        places = ["/".join(parts)] if len(parts) == 3 and parts[1] == "properties" else []
+        places += [""] if self._grammar.kind == "argument_schema" else []
+        for at in places if self._grammar.is_of_tool else ():
+            self._omissions.wanted[at] = LeftOut(error.problem, keeps_type=True)
+            schema = self._tried()
+            if isinstance(schema, BuiltSchema):
+                return schema
+        raise error
 
     def _cuts(self, error: SchemaError) -> Iterator[tuple[_Cut, bool]]:
         """Yield the cuts that may help, smaller ones first, each with True if it is small."""
@@ -304,10 +306,10 @@ class SchemaSearch:
         node = places.get(pointer)
         if isinstance(node, Mapping):
             words = {word: LeftOut(problem) for word in node if word in ASSERTIONS}
+            # Named words first. `oneOf` already allows what `anyOf` does, and `properties` are much.
             named = re.findall(r"\$?\w+", problem)
-            # Named words first, and `oneOf` last, because it already allows what `anyOf` does.
             ranks = {word: (word not in named, word == "oneOf") for word in words if word not in _STRUCTURE}
-            ranks |= {word: (True, True) for word in named if word in words and word in _STRUCTURE}
+            ranks |= {word: (word == "properties",) * 2 for word in named if word in words}
             cuts = {
                 f"{pointer}/{escaped(word)}": words[word] for word in sorted(ranks, key=ranks.__getitem__)[:_MAX_WORDS]
             }
@@ -315,7 +317,7 @@ class SchemaSearch:
             if len(cuts) > 1:
                 yield cuts, True
         steps = pointer.split("/")
-        for number in range(len(steps), 0 if self._depth_of_argument == 0 else 1, -1):
+        for number in range(len(steps), int(self._grammar.kind != "argument_schema"), -1):
             at, holder = "/".join(steps[:number]), "/".join(steps[: number - 1])
             if isinstance(node := places.get(at), Mapping) and node.get("type") in TYPES:
                 yield {at: LeftOut(problem, keeps_type=True)}, False

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any, NamedTuple, final
 
 from infer.errors import SchemaError
+from infer.text.grammar.schema_logic import TYPES
 from infer.text.grammar.schema_rewriter import ASSERTIONS, COMPANIONS
 from infer.text.grammar.schema_values import escaped
 from infer.text.toolcalls.formats import ID, ID_PATTERN, ToolCallFormat
@@ -120,7 +121,8 @@ class PartsLeftOut:
         if self._is_strict or isinstance(schema, bool):
             return schema
         if spot.pointer in self.problems or not isinstance(schema, Mapping):
-            return {}
+            kind = schema.get("type") if isinstance(schema, Mapping) else None
+            return {"type": kind} if kind in TYPES else {}
         gone = {word for word in schema if f"{spot.pointer}/{escaped(word)}" in self.problems}
         gone |= {COMPANIONS[word] for word in gone & COMPANIONS.keys()}
         gone -= {"oneOf"} if isinstance(schema.get("oneOf"), list) and schema["oneOf"] else set()

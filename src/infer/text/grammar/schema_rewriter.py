@@ -241,6 +241,8 @@ class Rewriter:
             branches = [
                 all_of(at, [branch, *others[:index], *others[index + 1 :]]) for index, branch in enumerate(branches)
             ]
+        elif self._is_exact and not self.is_strict:  # it is negated, so a later check would be too late
+            self._check_apart(place.part, branches)
         else:
             self._choices.append((place.part, branches))
         place.more.append(any_of(at, branches))

@@ -27,10 +27,8 @@ import llguidance
 from harness import make_parser, write_report
 from infer.errors import InvalidRequestError
 from infer.text.grammar.grammar import Grammar, Source, not_strict
-from infer.text.grammar.libraries import llguidance_limits, llguidance_source
-from infer.text.grammar.library_trials import llguidance_follow
-from infer.text.grammar.reading import read_grammar
-from infer.text.grammar.schema_references import draft_of
+from infer.text.grammar.libraries import llguidance_follow, llguidance_limits, llguidance_source, read_grammar
+from infer.text.grammar.schema_values import draft_of
 
 _MAX_TRIES = 6_000
 _CAUTIOUS_TRIES = 1_000

@@ -23,7 +23,7 @@ from infer import LLM, AsyncLLM, SamplingParams
 from infer.errors import ClosedError
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.weights import packed_weight
-from infer.text.grammar.trial import trial_lane
+from infer.text.grammar.libraries import trial_lane
 from infer.text.templates import template_process
 
 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of a fork, as it is meant here

@@ -38,7 +38,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "engine/tensor_parallel/": ("follower", "ranks"),
     },
     "huggingface_hub": {"files/hub/": ("hub_download",)},  # asked for by the user
-    "urllib.parse": {"text/grammar/": ("schema_references",), "cli/commands/": ("server_commands",)},
+    "urllib.parse": {"text/grammar/": ("schema_values",), "cli/commands/": ("server_commands",)},
     "urllib.error": {"cli/commands/": ("server_commands",)},  # asks a running server
     "urllib.request": {"cli/commands/": ("server_commands",)},
     "http": {"serving/server/": ("connection",)},

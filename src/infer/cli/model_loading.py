@@ -267,7 +267,7 @@ def check_grammar(params: SamplingParams) -> None:
     if all(getattr(params, name) is None for name in CONSTRAINTS):
         return
     from infer.text.grammar.grammar import grammar_of
-    from infer.text.grammar.reading import check
+    from infer.text.grammar.libraries import check
 
     grammar = grammar_of(params)
     if grammar is not None:

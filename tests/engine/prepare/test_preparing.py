@@ -19,16 +19,16 @@ from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
 from infer.engine.prepare.answer_grammars import AnswerGrammars
-from infer.engine.prepare.preparing_child import ToolRules
 from infer.system.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.grammar.trial import trial_lane
+from infer.text.grammar.libraries import trial_lane
 from infer.text.templates.template_child import MAX_COMPILED_CHARACTERS, Renderer
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
+from infer.text.toolcalls.answer_grammar import enforceable
+from infer.text.toolcalls.argument_grammar import ToolRules
 from infer.text.toolcalls.formats import FORMATS
-from infer.text.toolcalls.tool_schemas import ToolSchemas
 from infer.text.toolcalls.tools import read_tools
 from refusals import check_refused
 from test_session import make_model
@@ -79,7 +79,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 def short_of_time() -> Iterator[None]:
     """Set one second as the limit for compiling all tools of a request."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infer.text.grammar.trial.ANSWER_SECONDS", 1.0)
+        patch.setattr("infer.text.grammar.libraries.ANSWER_SECONDS", 1.0)
         trial_lane.cache_clear()
         yield
     trial_lane.cache_clear()
@@ -168,17 +168,14 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
     assert {(type(key), len(key)) for key in keys} == {(bytes, 32)}
 
 
-def test_the_caches_of_the_preparing_process_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.prepare.preparing_child.MAX_RULE_BYTES", 20_000)
-    monkeypatch.setattr("infer.text.toolcalls.tool_schemas.MAX_KNOWN_BYTES", 200_000)
+def test_the_cache_of_the_preparing_process_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.text.toolcalls.argument_grammar.MAX_RULE_BYTES", 20_000)
     rules = ToolRules(llguidance, lambda source: "", 4.0)
     rules.begin(60.0)
-    schemas = ToolSchemas(rules)
     for name in names(30):
-        schemas.enforceable(format_of({"properties": {name: {**TEXT, "description": "x" * 3_000}}}))
-    for kept, most, num_bytes in ((schemas._known, 5, 200_000), (rules._parts, 6, 20_000)):
-        assert 1 <= len(kept._kept) <= most
-        assert kept._num_bytes <= num_bytes
+        enforceable(format_of({"properties": {name: {**TEXT, "description": "x" * 3_000}}}), rules)
+    assert 1 <= len(rules._parts._kept) <= 6
+    assert rules._parts._num_bytes <= 20_000
 
 
 def test_templates_are_cached_up_to_a_number_of_characters() -> None:

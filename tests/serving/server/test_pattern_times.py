@@ -17,8 +17,8 @@ PACKAGES = (
 # These are only matched at one place of a text.
 MATCHED = {
     "infer.text.grammar.lark._TOKEN",
-    "infer.text.grammar.reading._LARK_PLACE",
-    "infer.text.toolcalls.bare_calls._NAME",
+    "infer.text.grammar.libraries._LARK_PLACE",
+    "infer.text.toolcalls.parser._NAME",
 }
 MOST_CHARACTERS = 100_000
 _ENOUGH = 0.25  # seconds of processor time, after which the growth of a pattern is clear

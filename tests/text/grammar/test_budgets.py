@@ -19,7 +19,7 @@ from infer.system.child_process import MOST_PROCESSES, Lane, asking_for
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.grammar.trial import trial_lane, try_grammar
+from infer.text.grammar.libraries import trial_lane, try_grammar
 from looping import beside, in_threads
 from programs import Programs
 from served import Served, serving
@@ -59,7 +59,7 @@ def compiler(llm: LLM) -> Compiler:
 @pytest.fixture
 def short_of_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set half a second as the time in which a schema must be read."""
-    monkeypatch.setattr("infer.text.grammar.trial.READ_SECONDS", 0.5)
+    monkeypatch.setattr("infer.text.grammar.libraries.READ_SECONDS", 0.5)
     trial_lane.cache_clear()
     yield
     trial_lane.cache_clear()
@@ -131,10 +131,9 @@ def test_another_key_s_schema_does_not_wait_behind_them(tmp_path: Path) -> None:
 
 
 def test_a_program_may_ignore_the_end_of_its_children(programs: Programs) -> None:
-    code = (
-        "import signal\nfrom infer.text.grammar import grammar, trial\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
-    )
-    code += "trial.try_grammar('llguidance', grammar.Grammar('regex', 'a'))"
+    code = "import signal\nfrom infer.text.grammar import grammar, libraries\n"
+    code += "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+    code += "libraries.try_grammar('llguidance', grammar.Grammar('regex', 'a'))"
     assert programs.run(code).returncode == 0
 
 
@@ -164,8 +163,8 @@ def test_a_process_that_gets_no_core_does_not_blame_the_grammar() -> None:
 
 
 def test_ambiguous_grammars_end_by_the_time_of_their_masks(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.text.grammar.llguidance.SLOW_SECONDS", 1e-4)
-    monkeypatch.setattr("infer.text.grammar.llguidance.MOST_EXCESS_SECONDS", 2e-3)
+    monkeypatch.setattr("infer.text.grammar.grammar_backends.SLOW_SECONDS", 1e-4)
+    monkeypatch.setattr("infer.text.grammar.grammar_backends.MOST_EXCESS_SECONDS", 2e-3)
     text = 'start: a\na: a a | a a a | "a" | '
     mask = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
 

@@ -20,8 +20,8 @@ from infer import InvalidRequestError, SamplingParams, Tokenizer
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.grammar.horn import Clause, shortest
-from infer.text.grammar.pattern import without_anchors
+from infer.text.grammar.patterns import without_anchors
+from infer.text.grammar.shortest import Clause, shortest
 from looping import beside, in_threads
 from watched import python_command, script_command
 

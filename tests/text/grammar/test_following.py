@@ -19,7 +19,7 @@ from infer.errors import ConstraintError, InvalidRequestError
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, GrammarKind, Source
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
-from infer.text.grammar.library_trials import llguidance_follow
+from infer.text.grammar.libraries import llguidance_follow
 from path_cases import EOS, VOCAB_SIZE, Case, Outcome, Way, World, constraint_of, run_alone, run_batch
 from refusals import check_refused
 
@@ -100,7 +100,7 @@ def test_a_library_that_fails_amid_a_multi_step_raises_at_the_next_call(
     compilers: list[Compiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tight = import_module("llguidance").LLParserLimits(step_max_items=40)
-    monkeypatch.setattr("infer.text.grammar.llguidance.llguidance_limits", lambda _library, _text: tight)
+    monkeypatch.setattr("infer.text.grammar.grammar_backends.llguidance_limits", lambda _library, _text: tight)
     following = compilers[0].compile(Grammar("grammar", 'start: "x" s\ns: s s | "a" | "b"'))
     mask, text = np.zeros(-(-VOCABS[0] // 32), np.int32), b"x" + b"ab" * 12
     following.accept(text[:1])

@@ -19,7 +19,7 @@ from infer import InvalidRequestError, Tokenizer
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.grammar.json_schema import build_schema
-from infer.text.grammar.schema_pattern import pattern_without, translated
+from infer.text.grammar.patterns import pattern_without, translated
 
 NULL, OBJECT = {"type": "null"}, {"type": "object"}
 CLOSED = {**OBJECT, "additionalProperties": False}
@@ -307,8 +307,8 @@ BEYOND: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "/items/$ref": ({"items": {"$ref": "http://example.com", "type": "null"}, "type": "array"}, [[None]], [[1]]),
     "/unevaluatedProperties": ({**KV, "unevaluatedProperties": False}, [{"a": 1}], [{"v": ""}]),
     "/properties": ({**OBJECT, "properties": {str(i): {"type": "null"} for i in range(257)}}, [{"1": 1}], [1]),
-    "minProperties left out": ({**KV, "minProperties": 2}, [{}], [{"k": 1}]),
-    "patternProperties left out": ({"patternProperties": {"a": NULL, "b": {}}, **CLOSED}, [{"ab": 1}, {"c": 1}], [1]),
+    "/minProperties": ({**KV, "minProperties": 2}, [{}], [{"k": 1}]),
+    "/patternProperties": ({"patternProperties": {"a": NULL, "b": {}}, **CLOSED}, [{"ab": 1}, {"c": 1}], [1]),
 }
 
 

@@ -11,8 +11,8 @@ from cases import cases
 from infer import InvalidRequestError, Tokenizer
 from infer.serving.protocols.params import effort_variables
 from infer.text.grammar.grammar import Grammar
+from infer.text.toolcalls.answer_format import reasoning_of
 from infer.text.toolcalls.messages import _with_single_calls
-from infer.text.toolcalls.template_formats import reasoning_of
 from test_tool_formats import Found, allows, conversation, form_of, make_tokenizer, marked, parsed, parsed_anyhow
 from tool_templates import TEMPLATES
 

@@ -20,8 +20,7 @@ from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.outputs import ReasoningDelta, ToolCall, assembled
 from infer.serving.protocols.answers import call_values
-from infer.text.grammar.budget import Budget, BudgetConstraint
-from infer.text.grammar.constraint import Constraint
+from infer.text.grammar.constraint import Budget, BudgetConstraint, Constraint
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
 from infer.text.toolcalls import formats

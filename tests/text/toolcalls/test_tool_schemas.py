@@ -1,23 +1,30 @@
 """Tools of real clients: one call of a named tool, schemas that no grammar can enforce, cut calls sent back."""
 
 import json
+import math
 import random
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 from jsonschema import Draft202012Validator
 
 from extent import usual_or_all
 from infer import LLM, InvalidRequestError
 from infer.errors import MessageWarning, SchemaWarning
+from infer.text.grammar.grammar import Grammar
+from infer.text.grammar.json_schema import BuiltSchema, SchemaSearch, build_schema
+from infer.text.grammar.libraries import llguidance_follow, llguidance_limits, schema_source
+from infer.text.grammar.schema_rewriter import LeftOut, Omissions
 from infer.text.toolcalls.formats import FORMATS
-from infer.text.toolcalls.past_calls import past_arguments
-from infer.text.toolcalls.schema_cuts import cut
+from infer.text.toolcalls.tools import past_arguments
 from test_session import make_model
 
+BYTES = llguidance.LLTokenizer("byte")
 ASKED = [{"role": "user", "content": "weather?"}]
 SAMPLED: dict[str, Any] = {"max_new_tokens": 200, "temperature": 1.5}
 SHOWS_TOOLS = (
@@ -239,19 +246,38 @@ VALUES: list[Any] = [1, "a", None, [], [1], ["a", 1], [1, 1], {}, {"a": 1}, {"a"
                      {"c": None}, {"a": {"a": 1}}, {"a": [1]}, {"a": 1, "c": 2}]  # fmt: skip
 
 
-@pytest.mark.slow(cases=50)
-@pytest.mark.parametrize("seed", range(usual_or_all(150, 3_000)))
-def test_random_cuts_never_forbid_more(seed: int) -> None:
-    rng = random.Random(seed)
+def accepted(schema: BuiltSchema) -> list[Any]:
+    """Return the values that the compiled schema allows."""
+    source, values = schema_source(llguidance, schema.text).text, list[Any]()
+    matcher = llguidance.LLMatcher(BYTES, source, log_level=0, limits=llguidance_limits(llguidance, source))
+    for value in VALUES:
+        each, text = matcher.deep_copy(), json.dumps({"a": value}).encode()
+        if each.try_consume_tokens([*text]) == len(text) and each.is_accepting():
+            values.append(value)
+    return values
+
+
+@pytest.mark.slow(cases=20)
+@pytest.mark.parametrize("seed", range(usual_or_all(40, 1_000)))
+def test_a_tool_s_schema_names_what_it_does_not_enforce_and_never_forbids_more(seed: int) -> None:
+    """Parts are left out because no grammar enforces them, then also each part for another reason."""
+    rng, follow = random.Random(seed), llguidance_follow(llguidance)
     definition = {word: value for word, value in random_schema(rng, 1).items() if word != "$ref"}
     given = {"$defs": {"d": definition}, "properties": {"a": random_schema(rng, 2)}}
-    before = [Draft202012Validator(given).is_valid({"a": value}) for value in VALUES]
-    for place in places_in(given, "")[1:]:  # all except the definitions
-        schema = json.loads(json.dumps(given))
-        cut(schema, [place])
-        check = Draft202012Validator(schema)
-        for value, was_allowed in zip(VALUES, before, strict=True):
-            assert check.is_valid({"a": value}) or not was_allowed, (given, place, schema, value)
+    text, is_valid = json.dumps({"type": "object", **given}), Draft202012Validator(given).is_valid
+    searches = [
+        SchemaSearch(Grammar(kind, text), None, lambda each: follow(schema_source(llguidance, each)), math.inf)
+        for kind in ("tool_schema", "json_schema")
+    ]
+    schema, valid = searches[0].run(), [value for value in VALUES if is_valid({"a": value})]
+    left_out, allowed = schema.omissions.noted, accepted(schema)
+    with pytest.raises(InvalidRequestError) if left_out else nullcontext():
+        searches[1].run()
+    assert [value for value in allowed if value in valid or not left_out] == valid
+    for place in places_in(given, "")[1:]:
+        omissions = Omissions(is_of_tool=True, wanted=schema.omissions.wanted | {place: LeftOut("")})
+        allowed = accepted(build_schema(text, omissions=omissions))
+        assert all(value in allowed for value in valid), place
 
 
 def test_a_batch_takes_such_tools_and_such_calls(llm: LLM) -> None:
@@ -262,32 +288,3 @@ def test_a_batch_takes_such_tools_and_such_calls(llm: LLM) -> None:
     assert ["uniqueItems" in said for said in first.warnings] == [True]
     assert ["INVALID_JSON" in said for said in second.warnings] == [False, True]
     assert json.loads(json.dumps(second.to_json()))["warnings"] == list(second.warnings)
-
-
-NULL = {"type": "null"}
-
-
-def of_a(schema: Any) -> dict[str, Any]:
-    return {"properties": {"a": schema}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "pointer", "left"),
-    [
-        ({"not": {"pattern": "x"}}, "/not/pattern", {"additionalProperties": True}),
-        (of_a({"oneOf": [{"pattern": "x"}, NULL]}), "/properties/a/oneOf/0/pattern", of_a({"anyOf": [{}, NULL]})),
-        (of_a({"properties": 3, "additionalProperties": False}), "/properties/a/properties", of_a({})),
-        (of_a({"$ref": "#/b", "unevaluatedProperties": False}), "/properties/a/$ref", of_a({})),
-        (
-            {"$defs": {"b": {"pattern": "x"}}, "properties": {"a": {"not": {"$ref": "#/$defs/b"}}}},
-            "/$defs/b/pattern",
-            {"$defs": {"b": {}}, "properties": {"a": {}}},
-        ),
-        ({"properties": {"not": {"pattern": "x"}}}, "/properties/not/pattern", {"properties": {"not": {}}}),
-        ({"patternProperties": {"(?=a)": {}}, "additionalProperties": False}, "/patternProperties/(?=a)",
-         {"patternProperties": {}, "additionalProperties": True}),
-    ],
-)  # fmt: skip
-def test_a_cut_never_forbids_more(schema: dict[str, Any], pointer: str, left: dict[str, Any]) -> None:
-    cut(schema, [pointer])
-    assert schema == left

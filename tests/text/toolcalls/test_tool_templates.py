@@ -7,10 +7,9 @@ import pytest
 
 from infer.errors import InvalidRequestError
 from infer.text.templates.chat_template import ChatTemplate
-from infer.text.toolcalls.answer_format import written_arguments
+from infer.text.toolcalls.answer_format import TemplateFormats, probe_template, reasoning_of, written_arguments
 from infer.text.toolcalls.formats import FORMATS, HEADED, pattern_of
 from infer.text.toolcalls.messages import shown_messages
-from infer.text.toolcalls.template_formats import TemplateFormats, probe_template, reasoning_of
 from infer.text.toolcalls.tools import Tool, read_tools
 from refusals import check_refused
 from tool_templates import ALTERNATING, LFM2_LISTS, LFM25_CALLS, QWEN35, TEMPLATES, TOOLS_ALONE

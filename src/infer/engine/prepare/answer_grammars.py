@@ -15,10 +15,9 @@ from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler
-from infer.text.grammar.trial import ask_trial
+from infer.text.grammar.libraries import ask_trial
 from infer.text.toolcalls.answer_format import AnswerFormat
-from infer.text.toolcalls.loosening import anything_for
-from infer.text.toolcalls.tools import Tool
+from infer.text.toolcalls.tools import Tool, anything_for
 
 MAX_PREPARED_BYTES = 64 << 20
 _LEAST_BYTES = 500

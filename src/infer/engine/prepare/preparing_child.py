@@ -11,36 +11,29 @@ loosened if necessary. Then the whole grammar of the answer is tried.
 import importlib
 import json
 import os
-import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, about
-from infer.system.processor_limit import LateError, OverLimitError, limited, processor_seconds, watch_limits
-from infer.system.sized_cache import SizedCache
+from infer.system.processor_limit import OverLimitError, limited, watch_limits
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.json_schema import unreadable_parts
-from infer.text.grammar.library_trials import TRIES, Try, llguidance_try, read_within
-from infer.text.grammar.pattern import check_pattern, without_anchors
-from infer.text.grammar.reading import pointed
-from infer.text.grammar.schema_pattern import translated
+from infer.text.grammar.json_schema import pointed
+from infer.text.grammar.libraries import TRIES, Try, llguidance_try, read_within
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
-from infer.text.toolcalls.answer_grammar import answer_lark
+from infer.text.toolcalls.answer_grammar import answer_lark, enforceable, loosest
+from infer.text.toolcalls.argument_grammar import ToolRules
 from infer.text.toolcalls.formats import ReasoningFormat, ToolCallFormat
-from infer.text.toolcalls.tool_schemas import ToolSchemas
 from infer.text.toolcalls.tools import Tool
 
 _STACK_BYTES = 4 << 20  # half of a thread's stack, so that a grammar that passes here also passes there
 _NICENESS = 10
 LOOSEST_SECONDS = 2.0  # processor seconds, for tools without their schemas
-MAX_RULE_BYTES = 16 << 20
 _NUM_BYTES, _NUM_MARKS = 256, 64
-_LIBRARY = "llguidance"
 
 
 def format_to_json(form: AnswerFormat) -> dict[str, Any]:
@@ -80,74 +73,11 @@ def format_of_json(given: Mapping[str, Any]) -> AnswerFormat:
     )
 
 
-class _Part(NamedTuple):
-    """One of several grammars of llguidance. `warnings` name the keywords of schemas that are not enforced."""
-
-    grammar: Mapping[str, Any]
-    warnings: tuple[str, ...]
-
-
-@final
-class ToolRules:
-    """The `Rules` of `argument_grammar`, for one library in this process. Results are cached, up to a size in bytes."""
-
-    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
-        """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
-        self._library, self._try, self._read_seconds = library, try_, read_seconds
-        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
-        self._ends_at = 0.0
-        self.warnings: dict[str, None] = {}  # warnings of all grammars
-
-    def begin(self, seconds: float) -> None:
-        """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
-        self._ends_at = processor_seconds() + seconds
-
-    def part(self, grammar: Grammar) -> Mapping[str, Any]:
-        """Return a checked and tried grammar. Raises InvalidRequestError."""
-        if (found := self._parts.get(grammar)) is None:
-            found = self._read(grammar)
-            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, found.warnings))
-            self._parts.put(grammar, found, num_bytes)
-        self.warnings |= dict.fromkeys(found.warnings)
-        return found.grammar
-
-    def json_rule(self, schema: Mapping[str, Any]) -> str:
-        """Return a checked and tried schema. Raises InvalidRequestError."""
-        part = self.part(Grammar("json_schema", json.dumps(schema)))
-        return f"%json {json.dumps(part['json_schema'])}"
-
-    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the pointers of keywords of a schema that cannot be read, each with the reason."""
-        return unreadable_parts(schema)
-
-    def text_pattern(self, pattern: str) -> str:
-        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
-
-        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
-        """
-        self.json_rule({"type": "string", "pattern": pattern})
-        body = without_anchors(pattern)
-        check_pattern(body, "pattern", allows_anchors=False)
-        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
-        before = "" if pattern.startswith("^") else "(.|\\n)*"
-        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
-        return f"{before}({found})".replace("\n", "\\n") + after
-
-    def _read(self, grammar: Grammar) -> _Part:
-        if processor_seconds() > self._ends_at:
-            raise LateError
-        read = read_within(self._library, _LIBRARY, self._try, grammar, self._read_seconds)
-        text = read.source.text
-        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        return _Part(part, read.warnings)
-
-
 @final
 class ToolAnswers:
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
         """Begin. `try_` tries grammars that must not name control tokens."""
         self._rules = ToolRules(library, try_, read_seconds)
-        self._schemas = ToolSchemas(self._rules)
         self._try = llguidance_try(library, library.LLTokenizer(library.TokenizerWrapper(_Marks())))
 
     def prepare(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -161,12 +91,12 @@ class ToolAnswers:
         found = form
         try:
             with self._limited(seconds):
-                found = self._schemas.enforceable(form)
+                found = enforceable(form, self._rules)
                 return self._prepared(form, found, answer)
         except (AnswerGrammarError, OverLimitError) as late:
             problem = f"they take more than {seconds:g} s to compile: give fewer or smaller ones"
             error = late if isinstance(late, AnswerGrammarError) else InvalidRequestError(f"tools: {problem}")
-            looser = self._schemas.loosest(found, error)
+            looser = loosest(found, error)
             if looser is None:
                 raise error from None
         with self._limited(LOOSEST_SECONDS):
@@ -199,7 +129,7 @@ class ToolAnswers:
         parts: list[Mapping[str, Any]] = [{"lark_grammar": lark}]
         if answer is not None:
             with about(answer.kind):
-                parts.append({**self._rules.part(answer), "name": "answer"})
+                parts.append({**self._rules.part(answer).grammar, "name": "answer"})
         return json.dumps({"grammars": parts})
 
 

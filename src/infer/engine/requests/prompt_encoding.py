@@ -25,10 +25,9 @@ from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SamplingParams
 from infer.system.sized_cache import SizedCache
 from infer.text.tokenizer import Tokenizer
-from infer.text.toolcalls.answer_format import AnswerFormat, Calls
+from infer.text.toolcalls.answer_format import AnswerFormat, Calls, TemplateFormats, probe_template, reasoning_of
 from infer.text.toolcalls.formats import in_vocabulary, literals_of, marks_of
 from infer.text.toolcalls.messages import shown_messages
-from infer.text.toolcalls.template_formats import TemplateFormats, probe_template, reasoning_of
 from infer.text.toolcalls.tools import Tool, ToolChoice, read_tool_choice, read_tools
 
 Message = Mapping[str, Any]

@@ -31,12 +31,11 @@ from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about
 from infer.sampling_params import SamplingParams
 from infer.system.child_process import asking_for
-from infer.text.grammar.budget import Budget, BudgetConstraint
-from infer.text.grammar.constraint import Constraint
+from infer.text.grammar.constraint import Budget, BudgetConstraint, Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of
 from infer.text.grammar.grammar_compiler import make_compiler
 from infer.text.toolcalls.answer_format import AnswerFormat
-from infer.text.toolcalls.past_calls import with_values
+from infer.text.toolcalls.tools import with_values
 
 _MAX_WARNED = 1_000
 OnError = Callable[[int, InvalidRequestError], None]

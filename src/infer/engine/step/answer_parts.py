@@ -12,7 +12,7 @@ from infer.outputs import FinishReason, GenerationTiming, Piece, TokenLogprob, T
 from infer.sampling_params import SamplingParams
 from infer.text.grammar.constraint import Constraint, Mask
 from infer.text.tokenizer import StopStrings, Tokenizer
-from infer.text.toolcalls.parsed import Delta, Parsed, Parser
+from infer.text.toolcalls.parsing import Delta, Parsed, Parser
 
 
 @final

@@ -21,8 +21,8 @@ from infer.engine.step.scheduler import MAX_STEPS
 from infer.errors import ConstraintError, InvalidRequestError
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.text.grammar.constraint import Mask
-from infer.text.toolcalls.parsed import Parsed
 from infer.text.toolcalls.parser import make_parser
+from infer.text.toolcalls.parsing import Parsed
 
 _STOP_STRING_STEPS = 8  # steps without a return to Python, if a stop string may end the answer
 NO_SLOT = -1

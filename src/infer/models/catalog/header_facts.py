@@ -14,7 +14,7 @@ from infer.models.families import make_architecture
 from infer.models.memory.memory_estimate import weights_by_type
 from infer.text.tokenizer.infill import find_marks
 from infer.text.tokenizer.tokenizer_files import read_template, read_token_names
-from infer.text.toolcalls.template_formats import reasoning_of
+from infer.text.toolcalls.answer_format import reasoning_of
 
 Task = Literal["embed", "rerank", "classify"]
 

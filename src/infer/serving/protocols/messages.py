@@ -10,7 +10,7 @@ from typing import Annotated, Any, final
 from msgspec import Meta, Struct
 
 from infer.serving.protocols.fields import Reading, refuse
-from infer.text.toolcalls import past_calls
+from infer.text.toolcalls.tools import past_arguments as read_past_arguments
 
 _WORDS = ("image", "audio", "video", "file", "document")
 Arguments = Annotated[Any, Meta(extra_json_schema={"type": "string"})]  # `past_arguments` made an object of it
@@ -118,7 +118,7 @@ def past_arguments(given: Any, path: str, reading: Reading) -> dict[str, Any]:
 
     Templates serialize them themselves.
     """
-    values, warning = past_calls.past_arguments(given)
+    values, warning = read_past_arguments(given)
     if warning is not None:
         reading.warn(f"{path}: {warning}")
     return values

@@ -29,7 +29,7 @@ from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
 from infer.serving.protocols.messages import with_objects
 from infer.serving.server_settings import AgentPrompts
-from infer.text.toolcalls.template_formats import reasoning_of
+from infer.text.toolcalls.answer_format import reasoning_of
 
 # Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
 _BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() if declared.body_name}

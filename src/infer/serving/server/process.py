@@ -36,7 +36,7 @@ from infer.serving.server.connection import Connection
 from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.text.grammar.trial import trial_lane
+from infer.text.grammar.libraries import trial_lane
 
 _BACKLOG = 2048
 _POLL_SECONDS = 0.05  # between two checks while the server drains

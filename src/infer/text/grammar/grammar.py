@@ -7,14 +7,30 @@ from typing import Any, Literal, NamedTuple
 from infer.sampling_params import SamplingParams
 
 STRICT = "x-strict"  # a keyword at the top of a schema; by default true: parts that cannot be enforced are refused
-GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
+GrammarKind = Literal["json_schema", "tool_schema", "argument_schema", "regex", "grammar", "choice"]
 
 
 class Grammar(NamedTuple):
-    """The rule that a text must follow. The text of a choice is a JSON list of its strings."""
+    """The rule that a text must follow. The text of a choice is a JSON list of its strings.
+
+    The schema of a tool, or of one of its arguments, is never refused: any part that cannot be enforced is left out.
+    """
 
     kind: GrammarKind
     text: str
+
+    @property
+    def where(self) -> str:
+        """The name of the grammar in messages."""
+        return "json_schema" if self.is_schema else str(self.kind)
+
+    @property
+    def is_schema(self) -> bool:
+        return self.kind.endswith("schema")
+
+    @property
+    def is_of_tool(self) -> bool:
+        return self.kind in ("tool_schema", "argument_schema")
 
 
 class Source(NamedTuple):

@@ -11,14 +11,11 @@ from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache
-from infer.text.grammar.constraint import Constraint
+from infer.text.grammar.constraint import Constraint, GrammarBackend, StepwiseConstraint
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.llguidance import LlguidanceBackend
-from infer.text.grammar.matcher import GrammarBackend, StepwiseConstraint
-from infer.text.grammar.reading import pointed
-from infer.text.grammar.trial import try_grammar
-from infer.text.grammar.vocabulary import Vocabulary
-from infer.text.grammar.xgrammar import XgrammarBackend
+from infer.text.grammar.grammar_backends import LlguidanceBackend, Vocabulary, XgrammarBackend
+from infer.text.grammar.json_schema import pointed
+from infer.text.grammar.libraries import try_grammar
 from infer.text.tokenizer import Tokenizer
 
 MAX_COMPILED_BYTES = 256 << 20  # of all cached grammars
@@ -115,7 +112,7 @@ class Compiler:
         def make() -> Constraint:
             with self._lock:
                 matcher = backend.make_matcher(compiled.grammar)
-            return StepwiseConstraint(matcher, vocabulary)
+            return StepwiseConstraint(matcher, vocabulary.end_ids)
 
         return make
 

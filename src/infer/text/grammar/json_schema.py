@@ -1,20 +1,28 @@
-"""Read a JSON schema and write the schema that a grammar library compiles. Messages give places as JSON pointers."""
+"""Read a JSON schema and write the schema that a grammar library compiles. Messages give places as JSON pointers.
+
+The reader leaves out what it knows that no library enforces, if the schema is not strict. A library refuses more: a
+schema that no value fulfils, or one that is too slow. Then `SchemaSearch` leaves out the keywords at the place of the
+problem one by one, and then the schemas around it. The number of trials and their time are limited.
+"""
 
 import difflib
 import json
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, final
 
-from infer.errors import InvalidRequestError, problem_of
+from infer.errors import InvalidRequestError, SchemaError
 from infer.system.json_limits import is_deeper, refuse_constant, unique_keys
-from infer.text.grammar.grammar import STRICT
-from infer.text.grammar.pattern import encoded
-from infer.text.grammar.schema_part import MalformedSchemaError, SchemaPart, false_part, refuse
-from infer.text.grammar.schema_pattern import pattern_without
-from infer.text.grammar.schema_rewriter import ASSERTIONS, Rewriter
-from infer.text.grammar.schema_shortest import empty_definitions, nodes_of
+from infer.system.processor_limit import processor_seconds
+from infer.text.grammar.grammar import STRICT, Grammar
+from infer.text.grammar.patterns import encoded, pattern_without
+from infer.text.grammar.schema_logic import TYPES, SchemaPart, false_part, refuse
+from infer.text.grammar.schema_rewriter import ASSERTIONS, LeftOut, Omissions, Rewriter
+from infer.text.grammar.schema_values import escaped
+from infer.text.grammar.shortest import empty_definitions, nodes_of
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
@@ -22,11 +30,6 @@ MAX_OPTIONAL = 256
 MAX_ASKED = 40
 ASKING_SECONDS = 1.0
 _MAX_WARNINGS = 10
-_LEFT_OUT = (  # keywords that a compiler may refuse, and keywords that forbid more without these
-    frozenset({"minProperties", "maxProperties"}),
-    frozenset({"pattern"}),
-    frozenset({"patternProperties", "additionalProperties"}),
-)
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,21 @@ class BuiltSchema:
     """A schema in the compiler's form.
 
     `warnings` name the keywords that assert nothing, and the parts that were left out of a schema that is not strict.
+    The latter are only in `omissions` if the schema is of a tool.
     """
 
     root: SchemaPart
     definitions: Mapping[str, SchemaPart]
     where: str
     is_strict: bool
-    warnings: tuple[str, ...]
+    ignored: tuple[str, ...]
+    omissions: Omissions
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        noted = {} if self.omissions.is_of_tool else self.omissions.noted
+        lines = [f"{self.where} at {pointer}: left out: {problem}" for pointer, problem in noted.items()]
+        return (*_ignored(self.ignored, self.where), *_shortened(lines, self.where))
 
     @property
     def text(self) -> str:
@@ -54,8 +65,8 @@ class BuiltSchema:
             found["$defs"] = {name.rpartition("/")[2]: each.written() for name, each in self.definitions.items()}
         return json.dumps(found)
 
-    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[SchemaPart, str]:
-        """Return the deepest part whose text has a problem, and the problem.
+    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[str, str]:
+        """Return the pointer of the deepest part whose text has a problem, and the problem.
 
         Calls `problem_of` at most `MAX_ASKED` times, and only for `ASKING_SECONDS`, because a part may use its whole
         budget before it fails.
@@ -73,53 +84,20 @@ class BuiltSchema:
                     found, problem = part, inner_problem
                     break
             else:
-                return found, problem
-
-    def without(self, part: SchemaPart, problem: str) -> "BuiltSchema":
-        """Leave out of `part` the keywords with which the compiler may have a problem, and add a warning."""
-        words = next((words for words in _LEFT_OUT if words & part.keys()), part.keys() - {"type"} or {"type"})
-        words = words & part.keys()
-        for word in words:
-            del part[word]
-        warning = f"{self.where} at {part.pointer or '/'}: {', '.join(sorted(words))} left out: {problem}"
-        return replace(self, warnings=(*self.warnings, f"{warning:.300}"))
+                return found.pointer, problem
 
 
-def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str, str]]:
-    """Return the pointers of keywords and schemas that `build_schema` refuses, each with the reason.
-
-    A schema that is nested too deeply to be read has none.
-    """
-    found = list[tuple[str, str]]()
-    if not is_deeper(schema, MAX_DEPTH):
-        Rewriter(schema, where, on_problem=lambda pointer, error: found.append((pointer, problem_of(error)))).rewrite()
-    return found
-
-
-def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:
+def build_schema(
+    text: str, keywords: Set[str] | None = None, where: str = "json_schema", omissions: Omissions | None = None
+) -> BuiltSchema:
     """Return the built schema. `keywords` are the keywords that the backend enforces; None means all.
 
-    Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it.
+    Raises InvalidRequestError if the schema is malformed, unsupported or too large, or no value fulfils it. If it is
+    not strict, unsupported parts are left out and noted in `omissions`. So are malformed parts of a tool's schema.
     """
-    size = len(encoded(text, where))
-    if size > MAX_BYTES:
-        raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
-    raw = _read(text, where)
-    if not isinstance(raw, dict | bool):
-        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
-    left_out = list[str]()
-
-    def report(pointer: str, error: InvalidRequestError) -> None:
-        if isinstance(error, MalformedSchemaError):
-            raise error
-        left_out.append(f"{where} at {pointer}: left out: {problem_of(error)}")
-
-    is_strict = _is_strict(raw, where)
-    try:
-        rewriter = Rewriter(raw, where, None if is_strict else report)
-        root = rewriter.rewrite()
-    except RecursionError:
-        raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
+    omissions = omissions or Omissions()
+    rewriter, root = rewrite_schema(text, where, omissions)
+    is_strict = rewriter.is_strict
     nodes = nodes_of([root, *rewriter.definitions.values()])
     for node in nodes if keywords is not None else ():
         for word in node.keys() - (keywords or ()):
@@ -130,7 +108,7 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
             problem = f"at most {MAX_OPTIONAL} properties may be optional, got {optional}"
             if is_strict:
                 refuse(where, node.pointer, problem)
-            left_out.append(f"{where} at {node.pointer}/properties: left out: {problem}")
+            omissions.noted.setdefault(f"{node.pointer}/properties", problem)
             for word in node.keys() & {"properties", "additionalProperties"}:
                 del node[word]
     definitions = rewriter.definitions
@@ -142,8 +120,21 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
     definitions = {name: part for name, part in definitions.items() if name not in empty}
     if keywords is None:
         _spell_other_names(nodes)
-    warnings = (*_ignored(rewriter.ignored, where), *_shortened(left_out, where))
-    return BuiltSchema(root, definitions, where, is_strict, warnings)
+    return BuiltSchema(root, definitions, where, is_strict, tuple(rewriter.ignored), omissions)
+
+
+def rewrite_schema(text: str, where: str, omissions: Omissions) -> tuple[Rewriter, SchemaPart]:
+    """Return the first form of a schema, which may have too many names or no value. Raises InvalidRequestError."""
+    size = len(encoded(text, where))
+    if size > MAX_BYTES:
+        raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
+    raw = _read_of_tool(text, where, omissions) if omissions.is_of_tool else _read(text, where)
+    is_strict = not omissions.is_of_tool and _is_strict(raw, where)
+    try:
+        rewriter = Rewriter(raw, where, None if is_strict else omissions)
+        return rewriter, rewriter.rewrite()
+    except RecursionError:
+        raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
 
 
 def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
@@ -160,8 +151,27 @@ def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
                 node["patternProperties"], node["additionalProperties"] = {pattern: other}, false_part("")
 
 
+def _read_of_tool(text: str, where: str, omissions: Omissions) -> Any:
+    """Return the schema of a tool. Properties that are nested too deeply are left out."""
+    raw = json.loads(text)
+    if isinstance(raw, dict):
+        raw.pop(STRICT, None)
+    problem = f"brackets must be nested at most {MAX_DEPTH} deep"
+    if is_deeper(raw, MAX_DEPTH):
+        properties = raw.get("properties") if isinstance(raw, dict) else None
+        named = properties if isinstance(properties, dict) else {}
+        deep = {name for name, each in named.items() if is_deeper(each, MAX_DEPTH - 2)}
+        rest = {**raw, "properties": {name: named[name] for name in named.keys() - deep}} if deep else raw
+        if is_deeper(rest, MAX_DEPTH):
+            raise InvalidRequestError(f"{where}: {problem}")
+        omissions.wanted.update({f"/properties/{escaped(name)}": LeftOut(problem, keeps_type=True) for name in deep})
+    return raw
+
+
 def _is_strict(raw: Any, where: str) -> bool:
     """Remove the keyword `x-strict` from the schema, and return its value."""
+    if not isinstance(raw, dict | bool):
+        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
     strict = raw.pop(STRICT, True) if isinstance(raw, dict) else True
     if not isinstance(strict, bool):
         refuse(where, f"/{STRICT}", f"must be true or false, got {strict!r:.40}")
@@ -195,3 +205,142 @@ def _read(text: str, where: str) -> Any:
     if raw is None or is_deeper(raw, MAX_DEPTH):
         raise InvalidRequestError(f"{where}: brackets must be nested at most {MAX_DEPTH} deep")
     return raw
+
+
+MAX_TRIALS = 48
+SEARCH_SECONDS = 4.0  # processor seconds of all trials
+_MAX_WORDS = 8  # most keywords that are tried at one place
+_STRUCTURE = frozenset({"type", "properties", "required", "items", "additionalProperties"})
+_LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # a place in a library's own code
+_IS_EMPTY = re.compile("nsatisfiable|NoExtension")  # no text fulfils it
+_COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)")
+
+_Cut = dict[str, LeftOut]  # by pointer
+
+
+@final
+class SchemaSearch:
+    """Search for one schema. `problem_of` compiles the text of a schema and returns the problem, or ""."""
+
+    def __init__(
+        self, grammar: Grammar, keywords: Set[str] | None, problem_of: Callable[[str], str], seconds: float
+    ) -> None:
+        self._grammar, self._keywords, self._compile = grammar, keywords, problem_of
+        self._seconds = seconds
+        self._omissions = Omissions(is_of_tool=grammar.is_of_tool, notes_words=grammar.kind != "argument_schema")
+        self._num_trials = 0
+        self._problems: dict[bytes, str] = {}  # by digest of a text
+
+    def _problem_of(self, text: str) -> str:
+        """Return the problem of a text, which is compiled once. Parts that do not change are asked for repeatedly."""
+        key = blake2b(text.encode(), digest_size=16).digest()
+        if key not in self._problems:
+            self._problems[key] = self._compile(text)
+        return self._problems[key]
+
+    def run(self) -> BuiltSchema:
+        """Return the schema. Raises InvalidRequestError if it must be refused, or if the limits are reached."""
+        self._end = processor_seconds() + self._seconds
+        schema = self._tried()
+        while isinstance(schema, SchemaError):
+            schema = self._without(schema)
+        return schema
+
+    def _tried(self) -> BuiltSchema | SchemaError:
+        """Return the schema that the library compiles, or the error of the deepest place with a problem.
+
+        Raises the error if the schema must be refused.
+        """
+        self._num_trials += 1
+        where, is_of_tool = self._grammar.where, self._grammar.is_of_tool
+        try:
+            schema = build_schema(self._grammar.text, self._keywords, where, self._omissions)
+        except SchemaError as error:
+            if not is_of_tool:
+                raise
+            return error
+        problem = self._problem_of(schema.text)
+        if not problem:
+            return schema
+        pointer, problem = schema.place_of(problem, self._problem_of)
+        refusal = SchemaError(pointed(problem, f"{where} at {pointer or '/'}"), pointer, pointed(problem, "")[2:])
+        if not is_of_tool and (schema.is_strict or _IS_EMPTY.search(problem)):
+            raise refusal
+        return refusal
+
+    def _without(self, error: SchemaError) -> BuiltSchema | SchemaError:
+        """Leave out the part that this error is about. Raises the error if nothing helps within the limits.
+
+        A cut that is small is undone if it does not help.
+        """
+        for cut, is_small in self._cuts(error):
+            if self._num_trials >= MAX_TRIALS or processor_seconds() >= self._end:
+                break
+            before = dict(self._omissions.wanted), dict(self._omissions.noted)
+            self._omissions.wanted.update(cut)
+            schema = self._tried()
+            if isinstance(schema, BuiltSchema) or not is_small or _place_of(schema) != _place_of(error):
+                return schema
+            self._omissions.wanted, self._omissions.noted = before
+        return self._without_property(error)
+
+    def _without_property(self, error: SchemaError) -> BuiltSchema:
+        """Reduce the part of a tool that the error is about to its type. Raises the error if that does not help.
+
+        The part is a property, or then the whole schema of an argument.
+        """
+        parts = (error.pointer or "").split("/")[:3]
+        places = ["/".join(parts)] if len(parts) == 3 and parts[1] == "properties" else []
+        places += [""] if self._grammar.kind == "argument_schema" else []
+        for at in places if self._grammar.is_of_tool else ():
+            self._omissions.wanted[at] = LeftOut(error.problem, keeps_type=True)
+            schema = self._tried()
+            if isinstance(schema, BuiltSchema):
+                return schema
+        raise error
+
+    def _cuts(self, error: SchemaError) -> Iterator[tuple[_Cut, bool]]:
+        """Yield the cuts that may help, smaller ones first, each with True if it is small."""
+        places, problem, pointer = self._omissions.places, error.problem, error.pointer or ""
+        node = places.get(pointer)
+        if isinstance(node, Mapping):
+            words = {word: LeftOut(problem) for word in node if word in ASSERTIONS}
+            # Named words first. `oneOf` already allows what `anyOf` does, and `properties` are much.
+            named = re.findall(r"\$?\w+", problem)
+            ranks = {word: (word not in named, word == "oneOf") for word in words if word not in _STRUCTURE}
+            ranks |= {word: (word == "properties",) * 2 for word in named if word in words}
+            cuts = {
+                f"{pointer}/{escaped(word)}": words[word] for word in sorted(ranks, key=ranks.__getitem__)[:_MAX_WORDS]
+            }
+            yield from (({at: cut}, True) for at, cut in cuts.items())
+            if len(cuts) > 1:
+                yield cuts, True
+        steps = pointer.split("/")
+        for number in range(len(steps), int(self._grammar.kind != "argument_schema"), -1):
+            at, holder = "/".join(steps[:number]), "/".join(steps[: number - 1])
+            if isinstance(node := places.get(at), Mapping) and node.get("type") in TYPES:
+                yield {at: LeftOut(problem, keeps_type=True)}, False
+            if at in places or holder in places:
+                yield {at: LeftOut(problem)}, False
+
+
+def _place_of(error: SchemaError) -> tuple[str | None, str]:
+    return error.pointer, error.problem
+
+
+def pointed(problem: str, where: str) -> str:
+    """Return a library's message as one line that begins with the place of the problem."""
+    if "lookarounds not supported" in problem:
+        problem = "anchors and word boundaries are not supported"
+    column = _COLUMN.search(problem)
+    if where == "regex" and column is not None:
+        return f"regex, column {len(column[1]) + 1}: {column[2]}"
+    place = _LARK_PLACE.match(problem)
+    if where == "grammar" and place is not None:
+        where, problem = f"grammar, line {place[1]}, column {place[2]}", problem[place.end() :]
+    if "NoExtension" in problem:
+        problem = "no text can fulfil it"
+    problem = _SOURCE_PLACE.sub("", problem)
+    lines = [line.strip() for line in problem.splitlines() if line.strip() and "while processing json" not in line]
+    return f"{where}: {'; '.join(lines)[:300]}"

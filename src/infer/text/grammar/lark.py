@@ -11,10 +11,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from infer.errors import InvalidRequestError
-from infer.text.grammar.horn import Clause, shortest
 from infer.text.grammar.json_schema import build_schema
-from infer.text.grammar.pattern import check_pattern, encoded
-from infer.text.grammar.schema_shortest import MAX_SHORTEST
+from infer.text.grammar.patterns import check_pattern, encoded
+from infer.text.grammar.shortest import MAX_SHORTEST, Clause, shortest
 
 MAX_BYTES = 65_536
 MAX_DEPTH = 28  # the limit of llguidance
@@ -48,18 +47,11 @@ class _Rule(NamedTuple):
     body: list[_Token]
 
 
-class CheckedGrammar(NamedTuple):
-    """A checked grammar. In `text`, schemas after %json are in the compiler's form.
+def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> tuple[str, tuple[str, ...]]:
+    """Return the grammar with schemas after %json in the compiler's form, and warnings of keywords not enforced.
 
-    `warnings` name the keywords of these schemas that are not enforced.
+    Raises InvalidRequestError that gives line and column, from 1.
     """
-
-    text: str
-    warnings: tuple[str, ...]
-
-
-def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> CheckedGrammar:
-    """Return the checked grammar. Raises InvalidRequestError that gives line and column, from 1."""
     size = len(encoded(text, where))
     if size > MAX_BYTES:
         raise InvalidRequestError(f"{where}: a grammar must have at most {MAX_BYTES} bytes, got {size}")
@@ -69,7 +61,7 @@ def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "gra
     for start, end, schema in checker.schemas:
         parts += [text[at:start], " ", schema]
         at = end
-    return CheckedGrammar("".join([*parts, text[at:]]), tuple(checker.warnings))
+    return "".join([*parts, text[at:]]), tuple(checker.warnings)
 
 
 class _Checker:

@@ -5,17 +5,29 @@ choices or refused. Keywords that assert nothing are left out and recorded.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError
-from infer.text.grammar.schema_logic import Logic
-from infer.text.grammar.schema_part import SchemaPart, all_of, any_of, false_part, lacks, refuse, refuse_malformed
-from infer.text.grammar.schema_references import References, escaped
+from infer.errors import InvalidRequestError, problem_of
+from infer.text.grammar.schema_logic import (
+    TYPES,
+    Logic,
+    MalformedSchemaError,
+    SchemaPart,
+    all_of,
+    any_of,
+    false_part,
+    lacks,
+    refuse,
+    refuse_malformed,
+)
 from infer.text.grammar.schema_values import (
     FORMATS,
+    References,
     check_constants,
     check_texts,
+    escaped,
     read_count,
     read_names,
     read_number,
@@ -33,12 +45,39 @@ _SILENT = frozenset(
 )
 # Keywords with the same meaning inside and next to an `allOf`.
 _BESIDE = frozenset({"anyOf", "pattern", "format", "maxLength"})
-_COMPANIONS = {  # keywords that forbid more if another keyword next to them is left out
+COMPANIONS = {  # keywords that forbid more if another keyword next to them is left out
     **dict.fromkeys(("properties", "patternProperties"), "additionalProperties"),
     **dict.fromkeys(("prefixItems", "items"), "items"),
 }
 
-OnProblem = Callable[[str, InvalidRequestError], None]  # called with the pointer of a keyword, or of an invalid schema
+
+class LeftOut(NamedTuple):
+    """The reason to leave out a keyword or a schema. Of a schema, the type may stay."""
+
+    problem: str
+    keeps_type: bool = False
+
+
+@dataclass
+class Omissions:
+    """The parts of a schema that is not strict that are left out. Places are JSON pointers.
+
+    `wanted` are left out because a compiler refuses them. `noted` are the reasons of all that were left out, in the
+    order in which they were seen. `places` are the schemas that were read. Of a tool (`is_of_tool`), malformed parts
+    are left out, too. Without `notes_words`, keywords that assert nothing are not reported.
+    """
+
+    is_of_tool: bool = False
+    notes_words: bool = True
+    wanted: dict[str, LeftOut] = field(default_factory=dict)
+    noted: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, pointer: str, error: InvalidRequestError) -> None:
+        """Note the reason for a place. Raises the error if the part is malformed and may not be left out."""
+        if isinstance(error, MalformedSchemaError) and not self.is_of_tool:
+            raise error
+        self.noted.setdefault(pointer, problem_of(error))
 
 
 class _Place(NamedTuple):
@@ -61,21 +100,22 @@ class Rewriter:
     """Rewriter of one schema.
 
     `definitions` are the parts of reference targets, by reference. `ignored` are the keywords that assert nothing. With
-    `on_problem`, a keyword that cannot be enforced is reported and left out. Without it, such a keyword raises
+    `omissions`, a keyword that cannot be enforced is noted there and left out. Without them, such a keyword raises
     SchemaError.
     """
 
-    def __init__(self, root: Any, where: str, on_problem: OnProblem | None = None) -> None:
+    def __init__(self, root: Any, where: str, omissions: Omissions | None = None) -> None:
         self._references = References(root, where)
         self._where = where
-        self._on_problem, self._is_strict = on_problem, on_problem is None
+        self._omissions, self.is_strict = omissions or Omissions(), omissions is None
+        self._is_exact = self.is_strict  # True where nothing may be left out
         self.definitions: dict[str, SchemaPart] = {}
         self.ignored: dict[str, None] = {}
         self._names: dict[str, str] = {}  # names of the definitions, by pointer
         self._pending: list[tuple[str, str]] = []  # pointer of a target, pointer of the reference
         # Per `oneOf`: the part next to it, and its branches.
         self._choices: list[tuple[SchemaPart, list[SchemaPart]]] = []
-        self._logic = Logic(self.definitions, where, are_exact=self._is_strict)
+        self._logic = Logic(self.definitions, where, are_exact=self.is_strict)
 
     def rewrite(self) -> SchemaPart:
         """Return the root's part. Afterwards every reference leads to one of `definitions`."""
@@ -97,17 +137,25 @@ class Rewriter:
                 self.definitions[name] = self._part(raw, base, pointer)
 
     def _attempt(self, pointer: str, run: Callable[[], None]) -> bool:
-        """Report an error of `run` and return False, or raise the error if there is no `on_problem`."""
+        """Note an error of `run` and return False, or raise the error if nothing may be left out."""
+        num_ignored = len(self.ignored)
         try:
             run()
         except InvalidRequestError as error:
-            if self._on_problem is None:
+            if self._is_exact:
                 raise
-            self._on_problem(pointer, error)
+            self._omissions.note(pointer, error)
+            while len(self.ignored) > num_ignored:  # the part around these keywords is named
+                self.ignored.popitem()
             return False
         return True
 
     def _part(self, raw: Any, base: str, pointer: str) -> SchemaPart:
+        self._omissions.places[pointer] = raw
+        if (unwanted := self._omissions.wanted.get(pointer)) is not None:
+            self._attempt(pointer, partial(refuse, self._where, pointer, unwanted.problem))
+            kind = raw.get("type") if unwanted.keeps_type and isinstance(raw, dict) else None
+            return SchemaPart(pointer, {"type": kind} if kind in TYPES else {})
         if isinstance(raw, bool):
             return SchemaPart(pointer, {}) if raw else false_part(pointer)
         if not isinstance(raw, dict):
@@ -120,9 +168,9 @@ class Rewriter:
         for word, value in raw.items() if not hides else [("$ref", raw["$ref"])]:
             if word in _RULES:
                 is_held = self._attempt(f"{pointer}/{escaped(word)}", partial(self._read, place, word, value))
-                if not is_held and word in _COMPANIONS:
-                    place.dropped.add(_COMPANIONS[word])
-            elif word not in _SILENT:
+                if not is_held and word in COMPANIONS:
+                    place.dropped.add(COMPANIONS[word])
+            elif word not in _SILENT and self._omissions.notes_words:
                 self.ignored.setdefault(word)
         for word in place.dropped:
             place.part.pop(word, None)
@@ -135,6 +183,10 @@ class Rewriter:
 
     def _read(self, place: _Place, word: str, value: Any) -> None:
         """Add the assertion of a keyword to the place. Raises SchemaError."""
+        if self._omissions.wanted:
+            unwanted = self._omissions.wanted.get(f"{place.pointer}/{escaped(word)}")
+            if unwanted is not None and not unwanted.keeps_type:
+                refuse(self._where, place.pointer, unwanted.problem)
         shape, name = _SHAPES.get(word, (object, ""))
         if not isinstance(value, shape):
             refuse_malformed(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
@@ -154,13 +206,13 @@ class Rewriter:
 
     def _exact(self, place: _Place, raw: Any, step: str) -> SchemaPart:
         """Return the part of a schema that is negated. Raises SchemaError if a keyword of it cannot be enforced."""
-        before, self._on_problem = self._on_problem, None
+        before, self._is_exact = self._is_exact, True
         try:
             part = self._inner(place, raw, step)
-            if self._is_strict:
+            if self.is_strict:
                 self._finish_definitions()
         finally:
-            self._on_problem = before
+            self._is_exact = before
         return part
 
     def _listed(self, place: _Place, word: str, value: Any) -> list[SchemaPart]:
@@ -183,11 +235,14 @@ class Rewriter:
     def _one_of(self, place: _Place, word: str, value: Any) -> None:
         """Read `oneOf`. Branches of required names are made to exclude each other; other branches are checked later."""
         branches, at = self._listed(place, word, value), place.pointer
-        if len(branches) <= _MAX_EXCLUSIVE and all(branch.keys() == {"required"} for branch in branches):
+        are_names = all(isinstance(item, dict) and item.keys() & ASSERTIONS == {"required"} for item in value)
+        if are_names and len(branches) <= _MAX_EXCLUSIVE and all(branch.keys() == {"required"} for branch in branches):
             others = [self._logic.negated(branch, at) for branch in branches]
             branches = [
                 all_of(at, [branch, *others[:index], *others[index + 1 :]]) for index, branch in enumerate(branches)
             ]
+        elif self._is_exact and not self.is_strict:  # it is negated, so a later check would be too late
+            self._check_apart(place.part, branches)
         else:
             self._choices.append((place.part, branches))
         place.more.append(any_of(at, branches))

@@ -4,21 +4,24 @@ Free text is a lexeme, so that it costs only a few microseconds per token. It en
 grammar names control tokens by their ids. Only this grammar may do so, never a grammar of a request.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import final
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, problem_of
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
-from infer.text.toolcalls.argument_grammar import ArgumentGrammar, Rules
+from infer.text.toolcalls.argument_grammar import ArgumentGrammar, ToolRules
 from infer.text.toolcalls.formats import ReasoningFormat
-from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules
-from infer.text.toolcalls.schema_words import as_pattern, one_of
-from infer.text.toolcalls.tools import Tool
+from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules, as_pattern, one_of
+from infer.text.toolcalls.tools import anything_for
 
+_MAX_WARNINGS = 10
 _SPACES = "[ \\t\\r\\n]*"
 
 
-def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | None:
+def answer_lark(form: AnswerFormat, rules: ToolRules, *, is_held: bool) -> str | None:
     """Return the grammar of an answer, or None if nothing constrains the answer.
 
     With `is_held`, the answer's text is `@answer`, the request's grammar. Raises InvalidRequestError for a tool whose
@@ -29,15 +32,65 @@ def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | Non
     return _Builder(form, rules, is_held=is_held).lark()
 
 
-def check_tool(form: AnswerFormat, tool: Tool, rules: Rules) -> None:
-    """Raise InvalidRequestError if calls of this tool cannot be constrained; SchemaError if the place is known."""
-    assert form.calls is not None
-    ArgumentGrammar(form.calls.form, LarkRules(form.marks), rules).rule(tool, "arguments")
+def enforceable(form: AnswerFormat, rules: ToolRules) -> AnswerFormat:
+    """Return the format with warnings for each part of a tool's schema that is left out because it cannot be enforced.
+
+    Tools of which nothing can be enforced may have any arguments, and so may those for which no time is left. Raises
+    InvalidRequestError if tools cannot be enforced at all.
+    """
+    calls = form.calls
+    if calls is None or calls.kind == "none":
+        return form
+    tools, warnings = list(calls.tools), {index: list(tool.warnings) for index, tool in enumerate(calls.tools)}
+    sizes = {index: len(json.dumps(tool.parameters)) for index, tool in enumerate(tools) if not tool.is_strict}
+    for index in sorted(sizes, key=sizes.__getitem__):  # the bad schema is often a large one
+        tool = tools[index]
+        problem = "its schema is left out, because other tools used up the time to compile it"
+        if rules.begin_tool():
+            try:
+                grammar = ArgumentGrammar(calls.form, LarkRules(form.marks), rules, tool)
+                grammar.rule("arguments")
+                warnings[index] += _said(tool.name, grammar.left_out)
+                continue
+            except InvalidRequestError as error:
+                reason = problem_of(error).removeprefix("json_schema: ")
+                problem = f"its whole schema is left out, so its arguments may be any object: {reason:.200}"
+        warnings[index].append(f"tool {tool.name!r}: {problem}")
+        loosest = anything_for(tool.parameters, is_json=calls.form.syntax == "json")
+        tools[index] = replace(tool, parameters=loosest)
+        ArgumentGrammar(calls.form, LarkRules(form.marks), rules, tools[index]).rule("arguments")
+    said = tuple(chain.from_iterable(warnings.values()))
+    return replace(form, calls=replace(calls, tools=tuple(tools)), warnings=said)
+
+
+def _said(name: str, left_out: Mapping[str, str]) -> Iterator[str]:
+    for pointer, problem in [*left_out.items()][:_MAX_WARNINGS]:
+        yield f"tool {name!r}: {pointer:.200} is left out: {problem.removeprefix('json_schema: '):.200}"
+    if len(left_out) > _MAX_WARNINGS:
+        yield f"tool {name!r}: {len(left_out) - _MAX_WARNINGS} more parts are left out"
+
+
+def loosest(form: AnswerFormat, error: InvalidRequestError) -> AnswerFormat | None:
+    """Return the format with tools that may have any arguments, or None if there is nothing to loosen.
+
+    It is for schemas that are too large only in combination.
+    """
+    calls = form.calls
+    if calls is None or calls.kind == "none" or all(tool.is_strict for tool in calls.tools):
+        return None
+    is_json = calls.form.syntax == "json"
+    tools = tuple(
+        tool if tool.is_strict else replace(tool, parameters=anything_for(tool.parameters, is_json=is_json))
+        for tool in calls.tools
+    )
+    names = ", ".join(tool.name for tool in calls.tools if not tool.is_strict)
+    warning = f"tools {names:.200}: their schemas are left out, their arguments may be any object: {error!s:.200}"
+    return replace(form, calls=replace(calls, tools=tools), warnings=(*form.warnings, warning))
 
 
 @final
 class _Builder:
-    def __init__(self, form: AnswerFormat, rules: Rules, *, is_held: bool) -> None:
+    def __init__(self, form: AnswerFormat, rules: ToolRules, *, is_held: bool) -> None:
         self._form, self._schemas, self._is_held = form, rules, is_held
         self._lark = LarkRules(form.marks)
         self._rules = self._lark.rules
@@ -178,7 +231,7 @@ class _Builder:
         name, tool = f"arguments_{index}", calls.tools[index]
         if name not in self._rules:
             try:
-                self._rules[name] = ArgumentGrammar(calls.form, self._lark, self._schemas).rule(tool, name)
+                self._rules[name] = ArgumentGrammar(calls.form, self._lark, self._schemas, tool).rule(name)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"tools[{index}] ({tool.name}): {error}") from error
         return f"{name} {self._lark.literal(calls.form.after_arguments)}"

@@ -1,14 +1,22 @@
 """The grammar of a call's arguments in llguidance's Lark, from the schema of a tool and the syntax of its format."""
 
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol, final, runtime_checkable
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
 
-from infer.errors import SchemaError
+from infer.errors import InvalidRequestError, problem_of
+from infer.system.processor_limit import LateError, processor_seconds
+from infer.system.sized_cache import SizedCache
+from infer.text.grammar.grammar import Grammar, Source
+from infer.text.grammar.json_schema import rewrite_schema
+from infer.text.grammar.libraries import Try, read_within
+from infer.text.grammar.patterns import check_pattern, translated, without_anchors
+from infer.text.grammar.schema_rewriter import Omissions
 from infer.text.toolcalls.answer_format import gemma_value, is_plain_text, written_value
 from infer.text.toolcalls.formats import ToolCallFormat
-from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules
-from infer.text.toolcalls.schema_words import (
+from infer.text.toolcalls.lark_rules import (
+    ANY_TEXT,
     GEMMA_KEYS,
     LENGTHS,
     NOT_HELD,
@@ -17,144 +25,288 @@ from infer.text.toolcalls.schema_words import (
     OBJECT_KEYS,
     PYTHON_KEYS,
     ROOT,
+    LarkRules,
+    PartsLeftOut,
     Spot,
     as_pattern,
-    check_member_name,
-    check_name,
     has_texts,
     has_words,
     in_single_quotes,
     of_texts,
     one_of,
-    properties_of,
     required_of,
     values_of,
 )
 from infer.text.toolcalls.tools import Tool
 
+MAX_RULE_BYTES = 16 << 20
+SEARCH_SECONDS = 1.0  # processor seconds for the searches in one tool
+ALL_SEARCH_SECONDS = 4.0  # processor seconds for the searches in all tools of a request
+_LIBRARY = "llguidance"
 _SINGLE_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
 _SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
 
 
-@runtime_checkable
-class Rules(Protocol):
-    """Compiler of a tool's schema to Lark. Raises InvalidRequestError."""
+class _Part(NamedTuple):
+    """One of several grammars of llguidance, and what of its schema is not enforced."""
 
-    def json_rule(self, schema: Mapping[str, Any]) -> str: ...
+    grammar: Mapping[str, Any]
+    warnings: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
 
-    def text_pattern(self, pattern: str) -> str: ...
 
-    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]: ...
+@final
+class ToolRules:
+    """Reader of tools' schemas as rules of Lark, for this process. Results are cached, up to a size in bytes."""
+
+    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
+        """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
+        self._library, self._try, self._read_seconds = library, try_, read_seconds
+        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
+        self._ends_at = 0.0
+        self._tool_seconds = self._all_seconds = 0.0  # that are left for searches
+        self._left_out: dict[str, Mapping[str, str]] = {}  # of the request's schemas, by their text
+        self.warnings: dict[str, None] = {}  # warnings of all grammars
+
+    def begin(self, seconds: float) -> None:
+        """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
+        self._ends_at = processor_seconds() + seconds
+        self._tool_seconds = self._all_seconds = ALL_SEARCH_SECONDS
+        self._left_out.clear()
+
+    def begin_tool(self) -> bool:
+        """Begin with the next tool. Return False if searches in the tools of the request have used up their time."""
+        self._tool_seconds = min(SEARCH_SECONDS, self._all_seconds)
+        return self._all_seconds > 0
+
+    def part(self, grammar: Grammar) -> _Part:
+        """Return a checked and tried grammar. Raises InvalidRequestError."""
+        if (found := self._parts.get(grammar)) is None:
+            found = self._read(grammar)
+            texts = [*found.warnings, *(text for each in found.left_out for text in each)]
+            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, texts))
+            self._parts.put(grammar, found, num_bytes)
+        self.warnings |= dict.fromkeys(found.warnings)
+        return found
+
+    def json_rule(self, schema: Any) -> str:
+        """Return the rule of a schema that is enforced whole. Raises InvalidRequestError."""
+        return _rule(self.part(Grammar("json_schema", json.dumps(schema))))
+
+    def loose_rule(self, schema: Any, *, is_argument: bool) -> tuple[str, Sequence[tuple[str, str]]]:
+        """Return the rule of a schema, and the parts that are left out. Raises InvalidRequestError."""
+        part = self.part(Grammar("argument_schema" if is_argument else "tool_schema", json.dumps(schema)))
+        return _rule(part), part.left_out
+
+    def left_out_of(self, schema: Any) -> Mapping[str, str]:
+        """Return the reasons of the parts of a schema that no grammar can enforce, by pointer."""
+        text = json.dumps(schema)
+        if text not in self._left_out:
+            omissions = Omissions(is_of_tool=True)
+            rewrite_schema(text, "json_schema", omissions)
+            self._left_out[text] = omissions.noted
+        return self._left_out[text]
+
+    def text_pattern(self, pattern: str) -> str:
+        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
+
+        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
+        """
+        self.json_rule({"type": "string", "pattern": pattern})
+        body = without_anchors(pattern)
+        check_pattern(body, "pattern", allows_anchors=False)
+        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
+        return f"{before}({found})".replace("\n", "\\n") + after
+
+    def _read(self, grammar: Grammar) -> _Part:
+        if processor_seconds() > self._ends_at:
+            raise LateError
+        read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
+        text = read.source.text
+        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        return _Part(part, read.warnings, read.left_out)
+
+    def _tried(self, source: Source) -> str:
+        """Try a source, and count the time if it has a problem."""
+        begin = processor_seconds()
+        problem = self._try(source)
+        if problem:
+            spent = processor_seconds() - begin
+            self._tool_seconds, self._all_seconds = self._tool_seconds - spent, self._all_seconds - spent
+        return problem
+
+
+def _rule(part: _Part) -> str:
+    return f"%json {json.dumps(part.grammar['json_schema'])}"
 
 
 @final
 class ArgumentGrammar:
-    """Rules of arguments in one format, which are added to `lark`. `schemas` compiles the schemas."""
+    """Rules of the arguments of one tool in one format, which are added to `lark`. `schemas` compiles the schemas.
 
-    def __init__(self, form: ToolCallFormat, lark: LarkRules, schemas: Rules) -> None:
-        self._form, self._lark, self._schemas = form, lark, schemas
-        self._literal, self._json_rule = lark.literal, schemas.json_rule
+    If the tool is not strict, parts that cannot be enforced are left out. `left_out` has the reasons by pointer.
+    """
 
-    def rule(self, tool: Tool, name: str) -> str:
-        """Return the rule of a tool's arguments. `name` begins the names of its parts.
+    def __init__(self, form: ToolCallFormat, lark: LarkRules, schemas: ToolRules, tool: Tool) -> None:
+        self._form, self._lark, self._schemas, self._tool = form, lark, schemas, tool
+        self._literal = lark.literal
+        self._parts = PartsLeftOut(is_strict=tool.is_strict)
+        self.left_out = self._parts.problems
 
-        Raises InvalidRequestError if a schema cannot be enforced; SchemaError if the place is known.
+    def rule(self, name: str) -> str:
+        """Return the rule of the tool's arguments. `name` begins the names of its parts.
+
+        Raises InvalidRequestError if the schema cannot be enforced.
         """
+        parameters = self._of_object()
         if self._form.syntax == "json":
-            is_simple = not set(tool.parameters) - OBJECT_KEYS
-            return self._json_rule({"additionalProperties": False, **tool.parameters} if is_simple else tool.parameters)
+            closed = {} if set(parameters) - OBJECT_KEYS else {"additionalProperties": False}
+            first = {} if self._tool.is_strict else parameters  # keywords are named in their own order
+            return self._json_rule(ROOT, {**first, **closed, **parameters})
         if self._form.syntax == "gemma":
-            self._json_rule(tool.parameters)  # it refuses values that are not schemas
-        required = required_of(tool.parameters)
-        for key in tool.properties:
-            check_name(ROOT.member(key), self._form)
-        each = [
-            (self._argument(ROOT.member(key), schema), key in required)
-            for key, schema in properties_of(tool, self._form.name).items()
-        ]
+            self._json_rule(ROOT, parameters)  # it refuses values that are not schemas
+        elif not self._tool.is_strict:
+            self.left_out.update(self._schemas.left_out_of(parameters))
+        parameters = self._parts.rest(ROOT, parameters)
+        for word in sorted(set(parameters) - OBJECT_KEYS):
+            problem = f"{word} cannot be enforced in the tool format {self._form.name}: leave it out"
+            self._parts.note(ROOT, problem, word)
+        required, each = required_of(parameters), list[tuple[str, bool]]()
+        shared = {word: parameters[word] for word in ("$defs", "definitions") if word in parameters}
+        for key, schema in parameters.get("properties", {}).items():
+            spot = ROOT.member(key)
+            if self._parts.can_name(spot, self._form):
+                schema = self._parts.rest(spot, schema)
+                schema = {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
+                each.append((self._argument(spot, schema), key in required))
         return self._lark.in_order(name, each, _SEPARATORS[self._form.syntax])
 
-    def _argument(self, spot: Spot, schema: Any) -> str:
+    def _of_object(self) -> Mapping[str, Any]:
+        """Return the parameters as the schema of an object."""
+        parameters = self._tool.parameters
+        kind = parameters.get("type")
+        if self._tool.is_strict or kind == "object":
+            return parameters
+        self._parts.note(ROOT, f"arguments must be an object, got {kind!r:.40}", "type")
+        anything = {} if parameters.get("properties") else {"additionalProperties": True}
+        return {**parameters, "type": "object", **anything}
+
+    def _json_rule(self, spot: Spot, schema: Any) -> str:
+        """Return the rule of a schema's values as JSON."""
+        if self._tool.is_strict:
+            return self._schemas.json_rule(schema)
         try:
-            match self._form.syntax:
-                case "python":
-                    return f"{json.dumps(spot.name + '=')} {self._python(schema)}"
-                case "gemma":
-                    return f"{json.dumps(spot.name + ':')} {self._gemma(spot, schema)}"
-            return self._parameter(spot, schema)
-        except SchemaError as error:
-            if error.pointer is not None and error.pointer.startswith(spot.pointer):
+            rule, parts = self._schemas.loose_rule(schema, is_argument=self._form.syntax != "json")
+        except InvalidRequestError as error:
+            if spot == ROOT:
                 raise
-            inside = error.pointer or ""  # place in the argument's own schema, which has the definitions next to it
-            pointer = inside if inside.startswith(("/$defs/", "/definitions/")) else spot.pointer + inside
-            raise SchemaError(str(error), pointer, error.problem) from error
+            self._parts.note(spot, problem_of(error))
+            return self._schemas.json_rule({})
+        if spot == ROOT and (whole := dict(parts).get("")) is not None:
+            raise InvalidRequestError(whole)
+        for pointer, problem in parts:  # a definition next to an argument's schema is one of the tool
+            is_shared = pointer.startswith(("/$defs/", "/definitions/"))
+            self._parts.note(ROOT if is_shared else spot, problem, pointer[1:])
+        return rule
+
+    def _argument(self, spot: Spot, schema: Any) -> str:
+        match self._form.syntax:
+            case "python":
+                return f"{json.dumps(spot.name + '=')} {self._python(spot, schema)}"
+            case "gemma":
+                return f"{json.dumps(spot.name + ':')} {self._gemma(spot, schema)}"
+        return self._parameter(spot, schema)
 
     def _parameter(self, spot: Spot, schema: Any) -> str:
         opened = self._literal(self._form.before_key + spot.name + self._form.after_key)
         closed = self._literal(self._form.after_value)
-        if not is_plain_text(schema):
-            return f"{opened} {self._json_rule(schema)} {closed}"
+        if not is_plain_text(self._tool.properties.get(spot.name)):
+            return f"{opened} {self._json_rule(spot, schema)} {closed}"
         if (values := values_of(schema)) is not None:
             return f"{opened} {one_of(json.dumps(value, ensure_ascii=False) for value in values)} {closed}"
         return f"{opened} {self._plain_text(spot, schema, self._form.after_value)}"
 
     def _plain_text(self, spot: Spot, schema: Mapping[str, Any], closed: str) -> str:
-        """Return a rule for any text that the schema allows, up to and including the first occurrence of this literal.
-
-        Raises SchemaError for keywords that cannot be enforced.
-        """
-        spot.allow(schema, NOT_HELD | {"type", "format", "pattern", *LENGTHS}, "the text ")
+        """Return a rule for any text that the schema allows, up to and including the first such literal."""
+        schema = self._parts.allowed(spot, schema, NOT_HELD | {"type", "format", "pattern", *LENGTHS}, "the text ")
         number, end = self._lark.next_number(), "" if self._lark.is_control(closed) else as_pattern(closed)
         bounds = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
         held = [] if bounds == "0," else [f"(.|\\n){{{bounds}}}"]
-        if "pattern" in schema:
-            held.append(self._schemas.text_pattern(schema["pattern"]))
+        if pattern := self._text_pattern(spot, schema):
+            held.append(pattern)
         limits = [f"/{each}{end}/" for each in held]
         if not end:
             self._lark.rules[f"TEXT_{number}"] = " & ".join([f"/{ANY_TEXT}/", *limits])
-            may_be_empty = not schema.get("minLength") and "pattern" not in schema
+            may_be_empty = not schema.get("minLength") and not pattern
             return f"TEXT_{number}{'?' * may_be_empty} {self._literal(closed)}"
         limits += [f"~/{ANY_TEXT}{end}(.|\\n)+/"] * bool(held)  # the end appears only once
         self._lark.rules[f"text_{number}[lazy]"] = " & ".join([f"/{ANY_TEXT}{end}/", *limits])
         return f"text_{number}"
 
+    def _text_pattern(self, spot: Spot, schema: Mapping[str, Any]) -> str:
+        """Return the schema's pattern, or "" if it has none or if it is left out."""
+        try:
+            return self._schemas.text_pattern(schema["pattern"]) if "pattern" in schema else ""
+        except InvalidRequestError as error:
+            if self._tool.is_strict:
+                raise
+            self._parts.note(spot, problem_of(error), "pattern")
+            return ""
+
     def _gemma(self, spot: Spot, schema: Any) -> str:
-        """Return the rule of a schema's values with Gemma's quotes. Raises SchemaError."""
+        """Return the rule of a schema's values with Gemma's quotes."""
+        schema = self._parts.rest(spot, schema)
         if schema is False:
-            spot.refuse(f"no value fulfils {spot.name}: leave it out")
-        held = {} if schema is True else {key: schema[key] for key in schema if key not in NOT_HELD}
+            self._parts.note(spot, f"no value fulfils {spot.name}: leave it out")
+        held = {key: schema[key] for key in schema if key not in NOT_HELD} if isinstance(schema, Mapping) else {}
         if not held:
             return self._any_gemma()
-        word = next((each for each in ("anyOf", "enum", "const") if each in held), "type")
-        spot.allow(held, GEMMA_KEYS[word])
+        word = next((each for each in ("anyOf", "oneOf", "enum", "const") if each in held), "type")
+        if word == "oneOf":
+            self._parts.note(spot, f"oneOf of {spot.name} cannot be enforced in this tool format: leave it out", word)
+        held = self._parts.allowed(spot, held, GEMMA_KEYS.get(word, {word}))
         if (values := values_of(held)) is not None:
             return one_of(self._literal(gemma_value(value, self._form.quote)) for value in values)
-        if "anyOf" in held:
-            return one_of(self._gemma(spot.inner("anyOf", index), each) for index, each in enumerate(held["anyOf"]))
-        match schema.get("type"):
+        if word in ("anyOf", "oneOf"):
+            return one_of(self._gemma(spot.inner(word, index), each) for index, each in enumerate(schema[word]))
+        match held.get("type"):
             case list(kinds):
-                return one_of(self._gemma(spot, {**schema, "type": kind}) for kind in kinds)
+                return one_of(self._gemma_of(kind, spot, held) for kind in kinds)
+            case None:
+                if held:
+                    only = next(iter(held)) if len(held) == 1 else ""
+                    self._parts.note(spot, f"{spot.name} needs a type in this tool format", only)
+                return self._any_gemma()
+            case kind:
+                return self._gemma_of(kind, spot, held)
+
+    def _gemma_of(self, kind: str, spot: Spot, schema: Mapping[str, Any]) -> str:
+        """Return the rule of a schema's values of one type."""
+        match kind:
             case "string":
                 return f"{self._literal(self._form.quote)} {self._plain_text(spot, of_texts(schema), self._form.quote)}"
             case "array":
                 return self._gemma_array(spot, schema)
             case "object":
                 return self._gemma_object(spot, schema)
-            case None:
-                spot.refuse(f"{spot.name} needs a type in this tool format")
-        return self._json_rule({key: held[key] for key in held if key == "type" or key in NUMBER_KEYS})
+        return self._json_rule(spot, {"type": kind} | {key: schema[key] for key in schema if key in NUMBER_KEYS})
 
     def _gemma_array(self, spot: Spot, schema: Mapping[str, Any]) -> str:
         least, most, rule = schema.get("minItems", 0), schema.get("maxItems"), f"item_{self._lark.next_number()}"
+        items = schema.get("items", {})
         if parts := schema.get("prefixItems"):
-            if schema.get("items") is not False or least != len(parts):
-                spot.refuse(f"prefixItems of {spot.name} need items: false and minItems: {len(parts)} here")
-            inner = enumerate(parts)
-            each = ' "," '.join(self._gemma(spot.inner("prefixItems", index), part) for index, part in inner)
-            return f'"[" {each} "]"'
+            if items is False and least == len(parts):
+                inner = enumerate(parts)
+                each = ' "," '.join(self._gemma(spot.inner("prefixItems", index), part) for index, part in inner)
+                return f'"[" {each} "]"'
+            problem = f"prefixItems of {spot.name} need items: false and minItems: {len(parts)} here"
+            self._parts.note(spot, problem, "prefixItems")
+            items = {}
         if most == 0:
             return '"[]"'
-        self._lark.rules[rule] = self._gemma(spot.inner("items"), schema.get("items", {}))
+        self._lark.rules[rule] = self._gemma(spot.inner("items"), items)
         bounds = f"{max(least - 1, 0)},{'' if most is None else most - 1}"
         others = "" if most == 1 else f'("," {rule}){{{bounds}}}'
         return f'"[" ({rule} {others}){"" if least else "?"} "]"'
@@ -164,13 +316,13 @@ class ArgumentGrammar:
         members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         rule, required, each = f"object_{self._lark.next_number()}", required_of(schema), list[tuple[str, bool]]()
         if absent := sorted(set(required) - set(members)):
-            spot.refuse(f"{absent[0]} of {spot.name} is required: add it to the properties")
+            self._parts.note(spot, f"{absent[0]} of {spot.name} is required: add it to the properties", "required")
         if not members and more is not False:
             return self._gemma_members(self._gemma(spot.inner("additionalProperties"), more))
         for key, inner in members.items():
             at = spot.member(key)
-            check_member_name(at, self._form)
-            each.append((f"{json.dumps(key + ':', ensure_ascii=False)} {self._gemma(at, inner)}", key in required))
+            if self._parts.can_name(at, self._form):
+                each.append((f"{json.dumps(key + ':', ensure_ascii=False)} {self._gemma(at, inner)}", key in required))
         return f'"{{" {self._lark.in_order(rule, each, _SEPARATORS["gemma"])} "}}"'
 
     def _gemma_members(self, value: str) -> str:
@@ -183,42 +335,46 @@ class ArgumentGrammar:
         if "any_value" not in self._lark.rules:
             self._lark.rules["any_value"] = ""
             text = f"{self._literal(self._form.quote)} {self._plain_text(ROOT, {}, self._form.quote)}"
-            plain = self._json_rule({"type": ["number", "boolean", "null"]})
+            plain = self._schemas.json_rule({"type": ["number", "boolean", "null"]})
             items = '"[" (any_value ("," any_value)*)? "]"'
             self._lark.rules["any_value"] = f"{text} | {plain} | {items} | {self._gemma_members('any_value')}"
         return "any_value"
 
-    def _python(self, schema: Any) -> str:
+    def _python(self, spot: Spot, schema: Any) -> str:
         """Return the rule of a schema's values as Python writes them.
 
         They are written as JSON if nothing differs, or if the schema has keywords that are not supported here. Texts
         may also have single quotes.
         """
+        schema = self._parts.rest(spot, schema)
         if not (has_words(schema) or has_texts(schema)) or set(schema) - NOTES - PYTHON_KEYS:
-            return self._json_rule(schema)
+            return self._json_rule(spot, schema)
         if (values := values_of(schema)) is not None:
             written = [text for value in values for text in (written_value(value), *in_single_quotes(value))]
             return one_of(json.dumps(text, ensure_ascii=False) for text in written)
         if "anyOf" in schema:
-            return one_of(map(self._python, schema["anyOf"]))
+            return one_of(self._python(spot.inner("anyOf", index), each) for index, each in enumerate(schema["anyOf"]))
         match schema.get("type"):
             case list(kinds):
-                return one_of(self._python({**schema, "type": kind}) for kind in kinds)
+                return one_of(self._python(spot, {**schema, "type": kind}) for kind in kinds)
             case "string":
                 self._lark.rules["QUOTED"] = _SINGLE_QUOTED
-                return f"({self._json_rule(schema)} | QUOTED)"
+                return f"({self._json_rule(spot, schema)} | QUOTED)"
             case "boolean":
                 return '("True" | "False")'
             case "null":
                 return '"None"'
             case "array" if "items" in schema:
-                item = self._python(schema["items"])
+                item = self._python(spot.inner("items"), schema["items"])
                 return f'"[" ({item} (", " {item})*)? "]"'
             case "object" if schema.get("properties") and not schema.get("additionalProperties"):
                 name, required = f"object_{self._lark.next_number()}", required_of(schema)
                 each = [
-                    (f"{self._literal(f'{written_value(key)}: ')} {self._python(inner)}", key in required)
+                    (
+                        f"{self._literal(f'{written_value(key)}: ')} {self._python(spot.member(key), inner)}",
+                        key in required,
+                    )
                     for key, inner in schema["properties"].items()
                 ]
                 return f'"{{" {self._lark.in_order(name, each, json.dumps(", "))} "}}"'
-        return self._json_rule(schema)
+        return self._json_rule(spot, schema)

@@ -8,11 +8,9 @@ from typing import Any
 from infer.text.templates.chat_template import REASONING_FIELDS
 from infer.text.templates.special_tokens import ComposedText
 from infer.text.templates.template_messages import SYSTEM_ROLES, text_of_content
-from infer.text.toolcalls.answer_format import written_arguments
+from infer.text.toolcalls.answer_format import TemplateFormats, written_arguments
 from infer.text.toolcalls.formats import ToolCallFormat
-from infer.text.toolcalls.past_calls import with_values
-from infer.text.toolcalls.template_formats import TemplateFormats
-from infer.text.toolcalls.tools import Tool
+from infer.text.toolcalls.tools import Tool, with_values
 
 Message = Mapping[str, Any]
 _AFTER_RESULTS = "\nNow answer with this, in words."  # without it, small models repeat the call

@@ -1,17 +1,128 @@
-"""The tools of a request as values: the calls that are allowed, and the calls that are required."""
+"""The tools of a request as values, the calls that are allowed or required, and the past calls of its messages.
 
+The schema of a plain function has types from its signature and descriptions from its docstring (Google's style). Past
+calls have their arguments as values, because chat templates write the arguments themselves. Clients send a call back as
+they received it, and a truncated answer has only a part of its arguments.
+"""
+
+import dataclasses
+import inspect
 import json
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Literal, final
 
 from infer.errors import InvalidRequestError
 from infer.request_limits import MAX_TOOLS
-from infer.system.json_limits import is_deeper
-from infer.text.toolcalls.signature import tool_of_function
+from infer.system.json_limits import JsonLimitError, check_limits, is_deeper, refuse_constant
+
+_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
+_ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+Schema = dict[str, Any]
+
+
+def tool_of_function(function: Callable[..., Any]) -> Schema:
+    """Return the function's schema in OpenAI's format. A parameter with a default is optional.
+
+    Raises InvalidRequestError if the function has no schema.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function)
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise InvalidRequestError(f"the tool {name} has no signature that can be read: {error}") from error
+    summary, descriptions = _documented(inspect.getdoc(function) or "")
+    properties, required = dict[str, Schema](), list[str]()
+    for parameter in signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise InvalidRequestError(f"the tool {name}: {parameter} cannot be passed by name: leave it out")
+        schema = _schema_of(hints.get(parameter.name, Any), f"the tool {name}: {parameter.name}")
+        if text := descriptions.get(parameter.name):
+            schema = {**schema, "description": text}
+        properties[parameter.name] = schema
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
+
+
+def _schema_of(hint: Any, where: str) -> Schema:
+    if hint is Any:
+        return {}
+    if isinstance(hint, type) and hint in _SCALARS:
+        return {"type": _SCALARS[hint]}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _of_values([member.value for member in hint])
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        required = [f.name for f in dataclasses.fields(hint) if _is_required(f)]
+        return _record(typing.get_type_hints(hint, include_extras=True), required, where)
+    if typing.is_typeddict(hint):
+        return _record(typing.get_type_hints(hint), sorted(hint.__required_keys__), where)
+    if hint in (list, tuple, Sequence):
+        return {"type": "array"}
+    if hint in (dict, Mapping):
+        return {"type": "object"}
+    return _generic(hint, typing.get_origin(hint), typing.get_args(hint), where)
+
+
+def _generic(hint: Any, origin: Any, inner: tuple[Any, ...], where: str) -> Schema:
+    if origin is typing.Annotated:
+        texts = [each for each in inner[1:] if isinstance(each, str)]
+        return _schema_of(inner[0], where) | ({"description": texts[0]} if texts else {})
+    if origin is typing.Literal:
+        return _of_values(list(inner))
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema_of(each, where) for each in inner]}
+    if origin in (list, Sequence, set, frozenset) or (origin is tuple and inner[1:] == (...,)):
+        return {"type": "array", "items": _schema_of(inner[0], where)}
+    if origin in (dict, Mapping) and inner[0] is str:
+        return {"type": "object", "additionalProperties": _schema_of(inner[1], where)}
+    raise InvalidRequestError(f"{where} is {hint}, which has no JSON schema: give the tool as a schema")
+
+
+def _of_values(values: list[Any]) -> Schema:
+    kinds = {_SCALARS.get(type(value)) for value in values}
+    (kind, *others) = kinds
+    return {"enum": values} if others or kind is None else {"type": kind, "enum": values}
+
+
+def _record(hints: Mapping[str, Any], required: list[str], where: str) -> Schema:
+    properties = {name: _schema_of(hint, f"{where}.{name}") for name, hint in hints.items()}
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _is_required(found: "dataclasses.Field[Any]") -> bool:
+    return found.default is dataclasses.MISSING and found.default_factory is dataclasses.MISSING
+
+
+def _documented(text: str) -> tuple[str, dict[str, str]]:
+    """Return the text before the first section, and the description of each argument."""
+    lines = text.splitlines()
+    starts = [index for index, line in enumerate(lines) if _SECTION.match(line)]
+    summary = " ".join(line.strip() for line in lines[: starts[0] if starts else None] if line.strip())
+    found = dict[str, str]()
+    for start in starts:
+        if _SECTION.match(lines[start])[1] not in ("Args", "Arguments", "Parameters"):  # type: ignore[index]
+            continue
+        name = ""
+        for line in lines[start + 1 :]:
+            if _SECTION.match(line) or (line.strip() and not line.startswith((" ", "\t"))):
+                break
+            if argument := _ARGUMENT.match(line):
+                name, found[argument[1]] = argument[1], argument[2].strip()
+            elif name and line.strip():
+                found[name] += " " + line.strip()
+    return summary, found
+
 
 MAX_NAME = 128
+_MAX_NAMES = 256  # of a schema that allows anything
 _NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 ToolLike = Mapping[str, Any] | Callable[..., Any]
 Kind = Literal["auto", "none", "required"]
@@ -85,6 +196,16 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
         if tool.is_strict and not known.is_strict:
             found[tool.name] = replace(known, is_strict=True)
     return tuple(found.values())
+
+
+def anything_for(parameters: Mapping[str, Any], *, is_json: bool) -> dict[str, Any]:
+    """Return a schema of objects that allows anything. Formats other than JSON can only write named arguments."""
+    anything = {"type": "object", "additionalProperties": True}
+    properties = parameters.get("properties")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    if is_json or not names or len(names) > _MAX_NAMES:
+        return anything
+    return {**anything, "properties": {str(name): {} for name in names}}
 
 
 def _text_of(schema: Mapping[str, Any]) -> str:
@@ -184,3 +305,71 @@ def _with_parameters(path: str, tool: Tool, function: Mapping[str, Any]) -> Tool
         kind = parameters["type"]
         raise InvalidRequestError(f"{path}: the parameters of {tool.name} must be of type object, got {kind!r:.80}")
     return replace(tool, parameters=parameters)
+
+
+INVALID = "INVALID_JSON"
+
+
+def past_arguments(given: Any) -> tuple[dict[str, Any], str | None]:
+    """Return the arguments of a past call as an object, and a warning if they are not a JSON object.
+
+    An empty text, null and an empty list, which is PHP's empty object, are `{}`. Some clients encode an object twice.
+    Anything else becomes `{"INVALID_JSON": text}`.
+    """
+    if isinstance(given, dict):
+        return given, None
+    try:
+        values = _decoded(_decoded(given))
+        if isinstance(values, dict):
+            json.dumps(values, ensure_ascii=False, allow_nan=False).encode()  # a lone surrogate is not text
+            return values, None
+        problem = f"they are {_written(values):.40}"
+    except JsonLimitError as error:
+        problem = f"they are {error}"
+    except UnicodeEncodeError:
+        problem = "they contain a lone surrogate"
+    except ValueError as error:
+        problem = str(error)
+    text = given if isinstance(given, str) else _written(given)
+    return {INVALID: text}, f'the arguments are not a JSON object ({problem:.120}): shown as {{"{INVALID}": …}}'
+
+
+def _decoded(value: Any) -> Any:
+    """Return the value of a JSON text, or the value itself; {} for a value that means an empty object."""
+    if isinstance(value, str):
+        check_limits(value)
+        value = json.loads(value, parse_constant=refuse_constant) if value.strip() else None
+    return {} if value in (None, []) else value
+
+
+def with_values(messages: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """Return the messages with every call's arguments as an object, and a warning for each that is not one."""
+    found, warnings = list[Any](), list[str]()
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if not isinstance(calls, list | tuple):
+            found.append(message)
+            continue
+        shown = list[Any]()
+        for number, call in enumerate(calls):
+            call, warning = _call_with_values(call)
+            shown.append(call)
+            if warning is not None:
+                warnings.append(f"messages[{index}].tool_calls[{number}]: {warning}")
+        found.append({**message, "tool_calls": shown})
+    return found, warnings
+
+
+def _call_with_values(call: Any) -> tuple[Any, str | None]:
+    match call:
+        case {"function": Mapping() as function}:
+            values, warning = past_arguments(function.get("arguments"))
+            return {**call, "function": {**function, "arguments": values}}, warning
+    return call, None
+
+
+def _written(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)

@@ -29,7 +29,7 @@ from infer.serving.protocols.messages import (
 )
 from infer.serving.protocols.params import Served, refusing, stops_of
 from infer.serving.server_settings import AgentPrompts
-from infer.text.toolcalls.template_formats import reasoning_of
+from infer.text.toolcalls.answer_format import reasoning_of
 
 _KNOWN = ("text", "tool_use", "tool_result", "thinking")
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*")

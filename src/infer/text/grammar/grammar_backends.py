@@ -1,0 +1,362 @@
+"""The grammar libraries: llguidance, the default, and xgrammar, an extra. Each is loaded when it first compiles.
+
+llguidance is an Earley parser over derivatives of patterns, compiled in a millisecond. xgrammar is a pushdown automaton
+compiled in advance for the whole vocabulary. It enforces fewer JSON-schema keywords and ignores the others; here they
+are refused. Keywords that it handles wrongly are refused, too: with `minLength` or `maxLength` it allows control
+characters in strings (0.2.8), and it anchors every `pattern`.
+"""
+
+import importlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from time import thread_time
+from typing import Any, NoReturn, final
+
+import numpy as np
+import numpy.typing as npt
+
+from infer.errors import ConstraintError
+from infer.text.grammar.constraint import GrammarBackend, Mask, Matcher
+from infer.text.grammar.grammar import Source
+from infer.text.grammar.libraries import compile_with_xgrammar, llguidance_limits
+from infer.text.tokenizer import Tokenizer
+
+_MARK = "\x02"  # put before a text, for tokenizers that add a space at a text's start
+
+
+@final
+class Vocabulary:
+    """Vocabulary of a tokenizer and a model whose embedding may have more rows than the tokenizer has ids."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        known = tokenizer.token_bytes[: self.vocab_size]
+        self.end_ids = tuple(sorted(i for i in tokenizer.eos_token_ids if i < self.vocab_size))
+        control = tokenizer.special_token_ids | frozenset(self.end_ids)
+        self.token_bytes = [b"" if i in control else token for i, token in enumerate(known)]
+        self.control_ids = sorted(i for i in control if i < len(known))
+
+    def spell(self, text: str) -> list[int]:
+        """Return the tokenizer's own ids for a text in any context. None of the ids is a control token."""
+        encoded = text.encode()
+        for mark in ("", _MARK):
+            ids = self._tokenizer.encode(mark + text, add_special_tokens=False)
+            if mark:
+                ids = self._without_mark(ids)
+            if b"".join(self.token_bytes[i] if i < len(self.token_bytes) else b"" for i in ids) == encoded:
+                return ids
+        return self.spell_greedily(encoded)
+
+    def spell_greedily(self, text: bytes) -> list[int]:
+        """Return ids by taking the longest token first. Stop at a byte that no token has."""
+        ids: list[int] = []
+        at = 0
+        while at < len(text):
+            for end in range(min(len(text), at + self._longest), at, -1):
+                token_id = self._id_by_bytes.get(text[at:end])
+                if token_id is not None:
+                    ids.append(token_id)
+                    at = end
+                    break
+            else:
+                break
+        return ids
+
+    def settled(self, text: str) -> list[int]:
+        """Return the ids of a text that continues, without ids at its end that could change with the following text."""
+        data = text.encode()
+        start = next((i for i in range(max(0, len(data) - self._longest), len(data)) if self._goes_on(data[i:])), None)
+        ids, end = [], 0
+        for token_id in self.spell(text):
+            end += len(self.token_bytes[token_id])
+            if start is not None and end > start:
+                break
+            ids.append(token_id)
+        return ids
+
+    def _goes_on(self, beginning: bytes) -> bool:
+        """Return True if a longer token starts with these bytes."""
+        at = bisect_right(self._sorted, beginning)
+        return at < len(self._sorted) and self._sorted[at].startswith(beginning)
+
+    def _without_mark(self, ids: list[int]) -> list[int]:
+        seen = b""
+        for index, token_id in enumerate(ids):
+            seen += self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+            if seen.endswith(_MARK.encode()):
+                return ids[index + 1 :]
+        return []
+
+    @cached_property
+    def _sorted(self) -> list[bytes]:
+        return sorted(set(self.token_bytes))
+
+    @cached_property
+    def _id_by_bytes(self) -> dict[bytes, int]:
+        return {token: i for i, token in reversed(list(enumerate(self.token_bytes))) if token}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.token_bytes), default=1)
+
+
+SLOW_SECONDS = 0.02  # time of a mask above which it counts
+MOST_EXCESS_SECONDS = 0.5  # limit of the time above that, for all masks of a grammar together
+_BYTES_PER_SOURCE_BYTE = 80  # memory of a compiled grammar: 25 to 39 MB for 442 KiB
+_REFUND = 0.005  # share of SLOW_SECONDS that a quick mask restores
+
+
+@final
+class LlguidanceBackend(GrammarBackend):
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library = importlib.import_module("llguidance")
+        self._vocabulary = vocabulary
+        self._num_ids = len(vocabulary.token_bytes)
+        ends = [end for end in vocabulary.end_ids if end < self._num_ids]
+        self._tokenizer = self._library.LLTokenizer(
+            self._library.TokenizerWrapper(_Spelling(vocabulary, ends[0] if ends else self._num_ids)),
+            eos_token=ends or [self._num_ids],
+        )
+
+    def compile(self, source: Source) -> "_Compiled":
+        limits = llguidance_limits(self._library, source.text)
+        return _Compiled(self._library.LLMatcher(self._tokenizer, source.text, log_level=0, limits=limits))
+
+    def num_bytes(self, compiled: "_Compiled", source: Source) -> int:
+        return _BYTES_PER_SOURCE_BYTE * len(source.text)
+
+    def make_matcher(self, compiled: "_Compiled") -> Matcher:
+        return _LlguidanceMatcher(compiled, self._vocabulary, self._tokenizer.vocab_size)
+
+
+@final
+class _Compiled:
+    """A compiled grammar, and the excess time that its masks have taken, over all texts.
+
+    A mask cannot be interrupted. It usually takes a millisecond. A mask of an ambiguous grammar takes longer with each
+    token, and all answers of the step wait for it. Only the thread's own time counts, not the wait on a busy machine.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self._excess = 0.0
+
+    def get_error(self) -> str:
+        return str(self.matcher.get_error())
+
+    def spend(self, seconds: float) -> None:
+        """Count the time of a mask. Quick masks restore a part of the budget.
+
+        Raises ConstraintError when the budget is used up.
+        """
+        if seconds < SLOW_SECONDS:
+            self._excess = max(0.0, self._excess - _REFUND * SLOW_SECONDS)
+            return
+        self._excess += seconds - SLOW_SECONDS
+        if self._excess > MOST_EXCESS_SECONDS:
+            raise ConstraintError(
+                f"the grammar is too ambiguous: its masks take more than {1000 * SLOW_SECONDS:g} ms per token, "
+                f"{MOST_EXCESS_SECONDS:g} s in total: allow only one way to write each text"
+            )
+
+
+@final
+class _LlguidanceMatcher(Matcher):
+    def __init__(self, compiled: _Compiled, vocabulary: Vocabulary, num_ids: int) -> None:
+        self._matcher, self._spend = compiled.matcher.deep_copy(), compiled.spend
+        self._vocabulary = vocabulary
+        self._num_ids = len(vocabulary.token_bytes)
+        self._own = np.zeros(-(-num_ids // 32), dtype=np.int32)
+        self._num_words, self._num_bytes = len(self._own), self._own.nbytes
+        self._rest = vocabulary.vocab_size % 32
+        self._mask: Mask | None = None  # the last mask, whose address is known
+        self._where = 0
+
+    def fill(self, mask: Mask) -> None:
+        started = thread_time()
+        self._matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
+        self._spend(thread_time() - started)
+        if self._matcher.is_error():
+            self._fail()
+        self._complete(mask)
+
+    def _address(self, mask: Mask) -> int:
+        """Return the address of the caller's mask if it is large enough, otherwise of the matcher's own."""
+        if mask is not self._mask:
+            self._mask = mask
+            found = mask if len(mask) >= self._num_words else self._own
+            self._where = found.ctypes.data
+        return self._where
+
+    def _complete(self, mask: Mask) -> None:
+        num_words, num_own = len(mask), self._num_words
+        if num_words > num_own:
+            mask[num_own:] = 0
+        elif num_words < num_own:
+            mask[:] = self._own[:num_words]
+        if self._rest:  # our own end id is after the vocabulary
+            mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << self._rest) - 1
+
+    def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
+        """Advance with four library calls instead of six.
+
+        The mask has allowed the token, so it is consumed without a check. A matcher that fails is also stopped, so
+        there is no separate check for errors.
+        """
+        matcher, started = self._matcher, thread_time()
+        if not matcher.consume_token(token_id):
+            self._fail()
+        if matcher.compute_ff_tokens():
+            return False
+        if not is_last:
+            matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
+            self._spend(thread_time() - started)
+            if self._rest or len(mask) != self._num_words:
+                self._complete(mask)
+        return not matcher.is_stopped()
+
+    def accept(self, token_id: int) -> bool:
+        if not 0 <= token_id < self._num_ids:
+            return False
+        started = thread_time()
+        if self._matcher.try_consume_tokens([token_id]) == 1:
+            self._spend(thread_time() - started)
+            return True
+        if self._matcher.is_error():
+            self._fail()
+        return False
+
+    def _fail(self) -> NoReturn:
+        raise ConstraintError(f"the grammar cannot be followed further: {first_line(self._matcher.get_error())}")
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+        if self._matcher.is_error():
+            self._fail()
+
+    def forced(self) -> Sequence[int]:
+        ids: list[int] = self._matcher.compute_ff_tokens()
+        if not ids:
+            return ids
+        ends = [i for i, token_id in enumerate(ids) if token_id in self._vocabulary.end_ids]
+        return ids[: ends[0]] if ends else ids
+
+    def may_end(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    def is_stopped(self) -> bool:
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+
+@final
+class _Spelling:
+    """The tokenizer interface that llguidance calls. It must not raise: an exception here is a panic in the library."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, eos_token_id: int) -> None:
+        self._spell = vocabulary.spell
+        self.eos_token_id = eos_token_id
+        padding = [b""] * (eos_token_id + 1 - len(vocabulary.token_bytes))
+        self.tokens = [*vocabulary.token_bytes, *padding]
+        for token_id in vocabulary.control_ids:  # tokens with the same bytes are allowed together
+            self.tokens[token_id] = b"[%d]" % token_id
+        self.special_token_ids = vocabulary.control_ids
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._spell(text.decode(errors="replace") if isinstance(text, bytes) else text)
+
+
+def first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:300]
+
+
+@final
+class XgrammarBackend(GrammarBackend):
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library = importlib.import_module("xgrammar")
+        self._vocabulary = vocabulary
+        info = self._library.TokenizerInfo(
+            vocabulary.token_bytes,
+            self._library.VocabType.RAW,
+            vocab_size=vocabulary.vocab_size,
+            stop_token_ids=list(vocabulary.end_ids),
+        )
+        self._compiler = self._library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._text = _packed([bool(token) for token in vocabulary.token_bytes], vocabulary.vocab_size)
+        is_end = np.zeros(vocabulary.vocab_size, dtype=bool)
+        is_end[list(vocabulary.end_ids)] = True
+        self._known = self._text | _packed(is_end, vocabulary.vocab_size)
+
+    def compile(self, source: Source) -> Any:
+        return compile_with_xgrammar(self._compiler, self._library, source.kind, source.text)
+
+    def num_bytes(self, compiled: Any, source: Source) -> int:
+        return int(compiled.memory_size_bytes)
+
+    def make_matcher(self, compiled: Any) -> Matcher:
+        matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=not self._vocabulary.end_ids)
+        return _XgrammarMatcher(matcher, self._vocabulary, self._text, self._known)
+
+
+@final
+class _XgrammarMatcher(Matcher):
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, text: Mask, known: Mask) -> None:
+        """Wrap a matcher. `text` are the tokens that have bytes; `known` are these and the end ids."""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._text, self._known = text, known
+        self._words = np.zeros((1, len(self._known)), dtype=np.int32)
+
+    def fill(self, mask: Mask) -> None:
+        self._fill_words()
+        mask[:] = self._words[0]
+
+    def accept(self, token_id: int) -> bool:
+        known = 0 <= token_id < len(self._vocabulary.token_bytes)
+        return known and bool(self._matcher.accept_token(token_id))
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def forced(self) -> Sequence[int]:
+        if self._matcher.is_terminated():
+            return []
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # the forced bytes begin inside a character
+            return []
+        return self._vocabulary.settled(text) if text else []
+
+    def may_end(self) -> bool:
+        return bool(self._matcher.is_completed())
+
+    def is_stopped(self) -> bool:
+        if self._matcher.is_terminated():
+            return True
+        if not self._matcher.is_completed():
+            return False
+        self._fill_words()
+        return not (self._words[0] & self._text).any()
+
+    def _fill_words(self) -> None:
+        """Write all known tokens that the library allows.
+
+        The library leaves the row unchanged if it allows every token. In that case all bits are set.
+        """
+        if not self._matcher.fill_next_token_bitmask(self._words):
+            self._words[:] = -1
+        self._words[0] &= self._known
+
+
+def _packed(is_set: npt.ArrayLike, vocab_size: int) -> Mask:
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+    values = np.asarray(is_set, dtype=bool)
+    bits[: len(values)] = values
+    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -20,7 +20,7 @@ from infer.outputs import TokenLogprob
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
 from steps import load_network
 from test_families import expected_logits, load, make_reserved, random_ids, tolerance_of
-from tiny import BY_NAME, LONGROPE, TINY, Tiny, make_tiny
+from tiny import BY_NAME, CENTRED, LONGROPE, TINY, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -34,7 +34,8 @@ LENGTHS = [7, 1, 1, 3]  # a chunk of a prompt, tokens and drafts: past the windo
 REPLAYED = ("llama", "gemma2", "qwen2_moe", "gemma4_per_layer", "olmo_hybrid", "lfm2")
 OTHERS = ("gpt_oss", "qwen3_5_gates", "llama4_chunks", "laguna")
 QUANTISED = ("gemma4_per_layer", "qwen2_moe")
-FAMILIES = [*TINY, LONGROPE] if IS_WHOLE else [BY_NAME[name] for name in (*REPLAYED, *OTHERS)]
+WHOLE = [*(tiny for tiny in TINY if tiny not in CENTRED), LONGROPE]
+FAMILIES = WHOLE if IS_WHOLE else [BY_NAME[name] for name in (*REPLAYED, *OTHERS)]
 NAMES = ("greedy, free", "filtered, regex", "counted, schema", "ending, free", "stopped, choice", "seeded, free")
 
 

@@ -366,6 +366,12 @@ ROWS = [
         logits_scaling=8.0, layer_rope_theta=[0, 5_000.0, 5_000.0, 5_000.0, 0], rms_norm_eps=1e-2,
     ),
     _tiny("granitemoeshared", hf.GraniteMoeSharedConfig, num_local_experts=5, shared_intermediate_size=64),
+    _tiny(
+        "granitemoe_swa", hf.models.granitemoe_swa.configuration_granitemoe_swa.GraniteMoeSWAConfig,
+        num_hidden_layers=3, sliding_window=8, num_local_experts=5, shared_intermediate_size=64,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"], residual_multiplier=0.5,
+    ),
+    _tiny("flex_olmo", hf.FlexOlmoConfig, num_experts=8, num_experts_per_tok=3),
     _tiny("solar_open", hf.SolarOpenConfig, head_dim=32, n_routed_experts=6, norm_topk_prob=False, **_MOE),
     _tiny(
         "dots1", hf.Dots1Config, num_hidden_layers=3, head_dim=32, n_routed_experts=6, n_shared_experts=2,
@@ -420,9 +426,9 @@ BY_NAME = {tiny.name: tiny for tiny in TINY}
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
 # GPUs refuse these.
 ON_CPUS = [*RECURRENT, *DELTA_NETS, *GATED, *GEMMA4, *MINISTRAL3, *LAGUNA, *MUSE_GLIMMER, *LLAMA4, *OLMO_HYBRID]
-ON_CPUS += CENTRED
+ON_CPUS += [*CENTRED, BY_NAME["granite_swa"]]
 DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
-ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE]
+ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE and tiny not in ROWS]
 
 
 class TextOfMuseGlimmer(hf.MuseGlimmerTextModel):

@@ -9,7 +9,7 @@ from infer.compute.operands.mixers import GatedDeltaNet, LongRope
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families import make_architecture
 from refusals import refusal
-from tiny import BY_NAME
+from tiny import BY_NAME, ONE_EACH, Tiny
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
@@ -93,11 +93,33 @@ def test_settings_missing_in_published_configs_are_the_defaults_of_transformers(
     assert [layer.window for layer in windowed.attention] == [None] * 28 + [8] * 2
 
 
+# What a config of each class must say.
+_SAID = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+_SAID |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"}
+_SAID |= {"n_shared_experts"}
+_WITHOUT_COUNTS = {"num_experts_per_tok": 8, "n_routed_experts": 64, "n_shared_experts": 1}
+# Classes whose own defaults are no network.
+_ODD_CLASSES = {"glm4_moe", "gemma4_text", "gemma4_unified_text"}
+
+
+@pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
+def test_every_default_is_that_of_the_class_of_transformers(tiny: Tiny) -> None:
+    if tiny.config.model_type in _ODD_CLASSES:
+        return
+    whole = type(tiny.config)().to_dict()
+    whole |= {name: value for name, value in _WITHOUT_COUNTS.items() if name in whole and whole[name] is None}
+    said = {name: value for name, value in whole.items() if name in _SAID and value is not None}
+    assert make_architecture(said) == make_architecture(whole)
+
+
 REFUSED = [
     ("gpt2", {}, "model_type 'gpt2' is not supported"),
-    ("glm4", {}, "model_type 'glm4' is not supported: it needs a rotation of neighbouring elements"),
-    ("cohere2", {}, "it needs LayerNorm, and attention in parallel to the MLP"),
-    ("hunyuan_v1_dense", {}, "it needs norms of q and k after their rotation"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported for cohere: it must be False"),
+    ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual=True is not supported for stablelm"),
+    ("ernie4_5_moe", {"num_experts": 4, "use_bias": True, "num_key_value_heads": 2}, "its head would have a bias"),
+    ("granite_swa", {"num_key_value_heads": 2, "layer_rope_theta": [0, 1, 1, 2]}, "it may have zeros and one theta"),
+    ("hunyuan_v1_dense", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not supported"),
+    ("hunyuan_v1_moe", {"num_experts": [4, 2], "moe_topk": 1}, "it must be equal for all layers"),
     ("llama4", LLAMA4 | {"layer_types": ["sliding_attention"] * 4}, "layer type 'sliding_attention' is not"),
     ("llama4", LLAMA4 | {"attention_chunk_size": 0}, "attention_chunk_size must be a whole number from 1 to"),
     ("llama4", LLAMA4 | {"moe_layers": 3}, "moe_layers must list the numbers of layers, got 3"),

@@ -272,3 +272,11 @@ def test_too_many_ranks_refuse_experts_in_a_line(tmp_path: Path) -> None:
     check_experts(architecture, 4)
     with pytest.raises(InvalidRequestError, match=r"tensor_parallel=5 gives .* expert's 64 rows: use at most 4$"):
         start_ranks(checkpoint, ModelSettings(tensor_parallel=5))
+
+
+def test_biases_that_cohere_does_not_read_are_left_out(tmp_path: Path) -> None:
+    make_tiny(BY_NAME["cohere2"], tmp_path)
+    before = logits_of(load_network(tmp_path), is_recorded=False)
+    names = ("model.layers.0.input_layernorm.bias", "model.layers.0.self_attn.q_proj.bias", "model.norm.bias")
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(64) for name in names}))
+    assert torch.equal(logits_of(load_network(tmp_path), is_recorded=False), before)

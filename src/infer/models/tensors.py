@@ -40,8 +40,11 @@ def _unused_names(architecture: Architecture) -> set[str]:
     """Return the names of tensors that files may have but no layer uses.
 
     These are a tied head that is stored twice, and keys and values of layers that attend to those of an earlier layer.
+    Cohere's files have biases of zeros, which its code does not read.
     """
-    names = {"lm_head.weight"}
+    names, norms = {"lm_head.weight"}, architecture.norms
+    if norms.are_centred and not norms.have_bias:
+        names |= {f"{name.removesuffix('weight')}bias" for name in expected_shapes(architecture)}
     for index, layer in enumerate(architecture.layers):
         if isinstance(layer.mixer, Attention) and not layer.mixer.has_keys:
             names |= {f"model.layers.{index}.self_attn.{part}.weight" for part in _OF_KEYS}

@@ -17,7 +17,7 @@ PACKAGES = (
 # These are only matched at one place of a text.
 MATCHED = {
     "infer.text.grammar.lark._TOKEN",
-    "infer.text.grammar.libraries._LARK_PLACE",
+    "infer.text.grammar.json_schema._LARK_PLACE",
     "infer.text.toolcalls.parser._NAME",
 }
 MOST_CHARACTERS = 100_000

@@ -9,14 +9,13 @@ from infer.models.families.layer_kinds import (
     all_windowed_but_every,
     rotated_where_listed_as_windowed,
 )
-from infer.models.families.ropes import (
-    gpt_neox_rope,
-)
+from infer.models.families.ropes import gpt_neox_rope, theta_rope, usual_rope
 
 _COHERE = Family(
     usual_defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
     reads=ATTENTION_BIAS | {"output_multiplier"},
     renamed={"layer_norm_eps": "rms_norm_eps", "logit_scale": "output_multiplier"},
+    rope_settings=theta_rope(500_000.0),
     norms=Norms(are_centred=True, parallel="one"),
     refuses={"use_qk_norm": False},
 )
@@ -28,6 +27,7 @@ CENTRED: dict[str, Family] = {
         defaults={**_COHERE.defaults, "sliding_window": 4096},
         layer_kinds=all_windowed_but_every(4),
         rotated_layers=rotated_where_listed_as_windowed,
+        rope_settings=usual_rope,
     ),
     "phi": Family(
         usual_defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),

@@ -34,12 +34,15 @@ from infer.models.families.layer_kinds import (
     all_windowed_but_every,
     exaone4_kinds,
     full_unless_given,
+    rotated_unless_listed_without_theta,
     rotated_where_listed_as_windowed,
     rotated_where_windowed,
+    windowed_but_every_fourth_from_the_first,
     windowed_from_a_layer_on,
 )
 from infer.models.families.ropes import (
     gpt_oss_rope,
+    granite_swa_rope,
     laguna_rope,
     minimax_rope,
     rope_by_kind,
@@ -59,9 +62,16 @@ _GLM4_MOE = Family(
 )
 
 _GRANITE_MOE = Family(
-    usual_defaults(2048, num_experts_per_tok=2),
+    usual_defaults(2048, num_experts_per_tok=2, attention_multiplier=1.0),
     reads=ATTENTION_BIAS | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
     experts=granite_experts,
+)
+
+_OLMOE = Family(
+    usual_defaults(4096, eps=1e-5, num_experts_per_tok=8),
+    reads=ATTENTION_BIAS,
+    qk_norm="all",
+    experts=olmoe_experts,
 )
 
 SPARSE: dict[str, Family] = {
@@ -113,11 +123,12 @@ SPARSE: dict[str, Family] = {
         rope_settings=theta_rope(1_000_000.0),
         experts=mixtral_experts,
     ),
-    "olmoe": Family(
-        usual_defaults(4096, eps=1e-5, num_experts_per_tok=8),
-        reads=ATTENTION_BIAS,
-        qk_norm="all",
-        experts=olmoe_experts,
+    "olmoe": _OLMOE,
+    "flex_olmo": replace(
+        _OLMOE,
+        defaults=usual_defaults(4096, num_experts_per_tok=5, num_experts=7),
+        rope_settings=theta_rope(500_000.0),
+        norms=Norms(before=False, after=True),
     ),
     "glm4_moe": _GLM4_MOE,
     "solar_open": replace(
@@ -129,7 +140,8 @@ SPARSE: dict[str, Family] = {
         is_sparse=every_layer_is_sparse,
     ),
     "dots1": Family(
-        usual_defaults(2048, num_key_value_heads=32, sliding_window=4096, max_window_layers=62),
+        usual_defaults(2048, num_key_value_heads=32, sliding_window=4096, max_window_layers=62)
+        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 0},
         fixed={"use_sliding_window": True},
         reads=ATTENTION_BIAS,
         layer_kinds=windowed_from_a_layer_on,
@@ -187,5 +199,13 @@ SPARSE: dict[str, Family] = {
         has_sinks=True,
     ),
     "granitemoe": _GRANITE_MOE,
-    "granitemoeshared": replace(_GRANITE_MOE, defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 1024}),
+    "granitemoe_swa": replace(
+        _GRANITE_MOE,
+        defaults={**_GRANITE_MOE.defaults, "sliding_window": 128},
+        layer_kinds=windowed_but_every_fourth_from_the_first,
+        rotated_layers=rotated_unless_listed_without_theta,
+        rope_settings=granite_swa_rope,
+        has_sinks=True,
+    ),
+    "granitemoeshared": _GRANITE_MOE,
 }

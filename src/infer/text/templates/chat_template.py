@@ -4,6 +4,7 @@
 the same text, cut wherever the text of a special token came from a message. Such text must not become a control id.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's; it shows where the template put the message's end
 _TAKEN_APART = "a message contains the text of a special token, which the chat template splits: remove it"
+_OF_ROLES = re.compile("system|role", re.IGNORECASE)  # in the words with which templates refuse system messages
 _UNLIKELY = 16  # characters of a text that is in a prompt only because the template shows it
 _ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 _NO_VARIABLES = {"add_generation_prompt": False, "tools": None, "documents": None}
@@ -127,9 +129,11 @@ class ChatTemplate:
         refuses that, the user's first message begins with its text.
         """
         given = context["messages"]
-        odd = odd_system_texts(given)
+        odd, merged = odd_system_texts(given), without_system(given)
         refusal, found = None, list[tuple[dict[str, Any], str]]()
-        for messages in (given, *[with_one_system(given)] * bool(odd), without_system(given)):
+        for messages in (given, *[with_one_system(given)] * bool(odd), merged):
+            if messages is merged and not (refusal and _OF_ROLES.search(str(refusal))):
+                continue  # it was something else that the template refused
             fitted = {**context, "messages": [with_form(message, self._forms(message)) for message in messages]}
             try:
                 text = self._render(fitted)

@@ -104,7 +104,8 @@ def _add_module(names: CodeNames, path: Path, text: str) -> None:
         match node:
             case ast.Constant(value=str(text)) if id(node) not in documented:
                 names.dotted.update(_DOTTED.findall(text))
-                names.words.update(word for word in _WORD.findall(text) if word == text or not _is_prose(word))
+                code = (word for word in _WORD.findall(text) if word == text or not word.islower() or "_" in word)
+                names.words.update(code)
             case ast.arg(arg=name) | ast.Attribute(attr=name) | ast.Name(id=name) | ast.keyword(arg=str(name)):
                 names.words.add(name)
             case ast.alias(name=name) | ast.ImportFrom(module=str(name)):
@@ -141,11 +142,6 @@ def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 def _is_stored(node: ast.Name | ast.Attribute) -> bool:
     return isinstance(node.ctx, ast.Store)
-
-
-def _is_prose(word: str) -> bool:
-    """Return True for a word of a message, which need not be a name."""
-    return word.islower() and "_" not in word
 
 
 def variables_of(nodes: Sequence[ast.AST]) -> set[str]:

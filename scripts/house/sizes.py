@@ -132,7 +132,7 @@ def _add_other_files(counts: Counts, root: Path) -> None:
             _add(counts, name, {"places for a sampler filter": int(bool(FILTER.search(text)))})
     data = [path for path in _files(root / "tests" / "data") if path.suffix in (".json", ".jsonl", ".toml")]
     counts["lines of new test data"] = {
-        path.relative_to(root).as_posix(): _text_lines(path)
+        path.relative_to(root).as_posix(): num_text_lines(path.read_text(encoding="utf-8"))
         for path in data
         if path.relative_to(root / "tests" / "data").as_posix() not in UNCOUNTED_DATA
     }
@@ -166,10 +166,6 @@ def _guarded(data: Path) -> dict[str, int]:
 def _add(counts: Counts, file: str, numbers: Mapping[str, int]) -> None:
     for name, number in numbers.items():
         counts[name][file] = number
-
-
-def _text_lines(path: Path) -> int:
-    return num_text_lines(path.read_text(encoding="utf-8"))
 
 
 def _files(folder: Path) -> list[Path]:

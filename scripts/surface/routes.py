@@ -26,6 +26,7 @@ from infer.serving.server.routes.openapi import document
 
 Row = tuple[str, str]
 _ONE_OF = ("anyOf", "oneOf", "allOf")
+_IDLE: Any = SimpleNamespace(pools=(), running=(), waiting=(), max_running=1, num_preemptions=0)  # a snapshot
 _FAMILIES_OF_THE_SYSTEM = "process_"  # those that prometheus_client finds only on Linux
 
 
@@ -154,7 +155,7 @@ def metric_rows() -> Iterator[Row]:
             family.labels(*labels)
         elif label := getattr(family, "_label", ""):
             family.observe_all([1], label)
-    text = metrics.text(_some_host(), _some_snapshot())
+    text = metrics.text(_some_host(), _IDLE)
     for found in text_string_to_metric_families(text):
         if not found.name.startswith(_FAMILIES_OF_THE_SYSTEM):
             name = f"{found.name}_total" if found.type == "counter" else found.name
@@ -164,10 +165,6 @@ def metric_rows() -> Iterator[Row]:
 def _labels_of(samples: Iterable[Mapping[str, str]]) -> str:
     names = sorted({name for labels in samples for name in labels} - {"le"})
     return f", labels {', '.join(names)}" if names else ""
-
-
-def _some_snapshot() -> Any:
-    return SimpleNamespace(pools=(), running=(), waiting=(), max_running=1, num_preemptions=0)
 
 
 def _some_host() -> Any:

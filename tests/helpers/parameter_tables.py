@@ -17,13 +17,7 @@ import infer.model_settings as model_settings
 import infer.sampling_params as sampling_params
 from infer.cli.command_options import DiskOption, ServedOptions
 from infer.cli.option_fields import apply_options, decorators_of
-from infer.cli.server_options import (
-    ClientOptions,
-    LimitOptions,
-    ModelsOptions,
-    ProcessOptions,
-    SchedulingOptions,
-)
+from infer.cli.server_options import ClientOptions, LimitOptions, ModelsOptions, ProcessOptions, SchedulingOptions
 from infer.cli.subcommands import infer as command_line
 from infer.engine.step.request_options import OPTIONS, RequestOptions
 from infer.model_settings import SETTINGS

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.files.gguf.forms import ENCODER_KEYS, FOLDERS, SCALING_KEYS, GGUFForm, Key, form_of
+from infer.files.gguf.forms import FOLDERS, GGUFForm, form_of
 from infer.files.gguf.gguf import GGUFFile
 from infer.files.gguf.gguf_values import GGUFValues, rotated_share, shortest
+from infer.files.gguf.keys import ENCODER_KEYS, SCALING_KEYS, Key
 from infer.files.tensors.tensor_names import names_from_gguf
 from infer.system.json_limits import inside, read_json_file
 

@@ -283,7 +283,8 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
 def _lines(trace: SampleTrace) -> list[list[Cell]]:
     """Return the lines of the table: a label, and a cell per stage and per number of the race."""
     is_greedy = trace.seed is None
-    names = [Cell(_heading(stage.name), is_bold=True) for stage in trace.stages]
+    headings = {name: parameter.stage for name, parameter in PARAMETERS.items()}
+    names = [Cell(headings.get(stage.name, stage.name), is_bold=True) for stage in trace.stages]
     values = [Cell("" if stage.value is None else f"{stage.value:g}", is_dim=True) for stage in trace.stages]
     race = ["logit"] if is_greedy else ["logit", "+ noise", "= score"]
     blank = [Cell("")] * len(race)
@@ -340,11 +341,6 @@ def _fitting(widths: Sequence[int], room: int | None) -> list[list[int]]:
         groups[-1].append(index)
         used += width + 2
     return groups
-
-
-def _heading(stage: str) -> str:
-    """Return the heading of a stage of the sampler."""
-    return PARAMETERS[stage].stage if stage in PARAMETERS else stage
 
 
 def _percent(share: float) -> str:

@@ -4,11 +4,7 @@ from dataclasses import replace
 
 from infer.compute.operands.architecture import Norms
 from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
-from infer.models.families.layer_kinds import (
-    all_windowed,
-    all_windowed_but_every,
-    rotated_where_listed_as_windowed,
-)
+from infer.models.families.layer_kinds import all_windowed, all_windowed_but_every, rotated_where_listed_as_windowed
 from infer.models.families.ropes import gpt_neox_rope, theta_rope, usual_rope
 
 _COHERE = Family(

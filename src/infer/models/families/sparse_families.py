@@ -24,11 +24,7 @@ from infer.models.families.experts import (
     qwen_experts,
 )
 from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
-from infer.models.families.heads import (
-    laguna_gates,
-    laguna_heads,
-    sigmoid_without_bias,
-)
+from infer.models.families.heads import laguna_gates, laguna_heads, sigmoid_without_bias
 from infer.models.families.layer_kinds import (
     all_windowed,
     all_windowed_but_every,

@@ -20,12 +20,7 @@ from infer.models.families.experts import (
 )
 from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
 from infer.models.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
-from infer.models.families.heads import (
-    llama4_of_kind,
-    llama4_scale,
-    muse_of_kind,
-    sigmoid_without_bias,
-)
+from infer.models.families.heads import llama4_of_kind, llama4_scale, muse_of_kind, sigmoid_without_bias
 from infer.models.families.layer_kinds import (
     CONVOLUTION,
     LINEAR,

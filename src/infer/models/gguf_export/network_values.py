@@ -11,8 +11,9 @@ from typing import Any
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, Rope, ShortConv
-from infer.files.gguf.forms import ENCODER_KEYS, SCALING_KEYS, GGUFForm, Key
+from infer.files.gguf.forms import GGUFForm
 from infer.files.gguf.gguf_writer import Value
+from infer.files.gguf.keys import ENCODER_KEYS, SCALING_KEYS, Key
 from infer.models.families import FAMILIES, as_read
 from infer.models.families.config_values import Config
 from infer.models.families.layer_kinds import FULL, SLIDING

@@ -152,7 +152,9 @@ class Reading:
         if len(self.looked_up) == MAX_KEYS:
             return None
         self.looked_up.append(name)
-        return near_of(name, known)
+        plain = {_plain(each): each for each in known}
+        near = get_close_matches(_plain(name)[:64], plain, n=1, cutoff=_NEAR)
+        return plain[near[0]] if near else None
 
 
 def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
@@ -166,13 +168,6 @@ def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
 
 def path_of(steps: list[Step]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
-
-
-def near_of(name: str, known: list[str]) -> str | None:
-    """Return the known name that `name` misspells, or None."""
-    plain = {_plain(each): each for each in known}
-    near = get_close_matches(_plain(name)[:64], plain, n=1, cutoff=_NEAR)
-    return plain[near[0]] if near else None
 
 
 def _plain(name: str) -> str:

@@ -11,11 +11,10 @@ from msgspec import Meta, Struct
 
 from infer.serving.protocols.fields import Reading, refuse
 from infer.text.toolcalls.tools import past_arguments as read_past_arguments
+from infer.text.toolcalls.tools import with_objects
 
 _WORDS = ("image", "audio", "video", "file", "document")
 Arguments = Annotated[Any, Meta(extra_json_schema={"type": "string"})]  # `past_arguments` made an object of it
-_OBJECTS = frozenset({"parameters", "input_schema", "properties"})  # of a tool
-_VALUES = frozenset({"default", "const", "enum", "examples"})
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
 
@@ -68,17 +67,6 @@ def own_tools(
             else:
                 found.append(tool)
     return found
-
-
-def with_objects(value: Any, key: str = "") -> Any:
-    """Return tools or a schema with {} for each [] that must be an object, because PHP writes both alike."""
-    if key in _VALUES:
-        return value
-    if isinstance(value, list):
-        return [with_objects(each) for each in value] if value or key not in _OBJECTS else {}
-    if not isinstance(value, dict):
-        return value
-    return {name: with_objects(each, "" if key == "properties" else name) for name, each in value.items()}
 
 
 def text_parts(parts: list[Any], path: str, reading: Reading, text_type: str, *, is_last: bool) -> list[Any]:

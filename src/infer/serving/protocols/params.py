@@ -27,9 +27,9 @@ from infer.sampling_params import (
 )
 from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
-from infer.serving.protocols.messages import with_objects
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.answer_format import reasoning_of
+from infer.text.toolcalls.tools import with_objects
 
 # Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
 _BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() if declared.body_name}
@@ -110,19 +110,14 @@ def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """Return the value as plain objects, without fields that are null."""
-    return _without_nulls(msgspec.to_builtins(value))
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a tool without its null fields. Its schema stays unchanged."""
+    """Return tools as plain objects, without fields that are null. Their schemas stay unchanged."""
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
-    if not isinstance(value, Mapping):
+        return [plain(each) for each in value]
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value)
+    if not isinstance(value, dict):
         return value
-    return {
-        key: each if key == "parameters" else _without_nulls(each) for key, each in value.items() if each is not None
-    }
+    return {key: each if key == "parameters" else plain(each) for key, each in value.items() if each is not None}
 
 
 def token_limit(given: int) -> int | None:
@@ -157,16 +152,15 @@ def template_variables(
 
     Raises BodyError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable.
     """
+    place = "chat_template_kwargs"
     if given is not None and len(given) > MAX_KEYS:
-        raise refuse(
-            f"chat_template_kwargs must have at most {MAX_KEYS} fields, got {len(given)}", "chat_template_kwargs"
-        )
+        raise refuse(f"{place} must have at most {MAX_KEYS} fields, got {len(given)}", place)
     for name in given or {}:
-        param = f"chat_template_kwargs.{name}"
+        param = f"{place}.{name}"
         if name in _NOT_FOR_TEMPLATES:
             raise refuse(f"{param} must not be given: leave it out", param)
         if name in PARAMETER_NAMES or name in ALIASES:
-            raise refuse(f"{param} is a sampling parameter: move it out of chat_template_kwargs", param)
+            raise refuse(f"{param} is a sampling parameter: move it out of {place}", param)
     own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
 

@@ -23,7 +23,20 @@ from infer.system.json_limits import JsonLimitError, check_limits, is_deeper, re
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+_OBJECTS = frozenset({"parameters", "input_schema", "properties"})  # of a tool
+_VALUES = frozenset({"default", "const", "enum", "examples"})
 Schema = dict[str, Any]
+
+
+def with_objects(value: Any, key: str = "") -> Any:
+    """Return tools or a schema with {} for each [] that must be an object, because PHP writes both alike."""
+    if key in _VALUES:
+        return value
+    if isinstance(value, list):
+        return [with_objects(each) for each in value] if value or key not in _OBJECTS else {}
+    if not isinstance(value, dict):
+        return value
+    return {name: with_objects(each, "" if key == "properties" else name) for name, each in value.items()}
 
 
 def tool_of_function(function: Callable[..., Any]) -> Schema:

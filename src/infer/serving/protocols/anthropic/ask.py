@@ -254,8 +254,7 @@ class TokenBudgets:
             return
         for message in reversed(messages):
             if message["role"] != "assistant":
-                text = message["content"]
-                message["content"] = f"{text}\n\n{self._newest}" if text else self._newest
+                message["content"] = "\n\n".join(filter(None, (message["content"], self._newest)))
                 return
 
 
@@ -380,23 +379,13 @@ def ask_message(body: MessagesBody, served: Served) -> Ask:
 def ask_prompt(body: PromptBody, served: Served) -> Ask:
     """Return the prompt of a body and its options, without parameters. Raises BodyError."""
     messages = messages_of(body.messages, body.system, served.agent_prompts)
-    return Ask(
-        [messages],
-        options=options_of(body, served.llm.tokenizer.chat_template),
-        variables=variables_of(body, messages, served.llm.tokenizer.chat_template),
-        prompt_name="messages",
-    )
-
-
-def options_of(body: PromptBody, template: str | None) -> RequestOptions:
-    """Return the options of a body. Raises BodyError.
-
-    A thinking budget is an upper limit, so it is ignored if the template has no reasoning.
-    """
+    template = served.llm.tokenizer.chat_template
+    # A thinking budget is an upper limit, so it is ignored if the template has no reasoning.
     budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
     with refusing("messages"):
         fields = tool_fields(body.tools, body.tool_choice)
-        return RequestOptions(**fields, reasoning_budget=budget, cache_salt=body.cache_salt or "")
+        options = RequestOptions(**fields, reasoning_budget=budget, cache_salt=body.cache_salt or "")
+    return Ask([messages], options=options, variables=variables_of(body, messages, template), prompt_name="messages")
 
 
 def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:

@@ -448,7 +448,7 @@ def ask_text(body: TextBody, served: Served) -> Ask:
     if len(prompts) * num_choices > MAX_ANSWERS:
         message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
         raise refuse(message, "prompt")
-    values = completion_values(body)
+    values = sampling_values(body) | ({} if body.logprobs is None else {"logprobs": body.logprobs})
     params = served.params(values, body.seed, "prompt", num_choices, max_new_tokens=NUM_TOKENS_OF_COMPLETIONS)
     return Ask(prompts, params, RequestOptions(**values_of(body, OPTIONS)), is_answered=body.max_tokens != 0)
 
@@ -461,11 +461,6 @@ def chat_values(body: ChatBody) -> dict[str, Any]:
     if body.top_logprobs and not body.logprobs:
         raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
     return sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
-
-
-def completion_values(body: TextBody) -> dict[str, Any]:
-    """Return the fields of SamplingParams that a completion's body names, except the seed. Raises BodyError."""
-    return sampling_values(body) | ({} if body.logprobs is None else {"logprobs": body.logprobs})
 
 
 def conversation_options(body: Any, effort: str | None, prompt_name: str = "messages", **others: Any) -> RequestOptions:

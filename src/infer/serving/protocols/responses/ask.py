@@ -3,7 +3,7 @@
 Before that, items and tools of other programs become those that this server reads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, final
@@ -361,9 +361,7 @@ def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
     Clients send several consecutive items for one turn of the user or the assistant. But many templates require turns
     that alternate.
     """
-    given: Sequence[InputItem] = (
-        [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    )
+    given = body.input if not isinstance(body.input, str) else [InputMessage(role="user", content=body.input)]
     found = list[dict[str, Any]]()
     if body.instructions:
         found.append({"role": "system", "content": body.instructions})

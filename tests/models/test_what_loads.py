@@ -1,6 +1,7 @@
 """The page of models names each kind of model that loads, and agrees with the lists in the tests."""
 
 import json
+import re
 
 import pytest
 
@@ -29,9 +30,10 @@ def test_every_family_is_compared_with_transformers() -> None:
 def test_the_command_prints_what_loads(capsys: pytest.CaptureFixture[str]) -> None:
     run_supported(as_json=True)
     found = json.loads(capsys.readouterr().out)
-    assert [each["model_type"] for each in found] == [each.model_type for each in SUPPORTED]
+    on_page = re.findall(r"^\|[^|]*\| `([^`]*)` \| (yes|no) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [(each["model_type"], "yes" if each["gguf"] else "no") for each in found] == on_page
     run_supported(as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(SUPPORTED)
     (gemma,) = [line for line in lines if "gemma3_text" in line]
-    assert gemma.endswith("random weights and Gemma 3 270M, EmbeddingGemma")
+    assert gemma.endswith("  yes       random weights and Gemma 3 270M, EmbeddingGemma")

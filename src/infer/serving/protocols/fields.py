@@ -157,15 +157,6 @@ class Reading:
         return plain[near[0]] if near else None
 
 
-def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
-    """Return the body with only the keys of `kind`, and whole floats as integers if integers are expected.
-
-    Raises BodyError for a misspelled key, for a string that is not one of the allowed ones, and for a parameter that
-    would change the answer but is not supported.
-    """
-    return _settled(given, tuple(flat(type_info(kind))), [], reading)
-
-
 def path_of(steps: list[Step]) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
 
@@ -202,6 +193,11 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], reading: Reading) -> Any:
+    """Return the value with only the keys of its types, and whole floats as integers if integers are expected.
+
+    Raises BodyError for a misspelled key, for a string that is not one of the allowed ones, and for a parameter that
+    would change the answer but is not supported.
+    """
     kinds = set(map(type, types))
     if given == [] and kinds <= _OBJECTS and steps and isinstance(steps[-1], str):
         given = {}  # PHP writes empty lists and objects alike
@@ -378,7 +374,7 @@ def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Readin
     """Return the body of parsed JSON. Raises BodyError."""
     if isinstance(given, dict):
         given = complete(dict(given), reading)
-    given = settle(given, kind, reading)
+    given = _settled(given, tuple(flat(type_info(kind))), [], reading)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -128,13 +128,13 @@ class ChatTemplate:
         If the template refuses or leaves out a system message in an odd place, it gets one system message. If it
         refuses that, the user's first message begins with its text.
         """
-        given = context["messages"]
-        odd, merged = odd_system_texts(given), without_system(given)
+        odd = odd_system_texts(given := context["messages"])
+        forms: list[Callable[[Any], list[Any]]] = [list, *[with_one_system] * bool(odd), without_system]
         refusal, found = None, list[tuple[dict[str, Any], str]]()
-        for messages in (given, *[with_one_system(given)] * bool(odd), merged):
-            if messages is merged and not (refusal and _OF_ROLES.search(str(refusal))):
+        for form in forms:
+            if form is without_system and not (refusal and _OF_ROLES.search(str(refusal))):
                 continue  # it was something else that the template refused
-            fitted = {**context, "messages": [with_form(message, self._forms(message)) for message in messages]}
+            fitted = {**context, "messages": [with_form(each, self._forms(each)) for each in form(given)]}
             try:
                 text = self._render(fitted)
             except TemplateLimitError:

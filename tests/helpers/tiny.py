@@ -346,7 +346,7 @@ ROWS = [
     _tiny("glm4_whole", hf.Glm4Config, head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
     _tiny("ernie4_5", hf.Ernie4_5Config, head_dim=32),
     _tiny("ernie4_5_biases", hf.Ernie4_5Config, head_dim=16, use_bias=True, tie_word_embeddings=False),
-    _tiny("ernie4_5_moe", hf.Ernie4_5_MoeConfig, num_hidden_layers=3, moe_num_experts=6, moe_k=2),
+    _tiny("ernie4_5_moe", hf.Ernie4_5_MoeConfig, moe_num_experts=6, moe_k=2, moe_intermediate_size=64),
     _tiny(
         "ernie4_5_moe_alternating", hf.Ernie4_5_MoeConfig, num_hidden_layers=4, moe_num_experts=5, moe_k=3,
         moe_intermediate_size=32, moe_num_shared_experts=0, moe_layer_interval=2, moe_layer_start_index=0,

@@ -139,7 +139,9 @@ def project_add(
         if post_norm is None and shares is None and scale == 1:
             project(run, x, None, projection, (residual, 0), kind="add")
             return residual
-        y, first = run.columns("before post norm", run.capacity, projection.out_features, shares)
+        # Another rank may still read the sum before this one, so each matrix has a buffer of its own.
+        role = "" if shares is None else projection.label.rpartition(".")[2] + " "
+        y, first = run.columns(f"{role}before post norm", run.capacity, projection.out_features, shares)
         project(run, x, None, projection, (y, first))
         y = run.gathered(y, shares)
         add_rows(run, residual, y, post_norm, scale)

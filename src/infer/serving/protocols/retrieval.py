@@ -47,12 +47,9 @@ class EmbeddingsBody(Body, kw_only=True):
 
     def items(self, vectors: Any) -> list[Embedding]:
         """Return the items of the answer for `vectors`, an array `[texts, size]` of float32."""
-        values = map(_base64_of, vectors) if self.encoding_format == "base64" else vectors.tolist()
+        as_texts = (base64.b64encode(each.astype("<f4")).decode() for each in vectors)
+        values = as_texts if self.encoding_format == "base64" else vectors.tolist()
         return list(starmap(Embedding, enumerate(values)))
-
-
-def _base64_of(vector: Any) -> str:
-    return base64.b64encode(vector.astype("<f4")).decode()
 
 
 @final

@@ -192,8 +192,8 @@ def complete_response(given: dict[str, Any], reading: Reading) -> dict[str, Any]
     """
     if isinstance(items := given.get("input"), list):
         items = [with_role(each) for each in items]
-        if loaded := [each for item in items for each in _loaded(item)]:
-            given["tools"] = [*(given.get("tools") or ()), *loaded]
+        if isinstance(tools := given.get("tools") or [], list):
+            given["tools"] = tools + [each for item in items for each in _loaded(item)] or None
         last = last_user(items)
         if any(map(_is_answer, items[last + 1 :])):
             last = -1

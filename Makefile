@@ -97,11 +97,7 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts, English and names of code, t
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/check_english.py
-	$(BIN)/python scripts/check_code_names.py
-	$(BIN)/python scripts/list_modules.py --check
-	$(BIN)/python scripts/list_reports.py --check
-	$(BIN)/python scripts/count_house.py --check
+	$(BIN)/python scripts/check_sources.py
 
 .PHONY: docs
 docs: $(VENV)/.docs ## the site of the pages in docs/, in site/

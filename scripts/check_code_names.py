@@ -15,7 +15,6 @@ the page of moved modules are not checked: they are history, and name code that 
 """
 
 import argparse
-import gc
 import io
 import re
 import sys
@@ -25,7 +24,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from code_names import FOLDERS, PYTHON_FOLDERS, CodeNames, docstrings, nodes_of, read_names, variables_of
+from code_names import FOLDERS, PYTHON_FOLDERS, CodeNames, read_names, variables_of
+from syntax import docstrings, nodes_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/dev/*.md", "docs/explanation/*.md")
@@ -141,7 +141,7 @@ def faults_of_page(text: str, names: CodeNames) -> Iterator[Fault]:
 
 def faults_of_module(text: str, names: CodeNames) -> Iterator[Fault]:
     """Yield the wrong names of a module's docstrings and comments."""
-    _, nodes = nodes_of(text)
+    nodes = nodes_of(text)
     variables = variables_of(nodes)
     texts = [(node.lineno, str(node.value)) for node in docstrings(nodes)]
     for line, found in [*texts, *_comments(text)]:
@@ -192,5 +192,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    gc.disable()  # collections would search millions of nodes of syntax trees, a quarter of the time
     sys.exit(main())

@@ -8,11 +8,12 @@ verb, or a sentence of more than 30 words on a page of docs/ or in the README.
 """
 
 import ast
-import gc
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from syntax import DEFINITIONS, nodes_of
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "benchmarks", "scripts", "tests", "examples")
@@ -30,8 +31,8 @@ _END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*[-*] ")
 
 def docstring_faults(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the first words of each docstring that begins badly."""
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+    for node in nodes_of(text):
+        if not isinstance(node, (ast.Module, *DEFINITIONS)):
             continue
         words = (ast.get_docstring(node) or "").split()
         bad = BAD_BEGINNINGS | NO_VERB if _is_action(node) else BAD_BEGINNINGS
@@ -79,5 +80,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    gc.disable()  # collections would search millions of nodes of syntax trees, half of the time
     sys.exit(main())

@@ -7,8 +7,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
+
+from syntax import DEFINITIONS, docstrings, module_of, nodes_below, nodes_of
 
 PYTHON_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 FOLDERS = (*PYTHON_FOLDERS, ".ci", ".github", "deploy", "docs")
@@ -16,8 +17,7 @@ FOLDERS = (*PYTHON_FOLDERS, ".ci", ".github", "deploy", "docs")
 _OTHER_CODE = {".cl", ".css", ".h", ".html", ".js", ".sh", ".toml", ".yaml", ".yml", ""}
 _WORD = re.compile(r"\w+")
 _DOTTED = re.compile(r"\w+(?:\.\w+)+")
-_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_NAMED = (ast.Name, ast.Attribute, ast.Constant, ast.arg, ast.keyword, ast.alias, ast.ImportFrom, *_DEFINITIONS)
+_NAMED = (ast.Name, ast.Attribute, ast.Constant, ast.arg, ast.keyword, ast.alias, ast.ImportFrom, *DEFINITIONS)
 
 
 @dataclass
@@ -86,16 +86,9 @@ def module_name(path: Path) -> str:
     return ".".join(part for part in parts[parts[0] == "src" :] if part != "__init__")
 
 
-@cache  # a module is read for its names, and once more for the names in its docstrings
-def nodes_of(text: str) -> tuple[ast.Module, list[ast.AST]]:
-    """Return the tree of a module, and all of its nodes."""
-    tree = ast.parse(text)
-    return tree, list(ast.walk(tree))
-
-
 def _add_module(names: CodeNames, path: Path, text: str) -> None:
-    name, (tree, nodes) = module_name(path), nodes_of(text)
-    defined = names.modules[name] = set(_bound_names(tree.body))
+    name, nodes = module_name(path), nodes_of(text)
+    defined = names.modules[name] = set(_bound_names(module_of(text).body))
     names.modules_by_end[name.rpartition(".")[2]].append(name)
     documented = {id(text) for text in docstrings(nodes)}
     for node in (node for node in nodes if isinstance(node, _NAMED)):
@@ -120,7 +113,7 @@ def _add_class(names: CodeNames, node: ast.ClassDef) -> None:
     members = names.members[node.name]
     members.update(_bound_names(node.body))
     names.bases[node.name].update(found[-1] for base in node.bases if (found := _WORD.findall(ast.unparse(base))))
-    for inner in ast.walk(node):
+    for inner in nodes_below(node):
         match inner:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 members.add(name)
@@ -135,7 +128,7 @@ def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 yield from (alias.asname or alias.name for alias in aliases)
             case _:
-                yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and _is_stored(each))
+                yield from (each.id for each in nodes_below(node) if isinstance(each, ast.Name) and _is_stored(each))
                 for inner in (getattr(node, part, []) for part in ("body", "orelse", "finalbody")):
                     yield from _bound_names(inner)
 
@@ -148,12 +141,3 @@ def variables_of(nodes: Sequence[ast.AST]) -> set[str]:
     """Return the names of all arguments and variables of a module."""
     found = {node.arg for node in nodes if isinstance(node, ast.arg)}
     return found | {node.id for node in nodes if isinstance(node, ast.Name) and _is_stored(node)}
-
-
-def docstrings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
-    """Yield the docstrings of a module, its classes and its functions."""
-    for node in nodes:
-        if isinstance(node, (ast.Module, *_DEFINITIONS)):
-            match node.body:
-                case [ast.Expr(value=ast.Constant(value=str()) as text), *_]:
-                    yield text

@@ -6,14 +6,13 @@
     python scripts/count_house.py --lower          lower the limits to the numbers; no limit is ever loosened
     python scripts/count_house.py --set "NAME" …   set these limits, or all: only for the allowance of an issue
 
-With --flow, the files and functions of infer that a request passes are counted instead (half a minute). --json prints
-the numbers as JSON. A line of code is a line with a token that is neither a comment nor part of a docstring. Lines of a
-file and of a function include all that is between its first and its last.
+With --flow, the files and functions of infer that a request passes are counted instead (half a minute). A line of code
+is a line with a token that is neither a comment nor part of a docstring. Lines of a file and of a function include all
+that is between its first and its last.
 """
 
 import argparse
 import gc
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from house.flow import count_flow
 from house.limits import LIMITS, Limit, problems, read_limits, with_set, with_tightened
-from house.sizes import Counts, count, totals
+from house.sizes import count, totals
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,39 +45,9 @@ def table(numbers: Mapping[str, int], limits: Mapping[str, Limit]) -> Iterator[s
         yield f"{name:42}" + "".join(f"{'' if column is None else format(column, ','):>9}" for column in columns)
 
 
-def grown_files(name: str, now: Counts, before: Counts) -> str:
-    """Return the files that contribute more to a number than before, those that grew most first, as one line."""
-    old, new = before.get(name, {}), now[name]
-    growth = {file: number - old.get(file, 0) for file, number in new.items()}
-    most = sorted((file for file in growth if growth[file] > 0 and file), key=growth.__getitem__, reverse=True)
-    return ", ".join(f"{file} +{growth[file]}" for file in most[:5])
-
-
-def report(numbers: Mapping[str, int], limits: Mapping[str, Limit], now: Counts) -> list[str]:
-    """Return a line per problem. If a number is above its limit, a line names the files that grew."""
-    messages = problems(numbers, limits)
-    broken = [name for name in messages if name in limits and name in now and limits[name].is_broken_by(numbers[name])]
-    before = counts_at_last_limits() if broken else {}
-    for name in broken:
-        if before and (grown := grown_files(name, now, before)):
-            messages[name] += f"\n    grown since the limits changed: {grown}"
-    return list(messages.values())
-
-
-def counts_at_last_limits() -> Counts:
-    """Return the counts of the commit that changed the limits last, or none if git does not know it."""
-    command = ["git", "log", "-1", "--format=%H", "--", str(LIMITS)]
-    last = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    if not last:
-        return {}
-    with tree_of(last) as root:
-        return count(root)
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flow", action="store_true", help="count the files and functions that a request passes")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--commit", metavar="C", help="count another commit")
     action.add_argument("--check", action="store_true", help="fail if a number and its limit do not fit")
@@ -87,19 +56,11 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def counted(root: Path, *, flow: bool) -> tuple[dict[str, int], Counts]:
-    """Return the numbers, and what each file contributes to the numbers of sizes."""
-    if flow:
-        return count_flow(root / "src"), {}
-    counts = count(root)
-    return totals(counts), counts
-
-
 def main() -> int:
     options = parse_options()
     try:
         with tree_of(options.commit) if options.commit else nullcontext(ROOT) as root:
-            numbers, counts = counted(root, flow=options.flow)
+            numbers = count_flow(root / "src") if options.flow else totals(count(root))
     except subprocess.CalledProcessError as error:
         sys.exit(error.stderr.decode().strip())
     file = ROOT / LIMITS
@@ -113,11 +74,11 @@ def main() -> int:
         except ValueError as error:
             sys.exit(str(error))
     elif options.check:
-        lines = report(numbers, limits, counts)
+        lines = list(problems(numbers, limits).values())
         print("\n".join(lines) or f"{len(numbers)} numbers keep their limits")
         return bool(lines)
     else:
-        print(json.dumps(numbers, indent=1) if options.json else "\n".join(table(numbers, limits)))
+        print("\n".join(table(numbers, limits)))
     return 0
 
 

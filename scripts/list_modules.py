@@ -15,6 +15,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from syntax import module_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "infer"
 PAGE = ROOT / "docs" / "dev" / "modules.md"
@@ -35,7 +37,7 @@ def first_line(path: Path) -> str:
 
     Raises MissingLineError if the module has no docstring, or if its first sentences take more than one line.
     """
-    line, _, rest = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")
+    line, _, rest = (ast.get_docstring(module_of(path.read_text(encoding="utf-8"))) or "").partition("\n")
     if not line.endswith(".") or rest.partition("\n")[0]:
         raise MissingLineError(f"{path}: the docstring must begin with one line that ends with a full stop")
     return line

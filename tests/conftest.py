@@ -1,5 +1,6 @@
 """Conditions of every test: its extent, one thread per worker, shapes that are checked, and no skip that CI hides."""
 
+import atexit
 import gc
 import os
 import signal
@@ -61,10 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     `make test` leaves slow tests out. From now on garbage is collected, without what exists already.
     """
-    if extent.IS_SHORT or extent.IS_REST:
-        short, rest = extent.split(items)
-        items[:], left_out = (short, rest) if extent.IS_SHORT else (rest, short)
-        config.hook.pytest_deselected(items=left_out)
+    short, rest = extent.split(items)
+    wanted = set(short * (not extent.IS_REST) + extent.rest_of(rest) * (not extent.IS_SHORT))
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = [item for item in items if item in wanted]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
     gc.freeze()
@@ -97,8 +98,13 @@ def _free_caches_of_a_module(request: pytest.FixtureRequest) -> Generator[None, 
     give_back_freed()
 
 
-def pytest_sessionfinish() -> None:
-    _unfreeze()  # libraries report objects that still exist at the end
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Let libraries report objects that still exist at the end. A worker only ends: that takes it seven seconds."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    _unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +134,7 @@ pytest_make_collect_report = pytest_runtest_makereport
 # Fixtures of many tests. A module that needs another fixture of the same name defines its own.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a Llama with random weights, whose tokens are bytes."""
     from test_session import make_model
@@ -179,7 +185,7 @@ def labeller(tmp_path_factory: pytest.TempPathFactory) -> Iterator["LLM"]:
         yield llm
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> "World":
     """Return engines of a model of random weights, with the answers of the definition."""
     from path_cases import make_world

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from syntax import docstrings, nodes_below, nodes_of
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _TEXTS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
 
 
@@ -25,9 +26,9 @@ class Source:
     def read(cls, root: Path, path: Path) -> "Source":
         return cls(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
 
-    @cached_property
+    @property
     def nodes(self) -> list[ast.AST]:
-        return list(ast.walk(ast.parse(self.text)))
+        return nodes_of(self.text)
 
     @property
     def num_lines(self) -> int:
@@ -44,9 +45,7 @@ class Source:
 
     @cached_property
     def _docstring_lines(self) -> set[int]:
-        owners = (node for node in self.nodes if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)))
-        bodies = (node.body for node in owners if ast.get_docstring(node, clean=False) is not None)
-        return {line for body in bodies for line in _lines(body[0])}
+        return {line for text in docstrings(self.nodes) for line in _lines(text)}
 
     @property
     def functions(self) -> list[Function]:
@@ -65,7 +64,7 @@ class Source:
         """Number of `tuple[…]` with more than three items in the annotations of functions."""
         arguments = [node.annotation for node in self.nodes if isinstance(node, ast.arg)]
         annotations = [*arguments, *(function.returns for function in self.functions)]
-        inner = (node for annotation in annotations if annotation is not None for node in ast.walk(annotation))
+        inner = (node for annotation in annotations if annotation is not None for node in nodes_below(annotation))
         return sum(map(_is_long_tuple, inner))
 
     def num_variables(self, name: str) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from infer.compute.quantization.ggml_types import GGML_TYPES
 from infer.errors import InferError
+from syntax import nodes_below
 
 Row = tuple[str, str]
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def variable_rows(trees: Iterable[ast.Module]) -> Iterator[Row]:
 def _variables_of(tree: ast.Module) -> Iterator[str]:
     """Yield the names that are looked up in the environment, and those that an option reads."""
     constants = _constants(tree)
-    for node in ast.walk(tree):
+    for node in nodes_below(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ"), attr="get"), args=[key, *_]):
                 yield from _texts(key, constants)
@@ -63,7 +64,7 @@ def error_rows(trees: Iterable[ast.Module]) -> Iterator[Row]:
 
 def _codes_of(tree: ast.Module) -> Iterator[str]:
     constants = _constants(tree)
-    for node in ast.walk(tree):
+    for node in nodes_below(tree):
         match node:
             case ast.keyword(arg="code", value=ast.expr() as value):
                 yield from _texts(value, constants)
@@ -81,7 +82,7 @@ def _codes_of(tree: ast.Module) -> Iterator[str]:
 def event_rows(trees: Iterable[ast.Module]) -> Iterator[Row]:
     """Yield the types of the events in streams, as Anthropic's and OpenAI's protocols have them."""
     for tree in trees:
-        for node in ast.walk(tree):
+        for node in nodes_below(tree):
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
             if _MESSAGE_EVENT.fullmatch(text):
                 yield text, "/v1/messages"
@@ -92,8 +93,8 @@ def event_rows(trees: Iterable[ast.Module]) -> Iterator[Row]:
 def exit_rows() -> Iterator[Row]:
     """Yield the exit statuses: those that `main` sets, and those of the exceptions."""
     tree = ast.parse((ROOT / "src/infer/cli/__init__.py").read_text(encoding="utf-8"))
-    found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Assign) and "status" in ast.dump(node)}
-    set_by_main = {each.value for value in found for each in ast.walk(value) if isinstance(each, ast.Constant)}
+    found = {node.value for node in nodes_below(tree) if isinstance(node, ast.Assign) and "status" in ast.dump(node)}
+    set_by_main = {each.value for value in found for each in nodes_below(value) if isinstance(each, ast.Constant)}
     page = (DOCS / "reference" / "command-line.md").read_text(encoding="utf-8")
     documented = {number for cells in _table_rows(page, "status") for number in cells[0].split(", ")}
     raised = {kind.exit_status for kind in (InferError, *_subclasses(InferError))}

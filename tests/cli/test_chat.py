@@ -197,7 +197,7 @@ def test_no_template_says_what_to_do() -> None:
         Tokenizer(Backend(models.BPE({"a": 0}, [])), named_tokens={}).encode_chat([USER])
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow(cases=1, rest=3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_real_templates_render_and_encode_as_transformers(name: str, add_generation_prompt: bool) -> None:

@@ -13,6 +13,7 @@ import pytest
 from commands import FAKE, fake_process
 from terminals import CTRL_C, CTRL_D, CTRL_Z, PROMPT, SECONDS, UNSEEN, Terminal, plain, terminal
 
+pytestmark = pytest.mark.slow
 WITHOUT_EXTRA = """
 import runpy, sys
 sys.modules["prompt_toolkit"] = None
@@ -35,7 +36,6 @@ def screen() -> Iterator[Terminal]:
 # Pasting
 
 
-@pytest.mark.slow
 def test_a_pasted_block_is_one_message(screen: Terminal) -> None:
     for number, pasted in enumerate(("one\rtwo\r three", "/one\rtwo\r three", '"""one\\\rtwo\r three')):
         screen.press(f"\x1b[200~{pasted}\x1b[201~".encode(), "three")
@@ -70,7 +70,6 @@ def test_without_an_editor_a_paste_is_still_one_message(term: str) -> None:
 # Editing
 
 
-@pytest.mark.slow
 def test_a_message_of_several_lines_is_edited_as_one(screen: Terminal) -> None:
     """A line ends with a backslash, within a block of quotes, or with Alt-Enter."""
     for number, keys in enumerate((b"one\\\rtwo", b'"""one\rtwo"""', b"one\x1b\rtwo")):
@@ -80,7 +79,6 @@ def test_a_message_of_several_lines_is_edited_as_one(screen: Terminal) -> None:
     screen.leave()
 
 
-@pytest.mark.slow
 def test_a_window_may_change_its_size_at_the_prompt_and_in_an_answer(screen: Terminal) -> None:
     screen.resize(24)
     screen.ask("words that fill more than a line", "echo: 1 words that fill\r\nmore than a line\r\n", PROMPT)
@@ -94,12 +92,12 @@ def test_a_window_may_change_its_size_at_the_prompt_and_in_an_answer(screen: Ter
 # Format of answers
 
 
+@pytest.mark.slow(cases=1)
 def test_a_piped_answer_is_not_wrapped() -> None:
     text = "a line of many words " * 20
     assert subprocess.run(CHAT, input=text + "\n", text=True, **PIPED).stdout == f"echo: 1 {text} \n"
 
 
-@pytest.mark.slow
 def test_a_sign_is_shown_until_the_first_word_and_markdown_is_styled(screen: Terminal) -> None:
     shown = screen.ask("read", "echo: 1 read")
     assert "\r\x1b[2m…\x1b[22m\x1b[K\r\x1b[2m… ██████████           50 %\x1b[22m\x1b[K\r\x1b[Kecho: 1 read" in shown
@@ -113,7 +111,6 @@ def test_a_sign_is_shown_until_the_first_word_and_markdown_is_styled(screen: Ter
     assert "…" not in screen.leave()
 
 
-@pytest.mark.slow
 def test_without_colours_or_with_plain_markdown_is_left_as_it_is() -> None:
     for command, environment in (([*CHAT, "--plain"], {}), (CHAT, {"NO_COLOR": "1"})):
         with terminal(command, **environment) as screen:
@@ -124,7 +121,6 @@ def test_without_colours_or_with_plain_markdown_is_left_as_it_is() -> None:
     assert "\x1b[2m" not in screen.shown
 
 
-@pytest.mark.slow
 def test_quiet_shows_nothing_but_text() -> None:
     with terminal([*CHAT, "-q"]) as screen:
         assert plain(screen.until(PROMPT)) == ""
@@ -134,7 +130,6 @@ def test_quiet_shows_nothing_but_text() -> None:
         screen.ended(0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_bytes_that_are_not_utf8_are_named_in_every_locale(locale: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUTF8"} | {"LC_ALL": locale}
@@ -146,6 +141,7 @@ def test_bytes_that_are_not_utf8_are_named_in_every_locale(locale: str) -> None:
 # History
 
 
+@pytest.mark.slow(cases=1)
 def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
     history = tmp_path / "new" / "history"
     with terminal(CHAT, INFER_HISTORY=str(history)) as screen:
@@ -165,7 +161,6 @@ def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
     assert [json.loads(line) for line in history.read_text().splitlines()][:3] == ["the first", "two\nlines", "/quit"]
 
 
-@pytest.mark.slow
 def test_a_history_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
     with terminal(CHAT, columns=300, INFER_HISTORY=str(tmp_path)) as screen:
         screen.until(PROMPT)
@@ -175,6 +170,7 @@ def test_a_history_that_cannot_be_written_is_named_once(tmp_path: Path) -> None:
         assert screen.shown.count("cannot be written") == 1
 
 
+@pytest.mark.slow(cases=1)
 def test_tab_completes_commands_and_files_and_a_result_follows_its_call(screen: Terminal, tmp_path: Path) -> None:
     (tmp_path / "two words.json").write_text("{}")
     (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
@@ -192,7 +188,6 @@ def test_tab_completes_commands_and_files_and_a_result_follows_its_call(screen: 
 # Another question
 
 
-@pytest.mark.slow
 def test_the_last_question_is_edited_at_the_prompt_or_in_an_editor(tmp_path: Path) -> None:
     editor = tmp_path / "editor"
     editor.write_text('#!/bin/sh\necho "from an editor" > "$1"\n')
@@ -211,7 +206,6 @@ def test_the_last_question_is_edited_at_the_prompt_or_in_an_editor(tmp_path: Pat
             screen.leave()
 
 
-@pytest.mark.slow
 def test_without_a_terminal_the_new_words_are_given() -> None:
     done = subprocess.run(CHAT, input="one\n/edit\n/edit two\n/regenerate 5\n", text=True, **PIPED)
     assert done.stdout == "echo: 1 one \necho: 1 two \necho: 1 two \n"
@@ -221,6 +215,7 @@ def test_without_a_terminal_the_new_words_are_given() -> None:
 # Signals
 
 
+@pytest.mark.slow(cases=1)
 def test_ctrl_c_stops_the_answer_and_a_second_one_at_an_empty_prompt_leaves(screen: Terminal) -> None:
     screen.ask("slow", "echo: 1 slow")
     assert screen.local_flags() & UNSEEN == 0
@@ -235,7 +230,6 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_at_an_empty_prompt_leaves(scre
     assert screen.local_flags() & UNSEEN == UNSEEN
 
 
-@pytest.mark.slow
 def test_text_typed_during_an_answer_is_the_next_message(screen: Terminal) -> None:
     screen.ask("slow", "echo: 1 slow")
     screen.type(b"typed early")
@@ -271,7 +265,6 @@ def test_without_a_terminal_a_signal_ends_the_chat(number: signal.Signals, statu
     assert (begin + rest).endswith(b"\n")
 
 
-@pytest.mark.slow
 def test_ctrl_z_restores_the_terminal_and_fg_continues() -> None:
     with terminal(["bash", "--norc", "--noprofile", "-i"]) as screen:
         screen.until("$ ")

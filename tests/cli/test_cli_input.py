@@ -93,7 +93,7 @@ def test_an_endless_stdin_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatc
     assert done.stderr == "infer: the file of --grammar - is too long: it must have at most 1 MiB\n"
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_words", [1, 50_000])
 def test_a_shells_pipe_is_a_file(num_words: int) -> None:
     command = f"{sys.executable} {FAKE[1]} generate -q --prompt-file <(yes hello | head -n {num_words})"
@@ -101,6 +101,7 @@ def test_a_shells_pipe_is_a_file(num_words: int) -> None:
     assert (done.stdout, done.stderr) == ("echo: " + "hello\n" * num_words + " \n", "")
 
 
+@pytest.mark.slow
 def test_two_options_cannot_both_read_stdin() -> None:
     done = run_fake("generate", "--grammar", "-", "--prompt-file", "-", text='start: "a"')
     assert done.returncode == 2

@@ -7,7 +7,7 @@ import pytest
 
 from programs import Programs
 
-pytestmark = pytest.mark.usefixtures("llm")  # it compiles the kernels first, so that no message about that is on stderr
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("llm")]  # `llm` compiles the kernels: no message is on stderr
 
 PRELUDE = """
 import atexit, sys, threading
@@ -50,7 +50,6 @@ def test_a_function_of_atexit_is_answered_or_refused(run: Run, registered: str, 
     assert said in ("4", "closed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["a global", "a cycle", "of a module"])
 def test_a_finalizer_is_answered_or_refused(run: Run, where: str) -> None:
     code = """
@@ -69,7 +68,6 @@ class Asking:
     assert len(run(LOADED + code)) <= 1
 
 
-@pytest.mark.slow
 def test_a_program_ends_while_many_sequences_are_answered(run: Run) -> None:
     code = """
 def answer():
@@ -87,6 +85,7 @@ next(llm.stream("abc", LONG))
     run(LOADED + code)
 
 
+@pytest.mark.slow(cases=1)
 def test_a_thread_that_is_no_daemon_is_answered_after_the_main_thread_has_ended_its_code(run: Run) -> None:
     code = """
 def answer():
@@ -105,7 +104,6 @@ threading.Thread(target=answer).start()
     assert said == ["4"] * 3 + ["3", "4"]
 
 
-@pytest.mark.slow
 def test_a_model_that_is_dropped_with_an_open_stream_ends_its_thread(run: Run) -> None:
     code = """
 import gc
@@ -118,7 +116,6 @@ thread.join()
     run(LOADED + code)
 
 
-@pytest.mark.slow
 def test_the_program_ends_when_a_model_that_was_dropped_is_freed(run: Run) -> None:
     """If the interpreter's end stops a thread while it frees memory, the process aborts."""
     code = """

@@ -51,6 +51,7 @@ def link_of(content: Any) -> str:
     return f"http://host:1/page#r={base64.urlsafe_b64encode(text).decode().rstrip('=')}"
 
 
+@pytest.mark.slow(cases=3)
 @pytest.mark.parametrize(("route", "body"), ASKED)
 def test_an_answer_over_http_is_replayed_to_the_byte(served: Served, route: str, body: dict[str, Any]) -> None:
     answer = served.client.post(route, json=body).json()

@@ -62,7 +62,7 @@ def test_a_reader_that_has_gone_is_status_141(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "2</dev/null"])
 def test_only_the_output_that_stderr_refuses_is_lost(closed: str) -> None:
     for options, expected in (("-pa", (0, "echo: a \n")), ("-pbroken", (1, "")), ("--top-p=7", (2, ""))):

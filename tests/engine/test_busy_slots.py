@@ -95,6 +95,7 @@ def steps_of_a_batch(world: World, count: int, monkeypatch: pytest.MonkeyPatch) 
     return steps
 
 
+@pytest.mark.slow
 def test_answers_that_wait_for_their_batch_shorten_no_multi_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages of a caller that adds answers while it has its share of the slots do not shorten one either."""
     alone = steps_of_a_batch(world, NUM_SLOTS, monkeypatch)

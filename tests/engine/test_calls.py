@@ -177,6 +177,7 @@ def test_a_prefix_that_no_answer_can_continue_is_refused(llm: LLM, values: Any, 
     check_refused(lambda: llm.generate("hello", answer_prefix=prefix, **values), message)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("params", [WORDS, SAMPLED, replace(SAMPLED, **PENALTIES)])
 def test_the_trace_of_an_answer_is_that_of_each_of_its_tokens(llm: LLM, params: SamplingParams) -> None:
     trace = partial(AsyncLLM(llm).trace, "hello", params, num_candidates=5)

@@ -13,7 +13,7 @@ import pytest
 
 from programs import Programs
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")]
 
 PRELUDE = """
 import asyncio, multiprocessing, os, signal, sys, threading, warnings
@@ -88,6 +88,7 @@ def run(programs: Programs, folder: Path) -> Callable[[str], None]:
     return run
 
 
+@pytest.mark.slow(cases=1)
 def test_every_call_of_a_child_is_refused_in_one_line(run: Callable[[str], None], tmp_path: Path) -> None:
     code = f"""
 path = {str(tmp_path / "talk")!r}
@@ -134,7 +135,6 @@ check()
     run(code)
 
 
-@pytest.mark.slow
 def test_a_fork_while_other_threads_answer_harms_no_answer(run: Callable[[str], None]) -> None:
     code = """
 ended = threading.Event()
@@ -154,7 +154,6 @@ for each in asked:
     run(code)
 
 
-@pytest.mark.slow
 def test_a_child_that_ends_as_programs_do_ends_at_once(folder: Path) -> None:
     """Its parent's objects are still open in it, and functions of `atexit` and finalizers run.
 
@@ -176,7 +175,6 @@ stream.close(), talk.close()
     run_by_itself(code, folder)
 
 
-@pytest.mark.slow
 def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(run: Callable[[str], None]) -> None:
     """So does a grandchild, which was forked while its parent answered."""
     code = """
@@ -201,7 +199,6 @@ check()
     run(code)
 
 
-@pytest.mark.slow
 def test_an_unused_model_may_be_loaded_after_a_fork_beside_openmp(run: Callable[[str], None]) -> None:
     """OpenMP's threads exist only in the parent, and torch in the child does not wait for them."""
     code = """
@@ -223,7 +220,6 @@ with torch.inference_mode():
     run(code)
 
 
-@pytest.mark.slow
 def test_a_lock_that_another_thread_holds_at_the_fork_is_free_in_the_child(run: Callable[[str], None]) -> None:
     """A lock is held for a moment, so that a fork may wait for it, or for long, by a thread that asks a process."""
     code = """
@@ -254,6 +250,7 @@ use_all(llm)
     run(code)
 
 
+@pytest.mark.slow(cases=1)
 def test_parent_and_children_never_share_the_process_of_their_templates(run: Callable[[str], None]) -> None:
     code = """
 def render(name):

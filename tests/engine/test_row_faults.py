@@ -204,7 +204,7 @@ def run_with_faults(
     return list(zip(asked, expected, strict=True))
 
 
-@pytest.mark.slow(cases=6)
+@pytest.mark.slow(cases=4, rest=10)
 @pytest.mark.parametrize("num_tokens", [0, 3])
 @pytest.mark.parametrize("guilty", [{1}, {0, 4}, {0, 1, 2, 3, 4}], ids=str)
 @pytest.mark.parametrize(("way", "is_behind"), [*((way, False) for way in STEP_WAYS), (STEP_WAYS[1], True)], ids=str)

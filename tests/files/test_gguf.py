@@ -252,7 +252,7 @@ INSTALLED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize("name", INSTALLED)
 def test_real_weights_equal_those_of_the_gguf_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package, key, count = INSTALLED[name]

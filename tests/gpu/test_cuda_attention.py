@@ -85,7 +85,7 @@ def check(heads: Heads, sizes: Sequence[int], kv_type: str = "f32", start: int =
         assert (ours.values != theirs.values).float().mean() < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=5)
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize(("sizes", "start"), [((4, 2, 32), 290), ((3, 1, 96), 20)])
 def test_attention_is_what_the_reference_says(kv_type: str, sizes: tuple[int, int, int], start: int) -> None:
@@ -111,6 +111,7 @@ def test_windows_sinks_shifts_and_sets_are_the_references(pages: dict[str, int])
     check(make_heads(2, 1, 32), [1, 17, 1], start=310, **pages)
 
 
+@pytest.mark.slow
 def test_sinks_that_are_far_are_seen_mixed_where_keys_are_stored_so() -> None:
     check(make_heads(2, 1, 32), [1, 17], "q8", start=100, windows=30, sinks=20, furthest=60)
 
@@ -145,14 +146,14 @@ def test_bits_depend_on_no_chunk_of_a_prompt(kv_type: str, pages: dict[str, int]
         assert torch.equal(at_once(heads, filled(heads, kv_type, start, **pages), qkv, start, sizes), whole)
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize(("kv_type", "window"), [*((kv_type, 0) for kv_type in KV_TYPES), ("f16", 2)])
 def test_a_wrong_position_changes_no_token_that_does_not_see_it(kv_type: str, window: int) -> None:
     check_unseen(cuda.attend, kv_type, 32, Span(6, 3, window), [[6], [2, 4]], [(VALUE, 1e5), (VALUE, math.nan)])
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_type", "pages"), [("bf16", {}), ("q4", {"windows": 400, "sinks": 70})])
 def test_bits_depend_on_no_split(kv_type: str, pages: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A program for all chunks, one for each chunk, and one for two of them."""
@@ -248,6 +249,7 @@ def test_a_sink_is_one_more_logit_of_its_head(kv_type: str, softcap: float | Non
     check(make_heads(4, 2, 32, softcap=softcap, sinks=SINKS), [1, 5], kv_type, start)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "start"), [((4, 2, 32), 610), ((2, 1, 512), 270)], ids=["sinks", "wide heads"])
 def test_sinks_are_added_after_splits(sizes: tuple[int, int, int], start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, found = make_heads(*sizes, sinks=SINKS[: sizes[0]]), list[Tensor]()

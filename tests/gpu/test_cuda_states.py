@@ -33,7 +33,7 @@ from infer.compute.backends.cuda.activations import Twin
 from infer.compute.backends.cuda.expert_choice import TILE, choose, tiles_of
 from infer.compute.backends.cuda.float_planes import BF16_PLANES, F16_PLANES
 
-pytestmark = [pytest.mark.usefixtures("quick_interpreter"), pytest.mark.slow(cases=1)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_interpreter")]
 
 
 def long_text(length: int) -> list[int]:
@@ -50,7 +50,6 @@ def in_steps(rows: Rows, text: Sequence[int], sizes: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[1], [TAPS - 2, PAGE], [5, 1, 30, 3, 2], [69]], ids=str)
 def test_bits_of_a_convolution_do_not_depend_on_the_chunks(sizes: list[int]) -> None:
     text = long_text(70)
@@ -58,12 +57,11 @@ def test_bits_of_a_convolution_do_not_depend_on_the_chunks(sizes: list[int]) -> 
     assert torch.equal(in_steps(Rows(make(step_tokens=600), "cuda"), text, sizes), whole)
 
 
-@pytest.mark.slow
 def test_rows_of_convolutions_go_on_as_one_text_whatever_happens_to_them() -> None:
-    go_on_at_random(Rows(make(), "cuda"), 1, 300 if IS_WHOLE else 70)
+    go_on_at_random(Rows(make(), "cuda"), 1, 300 if IS_WHOLE else 40)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize("net", NETS if IS_WHOLE else NETS[:3])
 def test_a_gated_delta_net_agrees_with_the_definition_and_chunks_change_no_bit(net: GatedDeltaNet) -> None:
     weights, projected = make_weights(net), make_projected(net, 40)
@@ -93,7 +91,6 @@ def mix(cache: PagedCache, chunks: Sequence[tuple[int, Tensor]], num_padding: in
         return cache.mix(0, Activations(projected), NET_WEIGHTS, step).floats
 
 
-@pytest.mark.slow
 def test_rows_beside_each_other_padding_and_dropped_drafts_change_no_bit() -> None:
     """The longest step has more pages than last. The caches are NaN where nothing was written."""
     texts = [make_projected(NET, 140, seed) for seed in range(2)]
@@ -117,7 +114,6 @@ def test_rows_beside_each_other_padding_and_dropped_drafts_change_no_bit() -> No
             starts[row] += count
 
 
-@pytest.mark.slow
 def test_a_row_goes_on_in_pages_that_another_row_shares() -> None:
     text, other = make_projected(NET, 40), make_projected(NET, 5, seed=5)
     cache = make(recurrent=NET)
@@ -157,18 +153,20 @@ def both(experts: ExpertWeights, num_tokens: int, post_norm: Norm | None = None,
     return on_cuda(experts, x, post_norm, scale), expected - scale * x
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("type_", TYPES)
 def test_experts_of_each_type_agree_with_the_definition_for_few_pairs_and_for_tiles(type_: str) -> None:
     for num_tokens in (1, 20):
         assert_near(*both(make_experts(type_, has_bias=type_ == "MXFP4"), num_tokens), 2e-3)
 
 
+@pytest.mark.slow(cases=1, rest=2)
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: f"{router.scores}-{router.num_experts}")
 def test_routers_agree_with_the_definition(router: Router) -> None:
     assert_near(*both(make_experts("F32", router=router, shared=96), 5), 2e-5)
 
 
+@pytest.mark.slow(cases=1)
 def test_experts_are_chosen_by_scores_and_then_by_their_numbers() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(2))
     logits[:, 10:20] = logits[:, 30:31]
@@ -182,6 +180,7 @@ def test_experts_are_chosen_by_scores_and_then_by_their_numbers() -> None:
     assert found.counts.tolist() == torch.bincount(chosen.flatten(), minlength=40).tolist()
 
 
+@pytest.mark.slow(cases=1)
 def test_tiles_hold_each_pair_once_beside_others_of_its_expert() -> None:
     chosen = torch.randint(0, 7, (50, 3), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     chosen[4] = -1
@@ -194,7 +193,6 @@ def test_tiles_hold_each_pair_once_beside_others_of_its_expert() -> None:
     assert not is_used[tiles.experts < 0].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("type_", ["Q4_K", "BF16"] if IS_WHOLE else ["Q4_K"])
 def test_bits_of_a_token_depend_on_no_other(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = make_experts(type_, shared=256)
@@ -210,7 +208,7 @@ def test_bits_of_a_token_depend_on_no_other(type_: str, monkeypatch: pytest.Monk
     assert found[3:5].isnan().all(), "padding stays NaN"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize(("up", "down"), [("Q8_0", "Q8_0"), ("Q4_0", "F16")])
 def test_stacks_of_several_types_agree_with_the_definition(up: str, down: str) -> None:
     experts = make_experts("Q8_0", up=up, down=down, router=WEIGHTED)
@@ -226,6 +224,7 @@ def test_norms_and_scales_of_gemma_4_agree_with_the_definition() -> None:
     assert_near(*both(make_experts("Q8_0"), 3, None, 0.7), 2e-3)
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("activation", ["clamped_swiglu", "gelu_tanh"])
 def test_activations_agree_with_the_definition(activation: Any) -> None:
     assert_near(*both(replace(make_experts("Q8_0", has_bias=True), activation=activation), 3), 2e-3)

@@ -102,7 +102,7 @@ def test_products_are_those_of_the_definition_in_one_order_for_any_tokens(type_:
         assert torch.equal(cuda.norm_project(x[first:last], None, prepared).floats, y[first:last])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize(
     ("type_", "columns", "is_gated"), [("BF16", 320, True), ("BF16", 45, False), ("F16", 320, False), ("F16", 45, True)]
 )
@@ -319,7 +319,7 @@ def test_rows_that_are_read_some_at_a_time_are_the_same(type_: str, monkeypatch:
         assert (one is None and other is None) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("type_", ["Q4_0", "BF16"])
 @pytest.mark.parametrize("num_tokens", [3, 40])
 def test_what_is_no_token_is_no_number_and_others_do_not_notice(type_: str, num_tokens: int) -> None:

@@ -219,7 +219,7 @@ def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vo
         assert ops.choose_tokens(*batch).tolist() == sampler.choose_tokens(*batch).tolist()
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow(cases=1, rest=5)
 @pytest.mark.parametrize(("kept", "tiling"), list(product(KEPT, TILINGS))[:: usual_or_all(2, 1)])
 def test_kept_sets_end_at_the_smallest_ids_among_equals(kept: dict[str, Any], tiling: Tiling) -> None:
     """If a token were kept that the definition drops, or one were missing, the sampled tokens would differ."""
@@ -274,7 +274,7 @@ def test_penalties_decide_between_tokens_seen_never_once_and_twice(name: str) ->
     assert choose_by(SMALL, logits, columns, history, positions).tolist() == expected
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_is_sampled_as_its_float32(dtype: torch.dtype) -> None:
     logits, columns, history, positions, allowed = drawn_batch(8, 6, 300)

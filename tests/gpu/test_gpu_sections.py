@@ -75,6 +75,7 @@ def test_answers_do_not_depend_on_their_number(folder: Path) -> None:
     assert {each["at_once"] for each in results_of("answers", TINY._replace(model=folder))} == {1, 8}
 
 
+@pytest.mark.slow(rest=0)
 def test_speeds_after_a_context_and_memory_beside_its_estimate_are_measured() -> None:
     assert [(each["rows"], each["after"]) for each in results_of("contexts, time")] == [(2, 70)]
     found = results_of("memory")

@@ -15,7 +15,7 @@ import pytest
 
 from extent import IS_WHOLE
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(rest=0)  # it compiles for a minute or two
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

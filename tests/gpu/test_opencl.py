@@ -372,14 +372,15 @@ def test_a_simulator_is_only_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch)
     check_refused(lambda: devices.choose(), r"only a simulator .*Oclgrind.* \(--device opencl:oclgrind\)")
 
 
-def test_a_device_that_computes_a_known_product_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow(cases=1)
+@pytest.mark.parametrize("wrong", ["0.5f / (1.0f", "NAN / (1.0f"])
+def test_a_device_that_computes_a_known_product_wrongly_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN differs as well, and the right values are taken."""
     real = runtime._text
     OpenCLBackend(CPU, "")
-    for wrong in ("0.5f / (1.0f", "NAN / (1.0f"):
-        monkeypatch.setattr(runtime, "_text", lambda source, wrong=wrong: real(source).replace("1.0f / (1.0f", wrong))
-        wanted = rf"^device opencl: {re.escape(PLATFORM)}.* a known product wrongly .* --device cpu$"
-        check_refused(lambda: OpenCLBackend(CPU, ""), wanted)
+    monkeypatch.setattr(runtime, "_text", lambda source: real(source).replace("1.0f / (1.0f", wrong))
+    wanted = rf"^device opencl: {re.escape(PLATFORM)}.* a known product wrongly .* --device cpu$"
+    check_refused(lambda: OpenCLBackend(CPU, ""), wanted)
 
 
 def test_a_runtime_that_does_not_know_the_cpu_is_one_line_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

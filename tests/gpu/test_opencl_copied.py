@@ -158,6 +158,7 @@ def test_oclgrind_finds_no_access_out_of_bounds_and_no_race() -> None:
     assert "race" not in report
 
 
+@pytest.mark.slow(rest=0)
 @pytest.mark.parametrize(("planted", "words"), [("bounds", "Invalid write"), ("race", "data race")])
 def test_oclgrind_finds_planted_faults(planted: str, words: str) -> None:
     assert words in checked(planted)

@@ -102,6 +102,7 @@ def test_rows_that_join_and_leave_make_no_new_recording_and_the_tokens_are_the_s
     assert counts == [2, 4, 4, 6, 6, 6, 6]
 
 
+@pytest.mark.slow
 def test_rows_that_join_and_leave_verify_drafts_without_a_new_recording() -> None:
     captured, record = make_captured()
     columns, history = make_columns()

@@ -2,8 +2,9 @@
 
 INFER_TESTS has the extent: "promises", nothing, or "all"; "rest" is what "promises" leaves out. Marks of such tests:
 
-    @pytest.mark.slow             make test-all runs it
-    @pytest.mark.slow(cases=2)    make test runs two of its cases, spread over all of them
+    @pytest.mark.slow                     make test-all runs it
+    @pytest.mark.slow(cases=2)            make test runs two of its cases, spread over all of them
+    @pytest.mark.slow(cases=2, rest=9)    make test-all runs nine of the others, and INFER_TESTS=all each one
 
 A file of which every test is left out begins with `pytestmark = pytest.mark.slow`, and is then not even imported. The
 mark closest to a test counts, so a mark of a function overrides the file's.
@@ -11,6 +12,7 @@ mark closest to a test counts, so a mark of a function overrides the file's.
 
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -43,24 +45,30 @@ def is_left_out(file: Path) -> bool:
 
 def has_only_slow_tests(text: str) -> bool:
     """Return True if a file marks all of its tests as slow, and has no mark that lets some of their cases run."""
-    begins = re.search(r"^pytestmark = \[?pytest\.mark\.slow\b(?!\()", text, re.MULTILINE)
+    begins = re.search(r"^pytestmark = \[?pytest\.mark\.slow\b(?!\(cases)", text, re.MULTILINE)
     return begins is not None and "slow(cases=" not in text
 
 
 def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the tests that `make test` runs, and those that it leaves out."""
-    wanted = dict[pytest.Item, int]()
-    functions = defaultdict[tuple[Path, str], list[pytest.Item]](list)
+    kept = _within(items, "cases", 0)
+    return kept, [item for item in items if item not in set(kept)]
+
+
+def rest_of(left_out: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of those that `make test` leaves out that `make test-all` runs."""
+    return left_out if IS_WHOLE else _within(left_out, "rest", sys.maxsize)
+
+
+def _within(items: list[pytest.Item], limit: str, usual: int) -> list[pytest.Item]:
+    """Return the items without those beyond the limits of their functions, which marks name, or else the usual one."""
+    functions = defaultdict[tuple[Path, str, int], list[pytest.Item]](list)
     for item in items:
         if (mark := item.get_closest_marker("slow")) is not None:
-            wanted[item] = mark.kwargs.get("cases", 0)
-            functions[item.path, item.nodeid.partition("[")[0]].append(item)
-    left_out = set[pytest.Item]()
-    for cases in functions.values():
-        some = [item for item in cases if wanted[item]]
-        left_out.update(item for item in cases if not wanted[item])
-        if some:
-            number = min(wanted[some[0]], len(some))
-            kept = {some[(2 * index + 1) * len(some) // (2 * number)] for index in range(number)}
-            left_out.update(item for item in some if item not in kept)
-    return [item for item in items if item not in left_out], [item for item in items if item in left_out]
+            functions[item.path, item.nodeid.partition("[")[0], mark.kwargs.get(limit, usual)].append(item)
+    beyond = set[pytest.Item]()
+    for (_, _, most), cases in functions.items():
+        number = min(most, len(cases))
+        kept = {cases[(2 * index + 1) * len(cases) // (2 * number)] for index in range(number)}
+        beyond.update(item for item in cases if item not in kept)
+    return [item for item in items if item not in beyond]

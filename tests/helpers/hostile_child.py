@@ -29,6 +29,7 @@ MAX_MESSAGE = 2000
 SLOWEST = 0.1  # seconds of processor time for one file
 NUM_FLIPS = usual_or_all(600, 10_000)
 STEP = 11 if IS_SHORT else usual_or_all(3, 1)  # numbers of kinds are no multiples, so each kind is in some places
+CUT = 29 if IS_SHORT else STEP  # bytes between two lengths of a truncated file
 
 
 def json_of_any_kind(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
@@ -62,7 +63,7 @@ def truncated(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield files of both formats that are truncated, one for every byte or every few bytes of their headers."""
     for model, path, header_bytes in _headers(folder):
         with path.open("r+b") as file:
-            for size in range(header_bytes, -1, -STEP):
+            for size in range(header_bytes, -1, -CUT):
                 file.truncate(size)
                 yield f"{path.name} of {size} bytes", model
 

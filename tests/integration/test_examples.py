@@ -161,6 +161,7 @@ def test_kills_and_workers_change_no_byte(
     assert lines_of(killed) == undisturbed
 
 
+@pytest.mark.slow(rest=0)
 def test_rows_and_lines_that_fill_the_pipes_pass_each_other(tmp_path: Path, smollm2_path: Path) -> None:
     """The rows are refused and have ids of 64 kB. Two chunks of them are sent while their lines return."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -174,6 +175,7 @@ def test_rows_and_lines_that_fill_the_pipes_pass_each_other(tmp_path: Path, smol
     assert num_lines(output) == len(rows)
 
 
+@pytest.mark.slow(rest=0)
 def test_a_worker_that_dies_loses_nothing(source: Path, smollm2_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with start(source, smollm2_path, str(output), "--workers", "2") as process:

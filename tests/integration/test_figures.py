@@ -52,6 +52,7 @@ GOOD = Client(0.0, [], 0.0, 10.0, 11.0)
 LATER = Client(0.0, [59.0, 20.0], 80.0, 105.0, 106.0)
 
 
+@pytest.mark.slow(rest=1)
 @cases(
     "broken",
     Client(0.0, [20.0, 5.0], 26.0, 30.0, 31.0),  # told to wait twice

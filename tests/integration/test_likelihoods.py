@@ -24,6 +24,7 @@ def asked(served: Served, prompts: list[Any], **others: Any) -> list[dict[str, A
     return sorted(answer.json()["choices"], key=lambda choice: choice["index"])
 
 
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_likelihoods_of_continuations_are_the_library_s(served: Served, llm: LLM, max_tokens: int) -> None:
     context = llm.tokenizer.encode(CONTEXT)

@@ -65,6 +65,7 @@ def smollm2() -> LLM:
     return LLM("smollm2", max_seq_len=1024)
 
 
+@pytest.mark.slow(rest=1)
 def test_float32_logits_equal_transformers(pair: tuple[Any, LLM]) -> None:
     oracle, llm = pair
     token_ids = llm.tokenizer.encode(TEXT)[:300]
@@ -89,6 +90,7 @@ def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
         norm.div_(1.01)
 
 
+@pytest.mark.slow(rest=1)
 def test_greedy_text_equals_transformers_for_twenty_prompts(oracle: Oracle) -> None:
     """If two logits of the oracle are within TIE, either token is right. Such ties are counted and bounded."""
     llm, (full, short) = LLM(oracle.name, max_seq_len=1024), LENGTHS[oracle.name]

@@ -46,6 +46,7 @@ def conversation(tokenizer: Tokenizer, **options: Any) -> Conversation:
     return Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(tools=TOOLS, **options), {})
 
 
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize(("name", "form", "call"), CASES)
 def test_a_template_shows_a_call_as_its_grammar_does(name: str, form: str, call: str, tokenizers_folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(tokenizers_folder / name)

@@ -27,6 +27,7 @@ RANGES |= {"frequency_penalty": (-1, 1), "presence_penalty": (-1, 1)}
 implementations = pytest.mark.parametrize("choose", CHOSEN.values(), ids=CHOSEN)
 
 
+@pytest.mark.slow(cases=1, rest=4)
 @implementations
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_200_000_draws_follow_the_exact_distribution(choose: Choose, name: str) -> None:

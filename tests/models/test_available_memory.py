@@ -72,6 +72,7 @@ def row_bytes(llm: LLM, num_tokens: int) -> int:
     return kv + 12 * llm.architecture.vocab_size + 8 * num_tokens
 
 
+@pytest.mark.slow
 def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

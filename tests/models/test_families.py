@@ -114,7 +114,7 @@ def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: Pair, c
     assert (wanted.exp() * (wanted - found)).sum(-1).mean() <= 0.1 * tolerance_of(oracle) ** 2  # mean KL
 
 
-@pytest.mark.slow(cases=6)
+@pytest.mark.slow(cases=6, rest=40)
 def test_ragged_rows_equal_single_rows(pair: Pair) -> None:
     oracle, model = pair
     prompts = [random_ids(length, seed=length) for length in (1, 33, 17, 50)]
@@ -157,7 +157,7 @@ def test_hidden_states_equal_transformers_after_the_last_norm(pair: Pair) -> Non
     assert (found - expected).abs().max() <= tolerance_of(oracle)
 
 
-@pytest.mark.slow(cases=8)
+@pytest.mark.slow(cases=8, rest=40)
 def test_uncommitted_tokens_leave_no_trace(pair: Pair) -> None:
     _, model = pair
     token_ids, drafts = random_ids(40), random_ids(12, seed=9)
@@ -175,7 +175,7 @@ def test_uncommitted_tokens_leave_no_trace(pair: Pair) -> None:
     assert torch.equal(after_plain, after_drafted)
 
 
-@pytest.mark.slow(cases=5)
+@pytest.mark.slow(cases=3, rest=20)
 @pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
 def test_greedy_is_the_argmax_of_transformers(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(tiny.config)

@@ -111,7 +111,7 @@ def held_bytes(model: Transformer) -> int:
     return sum(found.values()) + 4 * sum(layer.has_scale for layer in model.architecture.layers)
 
 
-@pytest.mark.slow(cases=5)
+@pytest.mark.slow(cases=5, rest=30)
 @pytest.mark.parametrize(("name", "weights"), [*CASES, *EACH_FAMILY])
 def test_weights_take_the_estimated_memory(name: str, weights: str, tmp_path: Path) -> None:
     checkpoint, model = load_tiny(name, weights, tmp_path)

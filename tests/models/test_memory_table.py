@@ -86,6 +86,7 @@ def opened(budget: MemoryBudget, free: int) -> MemoryBudget:
     return plan
 
 
+@pytest.mark.slow(cases=4)
 @pytest.mark.parametrize(("name", "type_"), MODELS)
 def test_what_loads_fills_the_card_and_is_never_over_it(name: str, type_: str) -> None:
     for card, num_tokens in product(CARDS, CONTEXTS):
@@ -109,6 +110,7 @@ def smallest_states(budget: MemoryBudget) -> int | None:
     return budget._with_states(0).settings.state_memory_mb
 
 
+@pytest.mark.slow(cases=4)
 @pytest.mark.parametrize(("name", "type_"), MODELS)
 def test_each_refusal_names_an_option_with_a_value_that_then_fits(name: str, type_: str) -> None:
     for card, num_tokens in product(CARDS, CONTEXTS):
@@ -141,6 +143,7 @@ PAGES = {
 }
 
 
+@pytest.mark.slow(cases=4)
 @pytest.mark.parametrize(("name", "type_"), MODELS)
 def test_each_card_has_these_pages(name: str, type_: str) -> None:
     def num_pages(card: int) -> int:

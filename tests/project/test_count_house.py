@@ -1,16 +1,9 @@
 """A limit only follows its number downwards. The limits, which `make lint` compares, pin the numbers themselves."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-import count_house
 from cases import cases
 from house.limits import Limit, problems, read_limits, with_tightened
-from house.sizes import count, totals
 from house.source import Source
 
 SOURCE = '''"""The docstring of a module,
@@ -50,22 +43,6 @@ def test_a_line_of_code_has_a_token_that_is_no_comment_and_no_docstring() -> Non
     assert Source("src/infer/cli/a.py", "# Only a comment.\n\n").num_code_lines == 0
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Return the folder of a made-up repository, with all that is counted."""
-    files = {
-        "src/infer/families.py": 'FAMILIES: dict[str, int] = {"llama": 1, "qwen3": 2}\n',
-        "src/infer/cli/long.py": "def f():\n" + "    x = 1\n" * 400,
-        "tests/data/cases.json": "[\n1,\n2\n]\n",
-        "tests/data/planted-faults.toml": '[[fault]]\nid = "A"\n',
-        "docs/models.md": "<!-- what loads: x -->\n| Llama | a, b, c |\n<!-- end of what loads -->\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
 @cases(
     "section limit kept broken loose",
     ("falls", 1000, [1000, 980], [1001], [979]),
@@ -103,30 +80,3 @@ def test_lowering_loosens_no_limit() -> None:
     worse = {"lines": 1001, "lines of C++": 11, "faults": 199, "median": 151, "chat: functions": 801}
     assert with_tightened(LIMITS, worse) == LIMITS
     assert with_tightened(LIMITS, {"chat: functions": 770}) == LIMITS, "within 4 % it may be noise"
-
-
-def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["count_house.py", *arguments])
-    return count_house.main()
-
-
-def test_the_command_checks_lowers_and_sets(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    numbers = totals(count(repository))
-    rows = [f"'{name}' = {{ limit = {number} }}\n" for name, number in numbers.items()]
-    limits = repository / count_house.LIMITS
-    limits.write_text("[falls]\n" + "".join(rows))
-    numbers = totals(count(repository))  # the limits are lines of data, too
-    monkeypatch.setattr(count_house, "ROOT", repository)
-    monkeypatch.setattr(count_house, "counts_at_last_limits", dict)
-    assert run(["--check"], monkeypatch) == 1
-    assert "lines of new test data" in capsys.readouterr().out
-    named = ("--set", "lines of new test data")
-    commands = (("--lower",), ("--check",), named, ("--check",))
-    assert [run(list(command), monkeypatch) for command in commands] == [0, 1, 0, 0]
-    capsys.readouterr()
-    assert run(["--json"], monkeypatch) == 0
-    assert json.loads(capsys.readouterr().out) == numbers
-    assert run([], monkeypatch) == 0
-    assert any(line.split() == ["lines", "of", "cli", "401", "401"] for line in capsys.readouterr().out.splitlines())

@@ -25,7 +25,10 @@ from infer.engine.prefixes import prefix_disk
 from infer.engine.runner.runner import Runner
 from path_cases import World
 from shapes import SOURCE, checked_modules
+from syntax import nodes_below
 from test_house import ROOT, module_name, project_files, syntax_trees
+
+pytestmark = pytest.mark.slow
 
 NUM_MODULES = 551
 NUM_CHECKED = 406
@@ -34,7 +37,6 @@ NUM_KERNEL_SOURCES = 106
 NUM_PROJECT_FILES = 1212
 NUM_TEST_FILES = 283
 NUM_NAMED_ONCE = 293
-NUM_THAT_KNOW_KERNELS = 130
 NUM_KERNEL_MAKERS = 63
 NUM_NAMES_IN_STRINGS = 75  # without the logger `infer.server`, which is no module
 
@@ -68,7 +70,7 @@ def is_in(module: str, *packages: str) -> bool:
 
 def imports(module: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the modules of `infer` that a module imports or names in a string, each with the imported names."""
-    for node in ast.walk(trees()[module]):
+    for node in nodes_below(trees()[module]):
         if isinstance(node, ast.ImportFrom) and node.module in trees():
             names = [alias.name for alias in node.names]
             inner = [name for name in names if f"{node.module}.{name}" in trees()]
@@ -81,7 +83,7 @@ def imports(module: str) -> Iterator[tuple[str, list[str]]]:
 def strings() -> Iterator[tuple[str, str]]:
     """Yield each string of the sources, with its module."""
     for module, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in nodes_below(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield module, node.value
 
@@ -99,6 +101,7 @@ def words_of(module: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", file.read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow(cases=1)
 def test_prefixes_name_the_code_of_all_packages() -> None:
     found = prefix_disk.sources()
     assert len(found) >= NUM_PREFIX_SOURCES
@@ -106,7 +109,6 @@ def test_prefixes_name_the_code_of_all_packages() -> None:
     assert all(path.is_file() and path.is_relative_to(SOURCE) for path in found.values())
 
 
-@pytest.mark.slow
 def test_prefixes_name_the_code_of_all_that_the_runner_uses() -> None:
     """A change of any module from which the runner computes keys and values makes the stored pages useless."""
     starts = ("infer.engine.runner", "infer.engine.tensor_parallel", "infer.models")
@@ -122,6 +124,7 @@ def test_prefixes_name_the_code_of_all_that_the_runner_uses() -> None:
     assert [module for module in used if is_in(module, *prefix_disk.WITHOUT_VALUES)] == []
 
 
+@pytest.mark.slow(cases=1)
 def test_a_missing_package_of_prefixes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "infer_without_sources").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
@@ -131,6 +134,7 @@ def test_a_missing_package_of_prefixes_is_an_error(tmp_path: Path, monkeypatch: 
             prefix_disk.sources()
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("name", ["inner/kernel.py", "kernel.cl"])
 def test_prefixes_of_changed_code_have_another_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "infer_changing_package"
@@ -147,6 +151,7 @@ def test_prefixes_of_changed_code_have_another_name(name: str, tmp_path: Path, m
     assert len(set(found)) == 3
 
 
+@pytest.mark.slow(cases=1)
 def test_prefixes_of_other_libraries_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for library in ("none", "torch", "numpy", "numba", "llvmlite", "triton"):
@@ -155,6 +160,7 @@ def test_prefixes_of_other_libraries_have_another_name(monkeypatch: pytest.Monke
     assert len(set(found)) == 6
 
 
+@pytest.mark.slow(cases=1)
 def test_prefixes_of_other_machines_and_layouts_have_other_names(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of another instruction set may have other bits, and pages of another size have other tokens."""
     runner = Runner(world.model, 256, num_slots=1, pool_pages=4, settings=world.settings)
@@ -168,7 +174,6 @@ def test_prefixes_of_other_machines_and_layouts_have_other_names(world: World, m
     assert len(set(found)) == 4
 
 
-@pytest.mark.slow
 def test_compiled_kernels_name_all_of_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernel_cache.sources()
     assert len(found) >= NUM_KERNEL_SOURCES
@@ -231,9 +236,9 @@ def test_rules_of_the_house_see_as_many_files() -> None:
     assert len(project_files()) >= NUM_PROJECT_FILES
     assert len(test_house.python_files_of_tests()) >= NUM_TEST_FILES
     assert len(test_house.files_named_once()) >= NUM_NAMED_ONCE
-    assert len(test_house.modules_that_know_kernels()) >= NUM_THAT_KNOW_KERNELS
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of former names
 def test_every_module_can_be_imported() -> None:
     for module in sorted(trees().keys() - {"infer.__main__"}):

@@ -49,6 +49,14 @@ def test_some_cases_are_spread_over_all(cases: int, kept: list[int]) -> None:
     assert split(*((name, {"cases": cases}) for name in names))[0] == [names[index] for index in kept]
 
 
+def test_the_rest_is_limited_too_but_not_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [Item(f"a.py::test[{index}]", {"cases": 1, "rest": 2}) for index in range(6)]
+    left_out = extent.split(items)[1]  # type: ignore[arg-type]
+    assert [item.nodeid for item in extent.rest_of(left_out)] == ["a.py::test[1]", "a.py::test[4]"]
+    monkeypatch.setattr(extent, "IS_WHOLE", True)
+    assert extent.rest_of(left_out) == left_out
+
+
 def test_cases_are_counted_for_each_function_and_a_slow_case_is_none_of_them() -> None:
     items = [("a.py::a[0]", {"cases": 1}), ("a.py::a[1]", {}), ("a.py::b[0]", {"cases": 1})]
     items += [("b.py::a[0]", {"cases": 1})]

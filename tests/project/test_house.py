@@ -15,6 +15,7 @@ from torch import Tensor
 import infer
 from extent import IS_WHOLE
 from shapes import SOURCE, checked, checked_modules
+from syntax import nodes_below
 from watched import python_command
 
 ROOT = SOURCE.parents[1]
@@ -106,7 +107,7 @@ def files_named_once() -> list[str]:
 def test_no_hasattr_global_or_type_checking() -> None:
     found = []
     for name, tree in syntax_trees().items():
-        for node in ast.walk(tree):
+        for node in nodes_below(tree):
             called = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
             if isinstance(node, ast.Global) or called in ("hasattr", "TYPE_CHECKING"):
                 found.append(f"{name}:{node.lineno}")
@@ -118,9 +119,9 @@ def test_functions_import_only_heavy_dependencies() -> None:
     found = []
     for name, tree in syntax_trees().items():
         is_front = name.startswith(LAZY_FRONT) and not name.startswith("cli/bench/")
-        for function in ast.walk(tree):
+        for function in nodes_below(tree):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                for module in (each for node in ast.walk(function) for each in imported_modules(node)):
+                for module in (each for node in nodes_below(function) for each in imported_modules(node)):
                     is_lazy_front = is_front and module.startswith("infer.")
                     if module.split(".")[0] not in LAZY_DEPENDENCIES and not is_lazy_front:
                         found.append(f"{name}:{function.name} imports {module}")
@@ -133,28 +134,13 @@ def imported_modules(node: ast.AST) -> list[str]:
     return [node.module or "."] if isinstance(node, ast.ImportFrom) else []
 
 
-def test_only_ops_and_tests_know_kernel_modules() -> None:
-    allowed = ("infer.compute.backends.", "infer.compute.ops.")
-    assert [name for name in modules_that_know_kernels() if not name.startswith(allowed)] == []
-
-
-def modules_that_know_kernels() -> list[str]:
-    without_torch = {"infer.compute.backends.before_load"}  # returns properties of a device by its name
-
-    def knows_kernels(tree: ast.Module) -> bool:
-        modules = {module for node in ast.walk(tree) for module in imported_modules(node)}
-        return any(module.startswith("infer.compute.backends") for module in modules - without_torch)
-
-    return [module_name(SOURCE / name) for name, tree in syntax_trees().items() if knows_kernels(tree)]
-
-
 def test_kernel_modules_export_every_op() -> None:
     ops = importlib.import_module("infer.compute.ops")
     reference = importlib.import_module("infer.compute.backends.reference")
     tree = ast.parse((SOURCE / "compute/ops/__init__.py").read_text(encoding="utf-8"))
     called = {
         node.func.attr
-        for node in ast.walk(tree)
+        for node in nodes_below(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ".kernels" in ast.unparse(node.func)
     } & {name for name in vars(ops) if not name.startswith("_")}
     assert "attend" in called
@@ -170,7 +156,7 @@ def test_no_test_asserts_a_time() -> None:
     clock, found = re.compile(r"perf_counter|monotonic\(|time\.time\("), []
     for path in python_files_of_tests():
         if clock.search(text := path.read_text(encoding="utf-8")):
-            asserts = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert)]
+            asserts = [node for node in nodes_below(ast.parse(text)) if isinstance(node, ast.Assert)]
             found += [f"{path.relative_to(ROOT)}:{each.lineno}" for each in asserts if clock.search(ast.unparse(each))]
     assert found == []
     assert hypothesis.settings().deadline is None

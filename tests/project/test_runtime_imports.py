@@ -14,6 +14,7 @@ from hostile_files import CONFIG, write_folder, write_gguf
 from infer.errors import UnsupportedModelError
 from infer.models.from_checkpoint import load_model
 from shapes import SOURCE
+from syntax import nodes_below
 from test_house import syntax_trees
 from watched import python_command
 
@@ -68,7 +69,7 @@ def name_of(node: ast.expr) -> str:
 
 def uses(tree: ast.Module) -> Iterator[str]:
     """Yield imported modules, also those imported by name, and calls of builtins that evaluate text."""
-    for node in ast.walk(tree):
+    for node in nodes_below(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -167,6 +168,7 @@ def test_running_a_model_unpickles_nothing_and_uses_no_network(phases: list[list
     assert len(phases[0]) > 100
 
 
+@pytest.mark.slow
 def test_only_modules_are_executed(phases: list[list[tuple[str, str]]]) -> None:
     """No code of infer executes text. Once everything is imported, nothing is compiled or executed."""
     executed = [each for phase in phases for each in phase if each[0] in ("exec", "compile")]
@@ -178,6 +180,7 @@ def test_only_modules_are_executed(phases: list[list[tuple[str, str]]]) -> None:
     assert [each for each in phases[2] if each[0].split(".")[0] in kinds and each[0] not in views] == []
 
 
+@pytest.mark.slow
 def test_only_the_needed_files_of_a_folder_are_opened(phases: list[list[tuple[str, str]]]) -> None:
     opened = {Path(name).name for phase in phases for event, name in phase if event == "open" and "/a-folder/" in name}
     names = ("config", "generation_config", "tokenizer", "tokenizer_config")

@@ -6,8 +6,6 @@ tests/helpers/public_calls.py uses every public name, and asserts the type of ev
 import ast
 import json
 import re
-import subprocess
-import sys
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -18,18 +16,18 @@ import pytest
 
 import infer
 import infer.errors
-import list_surface
 from cases import cases
 from list_surface import CHANGELOG, COMMAND, FILE, Rows, as_text, differences, unannounced, updated
+from programs import Programs
 
 STORED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Rows]:
+def found(programs: Programs) -> dict[str, Rows]:
     """Return the rows of the code, found in another process: here all functions have wrappers that check shapes."""
-    command = [sys.executable, list_surface.__file__, "--print"]
-    surface: dict[str, Rows] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    done = programs.run("import list_surface; list_surface.main()", "--print")
+    surface: dict[str, Rows] = json.loads(done.stdout)
     return surface
 
 

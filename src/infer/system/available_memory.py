@@ -8,11 +8,9 @@ from `/` only in tests.
 """
 
 import ctypes
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -51,12 +49,8 @@ def give_back_freed() -> None:
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Return the C library's malloc_trim, or None if it has none. musl has none, but keeps little memory."""
-    if sys.platform == "linux":
-        with suppress(AttributeError):
-            trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-            return trim
-    return None
+    """Return the C library's malloc_trim, or None: macOS has none, and musl has none, but keeps little memory."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def _meminfo(root: Path, field: str) -> int | None:
@@ -142,18 +136,18 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
             yield min(known), max(0, (used or 0) - _entry(_text(group / "memory.stat"), cached))
 
 
-def _groups(controller: str, root: Path) -> Iterator[tuple[_Mount, Path]]:
-    """Yield the folders of the process's group and of the groups above it, in each hierarchy with the controller."""
+@cache
+def _groups(controller: str, root: Path) -> list[tuple[_Mount, Path]]:
+    """Return the folders of the process's group and of the groups above it, in each hierarchy with the controller."""
+    groups = list[tuple[_Mount, Path]]()
     path_by_version = _own_paths(controller, root)
-    for mount in _mounts(controller, root):
-        path = path_by_version.get(mount.version)
-        if path is None:
-            continue
+    for mount in (each for each in _mounts(controller, root) if each.version in path_by_version):
+        path = path_by_version[mount.version]
         # Without its own namespace, a container's files show only the part below its group.
         below = path.removeprefix(mount.top) if (path + "/").startswith(mount.top.rstrip("/") + "/") else ""
         names = [name for name in below.split("/") if name not in ("", ".", "..")]
-        for count in range(len(names), -1, -1):
-            yield mount, mount.folder.joinpath(*names[:count])
+        groups += [(mount, mount.folder.joinpath(*names[:count])) for count in range(len(names), -1, -1)]
+    return groups
 
 
 def _own_paths(controller: str, root: Path) -> dict[int, str]:

@@ -155,7 +155,7 @@ def assert_a_tile_has_the_bits_of_the_portable_one(type_: str, planes: int, set_
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.slow(cases=3)
+@pytest.mark.slow(cases=3, rest=6)
 @pytest.mark.parametrize(
     ("type_", "planes", "set_name"),
     [(type_, planes, ("neon", "i8mm")[(at + planes) % 2]) for at, type_ in enumerate(ARM_TYPES) for planes in (1, 2)],

@@ -163,6 +163,7 @@ def test_a_gated_activation_agrees_with_reference(activation: str, types: tuple[
     assert_near(actual, expected, 1e-4)
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_an_activation_is_right_from_tiny_to_huge_values_and_shows_a_nan(activation: Activation) -> None:
     gate = torch.cat([torch.linspace(-12, 12, 473), torch.tensor([1e-30, -1e-6, 60.0, -200.0, 1e4, 0.0, math.nan])])
@@ -434,7 +435,7 @@ def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[Sampl
     return columns, history
 
 
-@pytest.mark.slow(cases=2)
+@pytest.mark.slow(cases=2, rest=3)
 @pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
 def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)

@@ -101,6 +101,7 @@ def test_experts_of_each_type_agree_with_reference(type_: str, num_tokens: int) 
     assert_near(actual, expected, 2e-3, max(float(expected.abs().max()), 5e-7 / 2e-3))
 
 
+@pytest.mark.slow(cases=7)
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: f"{router.scores}-{router.num_experts}")
 @pytest.mark.parametrize("shared", [0, 96])
 def test_routers_agree_with_reference(router: Router, shared: int) -> None:

@@ -191,7 +191,7 @@ def on_stack(loop: list[str]) -> float:
 TYPES = [*MOST_ON_STACK, "Q4_1"]  # two for each CPU, in turns
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=6)
 @pytest.mark.parametrize(
     ("cpu", "type_"),
     [(cpu, type_) for at, cpu in enumerate(CPUS) for type_ in (TYPES[:5] if IS_WHOLE else TYPES[2 * (at % 3) :][:2])],

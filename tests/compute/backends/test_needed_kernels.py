@@ -84,7 +84,7 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Kernel], set[Kernel]]:
     return announced, asked
 
 
-@pytest.mark.slow(cases=6)
+@pytest.mark.slow(cases=6, rest=40)
 @pytest.mark.parametrize(("tiny", "setting"), CASES)
 def test_a_load_announces_exactly_the_kernels_of_its_steps(
     dry: tuple[list[Kernel], set[Kernel]], tiny: Tiny, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +257,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return NoCompilation.begun
 
 
+@pytest.mark.slow
 def test_compiling_kernels_loads_no_torch(needed: list[Kernel]) -> None:
     kernels = json.dumps([(kernel.maker, kernel.variant) for kernel in needed])
     done = run_python(MAKE_ALL, kernels)

@@ -86,7 +86,7 @@ def test_the_cases_end_in_every_way_and_fill_the_window(expected: dict[str, Outc
     assert sum(outcome.logprobs is not None for outcome in outcomes) == 8
 
 
-@in_turns(WAYS, 2, 5)
+@in_turns(WAYS, 4, 5)
 def test_an_answer_does_not_depend_on_the_way(world: World, expected: dict[str, Outcome], way: Way) -> None:
     start = WAYS.index(way)
     check(alone(world, CASES[start % 10 :: 10], way, expected), expected, way)

@@ -72,7 +72,7 @@ def test_every_row_has_the_bits_of_the_definition(
     assert sampled_by_table(rows, end_ids, num_threads) == defined(rows, end_ids)
 
 
-@pytest.mark.slow(cases=2)
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("vocab_size", "mode"), [(7, "raw"), (257, "processed"), (257, "raw"), (20_011, "processed")])
 def test_every_style_of_logits_and_every_filter_has_the_bits_of_the_definition(mode: str, vocab_size: int) -> None:
     rows = [

@@ -141,6 +141,7 @@ def test_an_idle_pool_uses_no_processor_time(three: ThreadPool) -> None:
     assert min(used) < 0.1
 
 
+@pytest.mark.slow
 def test_workers_that_lag_are_dismissed_and_thread_0_does_their_parts(
     three: ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ def check(llm: LLM, length: int, calls: list[tuple[str, int]], path: Path) -> No
         answer(each, its_ids, KINDS[1])
 
 
-@pytest.mark.slow(cases=3)
+@pytest.mark.slow(cases=3, rest=6)
 @pytest.mark.parametrize("name", CACHES)
 def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Path, tmp_path: Path) -> None:
     """So does a session after any other calls: an answer depends only on the ids."""

@@ -71,7 +71,7 @@ def test_two_ranks_have_the_bits_of_one(name: str, tmp_path: Path, on_gpus: None
     check_same_bits(tmp_path if name.islower() else tmp_path / "model.gguf", 2, (True, False)[: 1 + (name == "Q4_K")])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=0)
 def test_check_gpu_finds_the_tokens_of_one_rank(tmp_path: Path, on_gpus: None) -> None:
     config = CONFIG | dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 128) | {"head_dim": 32}
     write_gguf(tmp_path / "model.gguf", config, 1, "Q4_0", 128)

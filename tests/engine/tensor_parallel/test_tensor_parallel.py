@@ -40,6 +40,8 @@ from reranker_model import make_reranker_model
 from served import serving
 from tiny import GATED, GEMMA4, LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
+pytestmark = pytest.mark.slow
+
 CAPACITY, NUM_SLOTS = 96, 4
 SOME = {3: ("olmo2",), 4: ("qwen2_moe",)}  # by the number of ranks
 # The ranks have room for the first family, and heads of GATED[0] are wider. It has a separate test.
@@ -157,14 +159,13 @@ def pair(families: Families) -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.slow
 def test_every_family_has_the_bits_of_one_rank(families: Families, pair: Ranks) -> None:
     for tiny in FAMILIES:
         folder = families[tiny.name]
         check_same(runner_of(folder, pair), steps(runner_of(folder)))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize(("size", "transport"), [(3, "memory"), (4, "gloo"), (4, "memory")][: 3 if IS_WHOLE else 2])
 def test_more_ranks_have_the_bits_of_one(families: Families, size: int, transport: Transport, tmp_path: Path) -> None:
     """Few families are tried with ranks that compete for the cores: one has output gates and the widest heads, one has
@@ -194,7 +195,6 @@ for each, capture in (("f32", False), ("q8", True), ("q4", False)):
     KINDS.append(("gemma3", {"settings": CacheSettings(kv_type=each)}, capture))  # heads of 32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind", "capture"), KINDS, ids=str)
 def test_every_cache_and_quantised_experts_have_the_bits_of_one_rank(
     families: Families, pair: Ranks, family: str, kind: dict[str, Any], capture: bool
@@ -203,7 +203,6 @@ def test_every_cache_and_quantised_experts_have_the_bits_of_one_rank(
     check_same(runner_of(families[family], pair, capture=capture, **kind), expected)
 
 
-@pytest.mark.slow
 def test_each_rank_has_its_share_of_each_expert(families: Families, pair: Ranks) -> None:
     whole, own = (runner_of(families["qwen2_moe"], ranks).model.layers[0] for ranks in (None, pair))
     sizes = [[each.out_features for each in layer.feed_forward.projections] for layer in (whole, own)]
@@ -211,7 +210,6 @@ def test_each_rank_has_its_share_of_each_expert(families: Families, pair: Ranks)
     assert sizes[1] == [router, *(rows // 2 for rows in others)]
 
 
-@pytest.mark.slow
 def test_shared_memory_has_room_for_a_whole_step_of_experts(tmp_path: Path) -> None:
     """The shared expert is as wide as all chosen experts together, as in Qwen1.5-MoE."""
     sizes = {"num_experts_per_tok": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 6 * 256}
@@ -249,7 +247,6 @@ def test_answers_are_those_of_one_rank(world: World, pair: Ranks, policy: str) -
     check_answers(world, pair, POLICIES[policy])
 
 
-@pytest.mark.slow
 def test_answers_of_experts_are_those_of_one_rank(pair: Ranks, tmp_path: Path) -> None:
     check_answers(make_world("experts", tmp_path), pair, POLICIES["prefixes"])
 
@@ -267,7 +264,6 @@ def check_answers(world: World, pair: Ranks, settings: CacheSettings) -> None:
     assert run(runner_of(world.folder, pair, settings=settings, capacity=CONTEXT)) == expected
 
 
-@pytest.mark.slow
 def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families: Families, pair: Ranks) -> None:
     expected, runner = steps(runner_of(families[FIRST])), runner_of(families[FIRST], pair)
     chunks: tuple[Any, ...] = ([Chunk(0, [5])], [0])
@@ -277,7 +273,6 @@ def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families
         check_same(runner, expected)
 
 
-@pytest.mark.slow
 def test_no_rank_restarts_while_another_waits(families: Families, pair: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slower rank may be in a step that rank 0 has finished, until it reports that it has left the step."""
     runner, told = runner_of(families[FIRST], pair), list[str]()
@@ -290,7 +285,6 @@ def test_no_rank_restarts_while_another_waits(families: Families, pair: Ranks, m
     assert told == ["leave", "answered", "rank 0", "begin_anew", "answered"]
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: Families) -> None:
     ranks = ranks_of(families[FIRST], 3)
     try:
@@ -307,6 +301,7 @@ def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: 
         ranks.close()
 
 
+@pytest.mark.slow(cases=1)
 def test_answers_of_a_dead_rank_print_nothing(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     unraisable, reported = list[Any](), list[str]()
@@ -328,7 +323,6 @@ def test_answers_of_a_dead_rank_print_nothing(world: World, monkeypatch: pytest.
     assert reported == ["rank 1 of the model's 2 ended by signal 9: load the model again"], "its end, and that once"
 
 
-@pytest.mark.slow
 def test_ranks_end_with_rank_0(families: Families) -> None:
     ranks = ranks_of(families[FIRST], 2)
     process = ranks._processes[0]
@@ -339,7 +333,6 @@ def test_ranks_end_with_rank_0(families: Families) -> None:
     ranks.close()
 
 
-@pytest.mark.slow
 def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
     with LLM(world.folder, threads=1) as one, LLM(world.folder, threads=1, tensor_parallel=2) as two:
@@ -359,7 +352,6 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
 
 
-@pytest.mark.slow
 def test_texts_are_for_models_of_one_process(tmp_path: Path) -> None:
     make_classifier(tmp_path / "a")
     make_reranker_model(tmp_path / "Qwen3-Reranker-tiny")

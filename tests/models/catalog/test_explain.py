@@ -58,6 +58,7 @@ def test_a_summary_of_a_gguf_tokenizer_is_the_tokenizers(name: str) -> None:
     assert summary.templates == tokenizer.chat_template_names
 
 
+@pytest.mark.slow
 def test_a_folder_is_explained_without_torch(tmp_path: Path) -> None:
     folder = make_folder(BY_NAME["gemma3"], tmp_path)
     code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"

@@ -117,6 +117,7 @@ def test_a_package_in_parts_is_described_by_the_first(places: Path, monkeypatch:
     assert not (places / "cache").exists()
 
 
+@pytest.mark.slow
 def test_listing_loads_no_torch() -> None:
     code = "import sys; from infer.cli import main; main(['models', '--json']); print('torch' in sys.modules)"
     done = subprocess.run(python_command(code), capture_output=True, text=True, check=True)

@@ -282,6 +282,7 @@ def assert_same_ids(backend: Tokenizer, values: dict[str, Any]) -> None:
         assert again.encode(text) == backend.encode(text).ids
 
 
+@pytest.mark.slow(cases=2)
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-4o", "deepseek-v3", "smollm"])
 def test_byte_level_bpe_is_written_under_the_name_of_its_rules(tmp_path: Path, pre: str) -> None:
     backend = byte_level(pre)

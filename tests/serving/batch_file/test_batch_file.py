@@ -391,6 +391,7 @@ def answered(load: dict[str, Any], num_workers: int) -> list[str]:
     return sorted(found, key=int)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_process_that_died_are_answered_once_by_others(tmp_path: Path) -> None:
     """This includes the rows that the process had received in advance."""
     load = {"folder": tmp_path, "deaths": {"2": 1, "39": 1}}
@@ -402,6 +403,7 @@ def test_processes_that_die_end_no_run_while_there_are_answers_between(tmp_path:
     assert (answered(load, num_workers=1), len(list(tmp_path.iterdir()))) == ([row.id for row in ROWS], 5)
 
 
+@pytest.mark.slow
 def test_three_processes_that_die_one_after_the_other_end_a_run(tmp_path: Path) -> None:
     with pytest.raises(InferError, match=r"3 processes died in a row \(exit status 3\), perhaps because the memory"):
         answered({"folder": tmp_path, "deaths": {"5": 3}}, num_workers=1)

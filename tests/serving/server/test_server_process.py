@@ -224,7 +224,7 @@ def test_answers_that_take_too_long_end_as_errors_and_a_closed_terminal_may_be_i
         assert "ended 0" in process.ends()
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow(cases=1, rest=1)
 @cases("hangs where status", ("loop", "hang_loop", 3), ("step", "slow_step", 3), ("lock", "hold_lock", 1))
 def test_code_that_hangs_ends_the_process_with_its_stacks(folder: Path, hangs: str, where: str, status: int) -> None:
     """Code that holds Python's lock does so also after SIGTERM."""
@@ -354,7 +354,7 @@ def serve(*arguments: object, **environment: str) -> Iterator[httpx.Client]:
     assert process.returncode == 0
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow(cases=1, rest=2)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_model_of_each_kind_is_served_for_what_it_can_do(kind: str, tmp_path: Path) -> None:
     MAKERS[kind](tmp_path / kind)

@@ -48,6 +48,7 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiler, xgram
     return make_compiler(Tokenizer.from_folder(folder)), xgrammar.GrammarCompiler(read)
 
 
+@pytest.mark.slow(cases=15)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form["type"])
 def test_a_structural_tag_allows_the_texts_that_xgrammar_allows(compilers: Any, form: dict[str, Any]) -> None:
     theirs = compilers[1].compile_structural_tag(json.dumps({"type": "structural_tag", "format": form}))

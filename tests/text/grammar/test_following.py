@@ -234,6 +234,7 @@ def test_any_of_thousands_of_constants_of_a_schema_is_written(compiler: Compiler
     assert json.loads(written(compiler, tokenizer, "json_schema", json.dumps({"enum": texts}), 0)) in texts
 
 
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("count", [3_000, 6_000])
 def test_any_of_thousands_of_alternatives_is_written(compiler: Compiler, tokenizer: Tokenizer, count: int) -> None:
     for texts in (words(count, 5)[: 65_000 // 13], [f"x{index}" for index in range(count)]):

@@ -138,7 +138,7 @@ def compile_pattern(pattern: str) -> Any:
 
 
 # Falcon cuts in its alphabet of bytes, and engines disagree about ½. These two are compared with their definitions.
-@pytest.mark.slow(cases=27)
+@pytest.mark.slow(cases=14)
 @pytest.mark.parametrize("name", sorted(set(CUTTING) - {"falcon", "tiny_aya", "cohere2moe"}))
 def test_another_engine_cuts_alike(name: str) -> None:
     """The texts have only characters that are in every version of Unicode used here."""
@@ -161,6 +161,7 @@ def test_the_default_pre_tokenizer_cuts_as_llama_cpp() -> None:
     assert cut == ["Hi", ",", "Ġyou", "Ġ", "Ġ", "123", "45", "!"]
 
 
+@pytest.mark.slow(cases=42)
 @pytest.mark.parametrize("name", CUTTING)
 def test_every_pre_tokenizer_keeps_all_text(name: str) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata(pre=name))
@@ -191,7 +192,7 @@ LONG += [*(" " * NUM_LONG + "\u0e01", "a" + "\u0301" * NUM_LONG)]
 LONG += [*(" \t" * (NUM_LONG // 2) + "x", "a " * (NUM_LONG // 2))]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=12)
 @pytest.mark.parametrize("rules", sorted(set(PRE_TOKENIZERS.values()) - {PRE_TOKENIZERS["gemma4"]}, key=repr), ids=str)
 def test_long_runs_are_cut_in_linear_time(rules: PreTokenizer) -> None:
     for text in LONG:

@@ -156,7 +156,7 @@ def test_a_message_that_cannot_be_continued_is_refused() -> None:
         ChatTemplate("{{ messages[0].content }}", {}).render([USER, ANSWER], continue_final_message=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_real_templates_continue_as_transformers(name: str) -> None:
     for content in ("It is four, ", "It is", "<think>\nHm.\n</think>\n\nIt is"):

@@ -101,6 +101,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **vari
     return tokenizer.decode(asked.encode(list(messages)), skip_special_tokens=False)
 
 
+@pytest.mark.slow(cases=1)
 def test_tokens_of_channels_and_calls_are_control_tokens_whatever_the_file_calls_them(real: Tokenizer) -> None:
     ids, ends = ({text: real.backend.token_to_id(text) for text in texts} for texts in (CONTROLS, ENDS))
     assert set(ids.values()) <= real.special_token_ids
@@ -110,7 +111,7 @@ def test_tokens_of_channels_and_calls_are_control_tokens_whatever_the_file_calls
     assert sum(map(real.special_token_ids.__contains__, forged)) == 6  # BOS, two turns, an empty thought
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=1)
 def test_an_answer_of_the_real_vocabulary_is_allowed_and_read(real: Tokenizer) -> None:
     for thinks in (True, False):
         form = thinking(real, thinks=thinks, tools=TOOLS)

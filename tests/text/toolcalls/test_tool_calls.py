@@ -134,7 +134,7 @@ def test_a_type_without_a_schema_names_the_argument() -> None:
     check_refused(lambda: read_tools([odd]), r"the tool odd: a is .*complex")
 
 
-@pytest.mark.slow(cases=14)
+@pytest.mark.slow(cases=7, rest=12)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_a_required_call_is_made_streamed_and_the_same_in_a_batch(llm: LLM, name: str, is_parallel: bool) -> None:

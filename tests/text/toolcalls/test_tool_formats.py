@@ -138,7 +138,7 @@ def form_of(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, **
     return found
 
 
-@pytest.mark.slow(cases=42)
+@pytest.mark.slow(cases=21, rest=30)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", ["auto", "required"])
 @pytest.mark.parametrize("reasoning", [None, THINK, THINK_CONTROL], ids=["", "text", "control"])

@@ -92,6 +92,7 @@ def test_several_calls_of_a_named_tool_are_made_when_they_are_asked_for(llm: LLM
     assert [result.token_ids for result in required] == [result.token_ids for result in named]
 
 
+@pytest.mark.slow(cases=38)
 @pytest.mark.parametrize("form", ["hermes", "qwen3-coder", "pythonic", "gemma-4"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_part_of_a_schema_that_cannot_be_built_is_dropped_with_a_warning(llm: LLM, name: str, form: str) -> None:
@@ -257,7 +258,7 @@ def accepted(schema: BuiltSchema) -> list[Any]:
     return values
 
 
-@pytest.mark.slow(cases=20)
+@pytest.mark.slow(cases=10, rest=8)
 @pytest.mark.parametrize("seed", range(usual_or_all(40, 1_000)))
 def test_a_tool_s_schema_names_what_it_does_not_enforce_and_never_forbids_more(seed: int) -> None:
     """Parts are left out because no grammar enforces them, then also each part for another reason."""

@@ -12,8 +12,15 @@ import pytest
 from fake_hub import COMMIT, FakeHub, serving
 from infer.errors import InvalidRequestError, ModelError
 from infer.files import open_checkpoint, resolve
-from infer.files.hub.hub import HubName, choose, find_cached, gguf_models, hub_cache_folder, parse_hub_name
-from infer.files.hub.hub_removal import remove_cached
+from infer.files.hub.hub import (
+    HubName,
+    choose,
+    find_cached,
+    gguf_models,
+    hub_cache_folder,
+    parse_hub_name,
+    remove_cached,
+)
 from refusals import check_refused
 from watched import python_command
 

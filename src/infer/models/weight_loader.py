@@ -12,8 +12,7 @@ from torch import Tensor
 
 from infer.compute import ops
 from infer.compute.operands.group import Group, Shares
-from infer.compute.operands.mixers import KEPT_AS_FLOATS, QueryScale, Rope
-from infer.compute.operands.shapes import Shapes
+from infer.compute.operands.mixers import KEPT_AS_FLOATS, QueryScale, Rope, Shapes
 from infer.compute.operands.weights import (
     ConvertedWeight,
     FileWeight,

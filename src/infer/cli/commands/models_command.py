@@ -21,9 +21,8 @@ from infer.errors import InferError, InvalidRequestError
 from infer.files import open_checkpoint
 from infer.files.gguf.forms import architecture_in_gguf
 from infer.files.hub.find import INSTALLED_MODELS
-from infer.files.hub.hub import HubName, parse_hub_name
+from infer.files.hub.hub import HubName, parse_hub_name, remove_cached
 from infer.files.hub.hub_download import fetch
-from infer.files.hub.hub_removal import remove_cached
 from infer.model_settings import ModelSettings
 from infer.models.catalog.models_at_hand import ModelAtHand, models_at_hand
 from infer.models.catalog.supported import SUPPORTED

@@ -22,7 +22,7 @@ from infer.cli.process_streams import cancel_on_signal
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
-from infer.files.hub.file_versions import file_versions
+from infer.files.hub.find import file_versions
 from infer.models.catalog.models_at_hand import folder_models, names_at_hand
 from infer.models.catalog.served_plan import plan_served
 from infer.serving.distributed.front import run_replicas

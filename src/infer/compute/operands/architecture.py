@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from infer.compute.operands.feed_forwards import FeedForward, PerLayerInput
-from infer.compute.operands.mixers import Attention, LongRope, Mixer, QueryScale, Rope, keeps
-from infer.compute.operands.shapes import Shapes
+from infer.compute.operands.mixers import Attention, LongRope, Mixer, QueryScale, Rope, Shapes, keeps
 
 
 @dataclass(frozen=True)

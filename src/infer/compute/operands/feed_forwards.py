@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from infer.compute.operands.shapes import Shapes
+from infer.compute.operands.mixers import Shapes
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
 MAX_EXPERTS = 4096  # per layer: each expert has its own tensors

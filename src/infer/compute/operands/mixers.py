@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from infer.compute.operands.shapes import Shapes
-
+Shapes = dict[str, tuple[int, ...]]  # of a network's tensors, by their names
 GateCurve = Literal["sigmoid", "softplus"]
 # The norm is over each head, before or after its rotation, or over all heads together.
 QKNorm = Literal["head", "head_unweighted", "head_after", "all"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files.hub.hub import parse_hub_name
@@ -244,3 +244,24 @@ def _copy(parts: list[Path], file: IO[bytes], target: Path, expected: str) -> No
         raise ModelFormatError(target, "sha256", f"expected {expected}, got {digest.hexdigest()}: install it again")
     file.flush()
     os.fsync(file.fileno())
+
+
+class FileVersion(NamedTuple):
+    path: Path
+    num_bytes: int
+    modified_at: int  # nanoseconds
+    inode: int
+
+
+def file_versions(model: str) -> tuple[FileVersion, ...]:
+    """Return the version of a model's file, or of each file in its folder.
+
+    Raises the errors of `resolve`, and ModelError for files that cannot be read.
+    """
+    path = resolve(model)
+    try:
+        files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+        statuses = [(file, file.stat()) for file in files]
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return tuple(FileVersion(file, found.st_size, found.st_mtime_ns, found.st_ino) for file, found in statuses)

@@ -10,6 +10,7 @@ A complete model in the cache is used without any network access. `hub_download`
 
 import os
 import re
+import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -221,3 +222,36 @@ def not_found(name: HubName, reason: str) -> InvalidRequestError:
         except ModelError as error:
             return InvalidRequestError(f"{error} (in the hub's local cache; {reason})")
     return InvalidRequestError(f"{name!s:.200} is not in the hub's local cache, {hub_cache_folder()}, and {reason}")
+
+
+def remove_cached(name: HubName) -> int:
+    """Remove the model, and return the number of freed bytes.
+
+    Raises InvalidRequestError if the cache does not have the model.
+    """
+    path = find_cached(name)
+    if path is None:
+        raise not_found(name, "infer models --json says where each model is")
+    repository = hub_cache_folder() / f"models--{name.repo.replace('/', '--')}"
+    snapshot = next(folder for folder in (path, *path.parents) if folder.parent.name == "snapshots")
+    removed = [snapshot / file for file in model_files(name, snapshot)]
+    contents = {file.resolve() for file in removed}
+    try:
+        for file in removed:
+            file.unlink()
+        used = {link.resolve() for link in (repository / "snapshots").rglob("*") if link.is_file()}
+        freed = sum(_unlink(content) for content in contents - used)
+        if not list_files(repository / "snapshots"):
+            shutil.rmtree(repository)
+    except OSError as error:
+        raise InvalidRequestError(f"{name} cannot be removed from {repository}: {error.strerror}") from error
+    return freed
+
+
+def _unlink(content: Path) -> int:
+    """Remove a file if it still exists, and return its size."""
+    if not content.exists():  # the snapshot had the content itself, not a link
+        return 0
+    size = content.stat().st_size
+    content.unlink()
+    return size

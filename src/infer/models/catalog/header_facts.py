@@ -7,7 +7,7 @@ from typing import Literal
 
 from infer.files import Checkpoint, open_checkpoint, resolve
 from infer.files.generation_config import defaults_of
-from infer.files.hub.file_versions import FileVersion, file_versions
+from infer.files.hub.find import FileVersion, file_versions
 from infer.models.catalog.model_facts import ModelFacts
 from infer.models.catalog.models_at_hand import weights_name
 from infer.models.families import make_architecture

@@ -2,7 +2,7 @@
 
 A config is a mapping with the names of Hugging Face's `config.json`; `files` gives GGUF metadata the same names. A
 `Family` describes the values that its published configs leave out, and the optional settings that its code reads.
-`table` has one row per family, and `refused` names unsupported families. A setting that `transformers` ignores is
+`table` has one row per family, and `NEEDS` names unsupported families. A setting that `transformers` ignores is
 ignored here, unless other engines read it: then it is refused.
 """
 
@@ -16,13 +16,30 @@ from infer.models.families.config_values import Config, choice, count, flag, opt
 from infer.models.families.encoders import ENCODERS
 from infer.models.families.family import OFF_IF_NULL, OPTIONAL, Family
 from infer.models.families.layer_kinds import CHUNKED, SLIDING
-from infer.models.families.refused import NEEDS
 from infer.models.families.rope_scaling import make_rope
 from infer.models.families.table import FAMILIES
 from infer.models.families.whole_texts import sees_whole_texts, without_mask
 from infer.models.families.widths import head_dim_of, num_layers_of
 
 __all__ = ["ENCODERS", "FAMILIES", "as_read", "make_architecture"]
+
+_LATENT = "latent attention"
+_STATES = "the state-space layers of Mamba2"
+_ALTUP = "four parallel residual streams"
+# Unsupported parts that models need, by the model's name in Hugging Face's and GGUF's files.
+NEEDS: dict[str, str] = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek2": _LATENT,
+    "kimi_k2": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "granitemoehybrid": _STATES,
+    "nemotron_h": _STATES,
+    "mpnet": "a bias of attention by distance",
+    "gemma3n": _ALTUP,
+    "gemma3n_text": _ALTUP,
+    "mistral3": "the model_type of its text_config",
+}
 
 
 def make_architecture(config: Config) -> Architecture:

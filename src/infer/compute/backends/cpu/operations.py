@@ -16,7 +16,6 @@ from infer.compute.backends.cpu.delta_net.commands import gated_delta_net
 from infer.compute.backends.cpu.experts.commands import add_down, exchange_sums, gate_and_up, route, weigh_shared
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import LANES
-from infer.compute.backends.cpu.norm_commands import append_sum_norm, append_text_inputs, centred
 from infer.compute.backends.cpu.per_layer_inputs import gate_inputs, per_layer_inputs
 from infer.compute.backends.cpu.projections import (
     activations_of,
@@ -29,7 +28,7 @@ from infer.compute.backends.cpu.projections import (
     packed,
     project,
 )
-from infer.compute.backends.cpu.recording import scope
+from infer.compute.backends.cpu.recording import Run, scope
 from infer.compute.backends.cpu.records import (
     ADD_ROWS,
     ATTEND,
@@ -40,6 +39,7 @@ from infer.compute.backends.cpu.records import (
     MAX_HEAD_DIM,
     SHORT_CONV,
     SPLIT_TOKENS,
+    SUM_NORM,
     attend_scratch_bytes,
 )
 from infer.compute.backends.cpu.sampling.launch import choose_tokens
@@ -99,13 +99,13 @@ def add_text_inputs(
     x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
 ) -> Float[Tensor, "tokens hidden"]:
     with scope("embed", step=step) as run:
-        append_text_inputs(run, x, second_starts, weights)
+        _append_text_inputs(run, x, second_starts, weights)
         return x
 
 
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
     with scope(projection.label, num_tokens=len(x)) as run:
-        x, norm = centred(run, x, norm)
+        x, norm = _centred(run, x, norm)
         out, first = run.columns("projected", run.capacity, projection.out_features, projection.shares)
         project(run, Activations(x), norm, projection, (out, first))
         return Activations(run.gathered(out, projection.shares))
@@ -119,7 +119,7 @@ def head(
     softcap: float | None = None,
 ) -> Float[Tensor, "logits vocab"]:
     with scope("head", num_tokens=len(x), logit_indices=logit_indices) as run:
-        x, before = centred(run, x, norm)
+        x, before = _centred(run, x, norm)
         source, cap = Activations(x), softcap or 0
         logits, first = run.columns("logits", run.max_logits, projection.out_features, projection.shares)
         kind = "plain" if softcap is None else "capped"
@@ -154,7 +154,7 @@ def project_add_norm(
     with scope(projection.label, num_tokens=len(x.floats)) as run:
         y = run.tensor("before post norm", run.capacity, projection.out_features)
         project(run, x, None, projection, (y, 0))
-        append_sum_norm(run, residual, y, norm, residual)
+        _append_sum_norm(run, residual, y, norm, residual)
         return residual
 
 
@@ -162,7 +162,7 @@ def norm_activate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection, activation: Activation
 ) -> Activations:
     with scope(projection.label, num_tokens=len(x)) as run:
-        x, norm = centred(run, x, norm)
+        x, norm = _centred(run, x, norm)
         out, first = run.columns("hidden", run.capacity, projection.out_features, projection.shares)
         project(run, Activations(x), norm, projection, (out, first), kind=f"only_{activation}")
         return Activations(run.gathered(out, projection.shares))
@@ -173,7 +173,7 @@ def norm_gate(
 ) -> Activations:
     features, shares = gate_up.out_features // 2, gate_up.shares
     with scope(gate_up.label, num_tokens=len(x)) as run:
-        x, norm = centred(run, x, norm)
+        x, norm = _centred(run, x, norm)
         source = Activations(x)
         out, first = run.columns("hidden", run.capacity, features, shares)
         halves = _gate_and_up(gate_up)
@@ -354,3 +354,33 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments.set(shifts=pages.shifts, sinks=pages.sinks, windows=pages.windows, rope_sets=pages.rope_sets)
     arguments.set(furthest=-1 if pages.furthest is None else pages.furthest)
     return arguments
+
+
+def _append_sum_norm(run: Run, x: Tensor, y: Tensor | None, norm: Norm, out: Tensor) -> Arguments:
+    """Append out = norm(x + y) for each row, and return the command's arguments. out may be x."""
+    arguments = Arguments(SUM_NORM, x=x, out=out, features=x.shape[1], eps=norm.eps, is_centred=norm.is_centred)
+    arguments.set(weight=norm.weight.float().contiguous())
+    if norm.bias is not None:
+        arguments.set(bias=norm.bias.float().contiguous())
+    if y is not None:
+        arguments.set(y=y)
+    run.append("sum_norm", arguments, BARRIER, ".sum_norm:sum_norm")
+    return arguments
+
+
+def _centred(run: Run, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    """Return norm(x) and None if the norm subtracts the mean or adds a bias, which no product does for itself."""
+    if norm is None or not (norm.is_centred or norm.bias is not None):
+        return x, norm
+    out = run.tensor("normed", run.capacity, x.shape[1])
+    _append_sum_norm(run, x, None, norm, out)
+    return out, None
+
+
+def _append_text_inputs(run: Run, x: Tensor, second_starts: Int[Tensor, "rows"], weights: TextInputWeights) -> None:
+    """Append x = norm(x + types + positions)."""
+    arguments = _append_sum_norm(run, x, None, weights.norm, x)
+    if weights.types is not None:
+        arguments.set(types=weights.types, last_type=len(weights.types) - 1, second_starts=second_starts)
+    if weights.positions is not None:
+        arguments.set(embedded_positions=weights.positions)

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import llvmlite.binding as llvm
 
-from infer.compute.backends.cpu.host.numba_settings import has_numba_settings
+from infer.compute.backends.cpu.host.kernel_cache import has_numba_settings
 
 # LLVM's name of a feature: its bit in getauxval(AT_HWCAP) or (AT_HWCAP2) on Linux, its name in sysctl on macOS.
 _HWCAP, _HWCAP2 = 16, 26

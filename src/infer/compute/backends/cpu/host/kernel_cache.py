@@ -19,7 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from infer.compute.backends.cpu.host.numba_settings import numba_settings
 from infer.system.status_line import write_notice
 from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 
@@ -169,3 +168,16 @@ def _processor() -> str:
     if "flags" in known or "Features" in known:
         return repr(sorted(known.items()))
     return str(import_module("infer.compute.backends.cpu.host.host_features").host())
+
+
+def has_numba_settings() -> bool:
+    return any(numba_settings())
+
+
+def numba_settings() -> tuple[list[tuple[str, str]], bytes]:
+    """Return Numba's settings in the environment, and those that it reads in the working directory."""
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
+    try:
+        return variables, Path(".numba_config.yaml").read_bytes()
+    except OSError:
+        return variables, b""

@@ -64,8 +64,7 @@ def download(registry: str, package: str, folder: Path) -> Path:
     """Return the archive of a package. `npm pack` would compress it again, which takes a second for each."""
     name, _, version = package.rpartition("@")
     file = f"{name.rpartition('/')[2]}-{version}.tgz"
-    with urllib.request.urlopen(f"{registry}/{name}/-/{file}") as answer, (folder / file).open("wb") as out:
-        shutil.copyfileobj(answer, out)
+    urllib.request.urlretrieve(f"{registry}/{name}/-/{file}", folder / file)
     return folder / file
 
 
@@ -77,6 +76,8 @@ def extract(name: str, archive: Path, target: Path) -> None:
             if needed is None or member.name in needed:
                 member.name = Path(member.name).name if needed else member.name.removeprefix("package/")
                 tar.extract(member, target, filter="data")
+    if missing := [file for file in needed or () if not (target / Path(file).name).is_file()]:
+        raise ValueError(f"{archive.name} has no {missing[0]}")
 
 
 def main() -> int:

@@ -41,10 +41,10 @@ promises: assets ## a test for each promise, without the checks
 	$(PYTEST) tests
 
 .PHONY: test-all
-test-all: lint tests more ## every check and every test; with INFER_TESTS=all whole matrices and other programs' clients too
+test-all: lint tests more ## every check and nearly every test; with INFER_TESTS=all whole matrices and other programs' clients too
 
 .PHONY: tests
-tests: assets ## every test, without the checks
+tests: assets ## nearly every test, without the checks
 	$(PYTEST) tests
 
 .PHONY: near

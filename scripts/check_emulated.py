@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 DIGESTS = ROOT / "tests" / "helpers" / "kernel_digests.py"
 CASES = ["Q4_0 exact", "Q8_0 exact", "Q8_0 embed"]  # about ten seconds each, because LLVM is emulated as well
 FEWER_CASES = {
-    "neoverse-n1": ["Q8_0 exact", "Q8_0 embed"],  # products of other types differ in how they unpack, and `max` has one
+    "neoverse-n1": ["Q8_0 exact", "Q8_0 embed"],  # `max` has a product of another type
     "max": ["Q4_0 exact"],  # it differs from neoverse-n1 only in its products: i8mm
     "nehalem": ["Q8_0 exact", "Q8_0 embed"],  # its products have one code for every type: `portable`
 }

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cases import cases
-from house.limits import Limit, problems, read_limits, with_tightened
+from house.limits import Limit, problems, read_limits, with_set, with_tightened
 from house.source import Source
 
 SOURCE = '''"""The docstring of a module,
@@ -79,4 +79,5 @@ def test_lowering_loosens_no_limit() -> None:
     assert lowered.startswith("# A comment.\n[falls]\n'lines' = { limit = 999, goal = 500 }\n")
     worse = {"lines": 1001, "lines of C++": 11, "faults": 199, "median": 151, "chat: functions": 801}
     assert with_tightened(LIMITS, worse) == LIMITS
+    assert limits_in(with_set(LIMITS, worse, ["faults"])) == limits_in(LIMITS) | {"faults": 199}
     assert with_tightened(LIMITS, {"chat: functions": 770}) == LIMITS, "within 4 % it may be noise"

@@ -26,8 +26,7 @@ STORED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 @pytest.fixture(scope="module")
 def found(programs: Programs) -> dict[str, Rows]:
     """Return the rows of the code, found in another process: here all functions have wrappers that check shapes."""
-    done = programs.run("import list_surface; list_surface.main()", "--print")
-    surface: dict[str, Rows] = json.loads(done.stdout)
+    surface: dict[str, Rows] = json.loads(programs.run("import list_surface; list_surface.main()", "--print").stdout)
     return surface
 
 

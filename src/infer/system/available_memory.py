@@ -138,7 +138,10 @@ def _memory(root: Path) -> Iterator[tuple[int, int]]:
 
 @cache
 def _groups(controller: str, root: Path) -> list[tuple[_Mount, Path]]:
-    """Return the folders of the process's group and of the groups above it, in each hierarchy with the controller."""
+    """Return the folders of the process's group and of the groups above it, in each hierarchy with the controller.
+
+    They are found once: the limits in them may change, but a process that is moved to another group is not followed.
+    """
     groups = list[tuple[_Mount, Path]]()
     path_by_version = _own_paths(controller, root)
     for mount in (each for each in _mounts(controller, root) if each.version in path_by_version):

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub, and models in its local cache, read here without the hub's own library.
+"""Names on the Hugging Face hub, and models in its local cache, read and removed here without the hub's own library.
 
     org/repo                    the repository's safetensors, or its only GGUF model
     org/repo:Q4_K_M             the GGUF model of that quantisation

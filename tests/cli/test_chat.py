@@ -228,7 +228,7 @@ def test_benign_conversations_are_token_equal_to_transformers(name: str, content
     assert tokenizer.encode_chat(messages) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_special_token_in_a_message_becomes_control(name: str) -> None:
     tokenizer = load(name)

@@ -186,7 +186,7 @@ class Trace:
                 setattr(self.runner, name, raise_once)
 
 
-@pytest.mark.slow(rest=4)
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("launches_behind", [False, True], ids=["", "launched before the tokens of others are known"])
 def test_every_answer_is_as_alone(world: World, launches_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few cases have a grammar if steps are launched early, because none is launched behind a step with a grammar."""
@@ -205,7 +205,7 @@ def test_every_answer_is_as_alone(world: World, launches_behind: bool, monkeypat
     assert num_failed
 
 
-@pytest.mark.slow(rest=2)
+@pytest.mark.slow(rest=1)
 def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.engine.step.fairness.EXPECTED_ANSWER", 8)  # so all may enter
     monkeypatch.setattr("infer.engine.step.fairness.LEARNT", 0.0)

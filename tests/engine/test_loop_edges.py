@@ -186,7 +186,7 @@ def test_only_the_row_whose_logits_are_nan_fails(world: World, poisoned: World, 
 # Cancelling and closing
 
 
-@pytest.mark.slow(cases=2)
+@pytest.mark.slow(cases=2, rest=4)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{40}"}], ids=["free", "grammar"])
 def test_a_cancel_from_another_thread_ends_a_row_in_a_token(world: World, way: Way, grammar: dict[str, Any]) -> None:

@@ -365,7 +365,7 @@ def assert_exported_alike(folder: Path, file: GGUFFile) -> None:
         torch.testing.assert_close(tensor.read(0, tensor.num_rows), stored, rtol=1e-6, atol=0)
 
 
-@pytest.mark.slow(cases=6, rest=25)
+@pytest.mark.slow(cases=6, rest=14)
 @pytest.mark.parametrize("tiny", CONVERTED, ids=lambda tiny: tiny.name)
 def test_a_converted_file_gives_the_logits_of_the_folder(tiny: Tiny, tmp_path: Path) -> None:
     config = copy.deepcopy(tiny.config)

@@ -184,7 +184,7 @@ def check(report: dict[str, Any]) -> None:
     assert (report["threads"], report["descriptors"], report["maps"]) == (0, 0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_value_of_any_kind_in_any_place_is_read_or_refused(reports: dict[str, dict[str, Any]], name: str) -> None:
     check(reports[name])

@@ -105,7 +105,7 @@ PAGES: list[dict[str, int]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=4)
 @pytest.mark.parametrize("pages", PAGES, ids=str)
 def test_windows_sinks_shifts_and_sets_are_the_references(pages: dict[str, int]) -> None:
     check(make_heads(2, 1, 32), [1, 17, 1], start=310, **pages)

@@ -51,7 +51,7 @@ def logits_of(model: Transformer, ids: list[int], *, is_captured: bool) -> Tenso
     return torch.cat(found)
 
 
-@pytest.mark.slow(rest=3)
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.name)
 def test_every_family_computes_what_transformers_does_and_a_replay_has_its_bits(tiny: Tiny, tmp_path: Path) -> None:
     oracle, ids = make_tiny(tiny, tmp_path), random_ids(sum(LENGTHS))
@@ -63,7 +63,7 @@ def test_every_family_computes_what_transformers_does_and_a_replay_has_its_bits(
         assert torch.equal(logits_of(model, ids, is_captured=True), found)
 
 
-@pytest.mark.slow(rest=1)
+@pytest.mark.slow(rest=0)
 @pytest.mark.parametrize("tiny", [tiny for tiny in TINY if tiny.name in QUANTISED], ids=lambda tiny: tiny.name)
 @torch.inference_mode()
 def test_a_quantised_model_has_the_same_bits_in_one_step_and_in_several(tiny: Tiny, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def cases(world: World) -> list[tuple[Case, Outcome]]:
     return [(case, replace(outcome, logprobs=None)) for case, outcome in zip(short, outcomes, strict=True)]
 
 
-@pytest.mark.slow(rest=2)
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_answers_are_what_the_definition_says(device_world: World, cases: list[tuple[Case, Outcome]], way: Way) -> None:
     index = WAYS.index(way)
@@ -175,6 +175,7 @@ def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: W
     assert list(map(len, found[0][1])) == [3, 3]
 
 
+@pytest.mark.slow(rest=0)
 def test_a_step_of_many_tokens_and_more_than_64_rows_has_the_bits_of_smaller_steps(device_world: World) -> None:
     """Prompts are computed beside 66 rows of one token, and then some rows are computed alone."""
     assert device_world.model.step_limits == (8192, 512)

@@ -57,6 +57,7 @@ def test_bits_of_a_convolution_do_not_depend_on_the_chunks(sizes: list[int]) -> 
     assert torch.equal(in_steps(Rows(make(step_tokens=600), "cuda"), text, sizes), whole)
 
 
+@pytest.mark.slow(rest=0)
 def test_rows_of_convolutions_go_on_as_one_text_whatever_happens_to_them() -> None:
     go_on_at_random(Rows(make(), "cuda"), 1, 300 if IS_WHOLE else 70)
 
@@ -91,6 +92,7 @@ def mix(cache: PagedCache, chunks: Sequence[tuple[int, Tensor]], num_padding: in
         return cache.mix(0, Activations(projected), NET_WEIGHTS, step).floats
 
 
+@pytest.mark.slow(rest=0)
 def test_rows_beside_each_other_padding_and_dropped_drafts_change_no_bit() -> None:
     """The longest step has more pages than last. The caches are NaN where nothing was written."""
     texts = [make_projected(NET, 140, seed) for seed in range(2)]
@@ -160,7 +162,7 @@ def test_experts_of_each_type_agree_with_the_definition_for_few_pairs_and_for_ti
         assert_near(*both(make_experts(type_, has_bias=type_ == "MXFP4"), num_tokens), 2e-3)
 
 
-@pytest.mark.slow(cases=1, rest=2)
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: f"{router.scores}-{router.num_experts}")
 def test_routers_agree_with_the_definition(router: Router) -> None:
     assert_near(*both(make_experts("F32", router=router, shared=96), 5), 2e-5)

@@ -86,7 +86,7 @@ class Behind:
         patch.setattr(Verifier, "take_sampled", count)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=0)
 def test_tokens_are_those_of_steps_one_after_the_other(device_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     num_ended = num_launched = num_before_others_ran = num_preempted = 0
     for seed in range(NUM_SEEDS):

@@ -156,7 +156,7 @@ def test_products_of_floats_are_no_further_from_float64_than_those_of_two_tf32_n
     assert float((found - exact).abs().mean()) <= float((as_tf32 - exact).abs().mean()) + rounded
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=0)
 @pytest.mark.parametrize("type_", QUANTIZED if IS_WHOLE else ["Q6_K"])
 def test_every_number_of_tokens_has_the_bits_of_one(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """18 quads in 8 lanes: two lanes take three, the others two."""

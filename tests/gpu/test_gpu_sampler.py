@@ -183,7 +183,7 @@ def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: 
     assert choose_by(tiling, *batch).tolist() == sampler.choose_tokens(*batch).tolist()
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow(rest=3)
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
 @pytest.mark.parametrize(("seed", "vocab_size"), [(3, 31), (4, 600)])
 def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:

@@ -89,6 +89,7 @@ def test_products_are_timed_and_one_gpu_is_not_several() -> None:
     assert results_of("machine")[0]["torch"] == torch.__version__
 
 
+@pytest.mark.slow(rest=0)
 def test_sections_need_torch_triton_numpy_and_jaxtyping_alone() -> None:
     folders = [str(Path(module.__file__ or "").parent) for module in (check_gpu, infer)]
     code = f"""

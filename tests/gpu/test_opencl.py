@@ -85,7 +85,7 @@ def projected(precision: Any, *weights: Weight, bias: Tensor | None = None) -> P
     return ops.prepare(Projection(weights, bias), CPU, precision)
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow(cases=1, rest=3)
 @pytest.mark.parametrize(
     ("type_", "precision"), [(type_, "exact") for type_ in OWN_TYPES] + [(type_, "fast") for type_ in FAST]
 )
@@ -104,7 +104,7 @@ def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> Non
         assert same(call)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("type_", ["Q3_K", "IQ1_M", "IQ2_XS", "BF16"])
 @pytest.mark.usefixtures("lanes")
 def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
@@ -113,7 +113,7 @@ def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
     assert same(lambda: (ops.norm_project(x, None, projected("exact", weight, bias=bias)).floats,))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_an_mlp_has_the_bits_of_the_cpu(activation: Activation) -> None:
     """Gate and up are one weight, two weights, of two types, and have rows that do not fill a group."""
@@ -131,7 +131,7 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=5)
 @pytest.mark.parametrize(("kv_type", "mode", "dim"), ATTENTION)
 def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) -> None:
     """The cached values have them as well, and the chunks of a row do not matter."""
@@ -159,7 +159,7 @@ def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) ->
     assert same(call)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_a_wrong_position_changes_no_token_that_does_not_see_it(kv_type: str) -> None:
     with ops.using(ops.backend_named("opencl")):
@@ -175,7 +175,7 @@ def vector_calls(program: cl.Program) -> set[bytes]:
     return {name for name, arguments in called if name.endswith(b"16") or b"Dv" in arguments}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=0)
 @pytest.mark.filterwarnings("ignore:Pre-build attribute access")
 @pytest.mark.skipif(not PLATFORM.startswith("Portable"), reason="hardware: PoCL, whose names these are")
 def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def logits_of(folder: Path, backend: str) -> Tensor:
     return torch.cat(pieces)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=4)
 @pytest.mark.parametrize("tiny", ONE_EACH_DENSE, ids=lambda tiny: tiny.name)
 def test_a_model_of_each_family_has_the_bits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
     make_tiny(tiny, tmp_path)
@@ -301,7 +301,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
         return on_cpu, make_world("windows", tmp_path_factory.mktemp("opencl"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=3)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_an_answer_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[World, World]) -> None:
     """Samplers, grammars and log-probabilities are each tried with drafts of every kind and with neighbours."""

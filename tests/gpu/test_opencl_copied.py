@@ -95,6 +95,7 @@ def test_a_chunk_of_a_prompt_without_logits_copies_none(capture: bool, tmp_path:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize("policy", ["none", "sliding", "snapkv"])
 def test_pages_that_the_host_saves_loads_copies_and_moves_are_those_of_the_device(policy: str, tmp_path: Path) -> None:
     """A session is forked within a page, saved, loaded and continued. It forgets the same tokens as on the CPU."""
@@ -152,6 +153,7 @@ def checked(*planted: str) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow(rest=0)
 def test_oclgrind_finds_no_access_out_of_bounds_and_no_race() -> None:
     report = checked()
     assert "Invalid" not in report

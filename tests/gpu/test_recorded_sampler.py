@@ -151,7 +151,7 @@ def drawn(logits: Tensor, columns: SamplingColumns, position: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=0)
 def test_a_step_of_decoding_has_more_than_64_rows() -> None:
     captured, _ = make_captured(8192, 512)
     chunks, columns = of_many(0)
@@ -169,7 +169,7 @@ def test_a_step_of_decoding_has_more_than_64_rows() -> None:
     assert len(captured.run_multi_step(chunks, [5] * 70, 2, columns, None, ended).ends) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=0)
 def test_a_step_of_drafts_has_more_than_64_lines() -> None:
     captured, _ = make_captured(8192, 512)
     chunks, columns = of_many(1)

@@ -307,6 +307,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_step_is_the_one_that_generate_took(
     name: str, smollm2: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

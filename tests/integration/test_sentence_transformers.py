@@ -77,6 +77,7 @@ def test_a_cross_encoder_that_compares_answers_has_the_library_s_scores(tmp_path
     np.testing.assert_allclose([each.score for each in found], expected, atol=1e-4)
 
 
+@pytest.mark.slow(rest=4)
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert"])
 @pytest.mark.parametrize("activation", ["linear.Identity", "activation.Sigmoid", None])
 def test_a_cross_encoder_of_whole_texts_has_the_library_s_scores(tmp_path: Path, name: str, activation: Any) -> None:

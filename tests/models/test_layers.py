@@ -192,7 +192,8 @@ def greedy(model: Transformer, token_ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kept", "num_layers"), [("auto", 4), *(pytest.param(kept, 30, marks=pytest.mark.slow) for kept in ("q8", "q4"))]
+    ("kept", "num_layers"),
+    [("auto", 4), *(pytest.param(kept, 30, marks=pytest.mark.slow(rest=1)) for kept in ("q8", "q4"))],
 )
 def test_smollm2_divided_into_experts_answers_as_smollm2(kept: FloatsAs, num_layers: int) -> None:
     """Few layers of SmolLM2 are a model, too."""

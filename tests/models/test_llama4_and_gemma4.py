@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     return load(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=1)
 @pytest.mark.parametrize("seed", range(2))
 @torch.inference_mode()
 def test_rows_continue_as_one_text_after_any_operations(model: Transformer, seed: int) -> None:

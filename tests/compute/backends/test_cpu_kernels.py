@@ -271,8 +271,8 @@ def step_of(row: int, start: int, count: int) -> Step:
 
 @cases(
     "shape window rotated softcap kv_type has_sinks has_gate",
-    ((9, 3, 64), None, 64, None, "f32", False, True),
-    ((4, 1, 256), 100, 64, 0.5, "f16", False, True),
+    pytest.param((9, 3, 64), None, 64, None, "f32", False, True, marks=pytest.mark.slow),
+    pytest.param((4, 1, 256), 100, 64, 0.5, "f16", False, True, marks=pytest.mark.slow),
     ((4, 4, 40), None, 0, 0.5, "f32", False, False),
     ((6, 2, 20), 7, 20, 3.0, "f32", True, True),
     ((6, 2, 64), 128, 64, None, "f16", True, False),
@@ -382,7 +382,7 @@ def prefill(tiny: Tiny, run: Callable[[Step], Tensor], sizes: list[int], row: in
     return torch.cat([run(step).clone() for step in steps])
 
 
-@pytest.mark.slow(cases=3)
+@pytest.mark.slow(cases=1, rest=2)
 @pytest.mark.parametrize(
     "sizes", [[1] * 330, [2] * 165, [3] * 110, [5] * 66, [7] * 47 + [1], [16] * 20 + [10], [33] * 10, [300, 30]]
 )

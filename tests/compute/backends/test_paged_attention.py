@@ -92,7 +92,7 @@ def dense() -> Tensor:
     return attend_all(make_layer(256))
 
 
-@pytest.mark.slow(cases=2)
+@pytest.mark.slow(cases=1)
 @pytest.mark.parametrize(("page_tokens", "seed"), [(16, 1), (32, None), (64, 1), (128, None), (256, 1)])
 def test_bits_depend_on_no_page(dense: Tensor, page_tokens: int, seed: int | None) -> None:
     assert torch.isfinite(dense).all()

@@ -91,7 +91,7 @@ def check_ranks(folder: Path, sizes: Sequence[int], weights: str = "auto", kv_ty
             assert torch.equal(logits, expected)
 
 
-@pytest.mark.slow(cases=3, rest=20)
+@pytest.mark.slow(cases=3, rest=8)
 @pytest.mark.parametrize("tiny", TINY if IS_WHOLE else ONE_EACH, ids=lambda tiny: tiny.name)
 def test_ranks_give_the_bits_of_one(tiny: Tiny, tmp_path: Path) -> None:
     """Two ranks of each family are tried as processes (`test_tensor_parallel`)."""

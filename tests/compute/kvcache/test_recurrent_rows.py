@@ -111,7 +111,7 @@ class StateRows(Rows):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.slow(cases=3)
+@pytest.mark.slow(cases=3, rest=8)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 15, 16, 17, 48, 49, 64, 200, 600])
 def test_results_and_bits_do_not_depend_on_the_chunks(backend: str, size: int) -> None:

@@ -205,6 +205,7 @@ def test_a_row_has_equal_bits_alone_in_any_batch_and_order(choose: Choose, drawn
             assert all(map(same_bits, found, expected))
 
 
+@pytest.mark.slow
 def test_log_probabilities_do_not_depend_on_threads_or_neighbours() -> None:
     """A float sum over 49,152 entries would: torch divides one row between threads, and many rows by rows."""
     logits = torch.stack([make_logits("normal", 49_152, seed) for seed in range(16)])

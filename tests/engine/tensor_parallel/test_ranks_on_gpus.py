@@ -60,7 +60,7 @@ def check_same_bits(path: Path, size: int, captures: tuple[bool, ...] = (True,))
         ranks.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rest=0)
 @pytest.mark.parametrize("name", ["qwen2_moe", "gemma2", "olmo2", "Q4_K", "F16", "BF16"][: 6 if IS_WHOLE else 1])
 def test_two_ranks_have_the_bits_of_one(name: str, tmp_path: Path, on_gpus: None) -> None:
     """Experts, norms after products, norms over all heads, which each rank has; and types. Q4_K also runs op by op."""

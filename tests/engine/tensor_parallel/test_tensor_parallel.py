@@ -195,6 +195,7 @@ for each, capture in (("f32", False), ("q8", True), ("q4", False)):
     KINDS.append(("gemma3", {"settings": CacheSettings(kv_type=each)}, capture))  # heads of 32
 
 
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize(("family", "kind", "capture"), KINDS, ids=str)
 def test_every_cache_and_quantised_experts_have_the_bits_of_one_rank(
     families: Families, pair: Ranks, family: str, kind: dict[str, Any], capture: bool
@@ -210,6 +211,7 @@ def test_each_rank_has_its_share_of_each_expert(families: Families, pair: Ranks)
     assert sizes[1] == [router, *(rows // 2 for rows in others)]
 
 
+@pytest.mark.slow(rest=0)
 def test_shared_memory_has_room_for_a_whole_step_of_experts(tmp_path: Path) -> None:
     """The shared expert is as wide as all chosen experts together, as in Qwen1.5-MoE."""
     sizes = {"num_experts_per_tok": 6, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 6 * 256}

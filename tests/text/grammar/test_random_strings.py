@@ -120,7 +120,7 @@ def assert_equal(name: str, texts: list[str]) -> None:
         assert own.ids == other.ids, text
 
 
-@pytest.mark.slow(rest=4)
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_naughty_and_random_strings_give_the_same_ids(name: str) -> None:
     strings = naughty_strings()
@@ -130,7 +130,7 @@ def test_naughty_and_random_strings_give_the_same_ids(name: str) -> None:
         assert_equal(name, batch)
 
 
-@pytest.mark.slow(rest=4)
+@pytest.mark.slow(rest=2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_words_of_the_vocabulary_give_the_same_ids(name: str) -> None:
     """A third of the words are encoded, or with INFER_TESTS=all each word."""

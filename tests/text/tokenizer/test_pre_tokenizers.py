@@ -192,7 +192,7 @@ LONG += [*(" " * NUM_LONG + "\u0e01", "a" + "\u0301" * NUM_LONG)]
 LONG += [*(" \t" * (NUM_LONG // 2) + "x", "a " * (NUM_LONG // 2))]
 
 
-@pytest.mark.slow(rest=12)
+@pytest.mark.slow(rest=6)
 @pytest.mark.parametrize("rules", sorted(set(PRE_TOKENIZERS.values()) - {PRE_TOKENIZERS["gemma4"]}, key=repr), ids=str)
 def test_long_runs_are_cut_in_linear_time(rules: PreTokenizer) -> None:
     for text in LONG:

@@ -32,20 +32,21 @@ import asyncio, os, re, socket, sys, threading, time
 from infer.serving.server.process import bind, run_server
 from infer.serving.server_settings import ServerSettings
 from infer.serving.server.server_state import ServerState
-hangs = ""
+hangs, pace = "", 0.05
 def load(on_progress):
     from infer import LLM, AsyncLLM
     llm = LLM(sys.argv[1])
     engine = llm._opened.engine
     step = engine.step
     def slow_step():
-        time.sleep(1000 if hangs == "step" else 0.05)
+        time.sleep(1000 if hangs == "step" else pace)
         return step()
     engine.step = slow_step
     engine.scheduler._max_steps = 1
     return AsyncLLM(llm)
 """
-# A server of one slot whose steps are slow; loading waits for a line on stdin. A step or the event loop may hang.
+# A server of one slot whose steps are slow. Loading waits for a line on stdin, and after another line steps are quick.
+# A step or the event loop may hang.
 SERVER = f"""{LOAD}
 drain_seconds, hangs = float(sys.argv[2]), sys.argv[3]
 settings = ServerSettings(port=0, slots=1, drain_seconds=drain_seconds, watchdog_seconds=5.0 if hangs else 60.0)
@@ -54,7 +55,12 @@ print(listener.getsockname()[1], not {{"torch", "numpy"}}.isdisjoint(sys.modules
 def load_later(on_progress):
     on_progress(1, 4)
     sys.stdin.readline()
+    threading.Thread(target=hurry, daemon=True).start()
     return load(on_progress)
+def hurry():
+    global pace
+    os.read(0, 1)
+    pace = 0
 def hang_loop():
     time.sleep(1000)
 def hold_lock():
@@ -92,7 +98,7 @@ print("ended", run_replicas(ServerState(settings), listener, commands), flush=Tr
 """
 
 
-LONG, SHORT = 40, 2  # tokens
+ENDLESS, LONG, SHORT = 300, 40, 2  # tokens; with slow steps the first take a quarter of a minute
 KEY = {"authorization": "Bearer secret"}
 ASKED = {"model": "smollm2", "prompt": "hello", "ignore_eos": True, "temperature": 0}
 
@@ -105,6 +111,10 @@ class Process(NamedTuple):
         self.child.stdin.write("\n")
         self.child.stdin.flush()
         assert self.child.stdout.readline() == "ready\n"
+
+    def hurry(self) -> None:
+        self.child.stdin.write("\n")
+        self.child.stdin.flush()
 
     def ends(self) -> str:
         """Wait for the end of the process and return its other output."""
@@ -177,10 +187,10 @@ def test_it_answers_while_it_loads_and_a_signal_ends_it(folder: Path) -> None:
 def test_a_draining_server_finishes_running_answers_and_refuses_waiting_ones(folder: Path) -> None:
     with started(folder) as process, ThreadPoolExecutor(8) as pool:
         process.load()
-        running = pool.submit(process.ask, LONG, stream=True)
+        running = pool.submit(process.ask, ENDLESS, stream=True)
         until_running(process, 0)
-        waiting = [pool.submit(process.ask, LONG) for _ in range(3)]
-        streaming = pool.submit(process.ask, LONG, stream=True)
+        waiting = [pool.submit(process.ask, ENDLESS) for _ in range(3)]
+        streaming = pool.submit(process.ask, ENDLESS, stream=True)
         until_running(process, 4)
         process.child.send_signal(signal.SIGTERM)
         for refused in waiting:
@@ -190,6 +200,7 @@ def test_a_draining_server_finishes_running_answers_and_refuses_waiting_ones(fol
         assert process.get("/ready").status_code == 503
         late = process.ask(SHORT)
         assert (late.status_code, late.headers["connection"]) == (503, "close")
+        process.hurry()
         assert running.result().text.endswith("data: [DONE]\n\n")
         assert '"error"' not in running.result().text
         assert "ended 0" in process.ends()

@@ -31,7 +31,7 @@ from infer.serving.distributed.front import Front, follow
 from infer.serving.distributed.replica import Replica, Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
-from infer.serving.protocols.events import failure_events
+from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.app import make_app
 from infer.serving.server.call import FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, put_call, unpack
 from infer.serving.server.server_state import ServerState
@@ -125,7 +125,7 @@ def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tu
     async def run() -> None:
         asked = AskedBody(b"{}", RoutedPrompt(0), is_repeatable)
         exchange = partial(lives.exchange, asked.prompt)
-        response = await Answering(Request(scope, until_gone), asked, exchange, failure_events).response()
+        response = await Answering(Request(scope, until_gone), asked, exchange, ErrorShape.failure).response()
         await response(scope, until_gone, keep)
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))

@@ -14,7 +14,7 @@ from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.failover import Answering, BeginExchange
 from infer.serving.distributed.replica import Replicas
-from infer.serving.protocols.events import failure_events
+from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart
@@ -62,7 +62,7 @@ def follow(state: ServerState, replicas: Replicas) -> None:
 
 async def hand_on(request: Request, asked: AskedBody, exchange: BeginExchange) -> Response:
     """Return the answer of a replica."""
-    fail = _FAILURE_BY_PATH.get(request.url.path, failure_events)
+    fail = _FAILURE_BY_PATH.get(request.url.path, ErrorShape.failure)
     return await Answering(request, asked, exchange, fail).response()
 
 

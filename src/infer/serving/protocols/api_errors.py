@@ -1,6 +1,7 @@
 """Errors of the server in OpenAI's format, on every route, for every status, and in streams."""
 
 from collections.abc import Mapping
+from typing import Any, Self
 
 import msgspec
 
@@ -36,7 +37,12 @@ class ApiError(Exception):
         self.type = type or _TYPE_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.headers = dict(headers or {})
 
-    def to_json(self) -> dict[str, dict[str, str | None]]:
+    @classmethod
+    def of(cls, error: "ApiError", **changes: Any) -> Self:
+        """Return the error with these arguments changed, and with the format of this class."""
+        return cls(**vars(error) | changes)
+
+    def to_json(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property

@@ -67,25 +67,29 @@ class Accepted(NamedTuple):
 
 
 class ErrorShape:
-    """The format of a protocol's errors: OpenAI's, unless a protocol has its own. Its streams have this media type."""
+    """The format of a protocol's errors and streams: OpenAI's, unless a protocol has its own.
 
-    media_type = EVENTS
+    Streams have this media type, and `last` ends them. The event of an error may have a name.
+    """
 
-    @staticmethod
-    def error_of(error: ApiError) -> ApiError:
-        """Return the error in the format of the protocol."""
-        return error
+    error_type: type[ApiError] = ApiError
+    error_event, media_type, last = "", EVENTS, DONE
 
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
+    @classmethod
+    def failure(cls, error: ApiError) -> bytes:
         """Return the last events of a stream that fails."""
-        return failure_events(error)
+        return cls.event_of(cls.error_type.of(error).body, cls.error_event) + cls.last
+
+    @classmethod
+    def event_of(cls, body: bytes, name: str = "") -> bytes:
+        """Return one line of JSON as a part of a stream."""
+        return line(body) if cls.media_type == LINES else event(body, name)
 
 
 class Shape(ErrorShape, ABC):
-    """The format of a body's answer, and of the chunks of its stream. `last` ends a stream."""
+    """The format of a body's answer, and of the chunks of its stream."""
 
-    last, is_stream_by_default = DONE, False
+    is_stream_by_default = False
 
     def __init__(self, accepted: Accepted, body: Any) -> None:
         """Begin the answer to a body. A shape that shows nothing of them needs no constructor."""
@@ -112,7 +116,7 @@ class Shape(ErrorShape, ABC):
 
     def event(self, chunk: Chunk) -> bytes:
         """Return the bytes of a chunk in the stream."""
-        return event(msgspec.json.encode(chunk), chunk["type"] if isinstance(chunk, dict) else "")
+        return self.event_of(msgspec.json.encode(chunk), chunk["type"] if isinstance(chunk, dict) else "")
 
     def fail(self, error: ApiError) -> bytes:
         """Return the last events of this stream after a failure."""
@@ -143,8 +147,3 @@ def line(body: bytes) -> bytes:
         if line_end in body:
             body = body.replace(line_end, escaped)
     return body + b"\n"
-
-
-def failure_events(error: ApiError) -> bytes:
-    """Return the last events of an OpenAI stream that fails."""
-    return event(error.body) + DONE

@@ -14,8 +14,7 @@ from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SEED_BITS
 from infer.serving.protocols.answers import Answer, Bytes, Count, Json, Spelling, logprobs_of, without_end
-from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import Accepted, Delta, Shape, event
+from infer.serving.protocols.events import Accepted, Delta, Shape
 from infer.serving.protocols.fields import Reading, refuse
 from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_completion, ask_text, between
 from infer.serving.protocols.params import Served, refusing, seed_of
@@ -201,10 +200,6 @@ class LlamacppShape(Shape):
         fields = self._part(index, text, [piece.token_id for piece in pieces], scored)
         num_predicted, num_read = self._num_predicted[index], len(self._ids_of(index))
         return [LlamacppPart(**fields, stop=False, tokens_predicted=num_predicted, tokens_evaluated=num_read)]
-
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
-        return event(error.body)
 
     def _part(self, index: int, text: str, token_ids: Sequence[int], scored: Any) -> dict[str, Any]:
         content = "" if self._limit == 0 else text

@@ -87,7 +87,7 @@ class Choices:
                     try:
                         delta = Delta.of(index, pieces) if pieces else await self._end(index)
                     except ApiError as error:
-                        failures.append(_of_choice(error, index))
+                        failures.append(ApiError.of(error, message=f"choice {index}: {error.message}"))
                     else:
                         yield delta
         finally:
@@ -218,12 +218,6 @@ def _arrival(asked: Ask, context: int) -> Arrival:
     if not asked.is_answered:  # prompts are only read, which needs no slot
         return Arrival("", num_prompt_tokens=num_tokens, num_answer_tokens=0)
     return Arrival("", len(asked.prompts), len(asked.params), num_tokens, asked.params[0].max_new_tokens)
-
-
-def _of_choice(error: ApiError, index: int) -> ApiError:
-    return ApiError(
-        error.status, f"choice {index}: {error.message}", error.type, error.param, error.code, error.headers
-    )
 
 
 def served_by(request: Request, state: ServerState, body: Any) -> Served:

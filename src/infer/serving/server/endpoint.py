@@ -130,7 +130,7 @@ def refusal_of(error: Exception, call: Call, shape: type[ErrorShape] = ErrorShap
     """Return the error that the client receives, and note its code in the call. An internal failure is logged."""
     if not isinstance(error, ApiError | InferError):
         log.error("request %s failed", call.id, exc_info=error)
-    refusal = shape.error_of(api_error(error))
+    refusal = shape.error_type.of(api_error(error))
     call.error_code = refusal.code or refusal.type
     return refusal
 

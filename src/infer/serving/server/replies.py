@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
-from infer.serving.protocols.events import EVENTS, failure_events, with_warnings
+from infer.serving.protocols.events import EVENTS, ErrorShape, with_warnings
 from infer.serving.server.call import FAILED, Call, call_of
 from infer.serving.server.connection import has_stalled
 from infer.serving.server.endpoint import refusal_of, until_gone
@@ -44,7 +44,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         *,
         comment_seconds: float,
-        fail: Callable[[ApiError], bytes] = failure_events,
+        fail: Callable[[ApiError], bytes] = ErrorShape.failure,
         headers: Mapping[str, str] | None = None,
         media_type: str = EVENTS,
     ) -> None:

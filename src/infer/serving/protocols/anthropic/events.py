@@ -10,7 +10,7 @@ from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
 from infer.serving.protocols.answers import Answer, Count, Json, call_values
 from infer.serving.protocols.anthropic.ask import MessagesBody
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import Accepted, Delta, Shape, event
+from infer.serving.protocols.events import Accepted, Delta, Shape
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -86,13 +86,13 @@ class MessagesError(ApiError):
     """An error in Anthropic's format, which contains OpenAI's error."""
 
     @classmethod
-    def of(cls, error: ApiError) -> Self:
+    def of(cls, error: ApiError, **changes: Any) -> Self:
         type_ = _TYPE_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         message, param = error.message, error.param
         if param in _ITS_NAMES:
             given, param = param, _ITS_NAMES[param]
             message = param + message[len(given) :] if message.startswith(given) else message
-        return cls(error.status, message, type_, param, error.code, error.headers)
+        return super().of(error, message=message, type=type_, param=param, **changes)
 
     def to_json(self) -> dict[str, Any]:
         error: dict[str, Any] = dict(super().to_json()["error"])
@@ -106,7 +106,7 @@ class MessageShape(Shape):
     The first event has the number of cached tokens, so it is sent when the prompt has been read.
     """
 
-    last = b""
+    error_type, error_event, last = MessagesError, "error", b""
 
     def __init__(self, accepted: Accepted, body: MessagesBody) -> None:
         self._head, self._stops = accepted.head("msg_"), frozenset(body.stop_sequences or ())
@@ -145,14 +145,6 @@ class MessageShape(Shape):
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
         return [{"type": "message_stop"}]
-
-    @staticmethod
-    def error_of(error: ApiError) -> ApiError:
-        return MessagesError.of(error)
-
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
-        return event(MessagesError.of(error).body, "error")
 
     def _message(self, content: list[MessageBlock], stop: Stop, usage: MessagesUsage) -> AnthropicMessage:
         return AnthropicMessage(self._head.id, "assistant", self._head.model, content, *stop, usage)

@@ -5,9 +5,8 @@ Models are described in lists, with their headers, and while they are loaded.
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple, Self, final
+from typing import Any, Literal, NamedTuple, final
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from infer.models.catalog.model_facts import ModelFacts
@@ -26,7 +25,7 @@ from infer.serving.protocols.answers import (
     without_end,
 )
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import LINES, Accepted, Chunk, Delta, Shape, line
+from infer.serving.protocols.events import LINES, Accepted, Delta, Shape
 
 _FILLS_IN = "{# .Suffix #}"  # a comment: Continue searches for this word to learn if the model can fill in text
 FOREVER = "9999-12-31T23:59:59Z"  # the end of a model that is never unloaded for being idle
@@ -79,17 +78,8 @@ class OllamaGeneration(OllamaAnswer, kw_only=True):
 class OllamaError(ApiError):
     """An error in Ollama's format, which is only a message. The code next to it is an addition of `infer`."""
 
-    @classmethod
-    def of(cls, error: ApiError) -> Self:
-        return cls(error.status, error.message, error.type, error.param, error.code, error.headers)
-
     def to_json(self) -> dict[str, Any]:
         return {"error": self.message} | ({"code": self.code} if self.code else {})
-
-
-def failure_line(error: ApiError) -> bytes:
-    """Return the last line of a stream that fails."""
-    return line(OllamaError.of(error).body)
 
 
 def time_text(seconds: float) -> str:
@@ -109,7 +99,7 @@ class OllamaShape(Shape):
     `spelling`, the answer has log-probabilities.
     """
 
-    last, media_type, is_stream_by_default = b"", LINES, True
+    error_type, media_type, last, is_stream_by_default = OllamaError, LINES, b"", True
 
     def __init__(self, accepted: Accepted, body: Any) -> None:
         self._served, self._is_chat = accepted.served, body.is_chat
@@ -132,17 +122,6 @@ class OllamaShape(Shape):
                 found.append(self._answer("", "", result.tool_calls))
             found.append(self._answer(**self._end(result)))
         return found
-
-    def event(self, chunk: Chunk) -> bytes:
-        return line(msgspec.json.encode(chunk))
-
-    @staticmethod
-    def error_of(error: ApiError) -> ApiError:
-        return OllamaError.of(error)
-
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
-        return failure_line(error)
 
     def _answer(
         self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = (), *, done: bool = False, **fields: Any

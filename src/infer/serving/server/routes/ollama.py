@@ -29,7 +29,6 @@ from infer.serving.protocols.ollama.events import (
     OllamaModels,
     OllamaShape,
     ShownModel,
-    failure_line,
     listed,
     nanoseconds,
     shown,
@@ -81,7 +80,7 @@ async def pull_unless(request: Request, state: ServerState, body: OllamaModelBod
     if body.stream is False:
         await while_connected(request, _last_of(_progress(name)))
         return json_response(_SUCCESS)
-    return EventStream(_lines(_progress(name)), comment_seconds=inf, fail=failure_line, media_type=LINES)
+    return EventStream(_lines(_progress(name)), comment_seconds=inf, fail=OllamaShape.failure, media_type=LINES)
 
 
 def _name_to_fetch(model: str, known: Collection[str]) -> str | None:

@@ -59,7 +59,7 @@ class Life:
 
     async def head(self, request: bytes) -> ResponseHead:
         headers = STREAM if isinstance(self.content, list) else JSON
-        return ResponseHead(self.status, [*headers, (FINGERPRINT_HEADER, self.model)])
+        return ResponseHead(self.status, [*headers, (FINGERPRINT_HEADER.encode(), self.model)])
 
     async def body(self) -> bytes:
         assert isinstance(self.content, bytes)

@@ -28,14 +28,10 @@ from infer.serving.distributed.exchange import (
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import EVENTS, LINES
 from infer.serving.server.call import (
-    CREATED_HEADER,
     FAILED,
     FINGERPRINT_HEADER,
-    ID_HEADER,
-    KEY_NAME_HEADER,
-    LOAD_HEADER,
+    HANDED_HEADERS,
     NOTE,
-    SENT_HEADER,
     SentPart,
     call_of,
     pack,
@@ -50,7 +46,7 @@ _MOST_DEATHS = 2  # without a new event for the client between them, because the
 _FAILED_CODES = (ENGINE_FAILED, "failed")  # sent by a process whose engine has failed, and which is about to end
 _NOT_HANDED_ON = HOP_BY_HOP | {
     *(b"authorization", b"x-api-key", b"x-request-id", b"content-length"),
-    *(KEY_NAME_HEADER, ID_HEADER, CREATED_HEADER, SENT_HEADER, LOAD_HEADER),
+    *(name.encode() for name in HANDED_HEADERS),
 }
 _DIED = ApiError(
     503, "the engine's process died and starts again: retry later", code="engine_died", headers={"Retry-After": "2"}
@@ -159,17 +155,9 @@ class Answering:
         query: bytes = scope["query_string"]
         target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
         packed = pack(self._sent) if self._sent else b""
-        own = {
-            b"x-request-id": call.shown_id,
-            KEY_NAME_HEADER: call.key_name,
-            ID_HEADER: call.id,
-            CREATED_HEADER: str(call.created),
-            SENT_HEADER: str(len(packed)),
-            LOAD_HEADER: f"{load_seconds:.6f}",
-        }
         kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_HANDED_ON]
-        headers = [*kept, *((name, value.encode()) for name, value in own.items())]
-        return request_bytes(self._request.method, target, headers, packed + self._asked.content)
+        own = [(b"x-request-id", call.shown_id.encode()), *call.handed_on(len(packed), load_seconds)]
+        return request_bytes(self._request.method, target, [*kept, *own], packed + self._asked.content)
 
 
 def _code_of(body: bytes) -> Any:
@@ -184,8 +172,9 @@ def _code_of(body: bytes) -> Any:
 
 def _take_fingerprint(head: ResponseHead) -> bytes | None:
     """Remove the fingerprint of the model from the headers, and return it."""
-    found = dict(head.headers).get(FINGERPRINT_HEADER)
-    head.headers[:] = [(name, value) for name, value in head.headers if name != FINGERPRINT_HEADER]
+    own = FINGERPRINT_HEADER.encode()
+    found = dict(head.headers).get(own)
+    head.headers[:] = [(name, value) for name, value in head.headers if name != own]
     return found
 
 

@@ -24,16 +24,7 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.serving.server.call import (
-    CREATED_HEADER,
-    FINGERPRINT_HEADER,
-    ID_HEADER,
-    KEY_NAME_HEADER,
-    LOAD_HEADER,
-    SENT_HEADER,
-    Call,
-    put_call,
-)
+from infer.serving.server.call import FINGERPRINT_HEADER, Call, put_call
 from infer.serving.server.server_state import ServerState
 
 log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
@@ -54,7 +45,7 @@ def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
         asked = headers.get("x-request-id", "")
         call = Call(new_id(), asked if _CLEAN.fullmatch(asked) else None, scope["method"])
         if state.settings.is_child:
-            _be_handed(call, headers)
+            call.take_over(headers)
         put_call(scope, call)
 
         async def send_with_id(message: Message) -> None:
@@ -63,7 +54,7 @@ def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = call.shown_id
                 if state.settings.is_child and state.loaded is not None:
-                    headers[FINGERPRINT_HEADER.decode()] = state.loaded.llm.system_fingerprint
+                    headers[FINGERPRINT_HEADER] = state.loaded.llm.system_fingerprint
                 if call.warnings:
                     headers["x-infer-warnings"] = _as_header(call.warnings)
             await send(message)
@@ -89,20 +80,6 @@ def _as_header(warnings: Sequence[str]) -> str:
         if len(found := json.dumps(warnings[:count])) <= _MOST_HEADER:
             return found
     return "[]"
-
-
-def _be_handed(call: Call, headers: Headers) -> None:
-    """Set the call's fields from the headers of the process that clients talk to.
-
-    A readiness probe, which that process sends for itself, has no id.
-    """
-    call.key_name = headers.get(KEY_NAME_HEADER.decode(), "")
-    if call_id := headers.get(ID_HEADER.decode()):
-        call.id, call.created, call.is_noted = call_id, int(headers[CREATED_HEADER.decode()]), True
-        call.num_sent_bytes = int(headers[SENT_HEADER.decode()])
-        call.load_seconds = float(headers.get(LOAD_HEADER.decode(), 0.0))
-    else:
-        call.is_probe = True
 
 
 def count_call(state: ServerState, call: Call) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
@@ -25,9 +26,8 @@ NO_ROUTE = "none"
 # Headers of a request from the process that clients talk to: the name of the client's key, the call's id and its time,
 # the number of bytes before the body that describe the part of the stream already sent, and the seconds that the
 # request waited for its model to be loaded.
-KEY_NAME_HEADER, ID_HEADER = b"x-infer-key-name", b"x-infer-id"
-CREATED_HEADER, SENT_HEADER, LOAD_HEADER = b"x-infer-created", b"x-infer-sent", b"x-infer-load-seconds"
-FINGERPRINT_HEADER = b"x-infer-fingerprint"  # in an answer to that process: only the same model may continue it
+HANDED_HEADERS = ("x-infer-key-name", "x-infer-id", "x-infer-created", "x-infer-sent", "x-infer-load-seconds")
+FINGERPRINT_HEADER = "x-infer-fingerprint"  # in an answer to that process: only the same model may continue it
 NOTE = b": infer "
 FAILED = b": infer-engine-failed\n\n"  # before the last event of a stream whose engine has failed
 _END = b"\n\n"
@@ -132,6 +132,20 @@ class Call:
         self.phase = "answering"
         if self.entry is not None:
             self.entry.submit()
+
+    def handed_on(self, num_sent_bytes: int, load_seconds: float) -> list[tuple[bytes, bytes]]:
+        """Return the headers by which another process takes this call over."""
+        values = self.key_name, self.id, self.created, num_sent_bytes, f"{load_seconds:.6f}"
+        return [(name.encode(), str(value).encode()) for name, value in zip(HANDED_HEADERS, values, strict=True)]
+
+    def take_over(self, headers: Headers) -> None:
+        """Set the fields that are `handed_on`. A readiness probe, which clients do not send, has no id."""
+        self.key_name, call_id, created, sent, load_seconds = (headers.get(name, "") for name in HANDED_HEADERS)
+        if call_id:
+            self.id, self.created, self.num_sent_bytes, self.is_noted = call_id, int(created), int(sent), True
+            self.load_seconds = float(load_seconds or 0.0)
+        else:
+            self.is_probe = True
 
     def leave(self) -> None:
         """Note the phase in which the client disconnected."""

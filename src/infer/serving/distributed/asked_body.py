@@ -12,18 +12,24 @@ from infer.serving.protocols.fields import check_body
 
 # Fields with prompts in the bodies of all APIs.
 _FIELDS = ("tools", "system", "instructions", "messages", "input_prefix", "prompt", "input")
+_PROMPTS = ("prompt", "suffix", "messages", "input")
 _BYTES_PER_TOKEN, _KEY_BYTES = 4, 16
 _ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # tokens of a usual answer; cost of its token in tokens of a prompt
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class AskedBody(NamedTuple):
-    """A request's body. If it `is_repeatable`, a stream that is requested again has the same events."""
+    """A request's body. If it `is_repeatable`, a stream that is requested again has the same events.
+
+    A body of Ollama that is `without_prompt` only loads its model, or unloads it if `keep_alive` is 0.
+    """
 
     content: bytes
     prompt: RoutedPrompt
     is_repeatable: bool
     model: str | None = None  # None: the body names no model
+    keep_alive: float | str | None = None
+    without_prompt: bool = False
 
 
 def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> AskedBody:
@@ -50,4 +56,8 @@ def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool
         session=digest.hexdigest() if named else "",  # hashed, because a client's name may be as long as a body
         answer=_ANSWER_TOKENS * _ANSWER_COST,
     )
-    return AskedBody(content, prompt, is_repeatable, model if isinstance(model, str) else None)
+    keep_alive = given if type(given := fields.get("keep_alive")) in (int, float, str) else None
+    without_prompt = not any(fields.get(name) for name in _PROMPTS)
+    return AskedBody(
+        content, prompt, is_repeatable, model if isinstance(model, str) else None, keep_alive, without_prompt
+    )

@@ -14,7 +14,6 @@ from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.failover import Answering, BeginExchange
 from infer.serving.distributed.replica import Replicas
-from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart
@@ -23,10 +22,8 @@ from infer.serving.server.routes.health import health, metrics_response, ready
 from infer.serving.server.server_state import ServerState
 from infer.system.atomic import locked_folder
 
-_OF_TEXTS = ("embeddings", "rerank", "classify")
-_REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", *_OF_TEXTS)}
+_NOT_REPEATABLE = ("", "embeddings", "rerank", "classify")  # operations that sample nothing
 _HUNG = b'{"status":"hung"}'  # the answer if no replica answers
-_FAILURE_BY_PATH = {route.path: route.shape.failure for route in ROUTES}
 _SESSION_HEADERS = ("x-session-id", "x-session-affinity")  # OpenCode sends the second one
 
 
@@ -60,17 +57,16 @@ def follow(state: ServerState, replicas: Replicas) -> None:
         state.phase = "ready" if replicas.is_ready else "loading"
 
 
-async def hand_on(request: Request, asked: AskedBody, exchange: BeginExchange) -> Response:
+async def hand_on(request: Request, route: ApiRoute, asked: AskedBody, exchange: BeginExchange) -> Response:
     """Return the answer of a replica."""
-    fail = _FAILURE_BY_PATH.get(request.url.path, ErrorShape.failure)
-    return await Answering(request, asked, exchange, fail).response()
+    return await Answering(request, asked, exchange, route.shape.failure).response()
 
 
-async def read_body(request: Request) -> AskedBody:
-    """Return the body of a request to one of the server's routes. Raises BodyError."""
+async def read_body(request: Request, route: ApiRoute) -> AskedBody:
+    """Return the body of a request to a route. Raises BodyError."""
     session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), "")
     tenant = call_of(request).key_name
-    is_repeatable = request.url.path in _REPEATABLE
+    is_repeatable = route.operation not in _NOT_REPEATABLE
     reading = partial(read_asked, await request.body(), session, tenant, is_repeatable=is_repeatable)
     return await read_apart(reading, await request.body())
 
@@ -86,12 +82,14 @@ class Front:
     def table(self) -> list[ApiRoute]:
         """The routes. All requests are forwarded, except those to /health, /ready and /metrics."""
         own = {"/health": health, "/ready": self._ready, "/metrics": self._read_metrics}
-        return [each._replace(handler=own.get(each.path, self._hand_on), body=None, operation="") for each in ROUTES]
+        handlers = (own.get(each.path) or partial(self._hand_on, route=each) for each in ROUTES)
+        rows = zip(ROUTES, handlers, strict=True)
+        return [each._replace(handler=handler, body=None, operation="") for each, handler in rows]
 
-    async def _hand_on(self, request: Request, state: ServerState) -> Response:
+    async def _hand_on(self, request: Request, state: ServerState, route: ApiRoute) -> Response:
         state.check_ready()
-        asked = await read_body(request)
-        return await hand_on(request, asked, partial(self._replicas.exchange, asked.prompt))
+        asked = await read_body(request, route)
+        return await hand_on(request, route, asked, partial(self._replicas.exchange, asked.prompt))
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
         """Return the answer of a replica that is ready, or of another one if none is."""

@@ -1,8 +1,12 @@
-"""A server of several models: the process that clients talk to, and its routes. Each model has its own process."""
+"""A server of several models: the process that clients talk to, and its routes. Each model has its own process.
+
+In Ollama's API, `keep_alive` says for how long a model stays loaded.
+"""
 
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
@@ -11,19 +15,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.errors import InferError
-from infer.serving.distributed.asked_body import AskedBody
 from infer.serving.distributed.front import hand_on, read_body
 from infer.serving.distributed.shelf import Shelf, ShelfWork
-from infer.serving.distributed.shelf_ollama import OLLAMA_ANSWERS, ShelfOllama
-from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of_route
+from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import Parameters
+from infer.serving.protocols.ollama.ask import MOST_SECONDS, OllamaModelBody, seconds_of
+from infer.serving.protocols.ollama.events import (
+    LoadedModel,
+    OllamaModels,
+    OllamaShape,
+    listed,
+    time_text,
+    without_prompt,
+)
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Handler, post
 from infer.serving.server.process import Life, run_process
 from infer.serving.server.replies import json_response
-from infer.serving.server.routes import health, web_files
+from infer.serving.server.routes import health, ollama, web_files
 from infer.serving.server.routes.health import metrics_response
 from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.routes.served_models import (
@@ -38,7 +49,8 @@ from infer.serving.server.server_state import ServerState
 from infer.system.atomic import locked_folder
 
 _EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
-_OWN = [*health.ROUTES, *web_files.ROUTES]  # routes without a model, if this server has no other handler
+# Routes without a model, if this server has no other handler.
+_OWN = [*health.ROUTES, *web_files.ROUTES, *(each for each in ollama.ROUTES if not each.operation)]
 
 
 def run_shelf(state: ServerState, listener: socket.socket, sources: Sequence[ModelSource], work: ShelfWork) -> int:
@@ -80,19 +92,18 @@ class ShelfFront:
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
-        self._ollama = ShelfOllama(shelf)
 
     @property
     def table(self) -> list[ApiRoute]:
         own: dict[str, Handler] = {each.path: each.handler for each in _OWN}
-        own |= self._ollama.handlers | {"/metrics": self._read_metrics, "/ready": self._ready}
+        own |= {"/metrics": self._read_metrics, "/ready": self._ready}
         own |= {"/v1/models": self._list, "/v1/models/{id:path}": self._show}
-        answering = dict.fromkeys(OLLAMA_ANSWERS, self._ollama.answer)
+        own |= {"/api/tags": self._tags, "/api/ps": self._running, "/api/show": self._describe, "/api/pull": self._pull}
         handed_on = [each for each in ROUTES if each.path not in ("/docs", "/openapi.json")]
         table = [
             each._replace(handler=own[each.path], operation="")
             if each.path in own
-            else each._replace(handler=answering.get(each.path, self._hand_on), body=None, operation="")
+            else each._replace(handler=partial(self._hand_on, route=each), body=None, operation="")
             for each in handed_on
         ]
         changes = [
@@ -101,19 +112,31 @@ class ShelfFront:
         ]
         return [*table, *changes, *description_routes([*handed_on, *changes])]
 
-    async def _hand_on(self, request: Request, state: ServerState) -> Response:
-        state.check_ready()
-        asked = await read_body(request)
-        name = asked.model or request.query_params.get("model")
-        model = await self._shelf.able(name, tasks_of_route(request.url.path))
-        if request.url.path == _EVENTS:
-            return await self._watch(request, asked, model)
-        return await hand_on(request, asked, partial(self._shelf.exchange, model, call_of(request).key_name))
+    async def _hand_on(self, request: Request, state: ServerState, route: ApiRoute) -> Response:
+        """Forward a request.
 
-    async def _watch(self, request: Request, asked: AskedBody, model: ShelvedModel) -> Response:
-        if model.phase != "loaded" or model.replica is None:
-            raise ApiError(503, f"the model {model.name!r:.80} is not loaded", code="not_loaded")
-        return await hand_on(request, asked, model.replica.exchange)
+        One of Ollama's without a prompt only loads its model, or unloads it if its `keep_alive` is 0.
+        """
+        state.check_ready()
+        asked, is_ollama = await read_body(request, route), route.shape is OllamaShape
+        only_loads, call = is_ollama and asked.without_prompt, call_of(request)
+        name = asked.model if is_ollama else asked.model or request.query_params.get("model")
+        model = await self._shelf.able(name, () if only_loads else tasks_of(route))
+        if route.path == _EVENTS:
+            if model.phase != "loaded" or model.replica is None:
+                raise ApiError(503, f"the model {model.name!r:.80} is not loaded", code="not_loaded")
+            return await hand_on(request, route, asked, model.replica.exchange)
+        seconds = seconds_of(asked.keep_alive) if is_ollama else None
+        if only_loads and seconds == 0:
+            await self._shelf.unload(model, call.key_name)
+            call.model, is_chat = model.name, route.path == "/api/chat"
+            return json_response(without_prompt(model.name, call.created, is_chat=is_chat, is_unloaded=True))
+
+        def keep() -> None:  # not earlier, because the model may be unloaded until then
+            if is_ollama:
+                model.idle_seconds, model.idle_tenant = seconds, call.key_name
+
+        return await hand_on(request, route, asked, partial(self._shelf.exchange, model, call.key_name, keep))
 
     async def _list(self, request: Request, state: ServerState) -> Response:
         await self._shelf.look_again()
@@ -125,6 +148,35 @@ class ShelfFront:
     async def _show(self, request: Request, state: ServerState) -> Response:
         model = await self._shelf.named(request.path_params["id"])
         return json_response(await _shown(model, state))
+
+    async def _tags(self, request: Request, state: ServerState) -> Response:
+        await self._shelf.look_again()
+        models = list(self._shelf.models.values())
+        return json_response(OllamaModels([listed(each.name, await facts_of(each.source.path)) for each in models]))
+
+    async def _running(self, request: Request, state: ServerState) -> Response:
+        found = [
+            listed(each.name, await facts_of(each.source.path), self._loaded(each))
+            for each in list(self._shelf.models.values())
+            if each.phase == "loaded"
+        ]
+        return json_response(OllamaModels(found))
+
+    async def _describe(self, request: Request, state: ServerState, body: OllamaModelBody) -> Response:
+        model = await self._shelf.named(body.model)
+        context = None if model.plan is None else model.plan.context
+        return ollama.shown_response(model.name, await facts_of(model.source.path), context)
+
+    async def _pull(self, request: Request, state: ServerState, body: OllamaModelBody) -> Response:
+        return await ollama.pull_unless(request, state, body, self._shelf.models.keys())
+
+    def _loaded(self, model: ShelvedModel) -> LoadedModel:
+        context = None if model.plan is None else model.plan.context
+        seconds = self._shelf.idle_seconds_of(model)
+        if seconds > MOST_SECONDS:
+            return LoadedModel(model.num_bytes, context)
+        idle_seconds = time.monotonic() - model.used_at if model.is_idle else 0.0
+        return LoadedModel(model.num_bytes, context, time_text(time.time() + max(0.0, seconds - idle_seconds)))
 
     async def _load(self, request: Request, state: ServerState, body: ModelBody) -> Response:
         model = await self._shelf.named(body.model)

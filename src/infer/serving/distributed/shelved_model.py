@@ -21,7 +21,7 @@ from typing import NamedTuple, final
 from infer.errors import InferError
 from infer.serving.distributed.replica import Replica
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.server.app import ROUTES
+from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.routes.served_models import StatusValue
 from infer.serving.server.waiting_line import MAX_RETRY_SECONDS
 
@@ -32,12 +32,10 @@ _END_SECONDS = 10.0  # for a process without requests to end after SIGTERM
 _KEPT_SECONDS = 60.0  # after a key's use, in which no other key unloads the model
 _ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer before one has ended; weight of the newest answer in the mean
 _TASKS_BY_OPERATION: Mapping[str, Sequence[str]] = {
+    "": (),  # such a route uses no model
     "embeddings": ("embed",),
     "rerank": ("rerank", "embed"),  # a model for embeddings compares its vectors
     "classify": ("classify",),
-}
-_TASKS_BY_PATH = {
-    route.path: _TASKS_BY_OPERATION.get(route.operation, ("generate",)) for route in ROUTES if route.operation
 }
 
 
@@ -270,9 +268,9 @@ def wait_seconds(model: ShelvedModel, models: Iterable[ShelvedModel]) -> float:
     return sum(each.load_seconds for each in (model, *ahead)) + answering
 
 
-def tasks_of_route(path: str) -> Sequence[str]:
+def tasks_of(route: ApiRoute) -> Sequence[str]:
     """Return the tasks of which a model must take one to answer on this route. Any model answers if there are none."""
-    return _TASKS_BY_PATH.get(path, ())
+    return _TASKS_BY_OPERATION.get(route.operation, ("generate",))
 
 
 def refusal(model: ShelvedModel | None, tasks: Sequence[str], able: Sequence[str]) -> ApiError:

@@ -1,4 +1,4 @@
-"""`/api/…`: Ollama's API. `distributed.shelf_ollama` has the lists of a server of several models.
+"""`/api/…`: Ollama's API. `distributed.shelf_front` has the lists of a server of several models.
 
 `/api/pull` downloads a model from the hub into its local cache, with its progress as lines.
 """

@@ -47,7 +47,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "asyncio": {  # answers for programs that use it, the server and its replicas
         "": ("async_llm", "engine/requests/answer", "engine/requests/host", "engine/requests/stream"),
         "serving/server/": (
-            *("choices", "endpoint", "connection", "process", "replies", "server_state"),
+            *("choices", "endpoint", "connection", "process", "server_state"),
             *("routes/engine_events", "routes/ollama", "routes/served_models"),
         ),
         "serving/distributed/": ("exchange", "front", "replica", "shelf", "shelf_front", "shelved_model", "ray_serve"),

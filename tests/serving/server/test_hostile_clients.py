@@ -17,8 +17,7 @@ from cases import cases
 from extent import usual_or_all
 from idle import until, until_idle
 from infer import LLM
-from infer.serving.server.endpoint import get
-from infer.serving.server.replies import EventStream
+from infer.serving.server.endpoint import EventStream, get
 from infer.serving.server.server_state import ServerState
 from openai_shapes import check
 from raw_http import Answer, Connection, post

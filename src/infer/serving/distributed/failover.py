@@ -37,8 +37,7 @@ from infer.serving.server.call import (
     pack,
     read_note,
 )
-from infer.serving.server.endpoint import while_connected
-from infer.serving.server.replies import EventStream
+from infer.serving.server.endpoint import EventStream, while_connected
 
 BeginExchange = Callable[[], AbstractAsyncContextManager[Exchange]]  # raises GoneError if the replica dies
 Fail = Callable[[ApiError], bytes]

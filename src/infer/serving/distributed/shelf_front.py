@@ -31,9 +31,8 @@ from infer.serving.protocols.ollama.events import (
 )
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, Handler, post
+from infer.serving.server.endpoint import ApiRoute, Handler, json_response, post
 from infer.serving.server.process import Life, run_process
-from infer.serving.server.replies import json_response
 from infer.serving.server.routes import health, ollama, web_files
 from infer.serving.server.routes.health import metrics_response
 from infer.serving.server.routes.openapi import description_routes

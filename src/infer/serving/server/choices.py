@@ -25,8 +25,16 @@ from infer.serving.protocols.fields import Reading
 from infer.serving.protocols.params import AskOf, Served, refusing
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import answer_any_model, check_result, enter, of_tenant, text_tokens, while_connected
-from infer.serving.server.replies import EventStream, json_response
+from infer.serving.server.endpoint import (
+    EventStream,
+    answer_any_model,
+    check_result,
+    enter,
+    json_response,
+    of_tenant,
+    text_tokens,
+    while_connected,
+)
 from infer.serving.server.server_state import ServerState
 
 _Found = TypeVar("_Found")

@@ -1,16 +1,23 @@
-"""A route: its handler, and how it is called. Every exception is answered in OpenAI's error format.
+"""A route: its handler, how it is called, and its answer: JSON at the end, or a stream of events.
 
 The body of a request is limited in bytes and in time, and the body of a POST must be JSON. The model is asked on behalf
-of a key, for a client that may disconnect.
+of a key, for a client that may disconnect. Every exception is answered in the protocol's error format.
+
+A stream consists of server-sent events or of lines of JSON, and this is the only writer of both. A failure after the
+headers ends a stream with an event that clients cannot mistake for a normal end. The causes are a failure of the model,
+a reader that reads nothing, and the server's shutdown. If a client disconnects, the iterator is closed. It must then
+release what it reads (an `AsyncStream` does).
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, TypeVar, final
 
+import msgspec
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -22,9 +29,10 @@ from infer.errors import InferError
 from infer.outputs import GenerationResult
 from infer.serving.protocols.answers import Json
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError, api_error
-from infer.serving.protocols.events import ErrorShape
+from infer.serving.protocols.events import EVENTS, ErrorShape, with_warnings
 from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
-from infer.serving.server.call import Call, call_of, unpack
+from infer.serving.server.call import FAILED, Call, call_of, unpack
+from infer.serving.server.connection import has_stalled
 from infer.serving.server.door import Arrival
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
@@ -44,6 +52,8 @@ _CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
 _CURLS = {"", "application/x-www-form-urlencoded"}
 _OF_BROWSERS = ("origin", "sec-fetch-site")  # a browser's page cannot leave out either of them
 _CLOSE = {"Connection": "close"}
+_COMMENT = b": the answer goes on\n\n"
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class ApiRoute(NamedTuple):
@@ -133,6 +143,12 @@ def refusal_of(error: Exception, call: Call, shape: type[ErrorShape] = ErrorShap
     refusal = shape.error_type.of(api_error(error))
     call.error_code = refusal.code or refusal.type
     return refusal
+
+
+def json_response(answer: Any, call: Call | None = None, status: int = 200) -> Response:
+    """Return the answer as JSON. With a call, it must be an `Answer`, which gets the call's warnings, or a list."""
+    found = answer if call is None or isinstance(answer, list) else with_warnings(answer, call.warnings)
+    return Response(msgspec.json.encode(found), status, media_type=JSON)
 
 
 def error_response(error: ApiError) -> Response:
@@ -295,3 +311,71 @@ def known_name(name: str | None, known: Container[str]) -> str | None:
 
 def names_of(state: ServerState) -> tuple[str, ...]:
     return (state.settings.model, *state.settings.aliases)
+
+
+@final
+class EventStream(Response):
+    """A response that streams `events`: whole events, including `DONE` if the API has it.
+
+    `fail` returns the last bytes of a stream that fails. Streams of JSON lines have no comments.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        comment_seconds: float,
+        fail: Callable[[ApiError], bytes] = ErrorShape.failure,
+        headers: Mapping[str, str] | None = None,
+        media_type: str = EVENTS,
+    ) -> None:
+        content_type = f"{media_type}; charset=utf-8"
+        super().__init__(None, 200, {**_HEADERS, **(headers or {})}, media_type=content_type)
+        del self.headers["content-length"]
+        self._events, self._fail = events, fail
+        self._comment_seconds = comment_seconds if media_type == EVENTS else inf
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        call = call_of(request)
+        call.phase = "streaming"
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        works = (self._write(request, send), until_gone(request), self._comment(send))
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                call.leave()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _write(self, request: Request, send: Send) -> None:
+        notes = call_of(request).notes
+        try:
+            async for chunk in self._events:
+                self._num_sent += 1
+                noted, notes[:] = b"".join((*notes, chunk)), []
+                await send({"type": "http.response.body", "body": noted, "more_body": True})
+                if await has_stalled(request.scope):
+                    await self._events.aclose()
+                    raise ApiError(408, "the answer was ended because its reader was too slow", code="slow_reader")
+            last = b""
+        except Exception as error:
+            call = call_of(request)
+            refusal = refusal_of(error, call)
+            last = self._fail(refusal)
+            if call.is_noted and refusal.code == ENGINE_FAILED:
+                last = FAILED + last
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        """Send a comment after each interval of silence, because proxies close silent connections."""
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._comment_seconds)
+            if self._num_sent == num_sent:
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})

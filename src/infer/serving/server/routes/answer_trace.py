@@ -47,8 +47,7 @@ from infer.serving.protocols.openai.ask import (
 from infer.serving.protocols.params import Served, refuse_unless_neutral, refusing
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import accept, served_by
-from infer.serving.server.endpoint import post, while_connected
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import json_response, post, while_connected
 from infer.serving.server.routes.protocols import answering
 from infer.serving.server.server_state import ServerState
 

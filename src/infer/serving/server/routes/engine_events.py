@@ -13,8 +13,7 @@ from infer.serving.protocols.answers import Json
 from infer.serving.protocols.events import event
 from infer.serving.protocols.fields import refuse
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import get
-from infer.serving.server.replies import EventStream
+from infer.serving.server.endpoint import EventStream, get
 from infer.serving.server.server_state import ServerState
 
 _SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # the next snapshot shows a drain

@@ -8,8 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.server.endpoint import get
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import get, json_response
 from infer.serving.server.server_state import ServerState
 
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"

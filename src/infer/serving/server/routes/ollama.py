@@ -35,8 +35,16 @@ from infer.serving.protocols.ollama.events import (
 )
 from infer.serving.protocols.retrieval import EmbeddingsBody
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, check_model, get, known_name, post, while_connected
-from infer.serving.server.replies import EventStream, json_response
+from infer.serving.server.endpoint import (
+    ApiRoute,
+    EventStream,
+    check_model,
+    get,
+    json_response,
+    known_name,
+    post,
+    while_connected,
+)
 from infer.serving.server.routes.retrieval import embed
 from infer.serving.server.routes.served_models import facts_of, fetch, is_at_hand, is_fetched
 from infer.serving.server.server_state import ServerState

@@ -19,8 +19,7 @@ from starlette.responses import HTMLResponse, Response
 import infer
 from infer.serving.protocols.answers import ErrorAnswer, Json
 from infer.serving.protocols.events import EVENTS, LINES
-from infer.serving.server.endpoint import JSON, ApiRoute, get
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import JSON, ApiRoute, get, json_response
 from infer.serving.server.routes.health import Health
 from infer.serving.server.server_state import ServerState
 

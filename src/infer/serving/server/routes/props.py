@@ -10,8 +10,7 @@ from starlette.responses import Response
 import infer
 from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.answers import Count
-from infer.serving.server.endpoint import get
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import get, json_response
 from infer.serving.server.server_state import ServerState
 
 _NEUTRAL = SamplingParams()

@@ -39,8 +39,7 @@ from infer.serving.protocols.responses.ask import ResponseBody, ask_response, co
 from infer.serving.protocols.responses.events import ResponseAnswer, ResponseInputTokens, ResponseShape
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import answer_body, served_by
-from infer.serving.server.endpoint import ApiRoute, get, post
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import ApiRoute, get, json_response, post
 from infer.serving.server.routes.tokens import count_prompt
 from infer.serving.server.server_state import ServerState
 

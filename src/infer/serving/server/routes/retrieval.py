@@ -35,8 +35,7 @@ from infer.serving.protocols.retrieval import (
 )
 from infer.serving.server.call import call_of
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import check_model, enter, post, text_tokens, while_connected
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import check_model, enter, json_response, post, text_tokens, while_connected
 from infer.serving.server.server_state import ServerState
 
 _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`

@@ -17,8 +17,7 @@ from starlette.responses import Response
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.protocols.answers import Count
-from infer.serving.server.endpoint import check_model, get, names_of
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import check_model, get, json_response, names_of
 from infer.serving.server.server_state import ServerState
 
 StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]

@@ -22,8 +22,7 @@ from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_ch
 from infer.serving.protocols.params import plain, template_variables
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import prepared
-from infer.serving.server.endpoint import check_model, post
-from infer.serving.server.replies import json_response
+from infer.serving.server.endpoint import check_model, json_response, post
 from infer.serving.server.server_state import ServerState
 
 _Found = TypeVar("_Found")

@@ -48,7 +48,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "": ("async_llm", "engine/requests/answer", "engine/requests/host", "engine/requests/stream"),
         "serving/server/": (
             *("choices", "endpoint", "connection", "process", "server_state"),
-            *("routes/engine_events", "routes/ollama", "routes/served_models"),
+            *("routes/status", "routes/ollama", "routes/served_models"),
         ),
         "serving/distributed/": ("exchange", "front", "replica", "shelf", "shelf_front", "shelved_model", "ray_serve"),
     },

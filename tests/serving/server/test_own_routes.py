@@ -20,8 +20,8 @@ from infer import LLM
 from infer.serving.protocols.fields import BodyError
 from infer.serving.protocols.retrieval import EmbeddingsBody, texts_of
 from infer.serving.server.app import ROUTES
-from infer.serving.server.routes.engine_events import OTHERS, interval_of, seen_by
 from infer.serving.server.routes.openapi import document
+from infer.serving.server.routes.status import OTHERS, interval_of, seen_by
 from openai_shapes import events
 from reranker_model import CONTEXT
 from served import Served, served_model, serving

@@ -18,7 +18,7 @@ from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart
 from infer.serving.server.process import Life, run_process
-from infer.serving.server.routes.health import health, metrics_response, ready
+from infer.serving.server.routes.status import health, metrics_response, ready
 from infer.serving.server.server_state import ServerState
 from infer.system.atomic import locked_folder
 

@@ -32,7 +32,7 @@ from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.app import make_app
 from infer.serving.server.auth import read_keys
 from infer.serving.server.process import OnProgress, load_model, make_http_server, warmed
-from infer.serving.server.routes.health import is_alive
+from infer.serving.server.routes.status import is_alive
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from infer.system.cores import take_cores

@@ -33,8 +33,7 @@ from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Handler, json_response, post
 from infer.serving.server.process import Life, run_process
-from infer.serving.server.routes import health, ollama, web_files
-from infer.serving.server.routes.health import metrics_response
+from infer.serving.server.routes import ollama, status, web_files
 from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.routes.served_models import (
     ModelStatus,
@@ -49,7 +48,7 @@ from infer.system.atomic import locked_folder
 
 _EVENTS = "/v1/engine/events"  # these requests watch a model, but do not use it
 # Routes without a model, if this server has no other handler.
-_OWN = [*health.ROUTES, *web_files.ROUTES, *(each for each in ollama.ROUTES if not each.operation)]
+_OWN = [*status.OWN_ROUTES, *web_files.ROUTES, *(each for each in ollama.ROUTES if not each.operation)]
 
 
 def run_shelf(state: ServerState, listener: socket.socket, sources: Sequence[ModelSource], work: ShelfWork) -> int:
@@ -193,8 +192,8 @@ class ShelfFront:
         models = self._shelf.models
         hung = [name for name in silent if models[name].phase == "loaded"]  # others were unloaded meanwhile
         if hung and state.phase == "ready":
-            return json_response(health.Health("hung", models=hung), status=503)
-        return await health.ready(request, state)
+            return json_response(status.Health("hung", models=hung), status=503)
+        return await status.ready(request, state)
 
     async def _ask_loaded(self, target: bytes) -> dict[str, tuple[int, bytes] | None]:
         """Return status and body of each loaded model, or None for a model that does not answer within a second."""
@@ -207,7 +206,7 @@ class ShelfFront:
         """Return the metrics of all loaded models, with their names, and those of this process."""
         answers = await self._ask_loaded(b"/metrics")
         texts = [(found[1].decode(), {"model": name}) for name, found in answers.items() if found is not None]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+        return status.metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
 
 
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:

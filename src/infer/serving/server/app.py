@@ -23,22 +23,18 @@ from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Endpoint, error_response, refusal_of
 from infer.serving.server.routes import (
     answer_trace,
-    engine_events,
-    health,
     ollama,
-    props,
     protocols,
     retrieval,
     served_models,
+    status,
     tokens,
     web_files,
 )
 from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.server_state import ServerState
 
-_MODULES = (
-    *(health, served_models, protocols, retrieval, ollama, tokens, answer_trace, engine_events, props, web_files),
-)
+_MODULES = (*(status, served_models, protocols, retrieval, ollama, tokens, answer_trace, web_files),)
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)
 _ANSWER_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -33,30 +33,6 @@ _RETRY_SECONDS = 1.0  # after which a client with too many waiting texts may ret
 
 
 @final
-class Snapshots:
-    """Snapshots of type `EngineSnapshot`, for the event loop only. Each waits for the current step to end."""
-
-    def __init__(self) -> None:
-        self._taken_at = -math.inf
-        self._taking: asyncio.Task[Any] | None = None
-        self._last: Any = None
-
-    async def latest(self, take: Callable[[], Coroutine[Any, Any, Any]], seconds: float | None = None) -> Any:
-        """Return a snapshot that is at most a tenth of a second old. All callers in that time get the same one.
-
-        If the engine takes longer than `seconds`, return the last snapshot, or None if there is none.
-        """
-        now, taking = time.monotonic(), self._taking
-        if taking is None or (taking.done() and now - self._taken_at >= _SNAPSHOT_SECONDS):
-            taking = self._taking = asyncio.create_task(take())
-            self._taken_at = now
-        await asyncio.wait({taking}, timeout=seconds)
-        if taking.done():
-            self._last = taking.result()
-        return self._last
-
-
-@final
 class ServerState:
     """State for the event loop only, with two exceptions.
 
@@ -72,8 +48,10 @@ class ServerState:
         self.has_failed = asyncio.Event()
         self.ticked_at: float | None = None  # last tick of the event loop; None while ticks are not expected
         self.calls = set[Call]()  # requests that have not ended
-        self.door, self.turns, self.snapshots = Door(settings), Turns(), Snapshots()
+        self.door, self.turns = Door(settings), Turns()
         self._llm: infer.AsyncLLM | None = None
+        self._taking: asyncio.Task[Any] | None = None  # the task that takes the newest snapshot
+        self._taken_at, self._snapshot = -math.inf, None
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -114,6 +92,23 @@ class ServerState:
             return RemainingWork(each.tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer)
 
         return Load([work_of(each) for each in engine.sequences], engine.scheduler.costs, engine.max_running, fitting)
+
+    async def snapshot(self, seconds: float | None = None) -> Any:
+        """Return an `EngineSnapshot` that is at most a tenth of a second old, the same for all callers in that time.
+
+        It waits for the current step to end. If that takes longer than `seconds`, return the last snapshot. Return None
+        if there is none, or no engine.
+        """
+        now, taking, engine = time.monotonic(), self._taking, (host := self._host) and host.engine_if_any
+        if host is None or engine is None:
+            return None
+        if taking is None or (taking.done() and now - self._taken_at >= _SNAPSHOT_SECONDS):
+            taking = self._taking = asyncio.create_task(host.answers.run(engine.snapshot))
+            self._taken_at = now
+        await asyncio.wait({taking}, timeout=seconds)
+        if taking.done():
+            self._snapshot = taking.result()
+        return self._snapshot
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model unless the server is shutting down."""

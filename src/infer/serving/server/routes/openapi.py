@@ -20,7 +20,7 @@ import infer
 from infer.serving.protocols.answers import ErrorAnswer, Json
 from infer.serving.protocols.events import EVENTS, LINES
 from infer.serving.server.endpoint import JSON, ApiRoute, get, json_response
-from infer.serving.server.routes.health import Health
+from infer.serving.server.routes.status import Health
 from infer.serving.server.server_state import ServerState
 
 _STATUSES = {

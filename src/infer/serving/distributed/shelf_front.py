@@ -116,7 +116,7 @@ class ShelfFront:
         One of Ollama's without a prompt only loads its model, or unloads it if its `keep_alive` is 0.
         """
         state.check_ready()
-        asked, is_ollama = await read_body(request, route), route.shape is OllamaShape
+        asked, is_ollama = await read_body(request, route), issubclass(route.shape, OllamaShape)
         only_loads, call = is_ollama and asked.without_prompt, call_of(request)
         name = asked.model if is_ollama else asked.model or request.query_params.get("model")
         model = await self._shelf.able(name, () if only_loads else tasks_of(route))

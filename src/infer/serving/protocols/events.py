@@ -2,16 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self, TypeVar, final
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
 from infer.serving.protocols.answers import Answer, Extension, Head, Json
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.params import Served
+from infer.serving.protocols.fields import Complete, as_given
+from infer.serving.protocols.params import AskOf, Served
 
 Chunk = Answer | Json  # a dict is an event whose `type` is also its name
 _Chunk = TypeVar("_Chunk", bound=Chunk)
@@ -87,8 +88,16 @@ class ErrorShape:
 
 
 class Shape(ErrorShape, ABC):
-    """The format of a body's answer, and of the chunks of its stream."""
+    """What a protocol is: the Struct of its body, how a body asks, and the format of its answer and of its stream.
 
+    A body is read as a `body`, after `complete` has converted the fields that other programs send. `answer` is the type
+    of a whole answer.
+    """
+
+    body: ClassVar[type[Struct]]
+    answer: ClassVar[Any]
+    ask: ClassVar[AskOf]
+    complete: ClassVar[Complete] = as_given
     is_stream_by_default = False
 
     def __init__(self, accepted: Accepted, body: Any) -> None:

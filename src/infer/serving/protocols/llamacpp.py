@@ -164,9 +164,8 @@ class LlamacppCompletion(LlamacppPart, kw_only=True):
     timings: LlamacppTimings
 
 
-@final
 class LlamacppShape(Shape):
-    last = b""
+    complete, last = complete_llamacpp, b""
 
     def __init__(self, accepted: Accepted, body: TextBody) -> None:
         self._served, self._params, self._prompt_ids = accepted.served, accepted.ask.params, accepted.prompt_ids
@@ -244,6 +243,16 @@ class LlamacppShape(Shape):
             )
             for each in without_end(logprobs or (), finish_reason)
         ]
+
+
+@final
+class ContinuationShape(LlamacppShape):
+    body, answer, ask = CompletionBody, LlamacppCompletion | list[LlamacppCompletion], ask_continuation
+
+
+@final
+class InfillShape(LlamacppShape):
+    body, answer, ask = InfillBody, LlamacppCompletion, ask_infill
 
 
 def _timings(result: GenerationResult) -> LlamacppTimings:

@@ -22,7 +22,7 @@ from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
 from infer.serving.protocols.fields import Reading
-from infer.serving.protocols.params import AskOf, Served, refusing
+from infer.serving.protocols.params import Served, refusing
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import (
@@ -253,10 +253,10 @@ async def prepared(request: Request, state: ServerState, prepare: Callable[[], _
         return await while_connected(request, state.turns.run(call_of(request).key_name, prepare))
 
 
-async def answer_body(request: Request, state: ServerState, body: Any, *, ask: AskOf, shape: type[Shape]) -> Response:
+async def answer_body(request: Request, state: ServerState, body: Any, *, shape: type[Shape]) -> Response:
     """Answer a body with what its protocol asks and shows, whole or as a stream."""
     served, call = served_by(request, state, body), call_of(request)
-    asked = ask(body, served)
+    asked = shape.ask(body, served)
     if isinstance(asked, Answer):
         return json_response(asked)
     if not isinstance(asked, Ask):

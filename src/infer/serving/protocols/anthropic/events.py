@@ -8,7 +8,7 @@ from msgspec.structs import replace as replace_fields
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
 from infer.serving.protocols.answers import Answer, Count, Json, call_values
-from infer.serving.protocols.anthropic.ask import MessagesBody
+from infer.serving.protocols.anthropic.ask import MessagesBody, ask_message, complete_messages
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape
 
@@ -106,6 +106,7 @@ class MessageShape(Shape):
     The first event has the number of cached tokens, so it is sent when the prompt has been read.
     """
 
+    body, answer, ask, complete = MessagesBody, AnthropicMessage, ask_message, complete_messages
     error_type, error_event, last = MessagesError, "error", b""
 
     def __init__(self, accepted: Accepted, body: MessagesBody) -> None:

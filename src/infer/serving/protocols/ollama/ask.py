@@ -14,7 +14,13 @@ from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 from infer.serving.protocols.fields import DECLARED, Parameters, as_given, body_from, refuse, shown
 from infer.serving.protocols.foreign import Foreign
-from infer.serving.protocols.ollama.events import OllamaAnswer, without_prompt
+from infer.serving.protocols.ollama.events import (
+    OllamaAnswer,
+    OllamaChat,
+    OllamaGeneration,
+    OllamaShape,
+    without_prompt,
+)
 from infer.serving.protocols.openai.ask import (
     Alternatives,
     ChatBody,
@@ -230,3 +236,13 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
         parts = [{"type": "image"} for _ in images] if isinstance(images, list) else [{"type": "image"}]
         found["content"] = [{"type": "text", "text": given.get("content") or ""}, *parts]
     return found
+
+
+@final
+class OllamaChatShape(OllamaShape):
+    body, answer, ask = OllamaChatBody, OllamaChat, ask_conversation
+
+
+@final
+class OllamaGenerateShape(OllamaShape):
+    body, answer, ask = OllamaGenerateBody, OllamaGeneration, ask_generation

@@ -5,7 +5,7 @@ Models are described in lists, with their headers, and while they are loaded.
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -91,7 +91,6 @@ def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-@final
 class OllamaShape(Shape):
     """The answer as a message of a chat, or as the text of a generation.
 

@@ -34,7 +34,14 @@ from infer.serving.protocols.answers import (
     without_end,
 )
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape
-from infer.serving.protocols.openai.ask import ChatBody, CompletingBody, CompletionBody
+from infer.serving.protocols.openai.ask import (
+    ChatBody,
+    CompletingBody,
+    CompletionBody,
+    ask_chat,
+    ask_completion,
+    complete_chat,
+)
 
 
 def ends_with_usage(body: CompletingBody) -> bool:
@@ -107,6 +114,8 @@ class StoredChats(Struct, tag_field="object", tag="list"):
 
 @final
 class ChatShape(Shape):
+    body, answer, ask, complete = ChatBody, ChatCompletion, ask_chat, complete_chat
+
     def __init__(self, accepted: Accepted, body: ChatBody) -> None:
         (prompt_ids,), spelling = accepted.prompt_ids, Spelling.of(accepted.served.llm.tokenizer)
         self._head, self._body, self._spelling = accepted.head("chatcmpl-"), body, spelling
@@ -209,6 +218,8 @@ class Prompt(NamedTuple):
 
 @final
 class CompletionShape(Shape):
+    body, answer, ask = CompletionBody, Completion, ask_completion
+
     def __init__(self, accepted: Accepted, body: CompletionBody) -> None:
         columns = accepted.ask.prompts, accepted.prompt_ids, *accepted.scores
         prompts, tokenizer = [Prompt(*each) for each in zip(*columns, strict=True)], accepted.served.llm.tokenizer

@@ -22,7 +22,7 @@ from infer.serving.protocols.answers import (
 )
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event, with_warnings
-from infer.serving.protocols.responses.ask import ResponseBody, name_apart
+from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response, name_apart
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -183,6 +183,7 @@ class ResponseShape(Shape):
     One item of a stream is open at a time. It is closed when the next item begins, or at the end of the stream.
     """
 
+    body, answer, ask, complete = ResponseBody, ResponseAnswer, ask_response, complete_response
     last = b""
 
     def __init__(self, accepted: Accepted, body: ResponseBody) -> None:

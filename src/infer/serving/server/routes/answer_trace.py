@@ -257,6 +257,8 @@ class BranchChunk(BranchFields, kw_only=True, tag_field="object", tag="branch.ch
 class BranchShape(Shape):
     """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
 
+    body, answer, ask, complete = BranchBody, Branch, ask_branch, complete_chat
+
     def __init__(self, accepted: Accepted, body: BranchBody) -> None:
         self._fields = accepted.head("branch-")._asdict() | {"num_given": len(accepted.ask.options.answer_prefix)}
         self._spelling = accepted.served.llm.tokenizer.token_bytes
@@ -280,14 +282,5 @@ class BranchShape(Shape):
 
 ROUTES = [
     post("/v1/trace", trace, "Record how an answer is sampled", TraceBody, Trace, "trace", complete=complete_chat),
-    answering(
-        "/v1/branch",
-        "Continue an answer from a token",
-        BranchBody,
-        Branch,
-        ask_branch,
-        BranchShape,
-        "branch",
-        complete_chat,
-    ),
+    answering("/v1/branch", "Continue an answer from a token", BranchShape, "branch"),
 ]

@@ -25,8 +25,7 @@ from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, Tool
 from infer.serving.batch_file import answering, workers
 from infer.serving.batch_file.answering import answer_rows
 from infer.serving.batch_file.output_file import OutputFile
-from infer.serving.batch_file.result_line import BatchSettings, Line, error_line, result_line
-from infer.serving.batch_file.row import Row, read_rows
+from infer.serving.batch_file.rows import BatchSettings, Line, Row, error_line, read_rows, result_line
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.answers import Spelling
 from infer.serving.protocols.params import seed_of

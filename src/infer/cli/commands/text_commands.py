@@ -23,8 +23,7 @@ from infer.cli.terminal import Spinner, TextWriter, has_cursor, json_text, note
 from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError, TruncationWarning
 from infer.serving.batch_file.output_file import OutputFile
-from infer.serving.batch_file.result_line import BatchSettings, Line, Write
-from infer.serving.batch_file.row import Row, read_rows
+from infer.serving.batch_file.rows import BatchSettings, Line, Row, Write, read_rows
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.params import seed_of
 from infer.system.cores import num_processors

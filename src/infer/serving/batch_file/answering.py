@@ -20,8 +20,16 @@ from infer.engine.texts.text_tasks import TextTask, classifier_of, classify, emb
 from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
 from infer.sampling_params import values_from, without_zeros
-from infer.serving.batch_file.result_line import BatchSettings, Line, Write, refusal_line, result_line, texts_line
-from infer.serving.batch_file.row import Row, TextsBody
+from infer.serving.batch_file.rows import (
+    BatchSettings,
+    Line,
+    Row,
+    TextsBody,
+    Write,
+    refusal_line,
+    result_line,
+    texts_line,
+)
 from infer.serving.protocols.answers import Spelling
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
 from infer.serving.protocols.params import Served, seed_of

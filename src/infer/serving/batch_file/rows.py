@@ -1,19 +1,32 @@
-"""A line of the input: a plain row, or one of OpenAI's batch format.
+"""The rows of a batch file, plain ones and those of OpenAI's batch format, and the lines that answer them.
 
     {"id": "a", "prompt": "Once", "temperature": 0}
     {"id": "b", "messages": [{"role": "user", "content": "Hi"}], "max_new_tokens": 64}
     {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-A plain row without an id is named after its line.
+A plain row without an id is named after its line. The same row always gives the same bytes, independent of time and
+chance. This loads no torch, because the process that writes the lines needs none.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, NamedTuple, final
 
 import msgspec
 
 from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult, finite
+from infer.serving.protocols.answers import (
+    Spelling,
+    chat_entries,
+    completion_columns,
+    finish_reason_of,
+    message_of,
+    without_end,
+)
 from infer.serving.protocols.fields import Complete, Reading, as_given, body_from, refuse
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
 from infer.serving.protocols.params import prompts_of, refuse_unless_neutral
@@ -88,7 +101,7 @@ def row_of(record: dict[str, Any], name: str) -> Row:
             row_id = name
             raise InvalidRequestError(f"an id must be a whole number or a text with characters, got {named!r:.60}")
         if is_plain:
-            return _plain(row_id, record)
+            return _plain_row(row_id, record)
         if (url := record.get("url")) not in ENDPOINTS:
             raise InvalidRequestError(f"url must be {' or '.join(ENDPOINTS)}, got {url!r:.60}")
         return _of_openai(row_id, url, record)
@@ -103,7 +116,7 @@ def _is_text(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _plain(row_id: str, record: dict[str, Any]) -> Row:
+def _plain_row(row_id: str, record: dict[str, Any]) -> Row:
     others = ("id", "prompt", "messages", *_TOOL_OPTIONS)
     values = {name: value for name, value in record.items() if name not in others}
     options = {name: record[name] for name in _TOOL_OPTIONS if name in record}
@@ -131,3 +144,117 @@ def _of_openai(row_id: str, endpoint: str, record: dict[str, Any]) -> Row:
     if isinstance(read, CompletionBody) and (count := len(prompts_of(read.prompt))) != 1:
         raise refuse(f"a row must have one prompt, got {count}: write one row per prompt", "prompt")
     return Row(row_id, endpoint, read, warnings=tuple(reading.warnings))
+
+
+class Line(NamedTuple):
+    """The line that is written for a row."""
+
+    row_id: str
+    text: str
+    has_failed: bool
+
+
+Write = Callable[[Line], None]
+# Fields of a result that every plain line has.
+_SHOWN = ("text", "finish_reason", "stop_reason", "prompt_tokens", "generated_tokens", "seed")
+
+
+@final
+@dataclass(frozen=True)
+class BatchSettings:
+    """The settings of a run. `model` is the model's name in the lines.
+
+    `values` are fields of `SamplingParams`, for rows that do not set them.
+    """
+
+    model: str
+    seed: int
+    batch_size: int
+    values: Mapping[str, Any]
+    cancel: Event | None = None
+
+
+def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelling) -> Line:
+    if result.finish_reason == "error":
+        return error_line(row, str(result.stop_reason), str(result.error), model)
+    if row.endpoint is None:
+        return Line(row.id, _json(_plain_record(row, result, model)), has_failed=False)
+    finish_reason = finish_reason_of(result)
+    body: dict[str, Any] = {
+        "id": _named("cmpl", row.id),
+        "object": "chat.completion" if row.endpoint == ENDPOINTS[0] else "text_completion",
+        "created": 0,
+        "model": model,
+        "choices": [{"index": 0, **_content(row, result, spelling), "finish_reason": finish_reason}],
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "completion_tokens": result.generated_tokens,
+            "total_tokens": result.prompt_tokens + result.generated_tokens,
+        },
+    }
+    return _answered(row, body, result.warnings)
+
+
+def texts_line(row: Row, values: dict[str, Any], num_tokens: int, model: str, warnings: Sequence[str]) -> Line:
+    """Return the line of a row that requested vectors, scores or labels. `values` are these fields of the answer."""
+    kind = str(row.endpoint).removeprefix("/v1/")
+    head = {"object": "list"} if kind == "embeddings" else {"id": _named(kind, row.id)}
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return _answered(row, {**head, "model": model, **values, "usage": usage}, warnings)
+
+
+def _answered(row: Row, body: dict[str, Any], warnings: Sequence[str]) -> Line:
+    if warnings:
+        body["infer"] = {"warnings": list(warnings)}
+    response = {"status_code": 200, "request_id": _named("req", row.id), "body": body}
+    record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": response, "error": None}
+    return Line(row.id, _json(record), has_failed=False)
+
+
+def refusal_line(row: Row, error: InvalidRequestError, model: str) -> Line:
+    return error_line(row, "invalid_request", str(error), model)
+
+
+def error_line(row: Row, code: str, message: str, model: str) -> Line:
+    record: dict[str, Any] = {"id": row.id, "model": model}
+    if row.endpoint is not None:
+        record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": None}
+    return Line(row.id, _json(record | {"error": {"code": code, "message": message}}), has_failed=True)
+
+
+def _plain_record(row: Row, result: GenerationResult, model: str) -> dict[str, Any]:
+    shown = {name: getattr(result, name) for name in _SHOWN}
+    record: dict[str, Any] = {"id": row.id, "model": model, **shown}
+    if result.reasoning is not None:
+        record["reasoning"] = result.reasoning
+    if result.tool_calls:
+        record["tool_calls"] = [call.to_json() for call in result.tool_calls]
+    if result.warnings:
+        record["warnings"] = list(result.warnings)
+    if result.logprobs is not None:
+        record["logprobs"] = [
+            {"token_id": each.token_id, "logprob": finite(each.logprob), "rank": each.rank,
+             "top": [[token_id, finite(logprob)] for token_id, logprob in each.top]}
+            for each in result.logprobs
+        ]  # fmt: skip
+    return record
+
+
+def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str, Any]:
+    logprobs = result.logprobs
+    if row.endpoint != ENDPOINTS[0]:
+        return {"text": result.text, "logprobs": None if logprobs is None else completion_columns(logprobs, spelling)}
+    if logprobs is not None:
+        entries = chat_entries(without_end(logprobs, result.finish_reason), spelling)
+    return {
+        "message": message_of(result),
+        "logprobs": None if logprobs is None else {"content": entries, "refusal": None},
+    }
+
+
+def _named(kind: str, row_id: str) -> str:
+    return f"{kind}-{hashlib.blake2b(row_id.encode(), digest_size=12).hexdigest()}"
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"

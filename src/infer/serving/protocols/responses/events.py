@@ -107,15 +107,25 @@ class ResponseAnswer(Answer, kw_only=True, tag_field="object", tag="response"):
 
 
 @final
-class ResponseItems:
-    """The objects of an answer. Its items are the reasoning, one message with one text, and calls, if they exist."""
+class ResponseShape(Shape):
+    """The answer, whole or as events with numbers. Its items are the reasoning, one message with one text, and calls.
+
+    One item of a stream is open at a time. It is closed when the next item begins, or at the end of the stream.
+    """
+
+    body, answer, ask, complete = ResponseBody, ResponseAnswer, ask_response, complete_response
+    last = b""
 
     def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
         head, params = accepted.head("resp_"), accepted.ask.params[0]
-        self._number = head.id.removeprefix("resp_")
+        self._id, self._warnings = head.id.removeprefix("resp_"), accepted.served.reading.warnings
         self._spelling = Spelling.of(accepted.served.llm.tokenizer)
         self._namespaces = {tool.name: tool.namespace for tool in body.tools or () if tool.namespace}
-        self.begun = partial(
+        self._num_events, self._index = 0, -1  # index of the open item
+        self._open: OutputItem | None = None
+        self._written = ""  # the part of its text or arguments that was sent
+        self._logprobs: list[Json] = []
+        self._begun = partial(
             ResponseAnswer,
             id=head.id,
             created_at=head.created,
@@ -135,10 +145,11 @@ class ResponseItems:
             truncation=body.truncation or "disabled",
         )
 
-    def whole(self, result: GenerationResult) -> ResponseAnswer:
+    def whole(self, results: Sequence[GenerationResult]) -> ResponseAnswer:
+        (result,) = results
         is_cut = FINISH_REASONS[result.finish_reason] == "length"
         status: Status = "incomplete" if is_cut else "completed"
-        return self.begun(
+        return self._begun(
             status=status,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             output=self._items(result, status),
@@ -149,55 +160,34 @@ class ResponseItems:
     def _items(self, result: GenerationResult, status: Status) -> list[OutputItem]:
         found = list[OutputItem]()
         if result.reasoning is not None:
-            found.append(self.reasoning("completed", [ReasoningPart(result.reasoning)]))
+            found.append(self._reasoning("completed", [ReasoningPart(result.reasoning)]))
         if result.text or not (result.reasoning or result.tool_calls):
-            logprobs = self.logprobs(result.logprobs or (), result.finish_reason)
-            found.append(self.message("completed", [OutputTextPart(result.text, [], logprobs)]))
-        found += [self.call("completed", index, call) for index, call in enumerate(result.tool_calls)]
+            logprobs = self._entries(result.logprobs or (), result.finish_reason)
+            found.append(self._message("completed", [OutputTextPart(result.text, [], logprobs)]))
+        found += [self._call("completed", index, call) for index, call in enumerate(result.tool_calls)]
         found[-1].status = status
         return found
 
-    def reasoning(self, status: Status, content: list[ReasoningPart]) -> OutputReasoning:
-        return OutputReasoning(f"rs_{self._number}", [], content, status)
+    def _reasoning(self, status: Status, content: list[ReasoningPart]) -> OutputReasoning:
+        return OutputReasoning(f"rs_{self._id}", [], content, status)
 
-    def message(self, status: Status, content: list[OutputTextPart]) -> OutputMessage:
-        return OutputMessage(f"msg_{self._number}", "assistant", status, content)
+    def _message(self, status: Status, content: list[OutputTextPart]) -> OutputMessage:
+        return OutputMessage(f"msg_{self._id}", "assistant", status, content)
 
-    def call(self, status: Status, index: int, call: ToolCall) -> OutputCall:
-        found = OutputCall(f"fc_{self._number}_{index}", call.id, call.name, call.arguments, status)
+    def _call(self, status: Status, index: int, call: ToolCall) -> OutputCall:
+        found = OutputCall(f"fc_{self._id}_{index}", call.id, call.name, call.arguments, status)
         if namespace := self._namespaces.get(call.name):
             found.name, found.namespace = name_apart(call.name, namespace), namespace
         return found
 
-    def logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Json]:
+    def _entries(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Json]:
         entries = chat_entries(without_end(logprobs, finish_reason), self._spelling)
         for entry in (each for outer in entries for each in (outer, *outer["top_logprobs"])):
             entry["bytes"] = entry["bytes"] or []  # the Responses API allows no null here
         return entries
 
-
-@final
-class ResponseShape(Shape):
-    """The answer, whole or as events with numbers.
-
-    One item of a stream is open at a time. It is closed when the next item begins, or at the end of the stream.
-    """
-
-    body, answer, ask, complete = ResponseBody, ResponseAnswer, ask_response, complete_response
-    last = b""
-
-    def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
-        self._items, self._warnings, self._number = ResponseItems(accepted, body), accepted.served.reading.warnings, 0
-        self._index = -1  # index of the open item
-        self._open: OutputItem | None = None
-        self._written = ""  # the part of its text or arguments that was sent
-        self._logprobs: list[Json] = []
-
-    def whole(self, results: Sequence[GenerationResult]) -> ResponseAnswer:
-        return self._items.whole(results[0])
-
     def opening(self) -> list[Json]:
-        begun = self._items.begun(status="in_progress", output=[])
+        begun = self._begun(status="in_progress", output=[])
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=begun) for kind in kinds]
 
@@ -206,7 +196,7 @@ class ResponseShape(Shape):
 
     def fail(self, error: ApiError) -> bytes:
         told = {"code": "server_error", "message": error.message}
-        failed = self._event("response.failed", response=self._items.begun(status="failed", error=told, output=[]))
+        failed = self._event("response.failed", response=self._begun(status="failed", error=told, output=[]))
         return event(msgspec.json.encode(failed), failed["type"])
 
     def _deltas(self, part: Delta) -> list[Json]:
@@ -215,18 +205,18 @@ class ResponseShape(Shape):
         deltas = part.deltas
         for delta in deltas:
             if isinstance(delta, ReasoningDelta):
-                found += self._begin(self._items.reasoning("in_progress", []))
+                found += self._begin(self._reasoning("in_progress", []))
                 found.append(self._delta("response.reasoning_text.delta", delta.text, content_index=0))
         last = part.pieces[-1].finish_reason if part.pieces else None
-        entries = self._items.logprobs(logprobs_of(part.pieces), last)
+        entries = self._entries(logprobs_of(part.pieces), last)
         if part.text or (entries and not deltas):
-            found += self._begin(self._items.message("in_progress", []))
+            found += self._begin(self._message("in_progress", []))
             found.append(self._text_delta(part.text, entries))
         for delta in deltas:
             if isinstance(delta, ToolCallDelta):
                 if delta.id is not None:
                     call = ToolCall(delta.id, delta.name or "", "")
-                    found += self._begin(self._items.call("in_progress", delta.index, call))
+                    found += self._begin(self._call("in_progress", delta.index, call))
                 if delta.arguments:
                     found.append(self._delta("response.function_call_arguments.delta", delta.arguments))
         return found
@@ -270,8 +260,8 @@ class ResponseShape(Shape):
         return [*found, self._event("response.output_item.done", output_index=self._index, item=item)]
 
     def _end(self, result: GenerationResult) -> list[Json]:
-        whole = self._items.whole(result)
-        found = [] if self._index >= 0 else self._begin(self._items.message("in_progress", []))
+        whole = self.whole([result])
+        found = [] if self._index >= 0 else self._begin(self._message("in_progress", []))
         found += self._close("incomplete" if whole.status == "incomplete" else "completed")
         return [*found, self._event(f"response.{whole.status}", response=with_warnings(whole, self._warnings))]
 
@@ -285,8 +275,8 @@ class ResponseShape(Shape):
         return self._event(name, **self._place, delta=text, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> Json:
-        found = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
+        found = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
         return found
 
 

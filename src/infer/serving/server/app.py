@@ -7,12 +7,10 @@ the key, the handler, and the messages of 404 and 405.
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
-from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.serving.protocols.api_errors import ApiError
@@ -71,21 +69,9 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     return with_calls(app, state)
 
 
-class _Row(NamedTuple):
-    """A route with its handler as an ASGI app, and the pattern of its path."""
-
-    pattern: re.Pattern[str]
-    route: ApiRoute
-    endpoint: Endpoint
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return ("GET", "HEAD") if self.route.method == "GET" else (self.route.method,)
-
-
 def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
     """Return the app of the routes, for requests that may enter. The name of a request's key is stored in its call."""
-    rows = [_Row(compile_path(each.path)[0], each, Endpoint(each, state)) for each in table]
+    rows = [Endpoint(each, state) for each in table]
     guard = make_guard(state.settings)
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,12 +93,12 @@ def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
             scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape"), "root_path": ""}
         match = row.pattern.match(path)
         assert match is not None
-        await row.endpoint({**scope, "path_params": match.groupdict()}, receive, send)
+        await row({**scope, "path_params": match.groupdict()}, receive, send)
 
     return call_app
 
 
-def _find(rows: Sequence[_Row], path: str) -> tuple[str, list[_Row]]:
+def _find(rows: Sequence[Endpoint], path: str) -> tuple[str, list[Endpoint]]:
     """Return the path of a route that this path means, with the rows of this path, or the path itself and no rows."""
     path = path.replace("\n", "%0A")  # `$` in a route's pattern also matches before a newline
     for each in _spellings(path):
@@ -134,7 +120,7 @@ def _spellings(path: str) -> list[str]:
     return [each for each in found if each != "/" or path == "/"]
 
 
-def _missing(method: str, path: str, found: Iterable[_Row], rows: Iterable[_Row]) -> ApiError:
+def _missing(method: str, path: str, found: Iterable[Endpoint], rows: Iterable[Endpoint]) -> ApiError:
     """Return error 405 if the path has routes of other methods, and 404 otherwise.
 
     The message of 404 names the nearest path, or what to use instead.

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 import infer
@@ -91,10 +92,15 @@ class ClientGoneError(Exception):
 
 @final
 class Endpoint:
-    """A route as an ASGI app. The body is read before the handler is called: `await request.body()` takes no time."""
+    """A route as an ASGI app. The body is read before the handler is called: `await request.body()` takes no time.
+
+    Paths of the route match its `pattern`.
+    """
 
     def __init__(self, route: ApiRoute, state: ServerState) -> None:
-        self._route, self._state = route, state
+        self.route, self._state = route, state
+        self.pattern = compile_path(route.path)[0]
+        self.methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = call_of(Request(scope))
@@ -106,7 +112,7 @@ class Endpoint:
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        call.route, call.operation = self._route.path, self._route.operation
+        call.route, call.operation = self.route.path, self.route.operation
         try:
             body = await receive_body(request, self._state.settings)
             if call.num_sent_bytes:
@@ -118,11 +124,11 @@ class Endpoint:
             call.leave()
             return
         except Exception as error:
-            response = error_response(refusal_of(error, call, self._route.shape))
+            response = error_response(refusal_of(error, call, self.route.shape))
         await response(scope, receive, send)
 
     async def _handle(self, request: Request, call: Call) -> Response:
-        route, state = self._route, self._state
+        route, state = self.route, self._state
         if route.body is None:
             return await route.handler(request, state)
         state.check_ready()

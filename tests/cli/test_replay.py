@@ -12,9 +12,9 @@ from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import subcommands
 from infer.cli.commands.replay import HOST, Permalink, body_of, read_permalink, sha256_of
+from infer.serving.protocols.bodies import Served as ModelOfBody
 from infer.serving.protocols.fields import read_body
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
-from infer.serving.protocols.params import Served as ModelOfBody
 from served import Served
 from test_session import TEXT_IDS
 

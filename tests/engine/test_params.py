@@ -35,9 +35,9 @@ from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, T
 from infer.parameters import Count, Number, OneOf, Parameter
 from infer.request_limits import MAX_STOPS
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, PARAMETERS, SamplingParams, UnknownParameterError
+from infer.serving.protocols.bodies import refusal
 from infer.serving.protocols.fields import DECLARED, read_body, refuse
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
-from infer.serving.protocols.params import refusal
 from infer.serving.protocols.responses.ask import ResponseBody
 from infer.serving.server.routes.web_files import page_parameters
 from parameter_tables import written

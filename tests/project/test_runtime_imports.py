@@ -54,7 +54,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
         "": (RANKS[0], "cli/commands/serve_command"),
-        "serving/server/": ("process", "auth"),
+        "serving/server/": ("process", "app"),
         "serving/distributed/": ("front", "replica", "shelf", "shelf_front", "shelved_model"),
     },
 }

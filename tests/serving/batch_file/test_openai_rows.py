@@ -16,9 +16,9 @@ from infer import LLM, InvalidRequestError
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.rows import ENDPOINTS, Row, read_row, row_of
 from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling, completion_columns, without_end
+from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, ask_chat, ask_text, complete_chat
-from infer.serving.protocols.params import Served
 
 SERVED = Served(Mock(sampling_defaults={}, tokenizer=Mock(chat_template=None)))
 HI = [{"role": "user", "content": "hi"}]

@@ -14,7 +14,7 @@ from cases import cases
 from infer import LLM, Tokenizer
 from infer.engine.step.sequence import common_length
 from infer.outputs import GenerationResult, ReasoningDelta, assembled
-from infer.serving.protocols.params import effort_variables
+from infer.serving.protocols.bodies import effort_variables
 from infer.text.grammar.grammar import Grammar
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from infer.text.toolcalls.answer_format import AnswerFormat

@@ -9,7 +9,7 @@ import pytest
 from byte_tokenizer import VOCAB_SIZE
 from cases import cases
 from infer import InvalidRequestError, Tokenizer
-from infer.serving.protocols.params import effort_variables
+from infer.serving.protocols.bodies import effort_variables
 from infer.text.grammar.grammar import Grammar
 from infer.text.toolcalls.answer_format import reasoning_of
 from infer.text.toolcalls.messages import _with_single_calls

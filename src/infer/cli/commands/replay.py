@@ -30,9 +30,9 @@ from infer.outputs import GenerationResult
 from infer.parameters import Bias, Number, Texts, TokenIds
 from infer.request_limits import MAX_BIAS, MAX_STOPS
 from infer.sampling_params import PARAMETERS, SamplingParams
+from infer.serving.protocols.bodies import Served, refuse_unless_neutral
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text, complete_chat
-from infer.serving.protocols.params import Served, refuse_unless_neutral
 
 Route = Literal["/v1/chat/completions", "/v1/completions"]
 VERSION = 1

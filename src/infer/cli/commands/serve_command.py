@@ -31,7 +31,7 @@ from infer.serving.distributed.shelf import ShelfWork
 from infer.serving.distributed.shelf_front import run_shelf
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.access_log import LogLines
-from infer.serving.server.auth import read_keys
+from infer.serving.server.app import read_keys
 from infer.serving.server.process import OnProgress, OnReady, bind, check_certificate, run_server, warmed
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings

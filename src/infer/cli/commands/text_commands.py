@@ -25,7 +25,7 @@ from infer.errors import InvalidRequestError, TruncationWarning
 from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.rows import BatchSettings, Line, Row, Write, read_rows
 from infer.serving.batch_file.workers import answer_by_workers
-from infer.serving.protocols.params import seed_of
+from infer.serving.protocols.bodies import seed_of
 from infer.system.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 

@@ -27,9 +27,9 @@ from infer.serving.protocols.answers import (
     message_of,
     without_end,
 )
+from infer.serving.protocols.bodies import prompts_of, refuse_unless_neutral
 from infer.serving.protocols.fields import Complete, Reading, as_given, body_from, refuse
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
-from infer.serving.protocols.params import prompts_of, refuse_unless_neutral
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.system.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 

@@ -1,7 +1,7 @@
 """The pieces of answers as events: what a protocol makes of a `Delta`, and the bytes of an event."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import msgspec
@@ -11,8 +11,8 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
 from infer.serving.protocols.answers import Answer, Extension, Head, Json
 from infer.serving.protocols.api_errors import ApiError
+from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import Complete, as_given
-from infer.serving.protocols.params import AskOf, Served
 
 Chunk = Answer | Json  # a dict is an event whose `type` is also its name
 _Chunk = TypeVar("_Chunk", bound=Chunk)
@@ -39,6 +39,10 @@ class Delta(NamedTuple):
             text += piece.text
             deltas += piece.deltas
         return cls(choice, pieces, text, deltas)
+
+
+# An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.
+AskOf = Callable[[Any, Served], Ask | Callable[[], Ask] | Answer]
 
 
 @final

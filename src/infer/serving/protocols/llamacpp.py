@@ -14,10 +14,10 @@ from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SEED_BITS
 from infer.serving.protocols.answers import Answer, Bytes, Count, Json, Spelling, logprobs_of, without_end
+from infer.serving.protocols.bodies import Served, refusing, seed_of
 from infer.serving.protocols.events import Accepted, Delta, Shape
 from infer.serving.protocols.fields import Reading, refuse
 from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_completion, ask_text, between
-from infer.serving.protocols.params import Served, refusing, seed_of
 
 _NEW_NAMES = {"n_predict": "max_tokens", "n_probs": "logprobs", "return_tokens": "return_token_ids", "n_cmpl": "n"}
 _Body = TypeVar("_Body", bound=TextBody)

@@ -14,10 +14,10 @@ from infer.engine.texts.text_ids import VectorOptions
 from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 from infer.serving.protocols.answers import Answer, Count
+from infer.serving.protocols.bodies import prompts_of
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.foreign import Foreign
 from infer.serving.protocols.openai.ask import Body
-from infer.serving.protocols.params import prompts_of
 
 Encoding = Literal["float", "base64"]
 _Index = Annotated[int, Meta(ge=0)]

@@ -20,9 +20,9 @@ from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDe
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.protocols.answers import Answer
 from infer.serving.protocols.api_errors import ApiError
+from infer.serving.protocols.bodies import Served, refusing
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
 from infer.serving.protocols.fields import Reading
-from infer.serving.protocols.params import Served, refusing
 from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import (

@@ -17,17 +17,19 @@ from msgspec import Meta, Struct
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.request_limits import MAX_STOPS, MAX_TOKENS, MAX_TOOLS
-from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse
-from infer.serving.protocols.foreign import CACHE_PROMPT, Foreign
-from infer.serving.protocols.messages import (
+from infer.serving.protocols.bodies import (
+    Served,
     call_of_message,
     complete_each,
     own_tools,
     past_arguments,
     placeholder,
+    refusing,
+    stops_of,
     text_of,
 )
-from infer.serving.protocols.params import Served, refusing, stops_of
+from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse
+from infer.serving.protocols.foreign import CACHE_PROMPT, Foreign
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.answer_format import reasoning_of
 

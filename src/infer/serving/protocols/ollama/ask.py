@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
+from infer.serving.protocols.bodies import Served, refuse_unless_neutral
 from infer.serving.protocols.fields import DECLARED, Parameters, as_given, body_from, refuse, shown
 from infer.serving.protocols.foreign import Foreign
 from infer.serving.protocols.ollama.events import (
@@ -29,7 +30,6 @@ from infer.serving.protocols.openai.ask import (
     ask_completion,
     complete_chat,
 )
-from infer.serving.protocols.params import Served, refuse_unless_neutral
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = r"(?<![\d.])(\d++(?:\.\d*+)?|\.\d++)(ns|us|µs|ms|s|m|h)"

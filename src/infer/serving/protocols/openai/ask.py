@@ -21,27 +21,25 @@ from infer.request_limits import (
     NUM_TOKENS_OF_COMPLETIONS,
 )
 from infer.sampling_params import PARAMETERS
-from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
-from infer.serving.protocols.foreign import FOREIGN, Foreign
-from infer.serving.protocols.messages import (
+from infer.serving.protocols.bodies import (
     Arguments,
     OutputRefusal,
-    complete_each,
-    own_tools,
-    past_arguments,
-    text_parts,
-)
-from infer.serving.protocols.params import (
     Served,
     budget_of,
+    complete_each,
     effort_variables,
+    own_tools,
+    past_arguments,
     plain,
     prompts_of,
     refusing,
     stops_of,
     template_variables,
+    text_parts,
     token_limit,
 )
+from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
+from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.protocols.structural_tags import StructuralTagFormat, lark_of
 from infer.text.grammar.grammar import not_strict
 

@@ -13,11 +13,12 @@ from msgspec import Meta, Struct
 
 from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_TOOLS
-from infer.serving.protocols.fields import Parameters, Reading, declares, refuse
-from infer.serving.protocols.messages import (
+from infer.serving.protocols.bodies import (
     Arguments,
     OutputRefusal,
+    Served,
     call_of_message,
+    effort_variables,
     last_user,
     own_tools,
     past_arguments,
@@ -25,6 +26,7 @@ from infer.serving.protocols.messages import (
     text_parts,
     with_role,
 )
+from infer.serving.protocols.fields import Parameters, Reading, declares, refuse
 from infer.serving.protocols.openai.ask import (
     Alternatives,
     Function,
@@ -38,7 +40,6 @@ from infer.serving.protocols.openai.ask import (
     conversation_options,
     sampling_values,
 )
-from infer.serving.protocols.params import Served, effort_variables
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
 _LOGPROBS = "message.output_text.logprobs"

@@ -32,6 +32,7 @@ from infer.serving.protocols.answers import (
     token_columns,
     usage_of,
 )
+from infer.serving.protocols.bodies import Served, refuse_unless_neutral, refusing
 from infer.serving.protocols.events import Accepted, Delta, Shape
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import (
@@ -44,7 +45,6 @@ from infer.serving.protocols.openai.ask import (
     messages_of,
     sampling_values,
 )
-from infer.serving.protocols.params import Served, refuse_unless_neutral, refusing
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import accept, served_by
 from infer.serving.server.endpoint import json_response, post, while_connected

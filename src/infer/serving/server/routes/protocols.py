@@ -9,11 +9,10 @@ from starlette.responses import Response
 
 from infer.serving.protocols.anthropic.ask import CountTokensBody, ask_prompt
 from infer.serving.protocols.anthropic.events import InputTokens, MessageShape
-from infer.serving.protocols.events import Shape
+from infer.serving.protocols.events import AskOf, Shape
 from infer.serving.protocols.llamacpp import ContinuationShape, InfillShape
 from infer.serving.protocols.ollama.ask import OllamaChatShape, OllamaGenerateShape
 from infer.serving.protocols.openai.events import ChatShape, CompletionShape, StoredChats
-from infer.serving.protocols.params import AskOf
 from infer.serving.protocols.responses.events import ResponseInputTokens, ResponseShape
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import answer_body, served_by

@@ -16,9 +16,9 @@ from starlette.responses import Response
 import infer
 from infer.outputs import ranked
 from infer.serving.protocols.answers import Answer
+from infer.serving.protocols.bodies import refusing
 from infer.serving.protocols.events import with_warnings
 from infer.serving.protocols.fields import refuse
-from infer.serving.protocols.params import refusing
 from infer.serving.protocols.retrieval import (
     ClassifyAnswer,
     ClassifyBody,

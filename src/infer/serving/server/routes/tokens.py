@@ -17,9 +17,9 @@ import infer
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.serving.protocols.answers import Answer, Bytes, Count
+from infer.serving.protocols.bodies import plain, template_variables
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
-from infer.serving.protocols.params import plain, template_variables
 from infer.serving.server.call import call_of
 from infer.serving.server.choices import prepared
 from infer.serving.server.endpoint import check_model, json_response, post

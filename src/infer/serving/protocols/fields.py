@@ -29,7 +29,6 @@ from infer.system.json_limits import JsonLimitError, check_limits
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 DECLARED: dict[str, Parameter] = {**PARAMETERS, **OPTIONS}
-Step = str | int  # a step of a path: a key or an index
 # Smallest difflib ratio of similar names: "temprature" is similar to "temperature", "top_n" not to "top_k".
 _NEAR = 0.82
 _OBJECTS = {inspect.StructType, inspect.DictType, inspect.NoneType}
@@ -157,8 +156,8 @@ class Reading:
         return plain[near[0]] if near else None
 
 
-def path_of(steps: list[Step]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+def _inside(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _plain(name: str) -> str:
@@ -192,21 +191,21 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
 # The rules for each value
 
 
-def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], reading: Reading) -> Any:
+def _settled(given: Any, types: tuple[inspect.Type, ...], path: str, reading: Reading) -> Any:
     """Return the value with only the keys of its types, and whole floats as integers if integers are expected.
 
     Raises BodyError for a misspelled key, for a string that is not one of the allowed ones, and for a parameter that
     would change the answer but is not supported.
     """
     kinds = set(map(type, types))
-    if given == [] and kinds <= _OBJECTS and steps and isinstance(steps[-1], str):
+    if given == [] and kinds <= _OBJECTS and path and not path.endswith("]"):
         given = {}  # PHP writes empty lists and objects alike
     if isinstance(given, dict):
         structs = [each for each in types if isinstance(each, inspect.StructType)]
         for each in structs:
             if each.tag_field is None or given.get(each.tag_field) == each.tag:
-                return _settled_object(given, each, steps, reading)
-        _check_tag(given, structs, steps)
+                return _settled_object(given, each, path, reading)
+        _check_tag(given, structs, path)
         return given
     if isinstance(given, list):
         lists = [each for each in types if isinstance(each, inspect.ListType)]
@@ -217,77 +216,73 @@ def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], rea
                 return given  # refused for its length
         elif inspect.IntType not in inner_kinds or set(map(type, given)) <= {int}:
             return given
-        return [_settled(each, inner, [*steps, index], reading) for index, each in enumerate(given)]
+        return [_settled(each, inner, f"{path}[{index}]", reading) for index, each in enumerate(given)]
     if isinstance(given, str) and inspect.StrType not in kinds:
         values = [value for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
         if values and given not in values:
-            raise _none_of(values, given, steps)
+            raise _none_of(values, given, path)
     if type(given) is float and given.is_integer() and inspect.IntType in kinds and inspect.FloatType not in kinds:
         return int(given)
     return given
 
 
-def _check_tag(given: dict[str, Any], tagged: list[inspect.StructType], steps: list[Step]) -> None:
+def _check_tag(given: dict[str, Any], tagged: list[inspect.StructType], path: str) -> None:
     """Raise BodyError for an object whose tag is missing or unknown."""
     for each in tagged:
-        place = [*steps, str(each.tag_field)]
+        place = _inside(path, str(each.tag_field))
         if each.tag_field not in given:
-            path = path_of(place)
-            raise refuse(f"{path} is missing: it is required", path, "missing_required_parameter")
+            raise refuse(f"{place} is missing: it is required", place, "missing_required_parameter")
         if isinstance(value := given[each.tag_field], str):
             raise _none_of([one.tag for one in tagged], value, place)
 
 
-def _none_of(values: list[Any], given: str, steps: list[Step]) -> BodyError:
-    path = path_of(steps)
+def _none_of(values: list[Any], given: str, path: str) -> BodyError:
     return refuse(f"{path} must be {' or '.join(map(repr, values))}, got {shown(given)}", path)
 
 
-def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], reading: Reading) -> Any:
+def _settled_object(given: Any, found: inspect.StructType, path: str, reading: Reading) -> Any:
     types_by_name = _types_of(found.cls)
     if issubclass(found.cls, Parameters | ToolKeys) and len(given) > MAX_KEYS:
-        path = path_of(steps)
         raise refuse(f"{path or 'the body'} must have at most {MAX_KEYS} fields, got {len(given)}", path or None)
     if issubclass(found.cls, Parameters):
         known = [*types_by_name, *((found.tag_field,) if found.tag_field else ())]
-        given = _taken(given, known, found.cls.foreign, steps, reading)
+        given = _taken(given, known, found.cls.foreign, path, reading)
         if note := found.cls.note_on(given):
-            reading.warn(f"{path_of(steps)}{note}")
+            reading.warn(f"{path}{note}")
     elif issubclass(found.cls, ToolKeys):
-        _warn_of_tool(given, [*types_by_name, str(found.tag_field)], found.cls.misplaced, steps, reading)
+        _warn_of_tool(given, [*types_by_name, str(found.tag_field)], found.cls.misplaced, path, reading)
     return {
-        name: _settled(value, types_by_name[name], [*steps, name], reading) if name in types_by_name else value
+        name: _settled(value, types_by_name[name], _inside(path, name), reading) if name in types_by_name else value
         for name, value in given.items()
     }
 
 
 def _taken(
-    given: dict[str, Any], known: list[str], foreign: Mapping[str, Foreign], steps: list[Step], reading: Reading
+    given: dict[str, Any], known: list[str], foreign: Mapping[str, Foreign], path: str, reading: Reading
 ) -> dict[str, Any]:
     """Return the known keys, including those that foreign keys become. Raises BodyError."""
     found = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known or value is None:
             continue
-        place = [*steps, name]
+        place = _inside(path, name)
         if name in foreign and foreign[name].warning:
-            reading.warn(f"{path_of(place)} was ignored: {foreign[name].warning}")
+            reading.warn(f"{place} was ignored: {foreign[name].warning}")
             continue
         if name in foreign:
             meant = _meant(foreign[name], value, known, place)
-            _add(found, meant, path_of(place))
+            _add(found, meant, place)
             reading.given_names.update(dict.fromkeys(meant, name))
             continue
-        path = path_of(place)
         if near := reading.near_of(name, known):
-            raise refuse(f"{path} is not known: did you mean {near}?", path, "unknown_parameter")
+            raise refuse(f"{place} is not known: did you mean {near}?", place, "unknown_parameter")
         if reading.policy == "refuse":
-            raise refuse(f"{path} is not known: leave it out", path, "unknown_parameter")
-        reading.warn(f"{path:.100} is not known and was ignored")
+            raise refuse(f"{place} is not known: leave it out", place, "unknown_parameter")
+        reading.warn(f"{place:.100} is not known and was ignored")
     return found
 
 
-def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) -> dict[str, Any]:
+def _meant(foreign: Foreign, value: Any, known: list[str], path: str) -> dict[str, Any]:
     """Return our fields for a foreign parameter. Raises BodyError if its value has no equivalent."""
     if foreign.is_neutral(value):
         return {}
@@ -297,16 +292,15 @@ def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) ->
         try:
             found = foreign.becomes(value)
         except JsonLimitError as error:
-            raise refuse(f"{path_of(place)} is {error}", path_of(place)) from None
+            raise refuse(f"{path} is {error}", path) from None
         except (msgspec.DecodeError, UnicodeEncodeError):
-            raise _unbuilt(foreign, value, place) from None
+            raise _unbuilt(foreign, value, path) from None
         if all(each in known for each in found):
             return found
-    raise _unbuilt(foreign, value, place)
+    raise _unbuilt(foreign, value, path)
 
 
-def _unbuilt(foreign: Foreign, value: Any, place: list[Step]) -> BodyError:
-    path = path_of(place)
+def _unbuilt(foreign: Foreign, value: Any, path: str) -> BodyError:
     if foreign.neutral:
         return refuse(f"{path} must not be {shown(value)}: {foreign.fix}", path, "unsupported_value")
     return refuse(f"{path} is not supported here: {foreign.fix}", path, "unsupported_parameter")
@@ -325,16 +319,16 @@ def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
 
 
 def _warn_of_tool(
-    given: dict[str, Any], known: list[str], misplaced: Mapping[str, str], steps: list[Step], reading: Reading
+    given: dict[str, Any], known: list[str], misplaced: Mapping[str, str], path: str, reading: Reading
 ) -> None:
     for name in given:
         if name in known:
             continue
-        path = path_of([*steps, name])
+        shown_path = f"{_inside(path, name):.100}"
         if place := misplaced.get(name):
-            reading.warn(f"{path:.100} was ignored: {name} belongs to {place}")
+            reading.warn(f"{shown_path} was ignored: {name} belongs to {place}")
         elif near := reading.near_of(name, known):
-            reading.warn(f"{path:.100} is not known and was ignored: did you mean {near}?")
+            reading.warn(f"{shown_path} is not known and was ignored: did you mean {near}?")
 
 
 _ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F]..)|\\.")
@@ -374,7 +368,7 @@ def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Readin
     """Return the body of parsed JSON. Raises BodyError."""
     if isinstance(given, dict):
         given = complete(dict(given), reading)
-    given = _settled(given, tuple(flat(type_info(kind))), [], reading)
+    given = _settled(given, tuple(flat(type_info(kind))), "", reading)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -27,6 +28,15 @@ _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120,
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _INFER_NAME = re.compile(r"^(# \w+ )?infer:(\w+)({)?", re.MULTILINE)
 _SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_SUMS = (  # over the results of all answers: name, help, and the attribute of a result
+    ("infer:prompt_tokens_total", "Tokens of prompts.", "prompt_tokens"),
+    ("infer:prefix_cache_queries_total", "Tokens of prompts searched in the cache.", "prompt_tokens"),
+    ("infer:prefix_cache_hits_total", "Tokens of prompts found in the cache.", "reused_tokens"),
+    ("infer:prefix_disk_hits_total", "Tokens of prompts found in the cache on disk.", "disk_tokens"),
+    ("infer:generation_tokens_total", "Tokens generated.", "generated_tokens"),
+    ("infer:spec_decode_num_draft_tokens_total", "Drafted tokens.", "stats.drafts_proposed"),
+    ("infer:spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted.", "stats.drafts_accepted"),
+)
 
 
 @final
@@ -96,13 +106,7 @@ class Metrics:
         )
         self._successes = count("infer:request_success_total", "Answers by finish reason.", ["finished_reason"])
         self._failures = count("infer:row_failures_total", "Answers that failed, by the error's code.", ["code"])
-        self._prompt_tokens = count("infer:prompt_tokens_total", "Tokens of prompts.")
-        self._queried = count("infer:prefix_cache_queries_total", "Tokens of prompts searched in the cache.")
-        self._hits = count("infer:prefix_cache_hits_total", "Tokens of prompts found in the cache.")
-        self._disk_hits = count("infer:prefix_disk_hits_total", "Tokens of prompts found in the cache on disk.")
-        self._answer_tokens = count("infer:generation_tokens_total", "Tokens generated.")
-        self._drafted = count("infer:spec_decode_num_draft_tokens_total", "Drafted tokens.")
-        self._accepted = count("infer:spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted.")
+        self._sums = [(count(name, help), attrgetter(value)) for name, help, value in _SUMS]
         self._first = waits("infer:time_to_first_token_seconds", "From request to first token, seconds.")
         self._gaps = Tally("infer:inter_token_latency_seconds", "Between two tokens, seconds.", _GAPS)
         self._per_token = gaps("infer:request_time_per_output_token_seconds", "Mean of an answer's tokens, seconds.")
@@ -172,13 +176,8 @@ class Metrics:
             self._failures.labels(str(result.stop_reason)).inc()
         elif result.finish_reason != "abort":
             self._successes.labels(result.finish_reason).inc()
-        self._prompt_tokens.inc(result.prompt_tokens)
-        self._queried.inc(result.prompt_tokens)
-        self._hits.inc(result.reused_tokens)
-        self._disk_hits.inc(result.disk_tokens)
-        self._answer_tokens.inc(result.generated_tokens)
-        self._drafted.inc(result.stats.drafts_proposed)
-        self._accepted.inc(result.stats.drafts_accepted)
+        for counter, value_of in self._sums:
+            counter.inc(value_of(result))
         self._prompt_length.observe(result.prompt_tokens)
         self._answer_length.observe(result.generated_tokens)
         if sequence.params.max_new_tokens is not None:

@@ -44,7 +44,8 @@ class DoorSimulation:
 
     def learn_waits(self) -> None:
         for request in [each for each in self.entries if each.first_token_at is not None]:
-            self.entries.pop(request).learn_wait((request.first_token_at or 0.0) - self.taken_at[request])
+            waited = (request.first_token_at or 0.0) - self.taken_at[request]
+            self.door.wait_ratio.learn(self.entries.pop(request).predicted, waited)
 
     def ask(self, request: Request) -> float | None:
         self.learn_waits()
@@ -57,7 +58,7 @@ class DoorSimulation:
             self.told[request].append(told)
             return told if len(self.told[request]) <= self.num_retries else inf
         entry.submit()  # from now on, the request is in the engine
-        entry.close()
+        self.door.leave(entry)
         self.taken_at[request], self.entries[request] = self.life.now, entry
         return None
 

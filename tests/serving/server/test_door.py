@@ -53,7 +53,7 @@ def busy(tenant: str, count: int = 100, num_slots: int = 16) -> list[RemainingWo
 def enter(door: Door, look: Callable[[], Load], body: bytes = b"", **arrival: int | str) -> float | None:
     """Return the wait in seconds that a refused client is told, or None if the request is accepted."""
     try:
-        door.enter(Arrival(**{"tenant": "a", "num_answer_tokens": 100, **arrival}), body, look).close()  # type: ignore[arg-type]
+        door.leave(door.enter(Arrival(**{"tenant": "a", "num_answer_tokens": 100, **arrival}), body, look))  # type: ignore[arg-type]
     except ApiError as refused:
         return int(refused.headers["retry-after-ms"]) / 1000
     return None
@@ -144,7 +144,7 @@ def test_a_request_in_preparation_counts_until_the_engine_has_it() -> None:
         assert enter(door, lambda: load_of([], 1)) is not None
         entry.submit()
         now[0] += 1.0
-    entry.close()
+    entry.door.leave(entry)
     assert door.load(lambda: load_of([], 1)).count == 0
 
 
@@ -189,9 +189,9 @@ def test_predictions_are_corrected_by_the_waits_of_accepted_requests() -> None:
     now = [0.0]
     door = Door(ServerSettings(max_ttft=60.0), clock=lambda: now[0])
     entry = door.enter(Arrival("a"), b"", lambda: load_of(busy("a")))  # after about 50 s
-    entry.close()
+    entry.door.leave(entry)
     for _ in range(60):
-        entry.learn_wait(72.0)
+        entry.door.wait_ratio.learn(entry.predicted, 72.0)
     assert 1.3 < door.wait_ratio.value < 1.6
     assert enter(door, lambda: load_of(busy("a")), b"new") is not None
     now[0] = 1.0
@@ -326,7 +326,7 @@ def test_a_request_may_have_as_many_answers_as_there_are_slots_and_places() -> N
         door, is_refused = Door(ServerSettings(slots=2, max_queue=4)), num_prompts * num_choices > 6
         refusal = pytest.raises(BodyError, match="times n must be at most 6 here", check=lambda x: x.param == "n")
         with refusal if is_refused else nullcontext():
-            door.enter(Arrival("a", num_prompts, num_choices), b"", idle).close()
+            door.leave(door.enter(Arrival("a", num_prompts, num_choices), b"", idle))
 
 
 def test_sequences_too_long_for_the_pages_run_one_at_a_time() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from logging.handlers import QueueHandler
 from os import write
 from queue import Full, Queue
 from select import select
@@ -100,7 +101,8 @@ def _learn(state: ServerState, call: Call) -> None:
     for sequence in call.sequences:
         state.door.lengths.learn(call.key_name, len(sequence.pieces))
     if call.entry is not None and call.sequences and (arrivals := call.sequences[0].timer.arrivals):
-        call.entry.learn_wait(arrivals[0] - call.sequences[0].submitted_at)
+        waited = arrivals[0] - call.sequences[0].submitted_at
+        state.door.wait_ratio.learn(call.entry.predicted, waited)
 
 
 def entry_of(call: Call) -> dict[str, Any]:
@@ -144,26 +146,25 @@ def _answers(call: Call) -> dict[str, Any]:
 
 
 @final
-class LogLines(logging.Handler):
+class LogLines(QueueHandler):
     """Writes whole lines to a stream. Lines beyond `MOST_LINES` unwritten ones are dropped, and the next line says so.
 
     At the end of the process, `logging` flushes the handler, which waits for at most a second.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        super().__init__()
+        self._lines = Queue[str](MOST_LINES)
+        super().__init__(self._lines)
         # Not through the stream: the end of the process would wait for the lock of its buffer.
         self._descriptor, self._encoding = stream.fileno(), stream.encoding
-        self._lines, self._num_dropped = Queue[str](MOST_LINES), 0
+        self._num_dropped = 0
         Thread(target=self._write, name="infer-log", daemon=True).start()
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def enqueue(self, line: Any) -> None:
         notice = f"{self._num_dropped} lines of the log were dropped: its reader is too slow\n"
-        try:
-            line = self.format(record)
-        except Exception:
-            self.handleError(record)
-            return
         try:
             self._lines.put_nowait(f"{notice if self._num_dropped else ''}{line}\n")
             self._num_dropped = 0

@@ -170,13 +170,6 @@ class Entry:
         """Count one sequence less: the engine has it now. The first choices of the prompts are submitted first."""
         self.num_submitted += 1
 
-    def close(self) -> None:
-        self.door.leave(self)
-
-    def learn_wait(self, seconds: float) -> None:
-        """Learn from the seconds between the request's submission and its first token."""
-        self.door.wait_ratio.learn(self.predicted, seconds)
-
     def add_to(self, load: Load) -> None:
         """Count the sequences that the engine does not have yet."""
         arrival, answer = self.arrival, self.door.answer_tokens(self.arrival)

@@ -108,7 +108,7 @@ class Endpoint:
             await self._answer(call, scope, receive, send)
         finally:
             if call.entry is not None:
-                call.entry.close()
+                self._state.door.leave(call.entry)
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

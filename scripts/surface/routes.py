@@ -17,7 +17,7 @@ from msgspec import Struct
 from infer.engine.step.snapshot import EngineSnapshot, PoolState, SequenceState
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront
-from infer.serving.protocols.answers import Answer
+from infer.serving.protocols.answers import Output
 from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute
@@ -111,7 +111,7 @@ def _kind_of(schema: Mapping[str, Any]) -> str:
 
 def chunk_rows() -> Iterator[Row]:
     """Yield the fields of the chunks in streams. Each kind of chunk is known by its `object`."""
-    for kind in sorted(_chunks_of(Answer), key=lambda kind: str(kind.__struct_config__.tag)):
+    for kind in sorted(_chunks_of(Output), key=lambda kind: str(kind.__struct_config__.tag)):
         schema, schemas = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
         yield from _fields(f"{kind.__struct_config__.tag} ", schema[0], schemas)
 

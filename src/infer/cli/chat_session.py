@@ -52,7 +52,7 @@ class Opened(NamedTuple):
     params: SamplingParams
 
 
-class Answered(NamedTuple):
+class LastTurn(NamedTuple):
     """An answer and the request that it belongs to."""
 
     messages: Messages
@@ -80,7 +80,7 @@ class ChatSession:
         self.name = name
         self.params = params
         self.statistics = Statistics()
-        self.last: Answered | None = None
+        self.last: LastTurn | None = None
         self.tools: list[dict[str, Any]] = []  # functions that the model may call; none is ever run
         self._open_model = open_model
         self._set: dict[str, Any] = {}  # the parameters that /set changed; another model keeps them
@@ -171,7 +171,7 @@ class ChatSession:
         if result.text or result.finish_reason != "abort":
             self.messages = [*asked, result.to_message()]
             prompt_ids = self.memory.token_ids[: result.prompt_tokens]
-            self.last = Answered(asked, prompt_ids, replace(params, seed=result.seed), self.tools, result)
+            self.last = LastTurn(asked, prompt_ids, replace(params, seed=result.seed), self.tools, result)
         self.statistics.add(result)
         return result
 
@@ -179,7 +179,7 @@ class ChatSession:
         """Ask `text` next and return the answer."""
         return self.ask(self.question(text), on_text)
 
-    def last_answer(self) -> Answered:
+    def last_answer(self) -> LastTurn:
         """Return the last answer. Raises InvalidRequestError if there is none."""
         if self.last is None:
             raise InvalidRequestError("there is no answer yet")

@@ -24,11 +24,11 @@ from idle import in_event_loop
 from infer import LLM
 from infer.compute import ops
 from infer.outputs import Piece
-from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchange, GoneError, ResponseHead
-from infer.serving.distributed.failover import Answering
+from infer.serving.distributed.failover import Failover
 from infer.serving.distributed.front import Front, follow
 from infer.serving.distributed.replica import Replica, Replicas
+from infer.serving.distributed.routed_body import RoutedBody, read_routed
 from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import ErrorShape
@@ -123,9 +123,9 @@ def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tu
         sent.append(message.get("body", b""))
 
     async def run() -> None:
-        asked = AskedBody(b"{}", RoutedPrompt(0), is_repeatable)
+        asked = RoutedBody(b"{}", RoutedPrompt(0), is_repeatable)
         exchange = partial(lives.exchange, asked.prompt)
-        response = await Answering(Request(scope, until_gone), asked, exchange, ErrorShape.failure).response()
+        response = await Failover(Request(scope, until_gone), asked, exchange, ErrorShape.failure).response()
         await response(scope, until_gone, keep)
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))
@@ -220,9 +220,9 @@ def test_a_request_that_two_replicas_died_of_is_given_up() -> None:
 
 def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -> None:
     for body in (b'{"prompt": "a", "seed": 3}', b"[1]", b"{", b""):
-        assert read_asked(body, "", "", is_repeatable=True).content == body
+        assert read_routed(body, "", "", is_repeatable=True).content == body
     for body in (b'{"prompt": "a"}', b'{"prompt": "a", "seed": null}'):
-        assert read_asked(body, "", "", is_repeatable=True).content.startswith(b'{"prompt":"a","seed":')
+        assert read_routed(body, "", "", is_repeatable=True).content.startswith(b'{"prompt":"a","seed":')
 
 
 def test_the_note_that_an_engine_has_failed_is_not_for_the_client() -> None:

@@ -26,8 +26,8 @@ import infer
 from commands import refused, run
 from idle import until
 from infer import LLM, BatchEngine, InvalidRequestError
-from infer.serving.distributed.asked_body import read_asked
 from infer.serving.distributed.replica import Replica
+from infer.serving.distributed.routed_body import read_routed
 from infer.serving.server.metrics import Metrics
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
@@ -204,7 +204,7 @@ def _cores_as_they_were() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
-read = partial(read_asked, is_repeatable=True)
+read = partial(read_routed, is_repeatable=True)
 
 
 def test_bodies_that_begin_alike_have_the_same_first_keys() -> None:

@@ -15,7 +15,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.distributed.asked_body import AskedBody
 from infer.serving.distributed.exchange import (
     HOP_BY_HOP,
     Exchange,
@@ -25,6 +24,7 @@ from infer.serving.distributed.exchange import (
     media_type_of,
     request_bytes,
 )
+from infer.serving.distributed.routed_body import RoutedBody
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import EVENTS, LINES
 from infer.serving.server.call import (
@@ -53,13 +53,13 @@ _DIED = ApiError(
 
 
 @final
-class Answering:
+class Failover:
     """One request. `exchange` begins an exchange with a replica that is ready.
 
     `fail` returns the last bytes of a stream that no replica can continue.
     """
 
-    def __init__(self, request: Request, asked: AskedBody, exchange: BeginExchange, fail: Fail) -> None:
+    def __init__(self, request: Request, asked: RoutedBody, exchange: BeginExchange, fail: Fail) -> None:
         self._request, self._asked, self._exchange, self._fail = request, asked, exchange, fail
         self._call = call_of(request)
         self._noted = list[SentPart]()  # parts whose events come next

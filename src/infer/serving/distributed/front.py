@@ -10,10 +10,10 @@ from typing import final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.distributed.asked_body import AskedBody, read_asked
 from infer.serving.distributed.exchange import Exchanges
-from infer.serving.distributed.failover import Answering, BeginExchange
+from infer.serving.distributed.failover import BeginExchange, Failover
 from infer.serving.distributed.replica import Replicas
+from infer.serving.distributed.routed_body import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart
@@ -57,17 +57,17 @@ def follow(state: ServerState, replicas: Replicas) -> None:
         state.phase = "ready" if replicas.is_ready else "loading"
 
 
-async def hand_on(request: Request, route: ApiRoute, asked: AskedBody, exchange: BeginExchange) -> Response:
+async def hand_on(request: Request, route: ApiRoute, asked: RoutedBody, exchange: BeginExchange) -> Response:
     """Return the answer of a replica."""
-    return await Answering(request, asked, exchange, route.shape.failure).response()
+    return await Failover(request, asked, exchange, route.shape.failure).response()
 
 
-async def read_body(request: Request, route: ApiRoute) -> AskedBody:
+async def read_body(request: Request, route: ApiRoute) -> RoutedBody:
     """Return the body of a request to a route. Raises BodyError."""
     session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), "")
     tenant = call_of(request).key_name
     is_repeatable = route.operation not in _NOT_REPEATABLE
-    reading = partial(read_asked, await request.body(), session, tenant, is_repeatable=is_repeatable)
+    reading = partial(read_routed, await request.body(), session, tenant, is_repeatable=is_repeatable)
     return await read_apart(reading, await request.body())
 
 

@@ -41,7 +41,7 @@ class Extension(Struct, kw_only=True):
     warnings: Sequence[str] | UnsetType = UNSET
 
 
-class Answer(Struct, kw_only=True):
+class Output(Struct, kw_only=True):
     """An answer or a chunk of one. A Struct of an answer adds its fields before `infer`."""
 
     infer: Extension | UnsetType = UNSET
@@ -54,7 +54,7 @@ class ErrorFields(Struct):
     code: str | None
 
 
-class ErrorAnswer(Struct, kw_only=True):
+class ErrorOutput(Struct, kw_only=True):
     """The error format of every route. `type` is set only in the errors of Anthropic's routes.
 
     On Ollama's routes `error` is only the message, and `code` is next to it.
@@ -118,7 +118,7 @@ class Head(NamedTuple):
     system_fingerprint: str
 
 
-class HeadedAnswer(Answer):
+class HeadedOutput(Output):
     """An answer that begins with the fields of `Head`."""
 
     id: str

@@ -9,12 +9,12 @@ from msgspec import UNSET, Struct
 
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
-from infer.serving.protocols.answers import Answer, Extension, Head, Json
+from infer.serving.protocols.answers import Extension, Head, Json, Output
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import Complete, as_given
 
-Chunk = Answer | Json  # a dict is an event whose `type` is also its name
+Chunk = Output | Json  # a dict is an event whose `type` is also its name
 _Chunk = TypeVar("_Chunk", bound=Chunk)
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 Scores = Sequence[TokenLogprob | None]  # one entry per token of a prompt
@@ -42,7 +42,7 @@ class Delta(NamedTuple):
 
 
 # An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.
-AskOf = Callable[[Any, Served], Ask | Callable[[], Ask] | Answer]
+AskOf = Callable[[Any, Served], Ask | Callable[[], Ask] | Output]
 
 
 @final
@@ -113,7 +113,7 @@ class Shape(ErrorShape, ABC):
         return ()
 
     @abstractmethod
-    def whole(self, results: Sequence[GenerationResult]) -> Answer | Sequence[Answer]: ...
+    def whole(self, results: Sequence[GenerationResult]) -> Output | Sequence[Output]: ...
 
     @abstractmethod
     def chunks(self, part: Delta) -> Sequence[Chunk]:
@@ -138,7 +138,7 @@ class Shape(ErrorShape, ABC):
 
 def with_warnings(answer: _Chunk, warnings: Sequence[str]) -> _Chunk:
     """Add the warnings about the body, if any, to an answer that can hold them, and return it."""
-    if warnings and isinstance(answer, Answer):
+    if warnings and isinstance(answer, Output):
         answer.infer = Extension() if answer.infer is UNSET else answer.infer
         answer.infer.warnings = warnings
     return answer

@@ -13,7 +13,7 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import SEED_BITS
-from infer.serving.protocols.answers import Answer, Bytes, Count, Json, Spelling, logprobs_of, without_end
+from infer.serving.protocols.answers import Bytes, Count, Json, Output, Spelling, logprobs_of, without_end
 from infer.serving.protocols.bodies import Served, refusing, seed_of
 from infer.serving.protocols.events import Accepted, Delta, Shape
 from infer.serving.protocols.fields import Reading, refuse
@@ -137,7 +137,7 @@ class LlamacppTimings(Struct):
     predicted_per_second: float
 
 
-class LlamacppPart(Answer, kw_only=True):
+class LlamacppPart(Output, kw_only=True):
     """A part of an answer. `id_slot` is always -1: slots have no numbers for clients."""
 
     index: Count

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from infer.engine.texts.text_ids import VectorOptions
 from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
-from infer.serving.protocols.answers import Answer, Count
+from infer.serving.protocols.answers import Count, Output
 from infer.serving.protocols.bodies import prompts_of
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.foreign import Foreign
@@ -144,13 +144,13 @@ class EmbeddingsUsage(Struct):
     total_tokens: Count
 
 
-class Embeddings(Answer, tag_field="object", tag="list"):
+class Embeddings(Output, tag_field="object", tag="list"):
     data: list[Embedding]
     model: str
     usage: EmbeddingsUsage
 
 
-class RerankAnswer(Answer):
+class RerankOutput(Output):
     id: str
     model: str
     results: list[RerankResult]
@@ -162,7 +162,7 @@ class Score(Struct, tag_field="object", tag="score"):
     score: float
 
 
-class ScoreAnswer(Answer, tag_field="object", tag="list"):
+class ScoreOutput(Output, tag_field="object", tag="list"):
     id: str
     created: Count
     model: str
@@ -170,7 +170,7 @@ class ScoreAnswer(Answer, tag_field="object", tag="list"):
     usage: EmbeddingsUsage
 
 
-class ClassifyAnswer(Answer, tag_field="object", tag="list"):
+class ClassifyOutput(Output, tag_field="object", tag="list"):
     id: str
     created: Count
     model: str

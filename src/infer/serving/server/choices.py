@@ -18,7 +18,7 @@ import infer
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.protocols.answers import Answer
+from infer.serving.protocols.answers import Output
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.bodies import Served, refusing
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
@@ -257,7 +257,7 @@ async def answer_body(request: Request, state: ServerState, body: Any, *, shape:
     """Answer a body with what its protocol asks and shows, whole or as a stream."""
     served, call = served_by(request, state, body), call_of(request)
     asked = shape.ask(body, served)
-    if isinstance(asked, Answer):
+    if isinstance(asked, Output):
         return json_response(asked)
     if not isinstance(asked, Ask):
         asked = await prepared(request, state, asked, "prompt")

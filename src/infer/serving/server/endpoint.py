@@ -152,7 +152,7 @@ def refusal_of(error: Exception, call: Call, shape: type[ErrorShape] = ErrorShap
 
 
 def json_response(answer: Any, call: Call | None = None, status: int = 200) -> Response:
-    """Return the answer as JSON. With a call, it must be an `Answer`, which gets the call's warnings, or a list."""
+    """Return the answer as JSON. With a call, it must be an `Output`, which gets the call's warnings, or a list."""
     found = answer if call is None or isinstance(answer, list) else with_warnings(answer, call.warnings)
     return Response(msgspec.json.encode(found), status, media_type=JSON)
 

@@ -7,7 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
-from infer.serving.protocols.answers import Answer, Count, Json, call_values
+from infer.serving.protocols.answers import Count, Json, Output, call_values
 from infer.serving.protocols.anthropic.ask import MessagesBody, ask_message, complete_messages
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape
@@ -72,7 +72,7 @@ class Stop(NamedTuple):
     stop_sequence: str | None = None
 
 
-class AnthropicMessage(Answer, tag_field="type", tag="message"):
+class AnthropicMessage(Output, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"]
     model: str
@@ -209,5 +209,5 @@ def _usage(num_prompt_tokens: int, num_reused: int, num_answer_tokens: int) -> M
     )
 
 
-class InputTokens(Answer):
+class InputTokens(Output):
     input_tokens: Count

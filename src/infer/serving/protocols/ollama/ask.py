@@ -16,9 +16,9 @@ from infer.serving.protocols.bodies import Served, refuse_unless_neutral
 from infer.serving.protocols.fields import DECLARED, Parameters, as_given, body_from, refuse, shown
 from infer.serving.protocols.foreign import Foreign
 from infer.serving.protocols.ollama.events import (
-    OllamaAnswer,
     OllamaChat,
     OllamaGeneration,
+    OllamaOutput,
     OllamaShape,
     without_prompt,
 )
@@ -57,7 +57,7 @@ class _OllamaBody(Parameters, kw_only=True):
     model: str | None = None
 
 
-class AnsweringBody(_OllamaBody, kw_only=True):
+class _GeneratingBody(_OllamaBody, kw_only=True):
     """The fields of both routes that generate.
 
     `keep_alive` is for a server of several models. `seed` and `num_predict` are not in Ollama's API, but clients send
@@ -79,7 +79,7 @@ class AnsweringBody(_OllamaBody, kw_only=True):
 
 
 @final
-class OllamaChatBody(AnsweringBody, kw_only=True):
+class OllamaChatBody(_GeneratingBody, kw_only=True):
     """A conversation. Without messages, the model is only loaded, or unloaded if `keep_alive` is 0."""
 
     is_chat = True
@@ -89,7 +89,7 @@ class OllamaChatBody(AnsweringBody, kw_only=True):
 
 
 @final
-class OllamaGenerateBody(AnsweringBody, kw_only=True):
+class OllamaGenerateBody(_GeneratingBody, kw_only=True):
     """A prompt: a user's message, or a text to continue if it is `raw`, has a `suffix`, or if there is no template.
 
     Without a prompt, the model is only loaded, or unloaded if `keep_alive` is 0.
@@ -137,14 +137,14 @@ class OllamaModelBody(_OllamaBody, kw_only=True):
     stream: bool | None = None  # the default is true
 
 
-def ask_conversation(body: OllamaChatBody, served: Served) -> Ask | OllamaAnswer:
+def ask_conversation(body: OllamaChatBody, served: Served) -> Ask | OllamaOutput:
     """Return what a body asks. Raises BodyError."""
     if not body.messages:
         return _load(body, served)
     return _ask_chat([_message(each) for each in body.messages or ()], body.tools, body, served)
 
 
-def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask | Callable[[], Ask] | OllamaAnswer:
+def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask | Callable[[], Ask] | OllamaOutput:
     """Return what a body asks: an answer to a user's message, or the continuation of a text. Raises BodyError."""
     if not (body.prompt or body.suffix):
         return _load(body, served)
@@ -162,7 +162,7 @@ def ask_generation(body: OllamaGenerateBody, served: Served) -> Ask | Callable[[
     return ask_completion(meant, served)
 
 
-def _load(body: AnsweringBody, served: Served) -> OllamaAnswer:
+def _load(body: _GeneratingBody, served: Served) -> OllamaOutput:
     is_unloaded = seconds_of(body.keep_alive) == 0
     return without_prompt(served.model, served.created, is_chat=body.is_chat, is_unloaded=is_unloaded)
 
@@ -192,7 +192,7 @@ def _seconds_of_text(given: str) -> float:
     return -seconds if text.startswith("-") else seconds
 
 
-def _ask_chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody, served: Served) -> Ask:
+def _ask_chat(messages: list[Any], tools: list[Any] | None, body: _GeneratingBody, served: Served) -> Ask:
     given = _sampling(body) | {"messages": messages, "tools": tools}
     if body.logprobs or body.top_logprobs:
         given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
@@ -208,7 +208,7 @@ def _ask_chat(messages: list[Any], tools: list[Any] | None, body: AnsweringBody,
     return ask_chat(meant, served)
 
 
-def _sampling(body: AnsweringBody) -> dict[str, Any]:
+def _sampling(body: _GeneratingBody) -> dict[str, Any]:
     """Return the options of a body, with its seed and its format, as fields of an OpenAI body.
 
     An answer is as long as the context allows unless an option limits it.

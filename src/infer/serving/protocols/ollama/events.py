@@ -14,9 +14,9 @@ from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenL
 from infer.sampling_params import PARAMETERS
 from infer.serving.protocols.answers import (
     FINISH_REASONS,
-    Answer,
     Count,
     Json,
+    Output,
     ScoredChoice,
     Spelling,
     call_values,
@@ -49,7 +49,7 @@ class OllamaMessage(Struct):
     tool_calls: list[OllamaCall] | UnsetType = UNSET
 
 
-class OllamaAnswer(Answer, kw_only=True):
+class OllamaOutput(Output, kw_only=True):
     """The fields of an answer and of each line of it. The last line has the counts, and times in nanoseconds."""
 
     model: str
@@ -66,11 +66,11 @@ class OllamaAnswer(Answer, kw_only=True):
     eval_duration: Count | UnsetType = UNSET
 
 
-class OllamaChat(OllamaAnswer, kw_only=True):
+class OllamaChat(OllamaOutput, kw_only=True):
     message: OllamaMessage
 
 
-class OllamaGeneration(OllamaAnswer, kw_only=True):
+class OllamaGeneration(OllamaOutput, kw_only=True):
     response: str
     thinking: str | UnsetType = UNSET
 
@@ -104,16 +104,16 @@ class OllamaShape(Shape):
         self._served, self._is_chat = accepted.served, body.is_chat
         self._spelling = Spelling.of(accepted.served.llm.tokenizer) if body.logprobs else None
 
-    def whole(self, results: Sequence[GenerationResult]) -> OllamaAnswer:
+    def whole(self, results: Sequence[GenerationResult]) -> OllamaOutput:
         (result,) = results
         scored = self._scored(result.logprobs or (), result.finish_reason)
         fields = self._end(result) | {"logprobs": scored}
         return self._answer(result.text, result.reasoning or "", result.tool_calls, **fields)
 
-    def chunks(self, part: Delta) -> list[OllamaAnswer]:
+    def chunks(self, part: Delta) -> list[OllamaOutput]:
         thinking = "".join(delta.text for delta in part.deltas if isinstance(delta, ReasoningDelta))
         scored = self._scored(logprobs_of(part.pieces), part.pieces[-1].finish_reason) if part.pieces else UNSET
-        found = list[OllamaAnswer]()
+        found = list[OllamaOutput]()
         if part.text or thinking or scored:
             found.append(self._answer(part.text, thinking, logprobs=scored))
         if (result := part.result) is not None:
@@ -124,7 +124,7 @@ class OllamaShape(Shape):
 
     def _answer(
         self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = (), *, done: bool = False, **fields: Any
-    ) -> OllamaAnswer:
+    ) -> OllamaOutput:
         served = self._served
         fields |= {"model": served.model, "created_at": time_text(float(served.created)), "done": done}
         if not self._is_chat:
@@ -152,7 +152,7 @@ class OllamaShape(Shape):
         return chat_entries(without_end(logprobs, finish_reason), self._spelling)  # dicts of the Struct's fields
 
 
-def without_prompt(model: str, created: int, *, is_chat: bool, is_unloaded: bool) -> OllamaAnswer:
+def without_prompt(model: str, created: int, *, is_chat: bool, is_unloaded: bool) -> OllamaOutput:
     """Return the answer to a body without a prompt, which only loads or unloads the model."""
     end: Any = {"done": True, "done_reason": "unload" if is_unloaded else "load"}
     fields = {"model": model, "created_at": time_text(float(created)), **end}

@@ -80,7 +80,7 @@ class TextPart(Struct, omit_defaults=True):
 
 
 @final
-class AnswerText(Struct, tag_field="type", tag="text"):
+class AssistantText(Struct, tag_field="type", tag="text"):
     text: str
 
 
@@ -123,7 +123,7 @@ class ToolCallBody(Struct, kw_only=True):
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
     """An earlier answer of this server or another."""
 
-    content: str | list[AnswerText | OutputRefusal] | None = None
+    content: str | list[AssistantText | OutputRefusal] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

@@ -15,7 +15,7 @@ from infer.serving.protocols.answers import (
     CalledTool,
     ChatFinishReason,
     Count,
-    HeadedAnswer,
+    HeadedOutput,
     Json,
     ScoredChoice,
     Spelling,
@@ -79,7 +79,7 @@ class ChatChoice(Struct):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(HeadedAnswer, tag_field="object", tag="chat.completion"):
+class ChatCompletion(HeadedOutput, tag_field="object", tag="chat.completion"):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -96,7 +96,7 @@ class ChunkChoice(Struct, kw_only=True):
     token_origins: list[str] | UnsetType = UNSET
 
 
-class ChatChunk(HeadedAnswer, tag_field="object", tag="chat.completion.chunk"):
+class ChatChunk(HeadedOutput, tag_field="object", tag="chat.completion.chunk"):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -202,7 +202,7 @@ class CompletionChoice(Struct):
     prompt_logprobs: list[Json | None] | UnsetType = UNSET
 
 
-class Completion(HeadedAnswer, tag_field="object", tag="text_completion"):
+class Completion(HeadedOutput, tag_field="object", tag="text_completion"):
     """The answer, or a chunk of it. The last chunks have the usage and the reasons why choices ended."""
 
     choices: list[CompletionChoice]

@@ -11,9 +11,9 @@ from msgspec.structs import replace as replace_fields
 from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
 from infer.serving.protocols.answers import (
     FINISH_REASONS,
-    Answer,
     Count,
     Json,
+    Output,
     Spelling,
     chat_entries,
     extension,
@@ -80,7 +80,7 @@ class ResponseUsage(Struct):
     total_tokens: Count
 
 
-class ResponseAnswer(Answer, kw_only=True, tag_field="object", tag="response"):
+class ResponseOutput(Output, kw_only=True, tag_field="object", tag="response"):
     """A response. It is not stored, so no later request can refer to it."""
 
     id: str
@@ -113,7 +113,7 @@ class ResponseShape(Shape):
     One item of a stream is open at a time. It is closed when the next item begins, or at the end of the stream.
     """
 
-    body, answer, ask, complete = ResponseBody, ResponseAnswer, ask_response, complete_response
+    body, answer, ask, complete = ResponseBody, ResponseOutput, ask_response, complete_response
     last = b""
 
     def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
@@ -126,7 +126,7 @@ class ResponseShape(Shape):
         self._written = ""  # the part of its text or arguments that was sent
         self._logprobs: list[Json] = []
         self._begun = partial(
-            ResponseAnswer,
+            ResponseOutput,
             id=head.id,
             created_at=head.created,
             model=head.model,
@@ -145,7 +145,7 @@ class ResponseShape(Shape):
             truncation=body.truncation or "disabled",
         )
 
-    def whole(self, results: Sequence[GenerationResult]) -> ResponseAnswer:
+    def whole(self, results: Sequence[GenerationResult]) -> ResponseOutput:
         (result,) = results
         is_cut = FINISH_REASONS[result.finish_reason] == "length"
         status: Status = "incomplete" if is_cut else "completed"
@@ -306,5 +306,5 @@ def _usage(result: GenerationResult) -> ResponseUsage:
     )
 
 
-class ResponseInputTokens(Answer, tag_field="object", tag="response.input_tokens"):
+class ResponseInputTokens(Output, tag_field="object", tag="response.input_tokens"):
     input_tokens: Count

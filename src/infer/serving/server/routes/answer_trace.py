@@ -17,13 +17,13 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
 from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES, NUM_TOKENS_OF_COMPLETIONS
 from infer.serving.protocols.answers import (
-    Answer,
     Bytes,
     CalledTool,
     ChatFinishReason,
     Count,
-    HeadedAnswer,
+    HeadedOutput,
     Json,
+    Output,
     StopReason,
     Usage,
     delta_fields,
@@ -58,7 +58,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {"n": (1,), "prompt_logprobs": (), 
 _OF_MESSAGES = [name for name in ConversationBody.__struct_fields__ if name not in CompletingBody.__struct_fields__]
 
 
-class OneAnswerBody(ConversationBody, kw_only=True):
+class OneChoiceBody(ConversationBody, kw_only=True):
     """A request for one answer: either `prompt` or `messages`, with the fields that belong to it."""
 
     prompt: str | list[TokenId] | None = None
@@ -66,7 +66,7 @@ class OneAnswerBody(ConversationBody, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
-def ask_one(body: OneAnswerBody, served: Served, answer_prefix: Sequence[int] = ()) -> Ask:
+def ask_one(body: OneChoiceBody, served: Served, answer_prefix: Sequence[int] = ()) -> Ask:
     """Return what a body asks. Raises BodyError."""
     refuse_unless_neutral(body, _NEUTRAL)
     prompt_name, values = "prompt" if body.messages is None else "messages", sampling_values(body)
@@ -95,7 +95,7 @@ def end_of(result: GenerationResult) -> Json:
 
 
 @final
-class TraceBody(OneAnswerBody, kw_only=True):
+class TraceBody(OneChoiceBody, kw_only=True):
     """A request for a trace.
 
     `answer_token_ids` is an existing answer, of which `num_tokens` tokens are traced from `position` on. It may differ
@@ -120,7 +120,7 @@ class TracedToken(Struct):
     bytes: Bytes
 
 
-class Trace(Answer, kw_only=True, tag_field="object", tag="trace"):
+class Trace(Output, kw_only=True, tag_field="object", tag="trace"):
     """The trace of an answer. The fields from `text` to `usage` exist only if the answer was generated."""
 
     model: str
@@ -203,7 +203,7 @@ def _token(each: SampleTrace, spelling: Bytes) -> TracedToken:
 
 
 @final
-class BranchBody(OneAnswerBody, kw_only=True):
+class BranchBody(OneChoiceBody, kw_only=True):
     """The answer's tokens, the number of tokens to keep, and the next token, which is sampled if `token_id` is None."""
 
     answer_token_ids: list[TokenId]
@@ -224,7 +224,7 @@ def prefix_of(body: BranchBody) -> list[int]:
     return body.answer_token_ids[: body.position] + ([] if body.token_id is None else [body.token_id])
 
 
-class BranchFields(HeadedAnswer, kw_only=True):
+class BranchFields(HeadedOutput, kw_only=True):
     """The fields of a branch and of its chunks. `num_given` of its tokens were not sampled."""
 
     text: str

@@ -19,7 +19,7 @@ from starlette.responses import Response
 import infer
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
-from infer.serving.protocols.answers import Answer, Count
+from infer.serving.protocols.answers import Count, Output
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import LINES, line
 from infer.serving.protocols.fields import refuse
@@ -146,7 +146,7 @@ class OllamaVersion(Struct):
     infer: str
 
 
-class OllamaVectors(Answer, kw_only=True):
+class OllamaVectors(Output, kw_only=True):
     model: str
     embeddings: list[list[float]]
     total_duration: Count
@@ -154,7 +154,7 @@ class OllamaVectors(Answer, kw_only=True):
     prompt_eval_count: Count
 
 
-class OllamaVector(Answer, kw_only=True):
+class OllamaVector(Output, kw_only=True):
     embedding: list[float]
 
 

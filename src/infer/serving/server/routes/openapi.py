@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import infer
-from infer.serving.protocols.answers import ErrorAnswer, Json
+from infer.serving.protocols.answers import ErrorOutput, Json
 from infer.serving.protocols.events import EVENTS, LINES
 from infer.serving.server.endpoint import JSON, ApiRoute, get, json_response
 from infer.serving.server.routes.status import Health
@@ -91,9 +91,9 @@ def document(table: Sequence[ApiRoute]) -> Json:
     """Return the description of the routes. It does not depend on the model."""
     types = [kind for each in table for kind in (each.body, each.answer) if not isinstance(kind, str | None)]
     schemas, components = msgspec.json.schema_components(
-        [*types, ErrorAnswer], ref_template="#/components/schemas/{name}"
+        [*types, ErrorOutput], ref_template="#/components/schemas/{name}"
     )
-    schema_by_type = dict(zip([*types, ErrorAnswer], schemas, strict=True))
+    schema_by_type = dict(zip([*types, ErrorOutput], schemas, strict=True))
     for name, fields in _REFINED.items():
         components[name]["properties"].update(fields)
     for name in _UNTYPED:
@@ -149,7 +149,7 @@ def _responses(route: ApiRoute, schema_by_type: Mapping[Any, Json]) -> Json:
             or status not in _OF_BODIES
             or (status == 400 and (route.parameters or route.method != "GET"))
         ):
-            kind = Health if status == 503 and route.answer is Health else ErrorAnswer
+            kind = Health if status == 503 and route.answer is Health else ErrorOutput
             found[str(status)] = {"description": description, "content": _json_of(schema_by_type[kind])}
     return found
 

@@ -15,21 +15,21 @@ from starlette.responses import Response
 
 import infer
 from infer.outputs import ranked
-from infer.serving.protocols.answers import Answer
+from infer.serving.protocols.answers import Output
 from infer.serving.protocols.bodies import refusing
 from infer.serving.protocols.events import with_warnings
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.retrieval import (
-    ClassifyAnswer,
     ClassifyBody,
+    ClassifyOutput,
     Embeddings,
     EmbeddingsBody,
     EmbeddingsUsage,
-    RerankAnswer,
     RerankBody,
+    RerankOutput,
     Score,
-    ScoreAnswer,
     ScoreBody,
+    ScoreOutput,
     texts_of,
     texts_or_pairs_of,
 )
@@ -50,7 +50,7 @@ async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody)
 
 
 async def embed(
-    request: Request, state: ServerState, body: EmbeddingsBody, make_answer: Callable[[Any, int], Answer]
+    request: Request, state: ServerState, body: EmbeddingsBody, make_answer: Callable[[Any, int], Output]
 ) -> Response:
     """Return the answer that `make_answer` makes of the vectors (float32 `[texts, size]`) and the number of tokens."""
     host, call = state.llm().host, call_of(request)
@@ -71,14 +71,14 @@ async def rerank(request: Request, state: ServerState, body: RerankBody) -> Resp
     check_model(request, state, body.model)
     scores, num_tokens = await _score(request, state, body, [(body.query, each) for each in documents], "documents")
     results, usage = body.items(ranked(scores, documents, body.top_n)), EmbeddingsUsage(num_tokens, num_tokens)
-    answer = RerankAnswer(id="rerank-" + call.id.removeprefix("req-"), model=call.model, results=results, usage=usage)
+    answer = RerankOutput(id="rerank-" + call.id.removeprefix("req-"), model=call.model, results=results, usage=usage)
     return json_response(answer, call)
 
 
 async def score(request: Request, state: ServerState, body: ScoreBody) -> Response:
     check_model(request, state, body.model)
     scores, num_tokens = await _score(request, state, body, body.pairs(), "text_2")
-    return _list_response(request, ScoreAnswer, "score", list(starmap(Score, enumerate(scores))), num_tokens)
+    return _list_response(request, ScoreOutput, "score", list(starmap(Score, enumerate(scores))), num_tokens)
 
 
 async def classify(request: Request, state: ServerState, body: ClassifyBody) -> Response:
@@ -89,7 +89,7 @@ async def classify(request: Request, state: ServerState, body: ClassifyBody) -> 
         raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
     computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_labels(texts, truncate=truncate))
     data = body.items(computed.found, classifier.labels)
-    return _list_response(request, ClassifyAnswer, "classify", data, computed.texts.num_tokens)
+    return _list_response(request, ClassifyOutput, "classify", data, computed.texts.num_tokens)
 
 
 async def _score(
@@ -122,7 +122,7 @@ async def _compute(request: Request, state: ServerState, texts: Any, name: str, 
 
 
 def _list_response(
-    request: Request, kind: type[ScoreAnswer | ClassifyAnswer], name: str, data: list[Any], num_tokens: int
+    request: Request, kind: type[ScoreOutput | ClassifyOutput], name: str, data: list[Any], num_tokens: int
 ) -> Response:
     call, usage = call_of(request), EmbeddingsUsage(num_tokens, num_tokens)
     own_id = f"{name}-{call.id.removeprefix('req-')}"
@@ -132,9 +132,9 @@ def _list_response(
 ROUTES = [
     post("/v1/embeddings", embeddings, "Convert texts to vectors", EmbeddingsBody, Embeddings, "embeddings"),
     *(
-        post(path, rerank, "Rank documents by their relevance to a query", RerankBody, RerankAnswer, "rerank")
+        post(path, rerank, "Rank documents by their relevance to a query", RerankBody, RerankOutput, "rerank")
         for path in ("/v1/rerank", "/v2/rerank")
     ),
-    post("/v1/score", score, "Score how relevant texts are to others", ScoreBody, ScoreAnswer, "rerank"),
-    post("/v1/classify", classify, "Label texts", ClassifyBody, ClassifyAnswer, "classify"),
+    post("/v1/score", score, "Score how relevant texts are to others", ScoreBody, ScoreOutput, "rerank"),
+    post("/v1/classify", classify, "Label texts", ClassifyBody, ClassifyOutput, "classify"),
 ]

@@ -16,7 +16,7 @@ from starlette.responses import Response
 import infer
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
-from infer.serving.protocols.answers import Answer, Bytes, Count
+from infer.serving.protocols.answers import Bytes, Count, Output
 from infer.serving.protocols.bodies import plain, template_variables
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
@@ -88,7 +88,7 @@ class TokenPiece(Struct):
     piece: str | Bytes
 
 
-class Tokens(Answer, kw_only=True):
+class Tokens(Output, kw_only=True):
     """The ids of a text or a conversation, with the text of each id if requested.
 
     An answer in llama.cpp's format has only `tokens`. An answer in vLLM's format has the counts, too.
@@ -100,14 +100,14 @@ class Tokens(Answer, kw_only=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
-class DetokenizedText(Answer):
+class DetokenizedText(Output):
     """The text under both names, llama.cpp's and vLLM's."""
 
     content: str
     prompt: str
 
 
-class RenderedTemplate(Answer):
+class RenderedTemplate(Output):
     prompt: str
 
 

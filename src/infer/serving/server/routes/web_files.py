@@ -16,7 +16,7 @@ from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.endpoint import get
-from infer.serving.server.routes.answer_trace import OneAnswerBody
+from infer.serving.server.routes.answer_trace import OneChoiceBody
 from infer.serving.server.server_state import ServerState
 
 _HEADERS = {
@@ -61,7 +61,7 @@ def page_parameters() -> dict[str, Any]:
     return {
         "numbers": [_slider(name) for name, declared in PARAMETERS.items() if declared.slider is not None],
         "headings": {name: declared.stage for name, declared in PARAMETERS.items() if declared.stage},
-        "shared": [name for name in OneAnswerBody.__struct_fields__ if name not in _NOT_SHARED],
+        "shared": [name for name in OneChoiceBody.__struct_fields__ if name not in _NOT_SHARED],
     }
 
 

@@ -18,7 +18,7 @@ _ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # tokens of a usual answer; cost of its
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class AskedBody(NamedTuple):
+class RoutedBody(NamedTuple):
     """A request's body. If it `is_repeatable`, a stream that is requested again has the same events.
 
     A body of Ollama that is `without_prompt` only loads its model, or unloads it if `keep_alive` is 0.
@@ -32,7 +32,7 @@ class AskedBody(NamedTuple):
     without_prompt: bool = False
 
 
-def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> AskedBody:
+def read_routed(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> RoutedBody:
     """Return the body of a request. A repeatable one gets a random seed if it has none.
 
     Caches are shared only within one tenant. A body without a `session` may name one as its `prompt_cache_key`. Raises
@@ -44,7 +44,7 @@ def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool
     except (msgspec.DecodeError, UnicodeDecodeError):
         fields = None
     if not isinstance(fields, dict):  # unchanged, because the replica's refusal names its bytes
-        return AskedBody(content, RoutedPrompt(0), is_repeatable)
+        return RoutedBody(content, RoutedPrompt(0), is_repeatable)
     if is_repeatable and fields.get("seed") is None:
         content = msgspec.json.encode({**_decoder.decode(content), "seed": secrets.randbits(SEED_BITS)})
     model, text = fields.get("model"), msgspec.json.encode([fields.get(name) for name in _FIELDS])
@@ -58,6 +58,6 @@ def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool
     )
     keep_alive = given if type(given := fields.get("keep_alive")) in (int, float, str) else None
     without_prompt = not any(fields.get(name) for name in _PROMPTS)
-    return AskedBody(
+    return RoutedBody(
         content, prompt, is_repeatable, model if isinstance(model, str) else None, keep_alive, without_prompt
     )

@@ -116,7 +116,7 @@ def _measure_all(
     # The buffers for the bandwidth would count as memory of the next config.
     read_bytes = 0 if is_suite or not llm.model.backend.computes_on_host else None
     if is_suite and not options.as_json:
-        writer.write(heading() + "\n")
+        writer.write(_suite_row(*_HEADINGS) + "\n")
     for name, work in works.items():
         with Spinner(f"measuring {name if is_suite else options.model}") as spinner:
             speeds[name] = measure(llm, work, spinner.progress, read_bytes=read_bytes)
@@ -216,10 +216,6 @@ def _rate(operation: StepOperation, found: Profile) -> str:
 def columns(values: Sequence[float], highest: float) -> str:
     """Return one character per value, from ▁ for the smallest to █ for the highest."""
     return "".join(LEVELS[round((len(LEVELS) - 1) * value / highest)] for value in values)
-
-
-def heading() -> str:
-    return _suite_row(*_HEADINGS)
 
 
 def config_lines(name: str, speed: Speed) -> Iterator[str]:

@@ -61,7 +61,7 @@ def run_explain(options: ExplainOptions) -> None:
 def lines(found: Explanation) -> Iterator[str]:
     network, tokenizer = found.architecture, found.tokenizer
     count = f"{found.num_parameters / 1e6:,.1f} M values in {found.file_bytes / 1e6:,.1f} MB of {found.file_format}"
-    num_layers = sum(len(group.layers) for group in found.layer_groups)
+    num_layers, uses = sum(len(group.layers) for group in found.layer_groups), " and ".join(found.uses)
     rows = [
         ("model", f"{found.name}: {network['family']}, {count}"),
         ("file", found.path),
@@ -71,7 +71,7 @@ def lines(found: Explanation) -> Iterator[str]:
         ("tokenizer", f"{tokenizer.kind} ({tokenizer.pre_tokenizer}), {tokenizer.vocab_size:,} tokens, "
                       f"{tokenizer.num_special_tokens:,} of them special, "
                       + (f"begins with {tokenizer.bos}" if tokenizer.adds_bos else "adds no first token")),
-        *([("use", _use(found))] if found.uses else []),
+        *([("use", f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses)] if uses else []),
         *([] if found.is_encoder else _answers(found)),
         *((each.type, _stored(each)) for each in found.weights),
         ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
@@ -79,11 +79,6 @@ def lines(found: Explanation) -> Iterator[str]:
         *([("state", _state(found.state_bytes))] if found.state_bytes else []),
     ]  # fmt: skip
     return columns_of_rows(rows, "<<")
-
-
-def _use(found: Explanation) -> str:
-    uses = " and ".join(found.uses)
-    return f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses
 
 
 def _answers(found: Explanation) -> Iterator[tuple[str, str]]:

@@ -272,13 +272,9 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
         kept += ["--pool-pages", str(found.cache.pool_pages)]
         if (states := found.cache.settings.state_memory_mb) is not None:
             kept += ["--state-memory-mb", str(states)]
-    return ModelPlan(found.num_bytes, kept, _takes(options, found.takes), found.context)
-
-
-def _takes(options: ServeOptions, tasks: Sequence[str]) -> Sequence[str]:
-    """Return the tasks that a model can do, according to its files and to the options for all models."""
     by_options = {"embed": options.server.allow_embeddings, "rerank": options.settings.reranker != "auto"}
-    return [*tasks, *(name for name, is_true in by_options.items() if is_true and name not in tasks)]
+    more = (name for name, is_true in by_options.items() if is_true and name not in found.takes)
+    return ModelPlan(found.num_bytes, kept, [*found.takes, *more], found.context)
 
 
 def _command(options: ServeOptions, port: int, source: ModelSource, plan: ModelPlan) -> Sequence[str]:
@@ -309,7 +305,10 @@ def run_deploy(options: DeployOptions) -> int:
     )
     is_own = _join(num_cpus=threads * most)
     try:
-        port = _free_port(settings) if is_own else settings.port
+        port = settings.port
+        if is_own:
+            with bind(settings) as listener:  # which refuses a port that is taken
+                port = listener.getsockname()[1]
         serve.start(http_options={"host": settings.host, "port": port})
         serve.run(application(asked), name=_RAY_NAME, route_prefix="/")
         write_notice(f"{url_of(settings, port)}/v1: at most {most} replicas of {settings.model}")
@@ -320,13 +319,6 @@ def run_deploy(options: DeployOptions) -> int:
     finally:
         ray.shutdown()
     return 0
-
-
-def _free_port(settings: ServerSettings) -> int:
-    """Return the port to listen on. Raises InvalidRequestError if the requested port is taken."""
-    with bind(settings) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def _join(num_cpus: int) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any, final
 
 import numpy as np
@@ -23,7 +22,7 @@ from infer.cli.terminal import Spinner, TextWriter, has_cursor, json_text, note
 from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError, TruncationWarning
 from infer.serving.batch_file.output_file import OutputFile
-from infer.serving.batch_file.rows import BatchSettings, Line, Row, Write, read_rows
+from infer.serving.batch_file.rows import BatchSettings, Line, Row, read_rows
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.bodies import seed_of
 from infer.system.cores import num_processors
@@ -99,7 +98,10 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> i
             event = cancellation.event
             rows = progress.timed(row for row in _rows(source) if row.id in todo and not event.is_set())
             if todo and options.workers == 1:
-                _answer_here(load, rows, settings, cancel=event, write=write)
+                from infer.serving.batch_file.answering import answer_rows
+
+                with load() as llm:
+                    answer_rows(llm, rows, replace(settings, cancel=event), write)
             elif todo:
                 each = num_processors() // (options.workers * options.settings.tensor_parallel)
                 given = {"model": options.model, **vars(options.settings)}
@@ -109,13 +111,6 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> i
         if not (quiet and is_whole):
             note(_summary(progress, len(todo), num_failed))
     return cancellation.exit_status or int(num_failed + progress.num_failed > 0 or not is_whole)
-
-
-def _answer_here(load: Load, rows: Iterator[Row], settings: BatchSettings, *, cancel: Event, write: Write) -> None:
-    from infer.serving.batch_file.answering import answer_rows
-
-    with load() as llm:
-        answer_rows(llm, rows, replace(settings, cancel=cancel), write)
 
 
 def _rows(path: Path) -> Iterator[Row]:

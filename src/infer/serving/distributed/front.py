@@ -17,7 +17,7 @@ from infer.serving.distributed.routed_body import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, read_apart
-from infer.serving.server.process import Life, run_process
+from infer.serving.server.process import Life, ServerProcess
 from infer.serving.server.routes.status import health, metrics_response, ready
 from infer.serving.server.server_state import ServerState
 from infer.system.atomic import locked_folder
@@ -44,7 +44,7 @@ def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence
         replicas = Replicas(commands, sockets, seconds, partial(follow, state), has_spares=has_spares)
         life = Life(replicas.start, state.has_failed.wait, replicas.terminate)
         try:
-            return asyncio.run(run_process(state, listener, life, lambda state: None, Front(replicas).table))
+            return asyncio.run(ServerProcess(state, listener, Front(replicas).table).run(life))
         finally:
             replicas.kill()
 

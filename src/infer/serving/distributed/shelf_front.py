@@ -32,7 +32,7 @@ from infer.serving.protocols.ollama.events import (
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRoute, Handler, json_response, post
-from infer.serving.server.process import Life, run_process
+from infer.serving.server.process import Life, ServerProcess
 from infer.serving.server.routes import ollama, status, web_files
 from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.routes.served_models import (
@@ -70,7 +70,7 @@ async def _run(state: ServerState, listener: socket.socket, make_shelf: Callable
 
     life = Life(load, state.has_failed.wait, shelf.terminate)
     try:
-        return await run_process(state, listener, life, lambda state: None, ShelfFront(shelf).table)
+        return await ServerProcess(state, listener, ShelfFront(shelf).table).run(life)
     finally:
         shelf.kill()
 

@@ -155,13 +155,7 @@ def run_server(
     Raises the server's failure, such as the error that stopped the loading of the model.
     """
     life = Life(partial(load_model, state, load), state.has_failed.wait, lambda: None)
-    return asyncio.run(run_process(state, listener, life, on_ready, table))
-
-
-async def run_process(
-    state: ServerState, listener: socket.socket, life: "Life", on_ready: OnReady, table: Sequence[ApiRoute]
-) -> int:
-    return await _Process(state, listener, table).run(life, on_ready)
+    return asyncio.run(ServerProcess(state, listener, table).run(life, on_ready))
 
 
 class Life(NamedTuple):
@@ -177,13 +171,14 @@ class Life(NamedTuple):
 
 
 @final
-class _Process:
+class ServerProcess:
     def __init__(self, state: ServerState, listener: socket.socket, table: Sequence[ApiRoute]) -> None:
         self._state, self._listener, self._table = state, listener, table
         self._signals = list[int]()
         self._signalled = asyncio.Event()
 
-    async def run(self, life: Life, on_ready: OnReady) -> int:
+    async def run(self, life: Life, on_ready: OnReady = lambda state: None) -> int:
+        """Serve until a signal ends the server, and return the exit status of the process."""
         state, server = self._state, make_http_server(self._state, self._table)
         self._watch_signals()
         serving = asyncio.create_task(server.serve([self._listener]))
@@ -191,7 +186,7 @@ class _Process:
         await self._first_of(asyncio.create_task(life.load()))
         if state.phase == "ready":
             on_ready(state)
-            start_watchdog(state)
+            threading.Thread(target=_watch, args=[state], name="infer-watchdog", daemon=True).start()
             await self._first_of(asyncio.create_task(life.watch()))
         if self._signals:
             life.on_drain()
@@ -239,11 +234,6 @@ class _Process:
         for call in state.calls:
             call.cancel()
         server.config.timeout_graceful_shutdown = round(max(_LAST_SECONDS, deadline - time.monotonic()))
-
-
-def start_watchdog(state: ServerState) -> None:
-    """Start the watchdog on its own thread, which runs until the process ends."""
-    threading.Thread(target=_watch, args=[state], name="infer-watchdog", daemon=True).start()
 
 
 def _watch(state: ServerState) -> None:

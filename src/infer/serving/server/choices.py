@@ -27,7 +27,7 @@ from infer.serving.server.call import Call, call_of, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import (
     EventStream,
-    answer_any_model,
+    check_model,
     check_result,
     enter,
     json_response,
@@ -230,7 +230,8 @@ def _arrival(asked: Ask, context: int) -> Arrival:
 
 def served_by(request: Request, state: ServerState, body: Any) -> Served:
     """Return the model that answers a body, whatever model the body names."""
-    llm, call = answer_any_model(request, state, body.model), call_of(request)
+    llm, call = state.llm().llm, call_of(request)
+    check_model(request, state, body.model, is_any_taken=True)
     return Served(
         llm,
         id=call.id,

@@ -24,7 +24,6 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-import infer
 from infer.engine.step.request_options import RequestOptions
 from infer.errors import InferError
 from infer.outputs import GenerationResult
@@ -282,29 +281,20 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body must have at most {most} bytes", code="body_too_large", headers=_CLOSE)
 
 
-def check_model(request: Request, state: ServerState, name: str | None) -> None:
-    """Note the name that the request uses for the model; None means its first name. Raises ApiError 404 for another
-    model.
+def check_model(request: Request, state: ServerState, name: str | None, *, is_any_taken: bool = False) -> None:
+    """Note the name that the request uses for the model; None means its first name.
+
+    Raises ApiError 404 for another model, unless `is_any_taken`: then it is a warning.
     """
-    names = names_of(state)
+    names, call = names_of(state), call_of(request)
     if (name := known_name(name, names)) is not None and name not in names:
-        served = " or ".join(map(repr, names))
-        message = f"the model {name!r:.80} is not served here: name {served}"
-        raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
-    call_of(request).model = name or names[0]
-
-
-def answer_any_model(request: Request, state: ServerState, name: str | None) -> "infer.LLM":
-    """Return the model, and note the name that the request uses for it.
-
-    Another model's name is accepted with a warning. Raises ApiError 503 unless requests are served.
-    """
-    llm, names = state.llm().llm, names_of(state)
-    if (name := known_name(name, names)) is not None and name not in names:
-        call_of(request).warnings.append(f"the model {name!r:.80} is not served here: {names[0]!r} answers")
+        problem = f"the model {name!r:.80} is not served here"
+        if not is_any_taken:
+            message = f"{problem}: name {' or '.join(map(repr, names))}"
+            raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
+        call.warnings.append(f"{problem}: {names[0]!r} answers")
         name = None
-    call_of(request).model = name or names[0]
-    return llm
+    call.model = name or names[0]
 
 
 def known_name(name: str | None, known: Container[str]) -> str | None:

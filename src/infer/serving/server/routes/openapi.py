@@ -109,7 +109,10 @@ def document(table: Sequence[ApiRoute]) -> Json:
     for route in table:
         path = route.path.replace(":path}", "}")
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schema_by_type)
-    keys = {"bearer": {"type": "http", "scheme": "bearer"}, "header": _header("x-api-key")}
+    keys = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "infer", "version": infer.__version__, "description": "Fields that are null are absent."},
@@ -156,10 +159,6 @@ def _responses(route: ApiRoute, schema_by_type: Mapping[Any, Json]) -> Json:
 
 def _json_of(schema: Json) -> Json:
     return {JSON: {"schema": schema}}
-
-
-def _header(name: str) -> Json:
-    return {"type": "apiKey", "in": "header", "name": name}
 
 
 def docs_page(document: Json) -> str:

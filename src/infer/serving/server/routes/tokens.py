@@ -13,7 +13,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-import infer
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.serving.protocols.answers import Bytes, Count, Output
@@ -41,20 +40,11 @@ class _TemplateBody(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
 
-    def shown(self, llm: "infer.AsyncLLM", messages: Sequence[Message]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the messages and variables that the template of a chat completion receives.
-
-        Raises the template's errors.
-        """
-        given, options = messages_of(messages), RequestOptions(tools=plain(self.tools))
-        conversation = llm.host.requests.conversation(given, options, self.variables)
-        assert conversation is not None
-        return conversation.shown(given)
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """The template's variables. Raises ApiError for a name that cannot be a variable."""
-        return template_variables(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+    def ask(self, messages: Sequence[Message]) -> Ask:
+        """Return the conversation of a chat completion. Raises BodyError for a name that cannot be a variable."""
+        flags = self.add_generation_prompt, self.continue_final_message
+        variables = template_variables(self.chat_template_kwargs, *flags)
+        return Ask([messages_of(messages)], options=RequestOptions(tools=plain(self.tools)), variables=variables)
 
 
 @final
@@ -118,8 +108,7 @@ async def tokenize(request: Request, state: ServerState, body: TokenizeBody) -> 
 
     def encode() -> list[int]:
         if body.messages is not None:
-            messages, variables = body.shown(state.llm(), body.messages)
-            ids: list[int] = tokenizer.encode_chat(messages, **variables)
+            ids = encoded(host, body.ask(body.messages))
         elif body.prompt is not None:
             ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
@@ -158,7 +147,8 @@ async def apply_template(request: Request, state: ServerState, body: ApplyTempla
     check_model(request, state, body.model)
 
     def render() -> str:
-        messages, variables = body.shown(llm, body.messages)
+        asked = body.ask(body.messages)
+        messages, variables = _conversation(llm.host, asked).shown(list(asked.prompts[0]))
         return str(llm.host.tokenizer.render_chat_template(messages, **variables))
 
     text = await prepared(request, state, render, "messages")
@@ -167,14 +157,17 @@ async def apply_template(request: Request, state: ServerState, body: ApplyTempla
 
 async def count_prompt(request: Request, state: ServerState, asked: Ask) -> int:
     """Return the number of tokens of a conversation's prompt. Raises an ApiError that names the prompt's field."""
-    host, (messages,) = state.llm().host, asked.prompts
+    return len(await prepared(request, state, partial(encoded, state.llm().host, asked), asked.prompt_name))
 
-    def encode() -> list[int]:
-        conversation = host.requests.conversation(messages, asked.options, dict(asked.variables or {}))
-        assert conversation is not None
-        return conversation.encode(messages)
 
-    return len(await prepared(request, state, encode, asked.prompt_name))
+def encoded(host: Any, asked: Ask) -> list[int]:
+    """Return the ids of a conversation's prompt. Raises InvalidRequestError."""
+    ids: list[int] = _conversation(host, asked).encode(asked.prompts[0])
+    return ids
+
+
+def _conversation(host: Any, asked: Ask) -> Any:
+    return host.requests.conversation(asked.prompts[0], asked.options, dict(asked.variables or {}))
 
 
 def _kind_of(body: TokenizeBody) -> str:

@@ -92,7 +92,7 @@ class ErrorShape:
 
 
 class Shape(ErrorShape, ABC):
-    """What a protocol is: the Struct of its body, how a body asks, and the format of its answer and of its stream.
+    """A protocol: the Struct of its body, how a body asks, and the format of its answer and of its stream.
 
     A body is read as a `body`, after `complete` has converted the fields that other programs send. `answer` is the type
     of a whole answer.

@@ -17,9 +17,17 @@ from infer.engine.step.step_costs import Costs, StepCosts
 from infer.outputs import percentile
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import BodyError
-from infer.serving.server.door import Arrival, Door, Load, RemainingWork, WaitRatio, retry_headers
+from infer.serving.server.door import (
+    MAX_RETRY_SECONDS,
+    Arrival,
+    Door,
+    Load,
+    RemainingWork,
+    WaitingLine,
+    WaitRatio,
+    retry_headers,
+)
 from infer.serving.server.endpoint import text_tokens
-from infer.serving.server.waiting_line import MAX_RETRY_SECONDS, WaitingLine
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request
 

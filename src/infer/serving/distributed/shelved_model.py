@@ -21,9 +21,9 @@ from typing import NamedTuple, final
 from infer.errors import InferError
 from infer.serving.distributed.replica import Replica
 from infer.serving.protocols.api_errors import ApiError
+from infer.serving.server.door import MAX_RETRY_SECONDS
 from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.routes.served_models import StatusValue
-from infer.serving.server.waiting_line import MAX_RETRY_SECONDS
 
 log = logging.getLogger("infer.server")
 SLACK_SECONDS = 10.0  # for which a model is kept after the time that a client was told

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from infer.serving.batch_file.rows import BatchSettings, Line
+from infer.serving.batch_file.batch_rows import BatchSettings, Line
 
 
 def answer_or_die(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) -> None:

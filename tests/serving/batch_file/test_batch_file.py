@@ -24,8 +24,8 @@ from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
 from infer.serving.batch_file import answering, workers
 from infer.serving.batch_file.answering import answer_rows
+from infer.serving.batch_file.batch_rows import BatchSettings, Line, Row, error_line, read_rows, result_line
 from infer.serving.batch_file.output_file import OutputFile
-from infer.serving.batch_file.rows import BatchSettings, Line, Row, error_line, read_rows, result_line
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.answers import Spelling
 from infer.serving.protocols.bodies import seed_of

@@ -14,7 +14,7 @@ from cases import cases
 from commands import run
 from infer import LLM, InvalidRequestError
 from infer.outputs import TokenLogprob
-from infer.serving.batch_file.rows import ENDPOINTS, Row, read_row, row_of
+from infer.serving.batch_file.batch_rows import ENDPOINTS, Row, read_row, row_of
 from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling, completion_columns, without_end
 from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import BodyError, read_body

@@ -10,7 +10,7 @@ from msgspec import inspect
 from cases import cases
 from infer import LLM
 from infer.request_limits import MAX_DEPTH, MAX_DIGITS, MAX_KEYS, MAX_VALUES
-from infer.serving.batch_file.rows import read_row
+from infer.serving.batch_file.batch_rows import read_row
 from infer.serving.distributed.front import Front
 from infer.serving.distributed.shelf_front import ModelBody
 from infer.serving.server.app import ROUTES

@@ -21,8 +21,8 @@ from infer.cli.process_streams import cancel_on_signal, exit_on_signal
 from infer.cli.terminal import Spinner, TextWriter, has_cursor, json_text, note
 from infer.engine.texts.text_ids import VectorOptions
 from infer.errors import InvalidRequestError, TruncationWarning
+from infer.serving.batch_file.batch_rows import BatchSettings, Line, Row, read_rows
 from infer.serving.batch_file.output_file import OutputFile
-from infer.serving.batch_file.rows import BatchSettings, Line, Row, read_rows
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.bodies import seed_of
 from infer.system.cores import num_processors

@@ -20,7 +20,7 @@ from infer.engine.texts.text_tasks import TextTask, classifier_of, classify, emb
 from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
 from infer.sampling_params import values_from, without_zeros
-from infer.serving.batch_file.rows import (
+from infer.serving.batch_file.batch_rows import (
     BatchSettings,
     Line,
     Row,

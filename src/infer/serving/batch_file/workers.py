@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, final
 
 from infer.errors import InferError
-from infer.serving.batch_file.rows import BatchSettings, Line, Row, Write
+from infer.serving.batch_file.batch_rows import BatchSettings, Line, Row, Write
 from infer.system.child_process import receive_all
 
 _CHUNKS_AHEAD = 2  # chunks per process: while it answers one, it already has the next

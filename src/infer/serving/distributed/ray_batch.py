@@ -16,7 +16,7 @@ from infer.engine.requests.prompt_batch import BATCH_SIZE
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.serving.batch_file.answering import answer_rows
-from infer.serving.batch_file.rows import BatchSettings, Line, Row, read_row, row_of
+from infer.serving.batch_file.batch_rows import BatchSettings, Line, Row, read_row, row_of
 from infer.system.cores import default_num_threads, take_cores
 
 _TEXT = "text"  # the column of `ray.data.read_text`

@@ -17,16 +17,7 @@ from infer.engine.step.step_costs import Costs, StepCosts
 from infer.outputs import percentile
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import BodyError
-from infer.serving.server.door import (
-    MAX_RETRY_SECONDS,
-    Arrival,
-    Door,
-    Load,
-    RemainingWork,
-    WaitingLine,
-    WaitRatio,
-    retry_headers,
-)
+from infer.serving.server.door import Arrival, Door, Load, RemainingWork, WaitingLine, WaitRatio, retry_headers
 from infer.serving.server.endpoint import text_tokens
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request
@@ -367,7 +358,7 @@ def test_a_place_is_kept_for_as_long_as_its_client_comes_back_when_it_is_told() 
     for _ in range(20):
         places = [line.find(body, now) for body in (b"a", b"b", b"c")]
         assert line.seconds_before(places[1]) == 1.0
-        now += MAX_RETRY_SECONDS
+        now += 60.0  # the longest time that a client is told
         for place in places:
             place.due = now
 

@@ -16,6 +16,8 @@ from infer.text.toolcalls.formats import (
     HEADED,
     REASONING_FORMATS,
     SIGNS,
+    SYSTEM_TOOLS_SIGN,
+    WITH_SYSTEM_TOOLS,
     ReasoningFormat,
     ToolCallFormat,
     pattern_of,
@@ -101,8 +103,8 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
         return json.dumps(arguments, ensure_ascii=False)
     if form.syntax == "python":
         return ", ".join(f"{name}={written_value(value)}" for name, value in arguments.items())
-    if form.syntax == "gemma":
-        return gemma_value(arguments, form.quote)[1:-1]
+    if form.syntax == "bare":
+        return bare_value(arguments, form.quote)[1:-1]
     properties = {} if tool is None else tool.properties
     return "".join(
         form.before_key
@@ -127,15 +129,15 @@ def written_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def gemma_value(value: Any, quote: str) -> str:
-    """Return a value as JSON without spaces, but with names and texts in Gemma's form."""
+def bare_value(value: Any, quote: str) -> str:
+    """Return a value as JSON without spaces, but with bare names, and texts between two `quote`."""
     match value:
         case str():
             return f"{quote}{value}{quote}"
         case Mapping():
-            return "{" + ",".join(f"{name}:{gemma_value(each, quote)}" for name, each in value.items()) + "}"
+            return "{" + ",".join(f"{name}:{bare_value(each, quote)}" for name, each in value.items()) + "}"
         case list() | tuple():
-            return f"[{','.join(gemma_value(each, quote) for each in value)}]"
+            return f"[{','.join(bare_value(each, quote) for each in value)}]"
     return json.dumps(value)
 
 
@@ -151,7 +153,6 @@ _TOOLS = [_TOOL.to_json()]
 _HEARD = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
 _STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
 _RESPONSES = "tool_responses"  # key of a message with calls, in the first templates of Gemma 4
-_PHI_TOOLS = "<|tool|>"  # a template with this text reads the tools of a system message
 
 
 @final
@@ -192,7 +193,7 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     reasoning = reasoning_of(source)
     if reasoning is not None and reasoning.body and name not in (None, HEADED):
         raise InvalidRequestError(f"tool_format must be {HEADED} with this chat template, got {name!r:.80}")
-    in_system = _PHI_TOOLS in source
+    in_system = SYSTEM_TOOLS_SIGN in source
     num_names = _tried(render, [_USER], _TOOLS).count(_TOOL.name)  # occurrences in the list of tools
     shows_tools = num_names > 0
     past_calls = [_past_call(render, *style) for style in _STYLES]
@@ -272,9 +273,9 @@ def _squeezed(text: str) -> str:
 
 def _named_format(source: str) -> ToolCallFormat | None:
     """Return the format of a template that tells the model how to call, but does not write past calls itself."""
-    if _PHI_TOOLS in source:
-        return FORMATS["phi-4-mini"]
-    forms = [form for form in FORMATS.values() if form.trigger and form.name != "phi-4-mini"]
+    if SYSTEM_TOOLS_SIGN in source:
+        return FORMATS[WITH_SYSTEM_TOOLS]
+    forms = [form for form in FORMATS.values() if form.trigger and form.name != WITH_SYSTEM_TOOLS]
     signed = (FORMATS[name] for sign, name in SIGNS.items() if sign in source)
     return next((form for form in forms if form.trigger in source), next(signed, None))
 

@@ -13,11 +13,11 @@ from infer.text.grammar.json_schema import rewrite_schema
 from infer.text.grammar.libraries import Try, read_within
 from infer.text.grammar.patterns import check_pattern, translated, without_anchors
 from infer.text.grammar.schema_rewriter import Omissions
-from infer.text.toolcalls.answer_format import gemma_value, is_plain_text, written_value
+from infer.text.toolcalls.answer_format import bare_value, is_plain_text, written_value
 from infer.text.toolcalls.formats import ToolCallFormat
 from infer.text.toolcalls.lark_rules import (
     ANY_TEXT,
-    GEMMA_KEYS,
+    BARE_KEYS,
     LENGTHS,
     NOT_HELD,
     NOTES,
@@ -44,7 +44,7 @@ SEARCH_SECONDS = 1.0  # processor seconds for the searches in one tool
 ALL_SEARCH_SECONDS = 4.0  # processor seconds for the searches in all tools of a request
 _LIBRARY = "llguidance"
 _SINGLE_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
-_SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
+_SEPARATORS = {"python": '", "', "xml": '""', "bare": '","'}
 
 
 class _Part(NamedTuple):
@@ -165,7 +165,7 @@ class ArgumentGrammar:
             closed = {} if set(parameters) - OBJECT_KEYS else {"additionalProperties": False}
             first = {} if self._tool.is_strict else parameters  # keywords are named in their own order
             return self._json_rule(ROOT, {**first, **closed, **parameters})
-        if self._form.syntax == "gemma":
+        if self._form.syntax == "bare":
             self._json_rule(ROOT, parameters)  # it refuses values that are not schemas
         elif not self._tool.is_strict:
             self.left_out.update(self._schemas.left_out_of(parameters))
@@ -215,8 +215,8 @@ class ArgumentGrammar:
         match self._form.syntax:
             case "python":
                 return f"{json.dumps(spot.name + '=')} {self._python(spot, schema)}"
-            case "gemma":
-                return f"{json.dumps(spot.name + ':')} {self._gemma(spot, schema)}"
+            case "bare":
+                return f"{json.dumps(spot.name + ':')} {self._bare(spot, schema)}"
         return self._parameter(spot, schema)
 
     def _parameter(self, spot: Spot, schema: Any) -> str:
@@ -255,89 +255,89 @@ class ArgumentGrammar:
             self._parts.note(spot, problem_of(error), "pattern")
             return ""
 
-    def _gemma(self, spot: Spot, schema: Any) -> str:
-        """Return the rule of a schema's values with Gemma's quotes."""
+    def _bare(self, spot: Spot, schema: Any) -> str:
+        """Return the rule of a schema's values in the bare syntax."""
         schema = self._parts.rest(spot, schema)
         if schema is False:
             self._parts.note(spot, f"no value fulfils {spot.name}: leave it out")
         held = {key: schema[key] for key in schema if key not in NOT_HELD} if isinstance(schema, Mapping) else {}
         if not held:
-            return self._any_gemma()
+            return self._any_bare()
         word = next((each for each in ("anyOf", "oneOf", "enum", "const") if each in held), "type")
         if word == "oneOf":
             self._parts.note(spot, f"oneOf of {spot.name} cannot be enforced in this tool format: leave it out", word)
-        held = self._parts.allowed(spot, held, GEMMA_KEYS.get(word, {word}))
+        held = self._parts.allowed(spot, held, BARE_KEYS.get(word, {word}))
         if (values := values_of(held)) is not None:
-            return one_of(self._literal(gemma_value(value, self._form.quote)) for value in values)
+            return one_of(self._literal(bare_value(value, self._form.quote)) for value in values)
         if word in ("anyOf", "oneOf"):
-            return one_of(self._gemma(spot.inner(word, index), each) for index, each in enumerate(schema[word]))
+            return one_of(self._bare(spot.inner(word, index), each) for index, each in enumerate(schema[word]))
         match held.get("type"):
             case list(kinds):
-                return one_of(self._gemma_of(kind, spot, held) for kind in kinds)
+                return one_of(self._bare_of(kind, spot, held) for kind in kinds)
             case None:
                 if held:
                     only = next(iter(held)) if len(held) == 1 else ""
                     self._parts.note(spot, f"{spot.name} needs a type in this tool format", only)
-                return self._any_gemma()
+                return self._any_bare()
             case kind:
-                return self._gemma_of(kind, spot, held)
+                return self._bare_of(kind, spot, held)
 
-    def _gemma_of(self, kind: str, spot: Spot, schema: Mapping[str, Any]) -> str:
+    def _bare_of(self, kind: str, spot: Spot, schema: Mapping[str, Any]) -> str:
         """Return the rule of a schema's values of one type."""
         match kind:
             case "string":
                 return f"{self._literal(self._form.quote)} {self._plain_text(spot, of_texts(schema), self._form.quote)}"
             case "array":
-                return self._gemma_array(spot, schema)
+                return self._bare_array(spot, schema)
             case "object":
-                return self._gemma_object(spot, schema)
+                return self._bare_object(spot, schema)
         return self._json_rule(spot, {"type": kind} | {key: schema[key] for key in schema if key in NUMBER_KEYS})
 
-    def _gemma_array(self, spot: Spot, schema: Mapping[str, Any]) -> str:
+    def _bare_array(self, spot: Spot, schema: Mapping[str, Any]) -> str:
         least, most, rule = schema.get("minItems", 0), schema.get("maxItems"), f"item_{self._lark.next_number()}"
         items = schema.get("items", {})
         if parts := schema.get("prefixItems"):
             if items is False and least == len(parts):
                 inner = enumerate(parts)
-                each = ' "," '.join(self._gemma(spot.inner("prefixItems", index), part) for index, part in inner)
+                each = ' "," '.join(self._bare(spot.inner("prefixItems", index), part) for index, part in inner)
                 return f'"[" {each} "]"'
             problem = f"prefixItems of {spot.name} need items: false and minItems: {len(parts)} here"
             self._parts.note(spot, problem, "prefixItems")
             items = {}
         if most == 0:
             return '"[]"'
-        self._lark.rules[rule] = self._gemma(spot.inner("items"), items)
+        self._lark.rules[rule] = self._bare(spot.inner("items"), items)
         bounds = f"{max(least - 1, 0)},{'' if most is None else most - 1}"
         others = "" if most == 1 else f'("," {rule}){{{bounds}}}'
         return f'"[" ({rule} {others}){"" if least else "?"} "]"'
 
-    def _gemma_object(self, spot: Spot, schema: Mapping[str, Any]) -> str:
+    def _bare_object(self, spot: Spot, schema: Mapping[str, Any]) -> str:
         """Return the rule of an object. If members are named, no others are allowed; otherwise any member is."""
         members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         rule, required, each = f"object_{self._lark.next_number()}", required_of(schema), list[tuple[str, bool]]()
         if absent := sorted(set(required) - set(members)):
             self._parts.note(spot, f"{absent[0]} of {spot.name} is required: add it to the properties", "required")
         if not members and more is not False:
-            return self._gemma_members(self._gemma(spot.inner("additionalProperties"), more))
+            return self._bare_members(self._bare(spot.inner("additionalProperties"), more))
         for key, inner in members.items():
             at = spot.member(key)
             if self._parts.can_name(at, self._form):
-                each.append((f"{json.dumps(key + ':', ensure_ascii=False)} {self._gemma(at, inner)}", key in required))
-        return f'"{{" {self._lark.in_order(rule, each, _SEPARATORS["gemma"])} "}}"'
+                each.append((f"{json.dumps(key + ':', ensure_ascii=False)} {self._bare(at, inner)}", key in required))
+        return f'"{{" {self._lark.in_order(rule, each, _SEPARATORS["bare"])} "}}"'
 
-    def _gemma_members(self, value: str) -> str:
+    def _bare_members(self, value: str) -> str:
         """Return the rule of an object with any members of this value."""
         rule = f"member_{self._lark.next_number()}"
         self._lark.rules[rule] = f'/[A-Za-z_][A-Za-z_0-9]*/ ":" {value}'
         return f'"{{" ({rule} ("," {rule})*)? "}}"'
 
-    def _any_gemma(self) -> str:
+    def _any_bare(self) -> str:
         if "any_value" not in self._lark.rules:
             self._lark.rules["any_value"] = ""
             text = f"{self._literal(self._form.quote)} {self._plain_text(ROOT, {}, self._form.quote)}"
             plain = self._schemas.json_rule({"type": ["number", "boolean", "null"]})
             items = '"[" (any_value ("," any_value)*)? "]"'
-            self._lark.rules["any_value"] = f"{text} | {plain} | {items} | {self._gemma_members('any_value')}"
+            self._lark.rules["any_value"] = f"{text} | {plain} | {items} | {self._bare_members('any_value')}"
         return "any_value"
 
     def _python(self, spot: Spot, schema: Any) -> str:

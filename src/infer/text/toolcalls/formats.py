@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Literal, TypeVar, final
 
-ArgumentSyntax = Literal["json", "python", "xml", "gemma"]
-ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are skipped
+ArgumentSyntax = Literal["json", "python", "xml", "bare"]
+ID = "{id}"  # in a call: nine letters and digits of the model's own, which are skipped
 ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800
 _EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
@@ -18,32 +18,62 @@ _HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "hig
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ToolCallFormat:
-    """Notation of tool calls.
+    """Notation of tool calls, as samples.
 
-    A call is `before_name` name `before_arguments` arguments `after_arguments`. The calls of an answer are between
-    `opening` and `closing`, with `separator` between two calls. Text may be before the first `trigger`. Without a
-    trigger, the beginning of an answer distinguishes calls from text. In XML an argument is `before_key` key
-    `after_key` value `after_value`. In Gemma's syntax a text is between two `quote`.
+    `call` has the places `{name}` and `{arguments}`, and perhaps `{id}`. `calls` has two `{call}`, with the text around
+    and between the calls of an answer. In XML, `argument` has `{key}` and `{value}`. The bare syntax is JSON with names
+    that have no quotes, and with each text between two `quote`. Text may be before the first `trigger`. Without a
+    trigger, the beginning of an answer distinguishes calls from text.
     """
 
     name: str
-    before_name: str = '{"name": "'
-    before_arguments: str = '", "arguments": '
-    after_arguments: str = "}"
+    call: str
+    calls: str = "{call}{call}"
+    argument: str = ""
     syntax: ArgumentSyntax = "json"
-    before_key: str = ""
-    after_key: str = ""
-    after_value: str = ""
     quote: str = ""
-    opening: str = ""
-    separator: str = ""
-    closing: str = ""
     trigger: str = ""
     is_parallel: bool = True  # True if an answer may have several calls
     has_short_ids: bool = False
     ends_reasoning: bool = False  # True if models may begin a call without closing their reasoning
+
+    @property
+    def before_name(self) -> str:
+        return self.call.partition("{name}")[0]
+
+    @property
+    def before_arguments(self) -> str:
+        return self.call.partition("{name}")[2].partition("{arguments}")[0]
+
+    @property
+    def after_arguments(self) -> str:
+        return self.call.partition("{arguments}")[2]
+
+    @property
+    def before_key(self) -> str:
+        return self.argument.partition("{key}")[0]
+
+    @property
+    def after_key(self) -> str:
+        return self.argument.partition("{key}")[2].partition("{value}")[0]
+
+    @property
+    def after_value(self) -> str:
+        return self.argument.partition("{value}")[2]
+
+    @property
+    def opening(self) -> str:
+        return self.calls.split("{call}")[0]
+
+    @property
+    def separator(self) -> str:
+        return self.calls.split("{call}")[1]
+
+    @property
+    def closing(self) -> str:
+        return self.calls.split("{call}")[2]
 
     @property
     def start(self) -> str:
@@ -131,205 +161,109 @@ REASONING_FORMATS = (
     ReasoningFormat("<|channel>thought", "<channel|>"),  # Gemma 4
 )
 
-GENERIC = ToolCallFormat(name="json", separator="\n")
+_OBJECT = '{"name": "{name}", "arguments": {arguments}}'
+_LINES = "{call}\n{call}"
+GENERIC = ToolCallFormat("json", _OBJECT, _LINES)
 _FORMATS = (
+    ToolCallFormat("hermes", f"<tool_call>\n{_OBJECT}\n</tool_call>", _LINES, trigger="<tool_call>"),
     ToolCallFormat(
-        name="hermes",
-        before_name='<tool_call>\n{"name": "',
-        before_arguments='", "arguments": ',
-        after_arguments="}\n</tool_call>",
-        separator="\n",
-        trigger="<tool_call>",
-    ),
-    ToolCallFormat(
-        name="qwen3-coder",
-        before_name="<tool_call>\n<function=",
-        before_arguments=">\n",
-        after_arguments="</function>\n</tool_call>",
+        "qwen3-coder",
+        "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        _LINES,
+        "<parameter={key}>\n{value}\n</parameter>\n",
         syntax="xml",
-        before_key="<parameter=",
-        after_key=">\n",
-        after_value="\n</parameter>\n",
-        separator="\n",
         trigger="<tool_call>",
         ends_reasoning=True,
     ),
     ToolCallFormat(
-        name="glm-4.5",
-        before_name="<tool_call>",
-        before_arguments="\n",
-        after_arguments="</tool_call>",
+        "glm-4.5",
+        "<tool_call>{name}\n{arguments}</tool_call>",
+        _LINES,
+        "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         syntax="xml",
-        before_key="<arg_key>",
-        after_key="</arg_key>\n<arg_value>",
-        after_value="</arg_value>\n",
-        separator="\n",
         trigger="<tool_call>",
     ),
     ToolCallFormat(
-        name="glm-4.7",
-        before_name="<tool_call>",
-        before_arguments="",
-        after_arguments="</tool_call>",
+        "glm-4.7",
+        "<tool_call>{name}{arguments}</tool_call>",
+        argument="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
         syntax="xml",
-        before_key="<arg_key>",
-        after_key="</arg_key><arg_value>",
-        after_value="</arg_value>",
         trigger="<tool_call>",
     ),
     ToolCallFormat(
-        name="minimax-m2",
-        opening="<minimax:tool_call>\n",
-        before_name='<invoke name="',
-        before_arguments='">\n',
-        after_arguments="</invoke>\n",
+        "minimax-m2",
+        '<invoke name="{name}">\n{arguments}</invoke>\n',
+        "<minimax:tool_call>\n{call}{call}</minimax:tool_call>",
+        '<parameter name="{key}">{value}</parameter>\n',
         syntax="xml",
-        before_key='<parameter name="',
-        after_key='">',
-        after_value="</parameter>\n",
-        closing="</minimax:tool_call>",
         trigger="<minimax:tool_call>",
     ),
     ToolCallFormat(
-        name="seed-oss",
-        before_name="<seed:tool_call>\n<function=",
-        before_arguments=">\n",
-        after_arguments="</function>\n</seed:tool_call>",
+        "seed-oss",
+        "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
+        _LINES,
+        "<parameter={key}>{value}</parameter>\n",
         syntax="xml",
-        before_key="<parameter=",
-        after_key=">",
-        after_value="</parameter>\n",
-        separator="\n",
         trigger="<seed:tool_call>",
     ),
+    ToolCallFormat("mistral", _OBJECT, "[TOOL_CALLS][{call}, {call}]", trigger="[TOOL_CALLS]", has_short_ids=True),
+    ToolCallFormat("mistral-v3", _OBJECT, "[TOOL_CALLS] [{call}, {call}]", trigger="[TOOL_CALLS]", has_short_ids=True),
+    ToolCallFormat("mistral-v11", "[TOOL_CALLS]{name}[ARGS]{arguments}", trigger="[TOOL_CALLS]", has_short_ids=True),
     ToolCallFormat(
-        name="mistral",
-        opening="[TOOL_CALLS][",
-        separator=", ",
-        closing="]",
+        "mistral-call-id",
+        f"[TOOL_CALLS]{{name}}[CALL_ID]{ID}[ARGS]{{arguments}}",
         trigger="[TOOL_CALLS]",
         has_short_ids=True,
     ),
+    ToolCallFormat("phi-4-mini", _OBJECT, "<|tool_call|>[{call}, {call}]<|/tool_call|>", trigger="<|tool_call|>"),
+    ToolCallFormat("granite", _OBJECT, "<|tool_call|>[{call}, {call}]", trigger="<|tool_call|>"),
+    ToolCallFormat("functools", _OBJECT, "functools[{call}, {call}]", trigger="functools["),
     ToolCallFormat(
-        name="mistral-v3",
-        opening="[TOOL_CALLS] [",
-        separator=", ",
-        closing="]",
-        trigger="[TOOL_CALLS]",
-        has_short_ids=True,
-    ),
-    ToolCallFormat(
-        name="mistral-v11",
-        before_name="[TOOL_CALLS]",
-        before_arguments="[ARGS]",
-        after_arguments="",
-        trigger="[TOOL_CALLS]",
-        has_short_ids=True,
-    ),
-    ToolCallFormat(
-        name="mistral-call-id",
-        before_name="[TOOL_CALLS]",
-        before_arguments=f"[CALL_ID]{ID}[ARGS]",
-        after_arguments="",
-        trigger="[TOOL_CALLS]",
-        has_short_ids=True,
-    ),
-    ToolCallFormat(
-        name="phi-4-mini",
-        opening="<|tool_call|>[",
-        separator=", ",
-        closing="]<|/tool_call|>",
-        trigger="<|tool_call|>",
-    ),
-    ToolCallFormat(
-        name="granite",
-        opening="<|tool_call|>[",
-        separator=", ",
-        closing="]",
-        trigger="<|tool_call|>",
-    ),
-    ToolCallFormat(
-        name="functools",
-        opening="functools[",
-        separator=", ",
-        closing="]",
-        trigger="functools[",
-    ),
-    ToolCallFormat(
-        name="deepseek-v3",
-        opening="<｜tool▁calls▁begin｜>",
-        before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        before_arguments="\n```json\n",
-        after_arguments="\n```<｜tool▁call▁end｜>",
-        separator="\n",
-        closing="<｜tool▁calls▁end｜>",
+        "deepseek-v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>{call}\n{call}<｜tool▁calls▁end｜>",
         trigger="<｜tool▁calls▁begin｜>",
     ),
     ToolCallFormat(
-        name="deepseek-v3.1",
-        opening="<｜tool▁calls▁begin｜>",
-        before_name="<｜tool▁call▁begin｜>",
-        before_arguments="<｜tool▁sep｜>",
-        after_arguments="<｜tool▁call▁end｜>",
-        closing="<｜tool▁calls▁end｜>",
+        "deepseek-v3.1",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>{call}{call}<｜tool▁calls▁end｜>",
         trigger="<｜tool▁calls▁begin｜>",
     ),
     ToolCallFormat(
-        name="lfm2",
-        opening="<|tool_call_start|>[",
-        before_name="",
-        before_arguments="(",
-        after_arguments=")",
+        "lfm2",
+        "{name}({arguments})",
+        "<|tool_call_start|>[{call}, {call}]<|tool_call_end|>",
         syntax="python",
-        separator=", ",
-        closing="]<|tool_call_end|>",
         trigger="<|tool_call_start|>",
     ),
     ToolCallFormat(
-        name="functiongemma",
-        before_name="<start_function_call>call:",
-        before_arguments="{",
-        after_arguments="}<end_function_call>",
-        syntax="gemma",
+        "functiongemma",
+        "<start_function_call>call:{name}{{arguments}}<end_function_call>",
+        syntax="bare",
         quote="<escape>",
         trigger="<start_function_call>",
     ),
     ToolCallFormat(
-        name="gemma-4",
-        before_name="<|tool_call>call:",
-        before_arguments="{",
-        after_arguments="}<tool_call|>",
-        syntax="gemma",
+        "gemma-4",
+        "<|tool_call>call:{name}{{arguments}}<tool_call|>",
+        syntax="bare",
         quote='<|"|>',
         trigger="<|tool_call>",
     ),
     ToolCallFormat(
-        name="harmony",
-        before_name="to=functions.",
-        before_arguments="<|channel|>commentary json<|message|>",
-        after_arguments="",
+        "harmony",
+        "to=functions.{name}<|channel|>commentary json<|message|>{arguments}",
         trigger="to=functions.",
         is_parallel=False,
     ),
-    ToolCallFormat(
-        name="llama",
-        before_arguments='", "parameters": ',
-        after_arguments="}",
-        is_parallel=False,
-    ),
+    ToolCallFormat("llama", '{"name": "{name}", "parameters": {arguments}}', is_parallel=False),
     GENERIC,
-    ToolCallFormat(
-        name="pythonic",
-        opening="[",
-        before_name="",
-        before_arguments="(",
-        after_arguments=")",
-        syntax="python",
-        separator=", ",
-        closing="]",
-    ),
+    ToolCallFormat("pythonic", "{name}({arguments})", "[{call}, {call}]", syntax="python"),
 )
 FORMATS = {each.name: each for each in _FORMATS}
+# A template with this text reads the tools of a system message, and has the format of this name.
+SYSTEM_TOOLS_SIGN, WITH_SYSTEM_TOOLS = "<|tool|>", "phi-4-mini"
 SIGNS = {"<|tool_list_start|>": "lfm2", "List of tools: [": "lfm2"}  # texts of templates that only list tools
 HEADED = "harmony"  # the format of calls in answers of messages with headers
 

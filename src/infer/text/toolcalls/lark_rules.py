@@ -60,7 +60,7 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/&~#]")
 LENGTHS = ("minLength", "maxLength")
 PYTHON_KEYS = frozenset({"type", "enum", "const", "anyOf", "items", "properties", "required", "additionalProperties"})
 NUMBER_KEYS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-GEMMA_KEYS = {
+BARE_KEYS = {
     "anyOf": {"anyOf"},
     "enum": {"enum", "type"},
     "const": {"const", "type"},
@@ -79,7 +79,7 @@ _KNOWN = frozenset(
     }
 )
 _XML_NAME = re.compile(r"[\w$@.:/-]+")
-_GEMMA_SIGNS = re.compile(r"[{}\[\],:]|^$")
+_BARE_SIGNS = re.compile(r"[{}\[\],:]|^$")
 
 
 class Spot(NamedTuple):
@@ -137,8 +137,8 @@ class PartsLeftOut:
 
     def can_name(self, spot: Spot, form: ToolCallFormat) -> bool:
         """Return True if the format can write the name of an argument or a member. Otherwise leave it out."""
-        if form.syntax == "gemma":
-            is_name = not (_GEMMA_SIGNS.search(spot.name) or form.quote in spot.name)
+        if form.syntax == "bare":
+            is_name = not (_BARE_SIGNS.search(spot.name) or form.quote in spot.name)
         else:
             is_name = bool(_XML_NAME.fullmatch(spot.name)) if form.syntax == "xml" else spot.name.isidentifier()
         if not is_name:

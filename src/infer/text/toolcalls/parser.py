@@ -19,9 +19,9 @@ from infer.text.toolcalls.parsing import (
     MARKS,
     SPACES,
     ArgumentScanner,
+    BareArguments,
     ChannelParser,
     Delta,
-    GemmaArguments,
     JsonArguments,
     Parsed,
     Parser,
@@ -370,8 +370,8 @@ class AnswerParser(Parser):
                 return JsonArguments()
             case "python":
                 return PythonArguments()
-            case "gemma":
-                return GemmaArguments(form.quote)
+            case "bare":
+                return BareArguments(form.quote)
         tool = next((each for each in self._form.calls.tools if each.name == name), None)
         properties = {} if tool is None else tool.properties
         text_names = [key for key, schema in properties.items() if is_plain_text(schema)]

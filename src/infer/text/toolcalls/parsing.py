@@ -166,7 +166,7 @@ class PythonArguments(_RewrittenArguments):
 
 
 @final
-class GemmaArguments(_RewrittenArguments):
+class BareArguments(_RewrittenArguments):
     """`a:1,b:<escape>x<escape>,c:{d:[true]}`, up to the closing brace. Names and texts have no JSON quotes."""
 
     def __init__(self, quote: str) -> None:

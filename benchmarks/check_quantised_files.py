@@ -37,8 +37,8 @@ from infer.files.gguf.gguf import TypedValue, read_gguf
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
 from infer.files.gguf.importance_matrix import read_importance_matrix
 from infer.files.gguf.quantised_file import (
-    FileTensor,
     QuantisationRequest,
+    SourceTensor,
     choose_types,
     model_of_gguf,
     write_quantised,
@@ -167,7 +167,7 @@ def write_matrix(source: Path, path: Path, threads: int) -> None:
 def rescaled(model: Path, path: Path, seed: int) -> Path:
     """Write a packaged model in F32, with random scales between matrices that leave its function as it is."""
     file = read_gguf(model)
-    tensors = {name: floats(FileTensor(info)) for name, info in file.tensors.items()}
+    tensors = {tensor.name: floats(tensor) for tensor in model_of_gguf(file).tensors}
     noise, architecture = torch.Generator().manual_seed(seed), file.metadata["general.architecture"]
     heads, key_heads = (file.metadata[f"{architecture}.attention.head_count{kind}"] for kind in ("", "_kv"))
     for layer in range(file.metadata[f"{architecture}.block_count"]):
@@ -197,7 +197,7 @@ def rescale_layer(tensors: Tensors, layer: str, heads: int, key_heads: int, nois
     tensors[f"{layer}attn_output.weight"] /= per_query.reshape(-1)
 
 
-def floats(tensor: FileTensor) -> Tensor:
+def floats(tensor: SourceTensor) -> Tensor:
     rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]
     stored = tensor.read(0, rows)
     return (stored if tensor.type == "F32" else dequantize(stored, tensor.type)).reshape(tensor.shape).clone()

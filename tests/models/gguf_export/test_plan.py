@@ -25,10 +25,10 @@ from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.errors import UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
+from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.tensors.lazy_weights import LazyWeights, as_float32
 from infer.models.gguf_export.plan import ExportPlan, export_plan, network_plan
 from infer.models.gguf_export.pre_tokenizer_names import _TEXTS, _all_triples
-from infer.models.gguf_export.tensors import ExportTensor
 from infer.models.gguf_export.tokenizer_values import tokenizer_values
 from infer.text.tokenizer import Tokenizer as OurTokenizer
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -41,7 +41,7 @@ from tiny import BY_NAME, make_tiny
 def write(plan: ExportPlan, path: Path, rows: int = 7) -> Path:
     """Write the file, some rows at a time."""
 
-    def pieces(tensor: ExportTensor) -> Iterator[bytes]:
+    def pieces(tensor: SourceTensor) -> Iterator[bytes]:
         for first in range(0, tensor.num_rows, rows):
             part = tensor.read(first, min(first + rows, tensor.num_rows)).contiguous()
             yield part.view(torch.uint8).numpy().tobytes()

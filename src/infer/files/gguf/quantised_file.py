@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -46,21 +46,23 @@ _PIECE_VALUES = 1 << 20
 Importance = Mapping[str, NDArray[np.float32]]  # by the tensor's name: [columns], or the columns of all experts
 
 
-@runtime_checkable
-class SourceTensor(Protocol):
-    """A tensor of the source under its name in GGUF."""
+@final
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of the source under its name in GGUF.
+
+    `read(first, last)` returns rows, counted over all axes except the last: floats, or the bytes of blocks. Any thread
+    may call it. It raises ModelError if reading fails.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...]  # rows first
+    read: Callable[[int, int], Tensor]
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def type(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # rows first
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return rows, counted over all axes except the last: floats, or the bytes of blocks. For any thread."""
+    def num_rows(self) -> int:
+        return prod(self.shape[:-1])
 
 
 class QuantisableModel(NamedTuple):
@@ -70,36 +72,21 @@ class QuantisableModel(NamedTuple):
     tensors: Sequence[SourceTensor]
 
 
-@final
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a GGUF file, in the file's form."""
+def tensor_of_file(info: TensorInfo) -> SourceTensor:
+    """Return a tensor of a GGUF file, in the file's form."""
+    row_bytes = BLOCK_TYPES[info.type].row_bytes(info.shape[-1])
 
-    info: TensorInfo
+    def read(first: int, last: int) -> Tensor:
+        content = torch.from_numpy(bytes_of(info, first * row_bytes, last * row_bytes)).reshape(last - first, -1)
+        return content.view(DTYPES[info.type]) if info.type in DTYPES else content
 
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def type(self) -> str:
-        return self.info.type
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.info.shape
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return rows. Raises ModelError if reading fails."""
-        row_bytes = BLOCK_TYPES[self.type].row_bytes(self.shape[-1])
-        content = torch.from_numpy(bytes_of(self.info, first * row_bytes, last * row_bytes)).reshape(last - first, -1)
-        return content.view(DTYPES[self.type]) if self.type in DTYPES else content
+    return SourceTensor(info.name, info.type, info.shape, read)
 
 
 def model_of_gguf(file: GGUFFile) -> QuantisableModel:
     """Return a GGUF file as a source. The parts of a split model become one file."""
     values = {key: value for key, value in file.typed_values.items() if not key.startswith("split.")}
-    return QuantisableModel(values, [FileTensor(info) for info in file.tensors.values()])
+    return QuantisableModel(values, [*map(tensor_of_file, file.tensors.values())])
 
 
 @final
@@ -265,7 +252,7 @@ def _pieces(
     pool: ThreadPoolExecutor, num_threads: int, tensor: SourceTensor, type: str, importance: Any
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield the number of rows and the bytes of each piece, in order. No piece has rows of two experts."""
-    columns, num_rows = tensor.shape[-1], prod(tensor.shape[:-1])
+    columns, num_rows = tensor.shape[-1], tensor.num_rows
     weights = _weights(tensor, importance)
     per_expert = num_rows // len(weights)
     at_once = min(max(1, _PIECE_VALUES // columns), per_expert)

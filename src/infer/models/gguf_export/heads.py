@@ -9,6 +9,7 @@ import numpy as np
 from infer.errors import UnsupportedModelError
 from infer.files import Checkpoint
 from infer.files.gguf.gguf_writer import Value
+from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_gguf
 from infer.files.heads.head_files import DenseFiles, HeadFiles
 from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles
@@ -16,7 +17,7 @@ from infer.files.heads.reranker_files import RERANK_PROMPT, RerankerFiles
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.models.gguf_export.rows import as_floats, reordered, rows_of
-from infer.models.gguf_export.tensors import ExportTensor
+from infer.models.gguf_export.tensors import source_tensor
 from infer.text.tokenizer.tokenizer_files import read_folder
 
 _RANK = 4  # llama.cpp's enum llama_pooling_type
@@ -26,7 +27,7 @@ _ANSWERS = ["yes", "no"]  # llama.cpp's labels for the rows of a reranker's head
 
 class HeadPlan(NamedTuple):
     values: dict[str, Value]  # keys under the architecture's name
-    tensors: list[ExportTensor]
+    tensors: list[SourceTensor]
     prompt: str | None = None  # the prompt of a reranker, with {query} and {document}
 
 
@@ -67,7 +68,7 @@ def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
     rows = as_floats(reordered(head, np.array(ids, np.int64)))
     values: dict[str, Value] = {"classifier.output_labels": list(_ANSWERS), "pooling_type": _RANK}
     prompt = RERANK_PROMPT if files.has_usual_prompt else None
-    return HeadPlan(values, [ExportTensor("cls.output.weight", rows.shape, rows)], prompt)
+    return HeadPlan(values, [source_tensor("cls.output.weight", rows.shape, rows)], prompt)
 
 
 def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:
@@ -119,7 +120,7 @@ def _kinds(head: HeadFiles) -> list[str]:
     ]
 
 
-def _tensors(head: HeadFiles, names: tuple[str, ...]) -> list[ExportTensor]:
+def _tensors(head: HeadFiles, names: tuple[str, ...]) -> list[SourceTensor]:
     """Return the tensors of the head's layers. Dense layers get these names, and a norm has its own."""
     remaining, infos = list(names), dict[str, TensorInfo]()
     for step in head:
@@ -130,4 +131,4 @@ def _tensors(head: HeadFiles, names: tuple[str, ...]) -> list[ExportTensor]:
         if step.bias is not None:
             infos[f"{module}.bias"] = step.bias
     weights = LazyWeights(infos)
-    return [ExportTensor(each, weights[each].shape, rows_of(weights[each])) for each in infos]
+    return [source_tensor(each, weights[each].shape, rows_of(weights[each])) for each in infos]

@@ -13,13 +13,14 @@ from infer.files.generation_config import sampling_defaults
 from infer.files.gguf.forms import architecture_in_gguf, form_of
 from infer.files.gguf.gguf import TypedValue
 from infer.files.gguf.gguf_writer import Value, typed
+from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture
 from infer.models.gguf_export.heads import head_plan
 from infer.models.gguf_export.network_values import network_values
 from infer.models.gguf_export.round_trip import check_round_trip
-from infer.models.gguf_export.tensors import ExportTensor, export_tensors
+from infer.models.gguf_export.tensors import export_tensors
 from infer.models.gguf_export.tokenizer_values import tokenizer_values
 from infer.models.tensors import check_tensors
 
@@ -31,7 +32,7 @@ class ExportPlan(NamedTuple):
     """The content of a GGUF file: its key-values and its tensors, in their order."""
 
     values: dict[str, TypedValue]
-    tensors: list[ExportTensor]
+    tensors: list[SourceTensor]
 
 
 def export_plan(checkpoint: Checkpoint) -> ExportPlan:
@@ -84,7 +85,7 @@ def _prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:
 
 
 def _general_values(
-    path: Path, architecture: str, tensors: Sequence[ExportTensor], generation_config: Mapping[str, Any]
+    path: Path, architecture: str, tensors: Sequence[SourceTensor], generation_config: Mapping[str, Any]
 ) -> dict[str, TypedValue]:
     """Return `general.*`: the model's name and size, and the sampling values that its files recommend.
 
@@ -102,7 +103,7 @@ def _general_values(
     return values
 
 
-def _size_label(tensors: Sequence[ExportTensor]) -> str:
+def _size_label(tensors: Sequence[SourceTensor]) -> str:
     """Return the number of weights, such as `134M`; with experts, the number per expert, such as `8x7.2B`."""
     stacks = [tensor for tensor in tensors if "_exps." in tensor.name]
     num_experts = max((tensor.shape[0] for tensor in stacks), default=1)

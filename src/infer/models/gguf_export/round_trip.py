@@ -17,9 +17,9 @@ from infer.compute.operands.mixers import Attention, GatedDeltaNet
 from infer.errors import ModelError, UnsupportedModelError
 from infer.files.config import config_from_gguf
 from infer.files.gguf.gguf import GGUFFile, TypedValue
+from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.models.families import make_architecture
-from infer.models.gguf_export.tensors import ExportTensor
 from infer.system.open_file import OpenFile
 
 _TOLERANCE = 1e-6  # relative, of float32
@@ -41,7 +41,7 @@ def check_round_trip(
     path: Path,
     architecture: Architecture,
     values: Mapping[str, TypedValue],
-    tensors: Sequence[ExportTensor],
+    tensors: Sequence[SourceTensor],
     factors: Mapping[str, Sequence[float]],
     file: OpenFile,
 ) -> None:

@@ -7,10 +7,9 @@ Qwen3-Next fuse b and a by key heads. In files of Qwen3.5, neighbouring value he
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from infer.compute.operands.mixers import Attention, GatedDeltaNet
 from infer.compute.operands.weights import FileWeight
 from infer.errors import UnsupportedModelError
 from infer.files.gguf.forms import GGUFForm, form_of
+from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.tensors.fused_tensors import FUSED
 from infer.files.tensors.tensor_names import name_in_gguf
 from infer.models.gguf_export.rows import Order, Rows, as_floats, joined, reordered, rows_of, vector_of, with_columns
@@ -39,39 +39,13 @@ _MATRIX = re.compile(r"(model\.layers\.[0-9]+\.)(?:mlp\.experts\.([0-9]+)\.)?(.+
 _PARTS = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
-@final
-@dataclass(frozen=True)
-class ExportTensor:
-    """A tensor of the file, with the values of the source.
+def source_tensor(name: str, shape: tuple[int, ...], rows: Rows) -> SourceTensor:
+    """Return a tensor of the file with these values, in the source's type. A stack has three axes."""
 
-    Attributes:
-        shape: Rows first. A stack has three axes.
-        rows: The values, in the source's type.
-    """
+    def read_vector(first: int, last: int) -> Tensor:
+        return rows.read(0, rows.count).reshape(prod(shape[:-1]), -1)[first:last]
 
-    name: str
-    shape: tuple[int, ...]
-    rows: Rows
-
-    @property
-    def type(self) -> str:
-        """GGML's name of the source's type."""
-        return self.rows.type
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows over all axes except the last."""
-        return prod(self.shape[:-1])
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return some of the rows, in the form of `StoredWeight.data`.
-
-        Raises:
-            ModelError: Reading the source fails.
-        """
-        if not self.rows.is_vector:
-            return self.rows.read(first, last)
-        return self.rows.read(0, self.rows.count).reshape(self.num_rows, -1)[first:last]
+    return SourceTensor(name, rows.type, shape, read_vector if rows.is_vector else rows.read)
 
 
 def export_tensors(
@@ -80,7 +54,7 @@ def export_tensors(
     architecture: Architecture,
     weights: Mapping[str, FileWeight],
     factors: Mapping[str, Sequence[float]],
-) -> list[ExportTensor]:
+) -> list[SourceTensor]:
     """Return the tensors of a network, beginning with those outside of layers.
 
     Args:
@@ -104,22 +78,20 @@ def export_tensors(
             _change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
         for fused in form.fused:
             _fuse(named, f"{prefix}{fused}", [f"{prefix}{part}" for part in FUSED.get(fused, ())])
-    found = _take_stacks(named, form)
-    found |= {each: ExportTensor(each, rows.shape, rows) for each, rows in named.items()}
-    ordered = [_renamed(path, name, each, found[each]) for each in sorted(found, key=_place)]
+    found = _take_stacks(named, form) | {each: (rows.shape, rows) for each, rows in named.items()}
+    ordered = [_renamed(path, name, each, *found[each]) for each in sorted(found, key=_place)]
     vectors = {each: vector_of(torch.tensor(values, dtype=torch.float32)) for each, values in factors.items()}
-    return [*(ExportTensor(each, rows.shape, rows) for each, rows in vectors.items()), *ordered]
+    return [*(source_tensor(each, rows.shape, rows) for each, rows in vectors.items()), *ordered]
 
 
-def _renamed(path: Path, name: str, ours: str, tensor: ExportTensor) -> ExportTensor:
+def _renamed(path: Path, name: str, ours: str, shape: tuple[int, ...], rows: Rows) -> SourceTensor:
     stored = name_in_gguf(ours, form_of(name).names)
     if stored is None:
         raise UnsupportedModelError(f"{path.name}: the tensor {ours!r:.80} has no name in a GGUF file of {name}")
-    shape = tensor.shape
     if ours.endswith(".mlp.shared_gate.weight"):  # llama.cpp's files drop axes of length one
         shape = shape[1:]
-    is_float32 = _IN_FLOAT32.fullmatch(stored) and not tensor.rows.is_vector
-    return ExportTensor(stored, shape, as_floats(tensor.rows) if is_float32 else tensor.rows)
+    is_float32 = _IN_FLOAT32.fullmatch(stored) and not rows.is_vector
+    return source_tensor(stored, shape, as_floats(rows) if is_float32 else rows)
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -167,8 +139,8 @@ def _alternating(heads: int, num_rows: int) -> Order:
     return np.arange(2 * num_rows).reshape(2, heads, -1).swapaxes(0, 1).reshape(-1)
 
 
-def _take_stacks(named: Named, form: GGUFForm) -> dict[str, ExportTensor]:
-    """Remove the tensors of single experts, and return their stacks by our names."""
+def _take_stacks(named: Named, form: GGUFForm) -> dict[str, tuple[tuple[int, ...], Rows]]:
+    """Remove the tensors of single experts, and return their stacks by our names, each with its shape."""
     experts: dict[tuple[str, str, str], dict[int, Rows]] = {}
     for each in list(named):
         if match := _EXPERT.fullmatch(each):
@@ -177,11 +149,10 @@ def _take_stacks(named: Named, form: GGUFForm) -> dict[str, ExportTensor]:
         for module, part, kind in [each for each in experts if each[1] == "gate"]:
             gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
             experts[module, "gate_up", kind] = {index: joined([gates[index], ups[index]]) for index in gates}
-    found: dict[str, ExportTensor] = {}
+    found: dict[str, tuple[tuple[int, ...], Rows]] = {}
     for (module, part, kind), by_index in experts.items():
         rows = joined([by_index[index] for index in sorted(by_index)])
-        shape = (len(by_index), rows.count // len(by_index), *rows.shape[1:])
-        found[f"{module}.{part}_proj.{kind}"] = ExportTensor("", shape, rows)
+        found[f"{module}.{part}_proj.{kind}"] = (len(by_index), rows.count // len(by_index), *rows.shape[1:]), rows
     return found
 
 

@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from infer.errors import UnsupportedModelError
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from infer.text.tokenizer.tokenizers_library import steps_of
 
 # One character of each kind in patterns: letters by case and script, marks, numbers, spaces, punctuation.
 _KINDS = (
@@ -89,8 +90,7 @@ def _as_cut(rules: PreTokenizer) -> PreTokenizer:
 
 def _composes(path: Path, backend: Tokenizer) -> bool:
     """Return True if the tokenizer applies Unicode's NFC. Raises UnsupportedModelError for another normalizer."""
-    state = json.loads(backend.normalizer.__getstate__()) if backend.normalizer is not None else {}
-    kinds = [step["type"] for step in state.get("normalizers", [state] if state else [])]
+    kinds = [step["type"] for step in steps_of(backend.normalizer)]
     if set(kinds) <= {"NFC"}:
         return bool(kinds)
     raise UnsupportedModelError(

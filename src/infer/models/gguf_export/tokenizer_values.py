@@ -22,6 +22,7 @@ from infer.models.gguf_export.pre_tokenizer_names import merges_of, pre_tokenize
 from infer.text.tokenizer.gguf_vocabulary import END_NAMES, TokenType
 from infer.text.tokenizer.pre_tokenizers import WITH_SCORES
 from infer.text.tokenizer.tokenizer_files import TokenizerParts, read_folder, read_gguf
+from infer.text.tokenizer.tokenizers_library import steps_of
 from infer.text.tokenizer.wordpiece import PREFIX
 
 _ID_NAMES = {
@@ -251,7 +252,7 @@ def wordpiece_values(backend: Tokenizer, texts: list[str], types: list[int]) -> 
         "tokenizer.ggml.tokens": marked,
         "tokenizer.ggml.token_type": types,
     }
-    for step in _normalizers(backend):
+    for step in steps_of(backend.normalizer):
         for name in ("lowercase", "strip_accents"):
             if isinstance(step.get(name), bool):
                 values[f"tokenizer.ggml.normalizer.{name}"] = step[name]
@@ -274,7 +275,7 @@ def unigram_values(backend: Tokenizer, texts: list[str], types: list[int]) -> It
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.unknown_token_id": model["unk_id"],
     }
-    for step in _normalizers(backend):
+    for step in steps_of(backend.normalizer):
         if step["type"] == "Precompiled":
             values["tokenizer.ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
     for has_prefix in (True, False):
@@ -283,8 +284,3 @@ def unigram_values(backend: Tokenizer, texts: list[str], types: list[int]) -> It
                 "tokenizer.ggml.add_space_prefix": has_prefix,
                 "tokenizer.ggml.remove_extra_whitespaces": removes,
             }
-
-
-def _normalizers(backend: Tokenizer) -> list[Mapping[str, Any]]:
-    state = json.loads(backend.normalizer.__getstate__()) if backend.normalizer is not None else None
-    return [] if state is None else list(state.get("normalizers", [state]))

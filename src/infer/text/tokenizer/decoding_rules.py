@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tokenizers import decoders
 
 from infer.errors import UnsupportedModelError
+from infer.text.tokenizer.tokenizers_library import steps_of
 
 Step = Mapping[str, Any]
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -60,8 +61,8 @@ class DecodingRules:
         return _decoder(self.after).decode([text]).encode("utf-8", "replace")
 
 
-def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
-    """Return the rules from the JSON of a `tokenizers` decoder.
+def read_decoding_rules(decoder: decoders.Decoder | None) -> DecodingRules:
+    """Return the rules of a `tokenizers` decoder.
 
     Raises UnsupportedModelError for a step that no table and no stream can follow at its place.
     """
@@ -69,7 +70,7 @@ def read_decoding_rules(decoder_json: str | None) -> DecodingRules:
     of_text = list[Replacement | Strip]()
     reading: Literal["ByteLevel", "ByteFallback"] | None = None
     is_joined = False
-    for step in _flat_steps(None if decoder_json is None else json.loads(decoder_json)):
+    for step in steps_of(decoder):
         match step:
             case {"type": "Fuse"}:
                 is_joined = True
@@ -129,14 +130,6 @@ def _rules_of_bytes(after: Sequence[Step]) -> Iterator[Replacement]:
         if any(pattern in rule.content for pattern in patterns):
             raise _unsupported(step)
     yield from rules
-
-
-def _flat_steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if step is None:
-        return []
-    if step["type"] == "Sequence":
-        return [inner for outer in step["decoders"] for inner in _flat_steps(outer)]
-    return [step]
 
 
 def make_token_bytes(

@@ -13,8 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from infer.errors import ModelFormatError
 from infer.text.tokenizer.gguf_vocabulary import GGUFBackend, TokenType, add_tokens, list_of, make_bos_eos_processor
-from infer.text.tokenizer.text_growth import check_growth
-from infer.text.tokenizer.tokenizers_library import is_charsmap, panics_as, try_backend
+from infer.text.tokenizer.tokenizers_library import check_growth, is_charsmap, panics_as, try_backend
 from infer.text.tokenizer.value_checks import check_metadata
 from infer.text.tokenizer.wordpiece import PREFIX, make_wordpiece
 

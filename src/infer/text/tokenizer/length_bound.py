@@ -4,12 +4,13 @@ A tokenizer may remove text before its model sees the text. The loss is known on
 step there is no bound.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers.models import BPE
+
+from infer.text.tokenizer.tokenizers_library import steps_of
 
 Bound = Callable[[str], int]
 
@@ -33,24 +34,16 @@ def make_length_bound(backend: tokenizers.Tokenizer, token_bytes: Sequence[bytes
     return bound
 
 
-def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    waiting = [] if part is None else [json.loads(part.__getstate__())]
-    while waiting:
-        step = waiting.pop()
-        yield step
-        waiting += [inner for name in ("normalizers", "pretokenizers") for inner in step.get(name, ())]
-
-
 def _shrinking(normalizer: Any) -> int | None:
     """Return the factor by which the bytes of a text may decrease, or None if it is unknown."""
     shrinks = 1
-    for step in _steps(normalizer):
+    for step in steps_of(normalizer):
         match step:
             case {"type": "NFC"}:
                 shrinks *= _NFC_SHRINKS
             case {"type": "Replace", "pattern": {"String": " "}, "content": str(content)} if content:
                 pass
-            case {"type": "Sequence" | "Prepend"}:
+            case {"type": "Prepend"}:
                 pass
             case _:
                 return None
@@ -60,13 +53,13 @@ def _shrinking(normalizer: Any) -> int | None:
 def _keeps_all(pre_tokenizer: Any) -> bool | None:
     """Return True if text becomes letters that represent bytes, or None if some text may be dropped."""
     has_byte_level = False
-    for step in _steps(pre_tokenizer):
+    for step in steps_of(pre_tokenizer):
         match step:
             case {"type": "ByteLevel"}:
                 has_byte_level = True
             case {"type": "Split" | "Punctuation", "behavior": str(behavior)} if behavior != "Removed":
                 pass
-            case {"type": "Sequence" | "Digits" | "Metaspace"}:
+            case {"type": "Digits" | "Metaspace"}:
                 pass
             case _:
                 return None

@@ -72,8 +72,7 @@ class Tokenizer:
         self.adds_bos = self.bos_token_id is not None and added_ids[:1] == [self.bos_token_id]
         self.ending_ids = added_ids[self.adds_bos :]  # ids that `encode` adds after a text
         self._vocabulary = vocabulary
-        decoder = backend.decoder
-        self._rules = read_decoding_rules(None if decoder is None else decoder.__getstate__().decode())
+        self._rules = read_decoding_rules(backend.decoder)
 
     def __repr__(self) -> str:
         names = [f"{self.vocab_size:,} tokens", "adds BOS" if self.adds_bos else "adds no BOS"]

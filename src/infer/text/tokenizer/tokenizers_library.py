@@ -2,7 +2,8 @@
 
 It is written in Rust. On unexpected input it panics, which Python sees as a BaseException, or it crashes the process.
 So inputs that are known to do this are refused before the library sees them. Everything else is tried immediately, and
-a remaining panic becomes an ordinary error.
+a remaining panic becomes an ordinary error. A file's steps of encoding and decoding may not let a text grow without
+limit, so that no file exhausts the memory.
 """
 
 import base64
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 from tokenizers.models import Model, Unigram
@@ -20,7 +21,6 @@ from tokenizers.normalizers import Lowercase, Sequence
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
 from infer.system.json_limits import parse_json, read_whole
-from infer.text.tokenizer.text_growth import check_growth
 
 MAX_BYTES = 128 << 20
 _OF_TOKENIZERS = {Exception, ValueError}  # the classes that tokenizers raises
@@ -33,6 +33,7 @@ _PANIC = "PanicException"  # pyo3 exports no name for it
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*(?!null|""|\s)')
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*(?:"([^"]*)")?')
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
+_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _TRIED = ("", "a", " Hello,  wörld 12\n", "世界 \u0301\U0001f642\0")
 
 
@@ -51,6 +52,17 @@ def load_backend(path: Path) -> tokenizers.Tokenizer:
         check_growth(path, backend)
         try_backend(backend)
     return backend
+
+
+def steps_of(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a part, such as a normalizer, in their order, with those of sequences. None has no steps."""
+    return [] if part is None else _flat(json.loads(part.__getstate__()))
+
+
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    return [each for name in _LISTS for inner in step.get(name, ()) for each in _flat(inner)]
 
 
 def lowercase(backend: tokenizers.Tokenizer) -> None:
@@ -214,18 +226,9 @@ def is_charsmap(content: bytes) -> bool:
 
 def _check_steps(path: Path, backend: tokenizers.Tokenizer) -> None:
     for name in ("normalizer", "post_processor"):
-        part = getattr(backend, name)
-        for step in _steps(json.loads(part.__getstate__())) if part is not None else ():
+        for step in steps_of(getattr(backend, name)):
             if problem := _problem(step):
                 raise ModelFormatError(path, name, problem)
-
-
-def _steps(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    waiting = [step]
-    while waiting:
-        step = waiting.pop()
-        yield step
-        waiting += [inner for name in ("normalizers", "processors") for inner in step.get(name, ())]
 
 
 def _problem(step: Mapping[str, Any]) -> str | None:
@@ -242,3 +245,65 @@ def _problem(step: Mapping[str, Any]) -> str | None:
                 if "SpecialToken" in piece and piece["SpecialToken"]["id"] not in known:
                     return f"the template names {piece['SpecialToken']['id']!r:.80}, which special_tokens does not have"
     return None
+
+
+MAX_GROWTH: Final = 100  # published files reach 72
+_MAX_STEPS: Final = 64
+_OF_UNICODE: Final = 18  # characters of U+FDFA's compatibility form, the longest
+# Unicode's own forms of characters. They count once, and again only after a step of the file.
+_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "BertNormalizer", "Precompiled", "ByteLevel")
+
+
+def check_growth(path: Path | str, backend: tokenizers.Tokenizer) -> None:
+    """Raise ModelFormatError if a text may grow more than `MAX_GROWTH` times, or if there are too many steps."""
+    growth = _growth(path, backend, ("normalizer", "pre_tokenizer", "post_processor"))
+    for name, factor in (("steps before the model", growth), ("decoder", _growth(path, backend, ("decoder",)))):
+        if factor > MAX_GROWTH:
+            problem = f"make a text up to {factor:.3g} times as long: at most {MAX_GROWTH} times is supported"
+            raise ModelFormatError(path, name, problem)
+
+
+def _growth(path: Path | str, backend: tokenizers.Tokenizer, names: tuple[str, ...]) -> float:
+    steps = [step for name in names for step in steps_of(getattr(backend, name))]
+    if len(steps) > _MAX_STEPS:
+        raise ModelFormatError(path, "/".join(names), f"has {len(steps)} steps: at most {_MAX_STEPS} are supported")
+    growth, has_form, is_rewritten = 1.0, False, False
+    for step in steps:
+        if step["type"] in _FORMS:
+            growth *= _form_factor(step, is_first=not has_form, is_rewritten=is_rewritten)
+            has_form = True
+        else:
+            growth *= _own_factor(step)
+        written = step.get("content") or step.get("prepend") or ""
+        is_rewritten |= has_form and (step["type"] == "Precompiled" or not written.isascii())
+    return growth
+
+
+def _form_factor(step: Mapping[str, Any], *, is_first: bool, is_rewritten: bool) -> int:
+    """Return the growth by a form of characters, which is 1 for the first one, because that is a constant of Unicode.
+
+    A later one finds nothing to write longer, unless a step of the file has written other characters in between.
+    """
+    longest = _OF_UNICODE if is_rewritten else 1
+    if step["type"] == "Precompiled":
+        charsmap = base64.b64decode(step["precompiled_charsmap"])
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].decode("utf-8", "replace").split("\0")
+        longest = max(map(len, texts))
+    elif step["type"] == "ByteLevel":
+        longest = 2
+    return 1 if is_first and longest <= _OF_UNICODE else longest
+
+
+def _own_factor(step: Mapping[str, Any]) -> int:
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
+            return max(1, -(-len(content) // max(1, len(pattern))))
+        case {"type": "Replace", "content": str(content)}:  # the pattern may match between any two characters
+            return 1 + len(content)
+        case {"type": "Prepend", "prepend": str(text)}:
+            return 1 + len(text)
+        case {"type": "TemplateProcessing", "single": list(single), "pair": list(pair)}:
+            return max(1, sum("Sequence" in piece for piece in single), sum("Sequence" in piece for piece in pair) - 1)
+        case {"type": "Metaspace"} if "split" in step:
+            return 2
+    return 1

@@ -9,6 +9,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,11 @@ from infer.files.gguf.gguf_writer import Value
 from infer.models.gguf_export.pre_tokenizer_names import merges_of, pre_tokenizer_name, scores_of
 from infer.text.tokenizer.gguf_vocabulary import END_NAMES, TokenType
 from infer.text.tokenizer.pre_tokenizers import WITH_SCORES
-from infer.text.tokenizer.tokenizer_files import TokenizerParts, read_folder, read_gguf
-from infer.text.tokenizer.tokenizers_library import steps_of
+from infer.text.tokenizer.tokenizer_files import GGUF_NAMES, TokenizerParts, read_folder, read_gguf
+from infer.text.tokenizer.tokenizers_library import ids_around, steps_of
 from infer.text.tokenizer.wordpiece import PREFIX
 
-_ID_NAMES = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "unk_token": "unknown",
-    "sep_token": "seperator",
-    "pad_token": "padding",
-    "mask_token": "mask",
-}
+_ID_NAMES = {name: own for own, name in GGUF_NAMES.items() if own != "cls"}
 _SPACE_MARK = "▁"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NOT_IN_GGUF = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -59,16 +53,13 @@ def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str
         UnsupportedModelError: GGUF has no form for the tokenizer. The error names the missing part.
         ModelError: The folder's files cannot be read.
     """
-    parts = read_folder(path, vocab_size)
+    parts, is_encoder = read_folder(path, vocab_size), form_of(architecture).is_encoder
     texts, types = _tokens(parts.backend, vocab_size)
-    is_encoder = form_of(architecture).is_encoder
-    others = _special_ids(parts, reads_pairs=is_encoder) | _templates(parts.chat_templates)
+    ids, templates = _special_ids(parts, reads_pairs=is_encoder), _templates(parts.chat_templates)
     problems = list[str]()
     for vocabulary in _vocabularies(path, architecture, parts.backend, texts, types):
-        values = vocabulary | others
-        problem = _difference(
-            parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=form_of(architecture).is_encoder
-        )
+        values = {f"tokenizer.ggml.{key}": value for key, value in (vocabulary | ids).items()} | templates
+        problem = _difference(parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=is_encoder)
         if problem is None:
             return values
         problems.append(problem)
@@ -96,63 +87,42 @@ def _vocabularies(
     """Yield the tokens, and the further keys of the tokenizer's algorithm, in each form that may fit."""
     model = backend.model
     if isinstance(model, WordPiece):
-        return [wordpiece_values(backend, texts, types)]
+        return [_wordpiece(backend, texts, types)]
     if isinstance(model, Unigram):
-        return unigram_values(backend, texts, types)
+        return _unigrams(backend, texts, types)
     kinds = [] if isinstance(model, BPE) else [type(model).__name__]
     kinds += [name for name in _NOT_IN_GGUF if getattr(model, name, None)]
     if not isinstance(model, BPE) or kinds:
         problem = f"GGUF has no form for the tokenizer of {architecture}: {', '.join(kinds)}"
         raise UnsupportedModelError(f"{path.name}: {problem}")
-    return [_bpe_values(path, architecture, backend, model, texts, types)]
-
-
-def _bpe_values(
-    path: Path, architecture: str, backend: Tokenizer, model: BPE, texts: list[str], types: list[int]
-) -> dict[str, Value]:
-    merges = merges_of(model)
     if model.byte_fallback:
-        return _marked_vocabulary(path, architecture, backend, texts, types, merges)
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre_tokenizer_name(path, architecture, backend),
-        "tokenizer.ggml.tokens": texts,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": _joined(path, merges),
-    }
+        return [_marked(path, architecture, backend, texts, types)]
+    pre, merges = pre_tokenizer_name(path, architecture, backend), _joined(path, merges_of(model))
+    return [{"model": "gpt2", "pre": pre, "tokens": texts, "token_type": types, "merges": merges}]
 
 
-def _marked_vocabulary(
-    path: Path,
-    architecture: str,
-    backend: Tokenizer,
-    texts: list[str],
-    types: list[int],
-    merges: Sequence[tuple[str, str]],
-) -> dict[str, Value]:
-    """Return the same for SentencePiece's form, which marks spaces and has a token for each byte.
+def _marked(path: Path, architecture: str, backend: Tokenizer, texts: list[str], types: list[int]) -> dict[str, Value]:
+    """Return the keys of SentencePiece's form, which marks spaces and has a token for each byte.
 
     User-defined tokens have plain spaces, except in files of Gemma 4.
     """
+    assert isinstance(backend.model, BPE)
+    merges, values = merges_of(backend.model), dict[str, Value](model=form_of(architecture).vocabulary)
     types = [
         TokenType.BYTE.value if kind == TokenType.NORMAL and _BYTE.fullmatch(text) else kind
         for text, kind in zip(texts, types, strict=True)
     ]
-    values: dict[str, Value] = {"tokenizer.ggml.model": form_of(architecture).vocabulary}
-    if values["tokenizer.ggml.model"] != WITH_SCORES:
-        values["tokenizer.ggml.merges"] = _joined(path, merges)
+    if values["model"] != WITH_SCORES:
+        values["merges"] = _joined(path, merges)
     else:
-        values["tokenizer.ggml.pre"] = "default"
+        values["pre"] = "default"
         texts = [
             text.replace(_SPACE_MARK, " ") if kind == TokenType.USER_DEFINED else text
             for text, kind in zip(texts, types, strict=True)
         ]
-    return values | {
-        "tokenizer.ggml.tokens": texts,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.scores": scores_of(texts, types, merges),
-        "tokenizer.ggml.add_space_prefix": backend.encode("a", add_special_tokens=False).tokens[0][0] == _SPACE_MARK,
-    }
+    has_prefix = backend.encode("a", add_special_tokens=False).tokens[0][0] == _SPACE_MARK
+    values |= {"tokens": texts, "token_type": types}
+    return values | {"scores": scores_of(texts, types, merges), "add_space_prefix": has_prefix}
 
 
 def _joined(path: Path, merges: Sequence[tuple[str, str]]) -> list[str]:
@@ -167,9 +137,7 @@ def _special_ids(parts: TokenizerParts, *, reads_pairs: bool) -> dict[str, Value
     backend = parts.backend
     named = {_ID_NAMES[name]: text for name, text in parts.named_tokens.items() if name in _ID_NAMES}
     found = {own: token_id for own, text in named.items() if (token_id := backend.token_to_id(text)) is not None}
-    plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
-    first = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-    before, after = whole[:first], whole[first + len(plain) :]
+    before, plain, after = ids_around(backend)
     ends = [*([found["eos"]] if after and "eos" in found else []), *parts.end_token_ids]
     if before:
         found["bos"] = before[0]
@@ -180,11 +148,11 @@ def _special_ids(parts: TokenizerParts, *, reads_pairs: bool) -> dict[str, Value
     lost = [text for token_id in others[2:] if (text := backend.id_to_token(token_id)) not in END_NAMES]
     if lost:
         warnings.warn(f"a GGUF file names three tokens that end an answer: {lost!r:.80} will not end one", stacklevel=3)
-    values: dict[str, Value] = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in found.items()}
-    values |= {"tokenizer.ggml.add_bos_token": bool(before), "tokenizer.ggml.add_eos_token": bool(after)}
+    values: dict[str, Value] = {f"{name}_token_id": token_id for name, token_id in found.items()}
+    values |= {"add_bos_token": bool(before), "add_eos_token": bool(after)}
     if reads_pairs:
-        num_between = len(backend.encode("a", "a").ids) - len(whole) - len(plain)
-        values |= {"tokenizer.ggml.add_sep_token": num_between == 2}
+        num_between = len(backend.encode("a", "a").ids) - len(before) - 2 * len(plain) - len(after)
+        values["add_sep_token"] = num_between == 2
     return values
 
 
@@ -236,7 +204,7 @@ def _difference_of_merges(backend: Tokenizer, again: Tokenizer) -> str | None:
     return f"its merges cannot be written as SentencePiece's scores, such as {other!r:.80}"
 
 
-def wordpiece_values(backend: Tokenizer, texts: list[str], types: list[int]) -> dict[str, Value]:
+def _wordpiece(backend: Tokenizer, texts: list[str], types: list[int]) -> dict[str, Value]:
     """Return the keys of WordPiece: words begin with ▁, and other parts have no mark."""
     marked = [
         text
@@ -246,20 +214,15 @@ def wordpiece_values(backend: Tokenizer, texts: list[str], types: list[int]) -> 
         else _SPACE_MARK + text
         for text, kind in zip(texts, types, strict=True)
     ]
-    values: dict[str, Value] = {
-        "tokenizer.ggml.model": "bert",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": marked,
-        "tokenizer.ggml.token_type": types,
-    }
+    values: dict[str, Value] = {"model": "bert", "pre": "default", "tokens": marked, "token_type": types}
     for step in steps_of(backend.normalizer):
         for name in ("lowercase", "strip_accents"):
             if isinstance(step.get(name), bool):
-                values[f"tokenizer.ggml.normalizer.{name}"] = step[name]
+                values[f"normalizer.{name}"] = step[name]
     return values
 
 
-def unigram_values(backend: Tokenizer, texts: list[str], types: list[int]) -> Iterator[dict[str, Value]]:
+def _unigrams(backend: Tokenizer, texts: list[str], types: list[int]) -> Iterator[dict[str, Value]]:
     """Yield the keys of Unigram with each way to treat blanks. The caller finds the way of the tokenizer."""
     model = json.loads(backend.model.__getstate__())
     scores = [_UNUSED_SCORE] * len(texts)
@@ -267,20 +230,10 @@ def unigram_values(backend: Tokenizer, texts: list[str], types: list[int]) -> It
         scores[token_id] = score
     types = list(types)
     types[model["unk_id"]] = TokenType.UNKNOWN.value
-    values: dict[str, Value] = {
-        "tokenizer.ggml.model": "t5",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": texts,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.unknown_token_id": model["unk_id"],
-    }
+    values: dict[str, Value] = {"model": "t5", "pre": "default", "tokens": texts, "scores": scores}
+    values |= {"token_type": types, "unknown_token_id": model["unk_id"]}
     for step in steps_of(backend.normalizer):
         if step["type"] == "Precompiled":
-            values["tokenizer.ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
-    for has_prefix in (True, False):
-        for removes in (True, False):
-            yield values | {
-                "tokenizer.ggml.add_space_prefix": has_prefix,
-                "tokenizer.ggml.remove_extra_whitespaces": removes,
-            }
+            values["precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+    for has_prefix, removes in product((True, False), repeat=2):
+        yield values | {"add_space_prefix": has_prefix, "remove_extra_whitespaces": removes}

@@ -17,12 +17,12 @@ from infer.text.tokenizer.gguf_vocabulary import (
     make_gguf_backend,
     without_tokens_from,
 )
-from infer.text.tokenizer.tokenizers_library import load_backend, lowercase, without_ids_from
+from infer.text.tokenizer.tokenizers_library import ids_around, load_backend, lowercase, without_ids_from
 from infer.text.tokenizer.value_checks import TOKEN_OPTIONS, check_json
 from infer.text.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_GGUF_NAMES = dict(zip(("bos", "eos", "unknown", "seperator", "padding", "cls", "mask"), _NAMED_TOKENS, strict=True))
+GGUF_NAMES = dict(zip(("bos", "eos", "unknown", "seperator", "padding", "cls", "mask"), _NAMED_TOKENS, strict=True))
 _ENDS = ("bos", "eos")
 _CONFIG_NAME = "tokenizer_config.json"
 Ends = tuple[str | None, str | None]
@@ -83,7 +83,7 @@ def read_gguf(metadata: Mapping[str, Any], num_rows: int | None = None) -> Token
         backend, vocabulary = make_encoder_backend(metadata)
     else:
         backend, vocabulary = make_gguf_backend(metadata)
-    ids = {name: metadata.get(f"tokenizer.ggml.{own}_token_id", -1) for own, name in _GGUF_NAMES.items()}
+    ids = {name: metadata.get(f"tokenizer.ggml.{own}_token_id", -1) for own, name in GGUF_NAMES.items()}
     named_tokens = {name: vocabulary[token_id] for name, token_id in ids.items() if token_id in range(len(vocabulary))}
     end_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     end_ids += metadata.get(END_IDS) or ()
@@ -129,9 +129,9 @@ def _added_ends(
     The config's flags decide if they are added. Without flags, the file's own processor decides: Qwen3-Embedding's
     processor ends texts with a token other than `eos_token`.
     """
-    tokens, text = backend.encode("a").tokens, backend.encode("a", add_special_tokens=False).tokens
-    num_first = next((at for at in range(len(tokens)) if tokens[at : at + len(text)] == text), 0)
-    own = (next(iter(tokens[:num_first]), None), next(iter(tokens[num_first + len(text) :][-1:]), None))
+    before, _, after = ids_around(backend)
+    first, last = (backend.id_to_token(ids[0]) if ids else None for ids in (before, after[-1:]))
+    own = first, last
     bos, eos = (
         (named_tokens.get(f"{name}_token") if config[f"add_{name}_token"] else None)
         if f"add_{name}_token" in config

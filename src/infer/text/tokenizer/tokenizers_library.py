@@ -65,6 +65,13 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for name in _LISTS for inner in step.get(name, ()) for each in _flat(inner)]
 
 
+def ids_around(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int], list[int]]:
+    """Return the ids that a backend adds before a text, the ids of a short text, and those that it adds after it."""
+    text, whole = (list(backend.encode("a", add_special_tokens=added).ids) for added in (False, True))
+    first = next((at for at in range(len(whole)) if whole[at : at + len(text)] == text), 0)
+    return whole[:first], text, whole[first + len(text) :]
+
+
 def lowercase(backend: tokenizers.Tokenizer) -> None:
     """Let a backend read all texts in lower case, as sentence-transformers does if its files say so."""
     if (own := backend.normalizer) is None or own.normalize_str("A") != "a":

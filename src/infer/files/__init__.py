@@ -152,8 +152,6 @@ def _open_gguf(path: Path) -> Checkpoint:
         tensors[name] = info
     own = _without_drafting_layers(tensors, config)
     tensors = with_scaled_types(taken_apart(own, config, has_gates_in_q=form.has_gates_in_q))
-    if form.is_encoder:
-        tensors = _with_rows_of_types(tensors)
     embedding = embedding_from_gguf(path, file.metadata, tensors)
     classifier = classifier_from_gguf(path, file.metadata, tensors)
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
@@ -186,14 +184,6 @@ def _with_paired_rows(
                     paired = replace(tensors[each], num_paired_heads=num_rows // head_rows)
                     found[each] = replace(paired, num_paired_rows=rotated)
     return found
-
-
-def _with_rows_of_types(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors with a table of types that has two axes. Some writers drop an axis of length one."""
-    types = tensors.get(name := "model.embed_types.weight")
-    if types is None or len(types.shape) > 1:
-        return tensors
-    return tensors | {name: replace(types, shape=(1, *types.shape))}
 
 
 def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

@@ -23,14 +23,20 @@ FUSED = {  # our names of matrices that contain several, and of their parts in a
     "mlp.experts.gate_up_proj": ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
     "linear_attn.ba_proj": ("linear_attn.b_proj", "linear_attn.a_proj"),
 }
-_Q = ".self_attn.q_proj"
+_Q, _OF_HEADS = ".self_attn.q_proj", "query_key_value"
 _QKVZ, _BA = ".linear_attn.qkvz_proj", ".linear_attn.ba_proj"
+_NUM_AXES = {  # of tensors that some files store with an axis of length one more or less, by the ends of their names
+    ".mlp.shared_gate.weight": 2,
+    ".mlp.router.correction": 1,
+    "taps": 2,
+    "model.embed_types.weight": 2,
+}
 
 
 def taken_apart(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], order: StackOrder = PLAIN, *, has_gates_in_q: bool
 ) -> dict[str, TensorInfo]:
-    """Return the tensors with fused ones split.
+    """Return the tensors with fused ones split, and with the usual number of axes.
 
     `order` is the order of stacks of experts. If `has_gates_in_q`, the projection of q has gates of attention, too.
     Raises ModelFormatError if the rows cannot be divided.
@@ -38,81 +44,99 @@ def taken_apart(
     found: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         module, _, kind = name.rpartition(".")
-        if name.endswith(".mlp.shared_gate.weight") and len(info.shape) == 1:  # llama.cpp drops axes of 1
-            found[name] = replace(info, shape=(1, *info.shape))
-            continue
-        if name.endswith(".mlp.router.correction") and len(info.shape) == 2 and info.shape[0] == 1:  # ERNIE 4.5
-            found[name] = replace(info, shape=info.shape[1:])
-            continue
-        if name.endswith("taps") and len(info.shape) == 3 and info.shape[1] == 1:  # one input channel each
-            found[name] = replace(info, shape=(info.shape[0], info.shape[2]))
-            continue
+        fused = next((end for end in (*FUSED, _OF_HEADS) if module.endswith(f".{end}")), "")
+        at = module.removesuffix(fused)
         if is_stack(module):
             found |= each_expert(info, module, kind, order)
-            continue
-        if _is_grouped(module):
-            found |= _each_projection(info, module, config)
-            continue
-        if module.endswith(".self_attn.query_key_value"):  # each head has its rows of q, k and v
-            found |= _each_of_heads(info, module, kind, config)
-            continue
-        fused = next((end for end in FUSED if module.endswith(f".{end}")), None)
-        if fused is None:
-            found[name] = info
-            continue
-        shares = _shares(config, 2 if has_gates_in_q else 1) if fused == "self_attn.qkv_proj" else (1, 1)
-        for part, rows in zip(FUSED[fused], _rows(info, shares), strict=True):
-            found[f"{module.removesuffix(fused)}{part}.{kind}"] = rows_between(info, *rows)
+        elif module.endswith((_QKVZ, _BA)):
+            found |= _of_key_heads(info, module, config)
+        elif fused == _OF_HEADS:  # each head has its rows of q, k and v
+            rows = f"rows of q, k and v for each of {config.get('num_attention_heads')!r:.60} heads"
+            found |= _parts(info, at, kind, _num_heads(config), [(f"{part}_proj", 1) for part in "qkv"], rows)
+        elif fused:
+            shares = _shares(config, 2 if has_gates_in_q else 1) if fused == "self_attn.qkv_proj" else (1, 1)
+            parts = [*zip(FUSED[fused], shares, strict=True)]
+            found |= _parts(info, at, kind, 1, parts, f"rows for {sum(shares)} equal parts")
+        else:
+            found[name] = _with_usual_axes(info, name)
     return _without_gates_in_q(found, config) if has_gates_in_q else found
 
 
-def _each_of_heads(info: TensorInfo, module: str, kind: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the projections of q, k and v, whose rows alternate per head."""
-    heads = config.get("num_attention_heads")
-    if not isinstance(heads, int) or heads < 1 or not info.shape or info.shape[0] % (3 * heads):
-        info.fail(f"expected rows of q, k and v for each of {heads!r:.60} heads, got the shape {info.shape}")
-    at, ranges = module.removesuffix("query_key_value"), _row_ranges(heads, [info.shape[0] // (3 * heads)] * 3)
-    return {f"{at}{which}_proj.{kind}": gathered_rows(info, rows) for which, rows in zip("qkv", ranges, strict=True)}
+def _with_usual_axes(info: TensorInfo, name: str) -> TensorInfo:
+    shape = info.shape
+    for num_axes in [num_axes for end, num_axes in _NUM_AXES.items() if name.endswith(end)]:
+        if len(shape) == num_axes - 1:
+            return replace(info, shape=(1, *shape))
+        if len(shape) == num_axes + 1 and shape[-2] == 1:
+            return replace(info, shape=(*shape[:-2], shape[-1]))
+    return info
 
 
 def _without_gates_in_q(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the tensors, with the gates of attention separated from q."""
-    found: dict[str, TensorInfo] = {}
+    """Return the tensors, with the gates of attention separated from q. Their rows alternate per head."""
+    found, heads = dict[str, TensorInfo](), _num_heads(config)
+    parts, rows = [("q_proj", 1), ("gate_proj", 1)], f"rows of q and a gate for each of {heads} heads"
     for name, info in tensors.items():
         module, _, kind = name.rpartition(".")
-        found |= _q_and_gate(info, module, kind, config) if module.endswith(_Q) else {name: info}
+        is_q = heads and module.endswith(_Q)
+        found |= _parts(info, module.removesuffix("q_proj"), kind, heads, parts, rows) if is_q else {name: info}
     return found
 
 
-def _q_and_gate(info: TensorInfo, module: str, kind: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the projections of q and of the gates, whose rows alternate per head."""
+def _num_heads(config: Mapping[str, Any]) -> int:
+    """Return the number of heads, or 0 if the config has a fault, which the family reports."""
     heads = config.get("num_attention_heads")
-    if not isinstance(heads, int) or heads < 1:
-        return {f"{module}.{kind}": info}  # the family reports the fault of the config
-    if not info.shape or not info.shape[0] or info.shape[0] % (2 * heads):
-        info.fail(f"expected rows of q and a gate for each of {heads} heads, got the shape {info.shape}")
-    q, gate = _row_ranges(heads, [info.shape[0] // (2 * heads)] * 2)
-    return {
-        f"{module}.{kind}": gathered_rows(info, q),
-        f"{module.removesuffix(_Q)}.self_attn.gate_proj.{kind}": gathered_rows(info, gate),
-    }
+    return max(heads, 0) if isinstance(heads, int) else 0
 
 
 def _shares(config: Mapping[str, Any], rows_of_q: int) -> tuple[int, int, int]:
     """Return the numbers of heads of q, k and v, which divide the rows. Gates double the rows of q."""
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
+    heads, kv_heads = _num_heads(config), config.get("num_key_value_heads") or config.get("num_attention_heads")
+    if not heads or not isinstance(kv_heads, int) or kv_heads < 1:
         return (1, 1, 1)  # the family reports the fault of the config
     return (heads * rows_of_q, kv_heads, kv_heads)
 
 
-def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:
-    total = info.shape[0] if info.shape else 0
-    if not total or total % sum(shares):
-        info.fail(f"expected rows for {sum(shares)} equal parts, got the shape {info.shape}")
-    ends = [total // sum(shares) * end for end in accumulate(shares, initial=0)]
-    return list(pairwise(ends))
+def _of_key_heads(info: TensorInfo, module: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the projections in a fused projection that is grouped by key heads."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    counts = [config.get(f"linear_{name}") for name in names]
+    sizes = [count for count in counts if isinstance(count, int) and count > 0]
+    if len(sizes) < len(names):
+        return {f"{module}.weight": info}  # the family reports the fault of the config
+    num_groups, num_value_heads, key_dim, value_dim = sizes
+    shared = num_value_heads // num_groups
+    parts = [("b_proj", shared), ("a_proj", shared)]
+    if module.endswith(_QKVZ):
+        values = shared * value_dim
+        parts = [("qkv_proj", key_dim), ("qkv_proj", key_dim), ("qkv_proj", values), ("z_proj", values)]
+    total = num_groups * sum(size for _, size in parts)
+    rows = f"{total} rows for {num_groups} key heads"
+    if len(info.shape) != 2 or info.shape[0] != total:
+        info.fail(f"expected {rows}, got the shape {info.shape}")
+    return _parts(info, module.rpartition(".")[0] + ".", "weight", num_groups, parts, rows)
+
+
+def _parts(
+    info: TensorInfo, at: str, kind: str, num_groups: int, parts: Sequence[tuple[str, int]], rows: str
+) -> dict[str, TensorInfo]:
+    """Return the parts of a fused tensor by our names, which begin with `at` and end with `kind`.
+
+    The rows are in equal groups. `parts` have the names of the parts of a group, and their shares of its rows. Parts of
+    the same name become one tensor. Raises ModelFormatError, which names the expected `rows`, if they do not fit.
+    """
+    num_rows, num_shares = info.shape[0] if info.shape else 0, num_groups * sum(share for _, share in parts)
+    if not num_rows or not num_shares or num_rows % num_shares:
+        info.fail(f"expected {rows}, got the shape {info.shape}")
+    ends = [num_rows // num_shares * end for end in accumulate((share for _, share in parts), initial=0)]
+    ranges = dict[str, list[tuple[int, int]]]()
+    for (name, _), (first, end) in zip(parts, pairwise(ends), strict=True):
+        starts = range(0, num_rows, ends[-1])
+        ranges.setdefault(name, []).extend((start + first, start + end) for start in starts)
+    return {
+        f"{at}{name}.{kind}": rows_between(info, *of_part[0]) if len(of_part) == 1 else gathered_rows(info, of_part)
+        for name, of_part in ranges.items()
+    }
 
 
 def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
@@ -123,45 +147,6 @@ def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
     row_bytes = kind.row_bytes(columns[-1]) * prod(columns[:-1]) if columns else kind.block_bytes
     shape, num_bytes = (end - first, *columns), (end - first) * row_bytes
     return replace(info, shape=shape, offset=info.offset + first * row_bytes, num_bytes=num_bytes)
-
-
-def _is_grouped(module: str) -> bool:
-    """Return True if a tensor of this name, without its ending, is a projection grouped by key heads."""
-    return module.endswith((_QKVZ, _BA))
-
-
-def _each_projection(info: TensorInfo, module: str, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the projections in a fused projection, by our names, as ranges of its rows.
-
-    Raises ModelFormatError if the fused projection does not have their rows.
-    """
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    counts = [config.get(f"linear_{name}") for name in names]
-    sizes = [count for count in counts if isinstance(count, int) and count > 0]
-    if len(sizes) < len(names):
-        return {f"{module}.weight": info}  # the family reports the fault of the config
-    num_groups, num_value_heads, key_dim, value_dim = sizes
-    shared = num_value_heads // num_groups
-    parts = (shared, shared) if module.endswith(_BA) else (key_dim, key_dim, shared * value_dim, shared * value_dim)
-    total = num_groups * sum(parts)
-    if len(info.shape) != 2 or not total or info.shape[0] != total:
-        info.fail(f"expected {total} rows for {num_groups} key heads, got the shape {info.shape}")
-    ranges = _row_ranges(num_groups, parts)
-    at = module.removesuffix(_QKVZ).removesuffix(_BA) + ".linear_attn."
-    if module.endswith(_BA):
-        return {
-            f"{at}b_proj.weight": gathered_rows(info, ranges[0]),
-            f"{at}a_proj.weight": gathered_rows(info, ranges[1]),
-        }
-    q, k, v, z = ranges
-    return {f"{at}qkv_proj.weight": gathered_rows(info, q + k + v), f"{at}z_proj.weight": gathered_rows(info, z)}
-
-
-def _row_ranges(num_groups: int, parts: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the ranges of rows of each part, in the order of the groups. `parts` are the parts' rows in a group."""
-    starts = [group * sum(parts) for group in range(num_groups)]
-    ends = list(pairwise(accumulate(parts, initial=0)))
-    return [[(start + first, start + end) for start in starts] for first, end in ends]
 
 
 def gathered_rows(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorInfo:

@@ -19,7 +19,7 @@ from infer.system.json_limits import is_deeper, refuse_constant, unique_keys
 from infer.system.processor_limit import processor_seconds
 from infer.text.grammar.grammar import STRICT, Grammar
 from infer.text.grammar.patterns import encoded, pattern_without
-from infer.text.grammar.schema_logic import TYPES, SchemaPart, false_part, refuse
+from infer.text.grammar.schema_logic import TYPES, SchemaPart, errors_at, false_part, refuse
 from infer.text.grammar.schema_rewriter import ASSERTIONS, LeftOut, Omissions, Rewriter
 from infer.text.grammar.schema_values import escaped
 from infer.text.grammar.shortest import empty_definitions, nodes_of
@@ -96,23 +96,23 @@ def build_schema(
     not strict, unsupported parts are left out and noted in `omissions`. So are malformed parts of a tool's schema.
     """
     omissions = omissions or Omissions()
-    rewriter, root = rewrite_schema(text, where, omissions)
-    is_strict = rewriter.is_strict
-    nodes = nodes_of([root, *rewriter.definitions.values()])
-    for node in nodes if keywords is not None else ():
-        for word in node.keys() - (keywords or ()):
-            refuse(where, node.pointer, f"the keyword {word!r} is not supported by this grammar backend")
-    for node in nodes:
-        optional = len(node.get("properties", {}).keys() - set(node.get("required", ())))
-        if optional > MAX_OPTIONAL:
-            problem = f"at most {MAX_OPTIONAL} properties may be optional, got {optional}"
-            if is_strict:
-                refuse(where, node.pointer, problem)
-            omissions.noted.setdefault(f"{node.pointer}/properties", problem)
-            for word in node.keys() & {"properties", "additionalProperties"}:
-                del node[word]
-    definitions = rewriter.definitions
-    empty = empty_definitions(root, nodes, definitions, where)
+    with errors_at(where):
+        rewriter, root = rewrite_schema(text, where, omissions)
+        is_strict, definitions = rewriter.is_strict, rewriter.definitions
+        nodes = nodes_of([root, *definitions.values()])
+        for node in nodes if keywords is not None else ():
+            for word in node.keys() - (keywords or ()):
+                refuse(node.pointer, f"the keyword {word!r} is not supported by this grammar backend")
+        for node in nodes:
+            optional = len(node.get("properties", {}).keys() - set(node.get("required", ())))
+            if optional > MAX_OPTIONAL:
+                problem = f"at most {MAX_OPTIONAL} properties may be optional, got {optional}"
+                if is_strict:
+                    refuse(node.pointer, problem)
+                omissions.noted.setdefault(f"{node.pointer}/properties", problem)
+                for word in node.keys() & {"properties", "additionalProperties"}:
+                    del node[word]
+        empty = empty_definitions(root, nodes, definitions)
     for node in nodes:
         if node.get("$ref") in empty:
             node.clear()
@@ -129,9 +129,9 @@ def rewrite_schema(text: str, where: str, omissions: Omissions) -> tuple[Rewrite
     if size > MAX_BYTES:
         raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
     raw = _read_of_tool(text, where, omissions) if omissions.is_of_tool else _read(text, where)
-    is_strict = not omissions.is_of_tool and _is_strict(raw, where)
+    is_strict = not omissions.is_of_tool and _is_strict(raw)
     try:
-        rewriter = Rewriter(raw, where, None if is_strict else omissions)
+        rewriter = Rewriter(raw, None if is_strict else omissions)
         return rewriter, rewriter.rewrite()
     except RecursionError:
         raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
@@ -168,13 +168,13 @@ def _read_of_tool(text: str, where: str, omissions: Omissions) -> Any:
     return raw
 
 
-def _is_strict(raw: Any, where: str) -> bool:
+def _is_strict(raw: Any) -> bool:
     """Remove the keyword `x-strict` from the schema, and return its value."""
     if not isinstance(raw, dict | bool):
-        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
+        refuse("", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
     strict = raw.pop(STRICT, True) if isinstance(raw, dict) else True
     if not isinstance(strict, bool):
-        refuse(where, f"/{STRICT}", f"must be true or false, got {strict!r:.40}")
+        refuse(f"/{STRICT}", f"must be true or false, got {strict!r:.40}")
     return strict
 
 

@@ -7,6 +7,7 @@ no value fulfils two of them, are exact, or raise or return False.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
 from infer.errors import SchemaError
@@ -97,14 +98,24 @@ class MalformedSchemaError(SchemaError):
     """A keyword has a value that JSON Schema does not allow. Such a keyword is never left out."""
 
 
-def refuse_malformed(where: str, pointer: str, problem: str) -> NoReturn:
+def refuse_malformed(pointer: str, problem: str) -> NoReturn:
     """Raise MalformedSchemaError for the part at `pointer`."""
-    raise MalformedSchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)
+    raise MalformedSchemaError(problem, pointer)
 
 
-def refuse(where: str, pointer: str, problem: str) -> NoReturn:
+def refuse(pointer: str, problem: str) -> NoReturn:
     """Raise SchemaError for the part at `pointer`, which no grammar can enforce."""
-    raise SchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)
+    raise SchemaError(problem, pointer)
+
+
+@contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """Begin the messages of SchemaErrors with the name of the schema and the place in it."""
+    try:
+        yield
+    except SchemaError as error:
+        place = f"{where} at {error.pointer or '/'}"
+        raise type(error)(f"{place}: {error.problem}", error.pointer, error.problem) from error
 
 
 STEPS = 300_000  # limit of the work for one schema
@@ -117,10 +128,9 @@ _KINDS_OF = {name: frozenset({name}) for name in TYPES} | {"number": frozenset({
 class Logic:
     """Facts about the parts of one schema. `definitions` are the targets of references, by reference."""
 
-    def __init__(self, definitions: Mapping[str, SchemaPart], where: str, *, are_exact: bool) -> None:
+    def __init__(self, definitions: Mapping[str, SchemaPart], *, are_exact: bool) -> None:
         """Begin with the definitions. `are_exact` is False if some of them allow more than the user's schema does."""
         self._definitions, self._are_exact = definitions, are_exact
-        self._where = where
         self._steps_left = STEPS
 
     def negated(self, part: SchemaPart, pointer: str, depth: int = 0) -> SchemaPart:
@@ -130,7 +140,7 @@ class Logic:
         """
         self._steps_left -= 1
         if depth > _MAX_DEPTH or self._steps_left < 0:
-            refuse(self._where, pointer, "the negation of a large schema cannot be enforced")
+            refuse(pointer, "the negation of a large schema cannot be enforced")
         found: list[SchemaPart] = []
         for word, value in part.items():
             if word == "type":
@@ -155,19 +165,19 @@ class Logic:
             elif word == "$ref" and self._are_exact and value in self._definitions:
                 found.append(self.negated(self._definitions[value], pointer, depth + 1))
             else:
-                refuse(self._where, pointer, f"the negation of {word!r} cannot be enforced here")
+                refuse(pointer, f"the negation of {word!r} cannot be enforced here")
         return any_of(pointer, found)
 
     def _other_types(self, types: Sequence[str], pointer: str) -> SchemaPart:
         if "integer" in types and "number" not in types:
-            refuse(self._where, pointer, "the negation of the type 'integer' cannot be enforced here")
+            refuse(pointer, "the negation of the type 'integer' cannot be enforced here")
         names = [name for name in TYPES if name not in types and name != "integer"]
         return SchemaPart(pointer, {"type": names}) if names else false_part(pointer)
 
     def _other_values(self, values: Sequence[Any], pointer: str) -> Iterator[SchemaPart]:
         kinds = set(map(_kind_of, values))
         if kinds & {"array", "object"}:
-            refuse(self._where, pointer, "the negation of an 'enum' of lists and objects cannot be enforced here")
+            refuse(pointer, "the negation of an 'enum' of lists and objects cannot be enforced here")
         if "fraction" in kinds or "integer" in kinds:
             kinds |= {"number", "integer"}
         yield SchemaPart(pointer, {"type": [name for name in TYPES if name not in kinds and name != "integer"]})
@@ -176,7 +186,7 @@ class Logic:
         if "string" in kinds:
             pattern = pattern_without([value for value in values if isinstance(value, str)])
             if pattern is None:
-                refuse(self._where, pointer, "too many or too long strings are excluded")
+                refuse(pointer, "too many or too long strings are excluded")
             yield SchemaPart(pointer, {"type": "string", "pattern": pattern})
         if "number" in kinds:
             numbers = sorted({value for value in values if _kind_of(value) in ("integer", "fraction")})

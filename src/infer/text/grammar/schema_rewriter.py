@@ -104,9 +104,8 @@ class Rewriter:
     SchemaError.
     """
 
-    def __init__(self, root: Any, where: str, omissions: Omissions | None = None) -> None:
-        self._references = References(root, where)
-        self._where = where
+    def __init__(self, root: Any, omissions: Omissions | None = None) -> None:
+        self._references = References(root)
         self._omissions, self.is_strict = omissions or Omissions(), omissions is None
         self._is_exact = self.is_strict  # True where nothing may be left out
         self.definitions: dict[str, SchemaPart] = {}
@@ -115,13 +114,13 @@ class Rewriter:
         self._pending: list[tuple[str, str]] = []  # pointer of a target, pointer of the reference
         # Per `oneOf`: the part next to it, and its branches.
         self._choices: list[tuple[SchemaPart, list[SchemaPart]]] = []
-        self._logic = Logic(self.definitions, where, are_exact=self.is_strict)
+        self._logic = Logic(self.definitions, are_exact=self.is_strict)
 
     def rewrite(self) -> SchemaPart:
         """Return the root's part. Afterwards every reference leads to one of `definitions`."""
         if self._references.draft == 3:
             problem = "draft 3 is not supported: write the schema in draft 4 or later"
-            self._attempt("/$schema", partial(refuse, self._where, "/$schema", problem))
+            self._attempt("/$schema", partial(refuse, "/$schema", problem))
         root = self._part(*self._references.at("", ""), "")
         self._finish_definitions()
         for beside, branches in self._choices:
@@ -153,14 +152,14 @@ class Rewriter:
     def _part(self, raw: Any, base: str, pointer: str) -> SchemaPart:
         self._omissions.places[pointer] = raw
         if (unwanted := self._omissions.wanted.get(pointer)) is not None:
-            self._attempt(pointer, partial(refuse, self._where, pointer, unwanted.problem))
+            self._attempt(pointer, partial(refuse, pointer, unwanted.problem))
             kind = raw.get("type") if unwanted.keeps_type and isinstance(raw, dict) else None
             return SchemaPart(pointer, {"type": kind} if kind in TYPES else {})
         if isinstance(raw, bool):
             return SchemaPart(pointer, {}) if raw else false_part(pointer)
         if not isinstance(raw, dict):
             problem = f"a schema must be an object, true or false, got {raw!r:.40}"
-            self._attempt(pointer, partial(refuse_malformed, self._where, pointer, problem))
+            self._attempt(pointer, partial(refuse_malformed, pointer, problem))
             return SchemaPart(pointer, {})
         base = self._references.base_within(raw, pointer, base)
         place = _Place(raw, pointer, base, SchemaPart(pointer, {}), [], set())
@@ -186,10 +185,10 @@ class Rewriter:
         if self._omissions.wanted:
             unwanted = self._omissions.wanted.get(f"{place.pointer}/{escaped(word)}")
             if unwanted is not None and not unwanted.keeps_type:
-                refuse(self._where, place.pointer, unwanted.problem)
+                refuse(place.pointer, unwanted.problem)
         shape, name = _SHAPES.get(word, (object, ""))
         if not isinstance(value, shape):
-            refuse_malformed(self._where, place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
+            refuse_malformed(place.pointer, f"{word!r} must be {name}, got {value!r:.40}")
         _RULES[word](self, place, word, value)
 
     def _check_apart(self, beside: SchemaPart, branches: list[SchemaPart]) -> None:
@@ -199,7 +198,7 @@ class Rewriter:
             for other in range(index):
                 if not self._logic.are_apart([branch, around], [branches[other]]):
                     problem = f"branches {other} and {index} of 'oneOf' may both hold: use 'anyOf'"
-                    refuse(self._where, beside.pointer, problem)
+                    refuse(beside.pointer, problem)
 
     def _inner(self, place: _Place, raw: Any, step: str) -> SchemaPart:
         return self._part(raw, place.base, f"{place.pointer}/{step}")
@@ -217,11 +216,11 @@ class Rewriter:
 
     def _listed(self, place: _Place, word: str, value: Any) -> list[SchemaPart]:
         if not value and word not in ("prefixItems", "items"):
-            refuse_malformed(self._where, place.pointer, f"{word!r} must not be empty")
+            refuse_malformed(place.pointer, f"{word!r} must not be empty")
         return [self._inner(place, item, f"{word}/{index}") for index, item in enumerate(value)]
 
     def _mapped(self, place: _Place, word: str, value: Any) -> dict[str, SchemaPart]:
-        check_texts(self._where, value, place.pointer)
+        check_texts(value, place.pointer)
         return {name: self._inner(place, item, f"{word}/{escaped(name)}") for name, item in value.items()}
 
     def _schema(self, place: _Place, word: str, value: Any) -> None:
@@ -278,7 +277,7 @@ class Rewriter:
                 place.dropped.add("additionalProperties")
 
     def _add(self, place: _Place, pattern: str, part: SchemaPart) -> None:
-        place.part["patternProperties"][read_pattern(self._where, pattern, place.pointer)] = part
+        place.part["patternProperties"][read_pattern(pattern, place.pointer)] = part
 
     def _items(self, place: _Place, word: str, value: Any) -> None:
         is_list = isinstance(place.raw.get("items"), list)
@@ -293,17 +292,17 @@ class Rewriter:
         for name, item in value.items():
             names = [item] if isinstance(item, str) else item
             if isinstance(names, list) or word == "dependentRequired":
-                needed = [SchemaPart(at, {"required": read_names(self._where, word, names, at)})]
+                needed = [SchemaPart(at, {"required": read_names(word, names, at)})]
             else:
                 needed = [SchemaPart(at, {"required": [name]}), self._inner(place, item, f"{word}/{escaped(name)}")]
             place.more.append(any_of(at, [lacks(at, name), all_of(at, needed)]))
 
     def _types(self, place: _Place, word: str, value: Any) -> None:
-        names = read_types(self._where, value, place.pointer)
+        names = read_types(value, place.pointer)
         place.part.update({word: names[0] if len(names) == 1 else names} if names else false_part(""))
 
     def _count(self, place: _Place, word: str, value: Any) -> None:
-        count = read_count(self._where, word, value, place.pointer)
+        count = read_count(word, value, place.pointer)
         if count is not None:
             place.part[word] = count
 
@@ -312,15 +311,15 @@ class Rewriter:
             value = place.raw.get(word.removeprefix("exclusive").lower()) if value else None
             if value is None:
                 return
-        place.part[word] = read_number(self._where, word, value, place.pointer)
+        place.part[word] = read_number(word, value, place.pointer)
 
     def _constants(self, place: _Place, word: str, value: Any) -> None:
-        check_constants(self._where, [value] if word == "const" else value, place.pointer)
+        check_constants([value] if word == "const" else value, place.pointer)
         place.part[word] = value
 
     def _required(self, place: _Place, word: str, value: Any) -> None:
         if not isinstance(value, bool):  # the surrounding object reads it
-            self._require(place, read_names(self._where, word, value, place.pointer))
+            self._require(place, read_names(word, value, place.pointer))
 
     @staticmethod
     def _require(place: _Place, names: list[str]) -> None:
@@ -328,7 +327,7 @@ class Rewriter:
             place.part["required"] = list(found)
 
     def _pattern(self, place: _Place, word: str, value: Any) -> None:
-        place.part[word] = read_pattern(self._where, value, place.pointer)
+        place.part[word] = read_pattern(value, place.pointer)
 
     def _format(self, place: _Place, word: str, value: Any) -> None:
         if value in FORMATS:
@@ -339,7 +338,7 @@ class Rewriter:
     def _unique(self, place: _Place, word: str, value: Any) -> None:
         most = place.raw.get("maxItems")
         if value and not (isinstance(most, int) and most <= 1):
-            refuse(self._where, place.pointer, f"{word!r} cannot be enforced by a grammar")
+            refuse(place.pointer, f"{word!r} cannot be enforced by a grammar")
 
     def _property_names(self, place: _Place, word: str, value: Any) -> None:
         """Read `propertyNames` of constants, of a pattern, or of lengths."""
@@ -354,11 +353,11 @@ class Rewriter:
             names = {words.get("pattern", lengths): SchemaPart(at, {})}
             place.more.append(SchemaPart(at, {"patternProperties": names, **closed}))
         elif words:
-            refuse(self._where, at, f"{word!r} can be enforced only for constants, a 'pattern' or lengths")
+            refuse(at, f"{word!r} can be enforced only for constants, a 'pattern' or lengths")
 
     def _refused(self, place: _Place, word: str, value: Any) -> None:
         if value is not True or word == "contains":  # otherwise they assert nothing
-            refuse(self._where, place.pointer, f"{word!r} cannot be enforced by a grammar")
+            refuse(place.pointer, f"{word!r} cannot be enforced by a grammar")
 
 
 def _is_required(item: Any) -> bool:

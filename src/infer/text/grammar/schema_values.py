@@ -42,82 +42,79 @@ FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates, times and host
 }
 
 
-def read_count(where: str, word: str, value: Any, pointer: str) -> int | None:
+def read_count(word: str, value: Any, pointer: str) -> int | None:
     """Return a count, or None for an upper bound that no written text reaches."""
     if not (_is_number(value) and value >= 0 and value == int(value)):
-        refuse_malformed(where, pointer, f"{word!r} must be an integer from 0, got {value!r:.40}")
+        refuse_malformed(pointer, f"{word!r} must be an integer from 0, got {value!r:.40}")
     return int(value) if word.startswith("min") or value <= MAX_COUNT else None
 
 
-def read_number(where: str, word: str, value: Any, pointer: str) -> int | float:
+def read_number(word: str, value: Any, pointer: str) -> int | float:
     if not (_is_number(value) and (word != "multipleOf" or 0 < value < 1e300)):
         limit = " above 0" * (word == "multipleOf")
-        refuse_malformed(where, pointer, f"{word!r} must be a finite number{limit}, got {value!r:.40}")
+        refuse_malformed(pointer, f"{word!r} must be a finite number{limit}, got {value!r:.40}")
     found = _within(value, word)
     if word != "multipleOf" and (-found if word.lower().endswith("maximum") else found) >= LARGEST:
-        refuse(
-            where,
-            pointer,
-            f"{word!r} leaves only numbers beyond 10^18, which no grammar can enforce, got {value!r:.40}",
-        )
+        problem = f"{word!r} leaves only numbers beyond 10^18, which no grammar can enforce, got {value!r:.40}"
+        refuse(pointer, problem)
     return found
 
 
-def read_types(where: str, value: Any, pointer: str) -> list[str]:
+def read_types(value: Any, pointer: str) -> list[str]:
     """Return the names in `type`, each once."""
     names = value if isinstance(value, list) else [value]
     for name in names:
         if name not in TYPES:
-            refuse_malformed(where, pointer, f"'type' must be one of {', '.join(TYPES)}, got {name!r:.40}")
+            refuse_malformed(pointer, f"'type' must be one of {', '.join(TYPES)}, got {name!r:.40}")
     return list(dict.fromkeys(names))
 
 
-def check_constants(where: str, values: list[Any], pointer: str) -> None:
+def check_constants(values: list[Any], pointer: str) -> None:
     """Raise SchemaError for lone surrogates, which JSON may spell, and for numbers that no float represents."""
     if len(values) > MAX_ENUM:
-        refuse(where, pointer, f"'enum' must have at most {MAX_ENUM} values, got {len(values)}")
+        refuse(pointer, f"'enum' must have at most {MAX_ENUM} values, got {len(values)}")
     pending = list(values)
     while pending:
         value = pending.pop()
         if isinstance(value, str):
-            check_texts(where, [value], pointer)
+            check_texts([value], pointer)
         elif isinstance(value, Mapping):
             pending += [*value, *value.values()]
         elif isinstance(value, list):
             pending += value
         elif isinstance(value, float) and not math.isfinite(value):
-            refuse(where, pointer, "a number is larger than a float can be")
+            refuse(pointer, "a number is larger than a float can be")
         elif isinstance(value, int) and abs(value) > 1 << 53 and (abs(value) >= 1e300 or int(float(value)) != value):
-            refuse(where, pointer, f"the number {value} has more digits than a grammar can enforce")
+            refuse(pointer, f"the number {value} has more digits than a grammar can enforce")
 
 
-def read_names(where: str, word: str, value: Any, pointer: str) -> list[str]:
+def read_names(word: str, value: Any, pointer: str) -> list[str]:
     """Return the names, each once."""
     if not isinstance(value, list):
-        refuse_malformed(where, pointer, f"{word!r} must be a list, got {value!r:.40}")
+        refuse_malformed(pointer, f"{word!r} must be a list, got {value!r:.40}")
     if not all(isinstance(name, str) for name in value):
-        refuse_malformed(where, pointer, f"{word!r} must be a list of strings")
-    check_texts(where, value, pointer)
+        refuse_malformed(pointer, f"{word!r} must be a list of strings")
+    check_texts(value, pointer)
     return list(dict.fromkeys(value))
 
 
-def read_pattern(where: str, pattern: str, pointer: str) -> str:
+def read_pattern(pattern: str, pointer: str) -> str:
     """Return the pattern in the library's notation."""
     try:
         check_pattern(pattern, "pattern")
         return translated(pattern)
     except InvalidRequestError as error:
-        refuse(where, pointer, str(error))
+        refuse(pointer, str(error))
     except PatternNotationError as error:
-        refuse(where, pointer, f"pattern, column {error.column}: {error}")
+        refuse(pointer, f"pattern, column {error.column}: {error}")
 
 
-def check_texts(where: str, texts: Iterable[str], pointer: str) -> None:
+def check_texts(texts: Iterable[str], pointer: str) -> None:
     for text in texts:
         try:
             encoded(text, "a text")
         except InvalidRequestError as error:
-            refuse(where, pointer, str(error))
+            refuse(pointer, str(error))
 
 
 def _within(value: int | float, word: str) -> int | float:
@@ -149,10 +146,9 @@ class References:
     spelled as in the `$id`.
     """
 
-    def __init__(self, root: Any, where: str) -> None:
+    def __init__(self, root: Any) -> None:
         self.draft = draft_of(root)
         self._root = root
-        self._where = where
         self._id_word = "id" if self.draft <= 4 else "$id"
 
     def base_within(self, raw: Mapping[str, Any], pointer: str, base: str) -> str:
@@ -167,7 +163,7 @@ class References:
         if fragment and not fragment.startswith("/"):
             start, fragment = self._pointers.get(f"#{fragment}"), ""
         if start is None:
-            refuse(self._where, pointer, f"'$ref' must stay in the schema (#/...), got {reference!r:.80}")
+            refuse(pointer, f"'$ref' must stay in the schema (#/...), got {reference!r:.80}")
         return start + unquote(fragment)
 
     def at(self, pointer: str, asked_at: str) -> tuple[Any, str]:
@@ -183,7 +179,7 @@ class References:
                 raw = raw[int(name)] if is_place else None
             passed = f"{passed}/{step}"
         if not isinstance(raw, Mapping | bool):
-            refuse_malformed(self._where, asked_at, f"'$ref' leads to no schema: {'#' + pointer!r:.80}")
+            refuse_malformed(asked_at, f"'$ref' leads to no schema: {'#' + pointer!r:.80}")
         return raw, base
 
     @cached_property

@@ -73,9 +73,7 @@ def nodes_of(roots: Sequence[SchemaPart]) -> list[SchemaPart]:
     return list(found.values())
 
 
-def empty_definitions(
-    root: SchemaPart, nodes: Sequence[SchemaPart], built: Mapping[str, SchemaPart], where: str
-) -> frozenset[str]:
+def empty_definitions(root: SchemaPart, nodes: Sequence[SchemaPart], built: Mapping[str, SchemaPart]) -> frozenset[str]:
     """Return the definitions that no value fulfils.
 
     Raises InvalidRequestError with the deepest such place if no value fulfils the root.
@@ -86,9 +84,9 @@ def empty_definitions(
             node.pointer for node in nodes if id(node) not in lengths and not (node.is_false and node.pointer)
         ]
         deepest = max(impossible or [root.pointer], key=lambda pointer: (pointer.count("/"), pointer))
-        refuse(where, deepest, "no value can fulfil it")
+        refuse(deepest, "no value can fulfil it")
     if lengths[id(root)] > MAX_SHORTEST:
-        refuse(where, root.pointer, f"no value shorter than {MAX_SHORTEST} bytes can fulfil it")
+        refuse(root.pointer, f"no value shorter than {MAX_SHORTEST} bytes can fulfil it")
     return frozenset(pointer for pointer, node in built.items() if id(node) not in lengths)
 
 

@@ -21,7 +21,7 @@ from infer.text.grammar.grammar import STRICT, Grammar
 from infer.text.grammar.patterns import encoded, pattern_without
 from infer.text.grammar.schema_logic import TYPES, SchemaPart, errors_at, false_part, refuse
 from infer.text.grammar.schema_rewriter import ASSERTIONS, LeftOut, Omissions, Rewriter
-from infer.text.grammar.schema_values import escaped
+from infer.text.grammar.schema_values import escaped, properties_of
 from infer.text.grammar.shortest import empty_definitions, nodes_of
 
 MAX_BYTES = 1 << 20
@@ -158,8 +158,7 @@ def _read_of_tool(text: str, where: str, omissions: Omissions) -> Any:
         raw.pop(STRICT, None)
     problem = f"brackets must be nested at most {MAX_DEPTH} deep"
     if is_deeper(raw, MAX_DEPTH):
-        properties = raw.get("properties") if isinstance(raw, dict) else None
-        named = properties if isinstance(properties, dict) else {}
+        named = properties_of(raw)
         deep = {name for name, each in named.items() if is_deeper(each, MAX_DEPTH - 2)}
         rest = {**raw, "properties": {name: named[name] for name in named.keys() - deep}} if deep else raw
         if is_deeper(rest, MAX_DEPTH):

@@ -6,7 +6,7 @@ no value fulfils two of them, are exact, or raise or return False.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
@@ -46,26 +46,23 @@ class SchemaPart(dict[str, Any]):
 
     def written(self) -> Any:
         """Return the schema as JSON that every library can read."""
-        if self.is_false:
-            return False
-        found = dict(self)
-        for word in _LISTS & self.keys():
-            found[word] = [inner.written() for inner in self[word]]
-        for word in _MAPS & self.keys():
-            found[word] = {name: inner.written() for name, inner in self[word].items()}
-        for word in _SINGLE & self.keys():
-            found[word] = self[word].written()
-        return found or True
+        return False if self.is_false else self._with_parts(SchemaPart.written) or True
 
     def children(self) -> list["SchemaPart"]:
         found: list[SchemaPart] = []
+        self._with_parts(found.append)
+        return found
+
+    def _with_parts(self, change: Callable[["SchemaPart"], Any]) -> dict[str, Any]:
+        """Return the keywords, with each of the parts directly inside them changed."""
+        found = dict(self)
         for word, value in self.items():
             if word in _LISTS:
-                found += value
+                found[word] = [*map(change, value)]
             elif word in _MAPS:
-                found += value.values()
+                found[word] = {name: change(inner) for name, inner in value.items()}
             elif word in _SINGLE:
-                found.append(value)
+                found[word] = change(value)
         return found
 
 

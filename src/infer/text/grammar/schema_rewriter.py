@@ -28,6 +28,7 @@ from infer.text.grammar.schema_values import (
     check_constants,
     check_texts,
     escaped,
+    is_required,
     read_count,
     read_names,
     read_number,
@@ -268,7 +269,7 @@ class Rewriter:
     def _properties(self, place: _Place, word: str, value: Any) -> None:
         """Read `properties`. Some schemas write `required: true` in a property, as draft 3 did."""
         place.part[word] = self._mapped(place, word, value)
-        self._require(place, [name for name, item in value.items() if _is_required(item)])
+        self._require(place, [name for name, item in value.items() if is_required(item)])
 
     def _patterns(self, place: _Place, word: str, value: Any) -> None:
         place.part[word] = {}
@@ -358,10 +359,6 @@ class Rewriter:
     def _refused(self, place: _Place, word: str, value: Any) -> None:
         if value is not True or word == "contains":  # otherwise they assert nothing
             refuse(place.pointer, f"{word!r} cannot be enforced by a grammar")
-
-
-def _is_required(item: Any) -> bool:
-    return isinstance(item, Mapping) and item.get("required") is True
 
 
 _RULES: dict[str, Callable[[Rewriter, _Place, str, Any], None]] = {

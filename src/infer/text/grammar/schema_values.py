@@ -42,6 +42,17 @@ FORMATS: dict[str, dict[str, Any]] = {  # llguidance's own dates, times and host
 }
 
 
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """Return the value of `properties`, or {} if it is malformed or there is none."""
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def is_required(schema: Any) -> bool:
+    """Return True if the schema of a property has the boolean of draft 3."""
+    return isinstance(schema, Mapping) and schema.get("required") is True
+
+
 def read_count(word: str, value: Any, pointer: str) -> int | None:
     """Return a count, or None for an upper bound that no written text reaches."""
     if not (_is_number(value) and value >= 0 and value == int(value)):

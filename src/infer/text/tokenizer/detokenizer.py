@@ -15,6 +15,12 @@ from infer.errors import InvalidRequestError
 from infer.text.tokenizer.decoding_rules import Replacement, Strip
 
 
+def num_held(text: str, literal: str) -> int:
+    """Return how many characters at the end of a text could begin this literal, which the text does not contain."""
+    most = min(len(text), len(literal) - 1)
+    return next((length for length in range(most, 0, -1) if text.endswith(literal[:length])), 0)
+
+
 class _Stage(ABC):
     """One rule on the joined text, while it is streamed."""
 
@@ -36,9 +42,7 @@ class _Replacing(_Stage):
     def push(self, text: str) -> str:
         pattern = self._rule.pattern
         *done, rest = (self._held + text).split(pattern)
-        longest = min(len(rest), len(pattern) - 1)
-        num_held = next((size for size in range(longest, 0, -1) if pattern.startswith(rest[-size:])), 0)
-        end = len(rest) - num_held
+        end = len(rest) - num_held(rest, pattern)
         self._held = rest[end:]
         return self._rule.content.join([*done, rest[:end]])
 

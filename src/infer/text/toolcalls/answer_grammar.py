@@ -15,7 +15,7 @@ from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.argument_grammar import ArgumentGrammar, ToolRules
 from infer.text.toolcalls.formats import ReasoningFormat
 from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules, as_pattern, one_of
-from infer.text.toolcalls.tools import anything_for
+from infer.text.toolcalls.tools import Tool, anything_for
 
 _MAX_WARNINGS = 10
 _SPACES = "[ \\t\\r\\n]*"
@@ -56,8 +56,7 @@ def enforceable(form: AnswerFormat, rules: ToolRules) -> AnswerFormat:
                 reason = problem_of(error).removeprefix("json_schema: ")
                 problem = f"its whole schema is left out, so its arguments may be any object: {reason:.200}"
         warnings[index].append(f"tool {tool.name!r}: {problem}")
-        loosest = anything_for(tool.parameters, is_json=calls.form.syntax == "json")
-        tools[index] = replace(tool, parameters=loosest)
+        tools[index] = _loosened(tool, calls)
         ArgumentGrammar(calls.form, LarkRules(form.marks), rules, tools[index]).rule("arguments")
     said = tuple(chain.from_iterable(warnings.values()))
     return replace(form, calls=replace(calls, tools=tuple(tools)), warnings=said)
@@ -78,14 +77,14 @@ def loosest(form: AnswerFormat, error: InvalidRequestError) -> AnswerFormat | No
     calls = form.calls
     if calls is None or calls.kind == "none" or all(tool.is_strict for tool in calls.tools):
         return None
-    is_json = calls.form.syntax == "json"
-    tools = tuple(
-        tool if tool.is_strict else replace(tool, parameters=anything_for(tool.parameters, is_json=is_json))
-        for tool in calls.tools
-    )
+    tools = tuple(tool if tool.is_strict else _loosened(tool, calls) for tool in calls.tools)
     names = ", ".join(tool.name for tool in calls.tools if not tool.is_strict)
     warning = f"tools {names:.200}: their schemas are left out, their arguments may be any object: {error!s:.200}"
     return replace(form, calls=replace(calls, tools=tools), warnings=(*form.warnings, warning))
+
+
+def _loosened(tool: Tool, calls: Calls) -> Tool:
+    return replace(tool, parameters=anything_for(tool.parameters, is_json=calls.form.syntax == "json"))
 
 
 @final

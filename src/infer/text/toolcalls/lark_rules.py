@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 from infer.errors import SchemaError
 from infer.text.grammar.schema_logic import TYPES
 from infer.text.grammar.schema_rewriter import ASSERTIONS, COMPANIONS
-from infer.text.grammar.schema_values import escaped
+from infer.text.grammar.schema_values import escaped, is_required, properties_of
 from infer.text.toolcalls.formats import ID, ID_PATTERN, ToolCallFormat
 
 ANY_TEXT = "(.|\\n)*"
@@ -159,17 +159,8 @@ def of_texts(schema: Mapping[str, Any]) -> dict[str, Any]:
 def required_of(schema: Mapping[str, Any]) -> list[str]:
     """Return the required names. Draft 3 has a boolean in each property instead."""
     found = schema.get("required")
-    inside = [name for name, each in _properties(schema).items() if _is_required(each)]
+    inside = [name for name, each in properties_of(schema).items() if is_required(each)]
     return [*(found if isinstance(found, list) else ()), *inside]
-
-
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}
-
-
-def _is_required(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("required") is True
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:

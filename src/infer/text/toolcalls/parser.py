@@ -27,7 +27,7 @@ from infer.text.toolcalls.parsing import (
     Parser,
     PythonArguments,
     XmlArguments,
-    num_held,
+    known_before,
 )
 
 _FENCE = re.compile(r"```[A-Za-z_]*[ \t]*\r?\n\s*")
@@ -262,20 +262,15 @@ class AnswerParser(Parser):
     def _reasoning(self) -> bool:
         assert self._form.reasoning is not None
         closing = self._form.reasoning.closing
-        places = {literal: self._held.find(literal) for literal in (closing, *self._calls_in_reasoning)}
-        found = {place: literal for literal, place in places.items() if place >= 0}
-        end = min(found, default=-1)
-        known = self._held[: end if found else len(self._held) - max(num_held(self._held, each) for each in places)]
+        known, end = known_before(self._held, closing, *self._calls_in_reasoning)
         shown = known.rstrip(SPACES) if self._form.is_apart else known
         self._reason(shown)
-        if not found:
+        if not end:
             self._held = self._held[len(shown) :] if self._reasons else self._held[len(known) :]
             return False
-        self._held = self._held[end:]
-        if found[end] != closing:
-            assert self._form.calls is not None
-            self._expect(self._form.calls.form.start, self._name)
-            return True
+        self._held = self._held[len(known) :]
+        if end != closing:
+            return self._begin_call()
         self._held = self._held[len(closing) :]
         if self._form.is_apart:
             self._state = self._after_reasoning
@@ -309,34 +304,30 @@ class AnswerParser(Parser):
             rest = self._held.lstrip(SPACES)
             if any(rest.startswith(beginning) for beginning in calls.beginnings):
                 self._held = rest
-                self._expect(calls.form.start, self._name)
-            elif any(beginning.startswith(rest) for beginning in calls.beginnings):
+                return self._begin_call()
+            if any(beginning.startswith(rest) for beginning in calls.beginnings):
                 return False
-            else:
-                self._state = self._content
+            self._state = self._content
         return True
 
     def _content(self) -> bool:
-        opening = self._later_opening
-        at = self._held.find(opening) if opening else -1
-        known = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, opening)]
+        known, end = known_before(self._held, self._later_opening)
         self._text += known
         self._held = self._held[len(known) :]
-        if at >= 0:
-            self._expect(opening, self._reasoning)
-        return at >= 0
+        if end:
+            self._expect(end, self._reasoning)
+        return bool(end)
 
     def _until_call(self) -> bool:
         assert self._form.calls is not None
-        trigger = self._form.calls.form.trigger
-        at = self._held.find(trigger)
-        known = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, trigger)]
+        known, end = known_before(self._held, self._form.calls.form.trigger)
         shown = known.rstrip(SPACES)
         self._text += shown
-        if at < 0:
-            self._held = self._held[len(shown) :]
-            return False
-        self._held = self._held[at:]
+        self._held = self._held[len(known if end else shown) :]
+        return bool(end) and self._begin_call()
+
+    def _begin_call(self) -> bool:
+        assert self._form.calls is not None
         self._expect(self._form.calls.form.start, self._name)
         return True
 

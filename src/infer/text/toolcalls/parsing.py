@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple, final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
+from infer.text.tokenizer.detokenizer import num_held
 from infer.text.toolcalls.answer_format import AnswerFormat
 
 SPACES = " \t\r\n"
@@ -177,11 +178,10 @@ class BareArguments(_RewrittenArguments):
         at = 0
         while at < len(text):
             if self._is_text:
-                end = text.find(self._quote, at)
-                known = text[at : end if end >= 0 else len(text) - num_held(text[at:], self._quote)]
+                known, end = known_before(text[at:], self._quote)
                 self._found += _spelt(known)[1:-1]
                 at += len(known)
-                if end < 0:
+                if not end:
                     break
             if text.startswith(self._quote, at):
                 self._found += '"'
@@ -238,19 +238,21 @@ class XmlArguments(ArgumentScanner):
         return Scanned(f"{start}{_spelt(name)}: {quote}", end + len(self._after_key), is_done=False)
 
     def _value(self, text: str) -> Scanned:
-        end = text.find(self._after_value)
-        shown = text[: end if end >= 0 else len(text) - num_held(text, self._after_value)]
+        shown, end = known_before(text, self._after_value)
         found = _spelt(shown)[1:-1] if self._is_text else shown
-        if end < 0:
-            return Scanned(found, len(shown), is_done=False)
-        self._is_inside = False
-        return Scanned(found + '"' * self._is_text, end + len(self._after_value), is_done=False)
+        self._is_inside = not end
+        return Scanned(found + '"' * (bool(end) and self._is_text), len(shown) + len(end), is_done=False)
 
 
-def num_held(text: str, literal: str) -> int:
-    """Return how many characters at the end of a text could begin this literal, which the text does not contain."""
-    most = min(len(text), len(literal) - 1)
-    return next((length for length in range(most, 0, -1) if text.endswith(literal[:length])), 0)
+def known_before(text: str, *literals: str) -> tuple[str, str]:
+    """Return the text before the first of these literals, and the literal.
+
+    Without a literal in the text, return all but the end of the text, with which one may begin, and "".
+    """
+    places = {at: each for each in literals if each and (at := text.find(each)) >= 0}
+    if places:
+        return text[: min(places)], places[min(places)]
+    return text[: len(text) - max(num_held(text, each) for each in literals)], ""
 
 
 _BETWEEN = "\n\n"  # between two messages of one kind
@@ -330,17 +332,12 @@ class ChannelParser(Parser):
 
     def _read_body(self) -> bool:
         """Read text up to the end of the message, or up to the next header if there is no end."""
-        closing = self._notation.closing
-        ends = (closing, self._notation.start, self._notation.channel)
-        places = [at for each in ends if (at := self._held.find(each)) >= 0]
-        end = min(places) if places else len(self._held) - max(num_held(self._held, each) for each in ends)
-        self._show(self._held[:end])
-        self._held = self._held[end:]
-        if not places:
-            return False
-        self._held = self._held.removeprefix(closing)
-        self._is_inside = False
-        return True
+        notation = self._notation
+        known, end = known_before(self._held, notation.closing, notation.start, notation.channel)
+        self._show(known)
+        self._held = self._held[len(known) :].removeprefix(notation.closing)
+        self._is_inside = not end
+        return bool(end)
 
     def _show(self, text: str) -> None:
         text = MARKS.sub("", text)

@@ -19,6 +19,7 @@ from typing import Any, Literal, final
 from infer.errors import InvalidRequestError
 from infer.request_limits import MAX_TOOLS
 from infer.system.json_limits import JsonLimitError, check_limits, is_deeper, refuse_constant
+from infer.text.grammar.schema_values import properties_of
 
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
@@ -158,8 +159,7 @@ class Tool:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        found = self.parameters.get("properties")
-        return found if isinstance(found, Mapping) else {}
+        return properties_of(self.parameters)
 
     def to_json(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates expect."""
@@ -214,8 +214,7 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
 def anything_for(parameters: Mapping[str, Any], *, is_json: bool) -> dict[str, Any]:
     """Return a schema of objects that allows anything. Formats other than JSON can only write named arguments."""
     anything = {"type": "object", "additionalProperties": True}
-    properties = parameters.get("properties")
-    names = list(properties) if isinstance(properties, Mapping) else []
+    names = list(properties_of(parameters))
     if is_json or not names or len(names) > _MAX_NAMES:
         return anything
     return {**anything, "properties": {str(name): {} for name in names}}

@@ -203,13 +203,7 @@ FORMS |= {
     "olmo": GGUFForm("olmo", has_layer_norm=True, are_rows_paired=True, only={"attention.clamp_kqv": None}),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, model_type="cohere2", window_period=4),
-    "glm4": GGUFForm(
-        "glm4",
-        are_rows_paired=True,
-        fused=(_GATE_UP,),
-        names=_GATED_UP,
-        paired_share=0.5,
-    ),
+    "glm4": GGUFForm("glm4", are_rows_paired=True, fused=(_GATE_UP,), names=_GATED_UP, paired_share=0.5),
     "glm4moe": GGUFForm(
         "glm4_moe",
         keys=("expert_count", "expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),

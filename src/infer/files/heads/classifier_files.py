@@ -12,7 +12,6 @@ from infer.files.heads.head_files import (
     ActivationName,
     DenseFiles,
     HeadFiles,
-    LayerNormFiles,
     take_dense,
     take_layer_norm,
 )
@@ -114,23 +113,12 @@ def classifier_from_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
 ) -> ClassifierFiles | None:
     """Return the classifier of a GGUF file, or None. Its tensors are removed from `tensors`."""
-    is_encoder = form_of(str(metadata["general.architecture"])).is_encoder
-    found = (take_gguf_encoder_head if is_encoder else _take_gguf_decoder_head)(path, metadata, tensors)
-    if found is None:
+    if (found := _take_gguf_head(path, metadata, tensors)) is None:
         return None
     head, pooling = found
     key = f"{metadata['general.architecture']}.classifier.output_labels"
     labels = _labels(path, key, metadata.get(key), _num_labels(head))
     return ClassifierFiles(head, labels, _scale(None, labels), pooling)
-
-
-def _take_gguf_decoder_head(
-    _path: Path, _metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
-) -> tuple[HeadFiles, Pooling] | None:
-    first, labels = (take_dense(tensors, name) if f"{name}.weight" in tensors else None for name in _GGUF_LAYERS)
-    if labels is None:
-        return None
-    return ((labels,) if first is None else (first, "tanh", labels)), "last"
 
 
 def _num_labels(head: HeadFiles) -> int:
@@ -199,35 +187,36 @@ def take_encoder_head(
     return (first, activation, norm, labels), pooling
 
 
-def take_gguf_encoder_head(
+def _take_gguf_head(
     path: Path, metadata: Mapping[str, Any], tensors: MutableMapping[str, TensorInfo]
 ) -> tuple[HeadFiles, Pooling] | None:
-    """Return the same for a GGUF file.
+    """Return the same for a GGUF file, also of a decoder.
 
     Raises UnsupportedModelError for a file without the head's first layer, which llama.cpp's converter leaves out of
     BERT's files. Without this layer, scores would differ from the model's.
     """
-    found = [f"{name}.weight" in tensors for name in _GGUF_LAYERS]
-    if not any(found):
-        return None
-    if not all(found):
-        lacking = _GGUF_LAYERS[found.index(False)]
+    architecture = str(metadata["general.architecture"])
+    is_encoder = form_of(architecture).is_encoder
+    lacking = [name for name in _GGUF_LAYERS if f"{name}.weight" not in tensors]
+    if is_encoder and len(lacking) == 1:
         raise UnsupportedModelError(
-            f"{path.name}: the head of labels lacks the tensor {lacking}.weight, so its scores would be wrong: use "
+            f"{path.name}: the head of labels lacks the tensor {lacking[0]}.weight, so its scores would be wrong: use "
             "the model's folder of safetensors"
         )
-    first, labels = (take_dense(tensors, name) for name in _GGUF_LAYERS)
-    architecture = str(metadata["general.architecture"])
+    *first, labels = (take_dense(tensors, name) if name not in lacking else None for name in _GGUF_LAYERS)
+    if labels is None:
+        return None
+    dense = [each for each in first if each is not None]
+    if not is_encoder:
+        return (*(step for each in dense for step in (each, "tanh")), labels), "last"
     if architecture != "modern-bert":
-        return (first, "tanh", labels), "cls"
+        return (*dense, "tanh", labels), "cls"
     key = f"{architecture}.classifier.pooling_type"
     pooling = _choice(path, key, metadata.get(key, 1), _POOLING_BY_NUMBER)
     eps_key = f"{architecture}.attention.layer_norm_epsilon"
     eps = _eps(path, eps_key, shortest(metadata.get(eps_key, _MODERN_BERT_EPS)))
-    norm: tuple[LayerNormFiles, ...] = ()
-    if "cls.norm.weight" in tensors:
-        norm = (take_layer_norm(tensors, "cls.norm", eps),)
-    return (first, "gelu", *norm, labels), pooling
+    norm = [take_layer_norm(tensors, "cls.norm", eps)] if "cls.norm.weight" in tensors else []
+    return (*dense, "gelu", *norm, labels), pooling
 
 
 def _needed(folder: Path, tensors: MutableMapping[str, TensorInfo], prefix: str) -> DenseFiles:

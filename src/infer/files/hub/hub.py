@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from infer.errors import InvalidRequestError, ModelError, ModelFormatError
+from infer.errors import InvalidRequestError, ModelError
 from infer.files.gguf.gguf_split import part_paths
-from infer.files.tensors.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
-from infer.system.json_limits import read_json_file
+from infer.files.tensors.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, read_index
 from infer.system.spellings import plain_name
 
 DEFAULT_REVISION = "main"
@@ -208,10 +207,7 @@ def _shards(snapshot: Path, files: Collection[str]) -> list[str]:
 
 def shards_of_index(index: Path) -> list[str]:
     """Return the files into which an index divides the weights."""
-    names = read_json_file(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
-        raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")
-    return sorted(set(names.values()))
+    return sorted(set(read_index(index).values()))
 
 
 def not_found(name: HubName, reason: str) -> InvalidRequestError:

@@ -88,11 +88,11 @@ def _joined(module: str, parts: Parts, quantisation: Quantisation) -> Parts:
                 info.fail(f"expected a tensor of quantised codes next to it, got {got}")
         return {kind: info for kind, info in parts.items() if kind not in _UNUSED}
     matrix = _Matrix(module, parts, quantisation)
-    packed, shape = matrix.read(codes)
+    packed = matrix.read(codes)
     if "weight" in parts and parts["weight"] is not codes:
         codes.fail(f"is the same weight as {parts['weight'].name!r:.80}")
-    type_ = _loaded_type(packed, shape[1], quantisation)
-    num_bytes = shape[0] * BLOCK_TYPES[type_].row_bytes(shape[1])
+    type_, shape = _loaded_type(packed, quantisation), (packed.num_rows, packed.num_columns)
+    num_bytes = packed.num_rows * BLOCK_TYPES[type_].row_bytes(packed.num_columns)
     info = replace(codes, type=type_, shape=shape, num_bytes=num_bytes, packed=packed)
     return {"weight": info} | {kind: info for kind, info in parts.items() if kind not in matrix.used | _UNUSED}
 
@@ -111,8 +111,8 @@ class _Matrix:
         self.module, self.parts, self.quantisation = module, parts, quantisation
         self.used = set[str]()
 
-    def read(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
-        """Return the parts of the matrix and its shape, by the name and the type of the codes."""
+    def read(self, codes: TensorInfo) -> PackedParts:
+        """Return the parts of the matrix, by the name and the type of the codes."""
         self.used |= {kind for kind, info in self.parts.items() if info is codes}
         if len(codes.shape) != 2 or not prod(codes.shape):
             codes.fail(f"expected codes of a matrix, got the shape {codes.shape}")
@@ -123,7 +123,7 @@ class _Matrix:
         readers = {"F8_E4M3": self._bytes, "I8": self._bytes, "U8": self._pairs, "U32": self._mlx}
         return readers[codes.type](codes)
 
-    def _of_columns(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
+    def _of_columns(self, codes: TensorInfo) -> PackedParts:
         """Read GPTQ's and AWQ's format, whose words are in the order of columns."""
         method = self.quantisation.method
         if method not in ("gptq", "awq"):
@@ -147,10 +147,9 @@ class _Matrix:
         format_: PackedFormat = "awq" if is_awq else "gptq"
         lacks = self.quantisation.zeros_lack
         index = _out_of_order(index, num_columns, group_size, num_groups)
-        packed = PackedParts(format_, bits, num_rows, group_size, 1, codes, scales, zeros, lacks, index)
-        return packed, (num_rows, num_columns)
+        return PackedParts(format_, bits, num_rows, num_columns, group_size, 1, codes, scales, zeros, lacks, index)
 
-    def _words_in_rows(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
+    def _words_in_rows(self, codes: TensorInfo) -> PackedParts:
         """Read integers of compressed-tensors, packed along rows."""
         num_rows, scales = codes.shape[0], self._part("weight_scale")
         shape, sizes = self._maybe("weight_shape"), self.quantisation.sizes
@@ -170,10 +169,10 @@ class _Matrix:
         if zeros is not None:
             _check_shape(zeros, (-(-num_rows * bits // 32), num_groups), f"{bits} bits")
         index = _out_of_order(index, num_columns, group_size, num_groups)
-        packed = PackedParts("pack", bits, num_rows, group_size, block_rows, codes, scales, zeros, 0, index)
-        return packed, (num_rows, num_columns)
+        grid = bits, num_rows, num_columns, group_size, block_rows
+        return PackedParts("pack", *grid, codes, scales, zeros, 0, index)
 
-    def _bytes(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
+    def _bytes(self, codes: TensorInfo) -> PackedParts:
         """Read FP8, and integers of 8 bits that are not packed."""
         num_rows, num_columns = codes.shape
         name = next((name for name in ("weight_scale_inv", "weight_scale", "scale") if name in self.parts), None)
@@ -185,10 +184,10 @@ class _Matrix:
         block_rows, group_size = self._grid(scales, num_rows, num_columns, 0 if is_float else 8)
         if zeros is not None:
             _check_shape(zeros, (-(-num_rows // block_rows), -(-num_columns // group_size)), "its scales")
-        packed = PackedParts("fp8" if is_float else "int", 8, num_rows, group_size, block_rows, codes, scales, zeros)
-        return packed, (num_rows, num_columns)
+        grid = 8, num_rows, num_columns, group_size, block_rows
+        return PackedParts("fp8" if is_float else "int", *grid, codes, scales, zeros)
 
-    def _pairs(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
+    def _pairs(self, codes: TensorInfo) -> PackedParts:
         """Read NVFP4 and MXFP4, with two codes per byte."""
         _check_type(codes, "U8")
         num_rows, num_columns = codes.shape[0], 2 * codes.shape[1]
@@ -199,14 +198,14 @@ class _Matrix:
             codes.fail(f"expected a multiple of {group_size} columns, got {num_columns}")
         _check_shape(scales, (num_rows, num_columns // group_size), f"{group_size} columns per scale")
         if is_mx:
-            return PackedParts("mxfp4", 4, num_rows, group_size, 1, codes, scales), (num_rows, num_columns)
+            return PackedParts("mxfp4", 4, num_rows, num_columns, group_size, 1, codes, scales)
         divides = "weight_global_scale" in self.parts
         factor = self._part("weight_global_scale" if divides else "weight_scale_2")
         _check_shape(factor, (1,), "a matrix")
-        packed = PackedParts("nvfp4", 4, num_rows, group_size, 1, codes, scales, factor=factor, divides=divides)
-        return packed, (num_rows, num_columns)
+        grid = 4, num_rows, num_columns, group_size, 1
+        return PackedParts("nvfp4", *grid, codes, scales, factor=factor, divides=divides)
 
-    def _mlx(self, codes: TensorInfo) -> tuple[PackedParts, tuple[int, int]]:
+    def _mlx(self, codes: TensorInfo) -> PackedParts:
         size = (self.quantisation.sizes_by_module or {}).get(self.module) or self.quantisation.one_size()
         if self.quantisation.method != "mlx" or size is None:
             codes.fail("expected MLX's object quantization with bits and group_size in config.json, got none")
@@ -216,8 +215,7 @@ class _Matrix:
         shape = num_rows, -(-num_columns // (group_size or num_columns))
         for each in (scales, biases):
             _check_shape(each, shape, f"{group_size} columns per scale")
-        packed = PackedParts("mlx", bits, num_rows, group_size or num_columns, 1, codes, scales, biases)
-        return packed, (num_rows, num_columns)
+        return PackedParts("mlx", bits, num_rows, num_columns, group_size or num_columns, 1, codes, scales, biases)
 
     def _grid(self, scales: TensorInfo, num_rows: int, num_columns: int, bits: int) -> tuple[int, int]:
         """Return the rows and columns that share a scale. `bits` of integers, whose groups the config has; 0: FP8."""
@@ -258,9 +256,9 @@ class _Matrix:
         return found
 
 
-def _loaded_type(packed: PackedParts, num_columns: int, quantisation: Quantisation) -> str:
+def _loaded_type(packed: PackedParts, quantisation: Quantisation) -> str:
     """Return the type for the matrix: a type of the kernels that represents it exactly, otherwise F16."""
-    group_size = packed.group_size
+    num_columns, group_size = packed.num_columns, packed.group_size
     if packed.format == "fp8":
         size = BLOCK_TYPES["F8_E4M3"].block_size
         has_whole_blocks = num_columns % size == 0 and (group_size % size == 0 or group_size == num_columns)

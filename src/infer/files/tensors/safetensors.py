@@ -120,11 +120,17 @@ def _check_layout(path: Path, spans: list[tuple[int, int, str]], data_start: int
         raise ModelFormatError(path, "file size", problem)
 
 
-def _read_shards(folder: Path) -> dict[str, TensorInfo]:
-    index = inside(folder, INDEX_NAME)
+def read_index(index: Path) -> dict[str, str]:
+    """Return the name of the file with each tensor. Raises ModelFormatError for a malformed index."""
     names = read_json_file(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(shard, str) for shard in names.values()):
         raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")
+    return names
+
+
+def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+    index = inside(folder, INDEX_NAME)
+    names = read_index(index)
     files = sorted(set(names.values()))
     for shard in files:
         if not shard.endswith(".safetensors"):

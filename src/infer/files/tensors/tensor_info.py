@@ -17,6 +17,7 @@ class PackedParts(NamedTuple):
     format: PackedFormat
     bits: int
     num_rows: int
+    num_columns: int
     group_size: int  # neighbouring columns that share a scale
     block_rows: int  # neighbouring rows that share a scale
     codes: "TensorInfo"

@@ -75,7 +75,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         raise UnsupportedModelError(f"{file.path.name}: {problem}")
     if form.is_encoder:
         return _encoder(values, form)
-    num_drafting, has_experts = _num_drafting_layers(values), bool(values.get("expert_count", 0))
+    # Layers after the network's own draft tokens.
+    num_drafting, has_experts = values.count("nextn_predict_layers", 0, least=0), bool(values.get("expert_count", 0))
     num_layers = max(1, values.count("block_count", most=len(file.tensors)) - num_drafting)
     config = _sizes(values, form)
     config |= {"model_type": form.model_type, "num_hidden_layers": num_layers}
@@ -167,14 +168,6 @@ def _constants(values: GGUFValues, form: GGUFForm, config: dict[str, Any]) -> di
     if (key := "rope.freq_base_swa") in form.keys:
         theta = config["rope_theta"] if form.local_theta is None else form.local_theta
         found["rope_local_base_freq"] = values.real(key, default=theta)
-    return found
-
-
-def _num_drafting_layers(values: GGUFValues) -> int:
-    """Return the number of layers after the network's own, which draft tokens."""
-    found = values.get("nextn_predict_layers", 0)
-    if type(found) is not int or found < 0:
-        values.fail("nextn_predict_layers", f"expected an integer of at least 0, got {found!r:.60}")
     return found
 
 

@@ -46,10 +46,11 @@ class GGUFValues:
         default: int | None = None,
         most: int = (1 << 31) - 1,
         *,
+        least: int = 1,
         skips_zeros: bool = False,
         may_differ: bool = False,
     ) -> int:
-        """Return an integer from 1 to `most`. A list with the same value for every layer counts as that value.
+        """Return an integer from `least` to `most`. A list with the same value for every layer counts as that value.
 
         skips_zeros: Zeros in a list are ignored, because they belong to layers of another kind.
         may_differ: A list counts as its first value, because other settings are made from the whole list.
@@ -59,12 +60,13 @@ class GGUFValues:
             value = [entry for entry in value if entry != 0] or default
         if isinstance(value, list) and value:
             if not may_differ and any(entry != value[0] for entry in value):
-                self.unsupported(key)
+                name = f"{self.file.path.name}: {self.architecture}.{key}"
+                raise UnsupportedModelError(f"{name} differs between layers, which is not supported")
             value = value[0]
         if value is None:
             self.fail(key, "is missing")
-        if type(value) is not int or not 1 <= value <= most:
-            self.fail(key, f"expected an integer from 1 to {most}, got {value!r:.60}")
+        if type(value) is not int or not least <= value <= most:
+            self.fail(key, f"expected an integer from {least} to {most}, got {value!r:.60}")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -79,10 +81,6 @@ class GGUFValues:
         """Raise ModelFormatError for a list without a value per layer."""
         if len(given) != num_layers:
             self.fail(key, f"expected a number for each of {num_layers} layers, got {len(given)}")
-
-    def unsupported(self, key: str) -> NoReturn:
-        name = f"{self.architecture}.{key}"
-        raise UnsupportedModelError(f"{self.file.path.name}: {name} differs between layers, which is not supported")
 
     def fail(self, key: str, problem: str) -> NoReturn:
         raise ModelFormatError(self.file.path, f"{self.architecture}.{key}", problem)
@@ -141,9 +139,7 @@ def layers_of_other_heads(values: GGUFValues, config: Mapping[str, Any]) -> dict
     """Return the settings of layers with other numbers of heads, ropes of their own, gates, and experts or none."""
     num_layers, kinds = config["num_hidden_layers"], _kinds_in_periods(values, config)
     found: dict[str, Any] = {"layer_types": kinds, "gating": _gating(values, config["num_attention_heads"])}
-    num_dense = values.get(_NUM_DENSE, 0)
-    if type(num_dense) is not int or not 0 <= num_dense <= num_layers:
-        values.fail(_NUM_DENSE, f"expected an integer from 0 to {num_layers}, got {num_dense!r:.60}")
+    num_dense = values.count(_NUM_DENSE, 0, num_layers, least=0)
     found["mlp_layer_types"] = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
     if isinstance(heads := values.get(_HEADS), list):
         found["num_attention_heads_per_layer"] = heads

@@ -90,9 +90,8 @@ def find_cached(name: HubName) -> Path | None:
     snapshot = _snapshot(name)
     if snapshot is None:
         return None
-    files = list_files(snapshot)
     try:
-        chosen = choose(name, files, _shards(snapshot, files))
+        chosen, files = _choose_cached(name, snapshot)
     except ModelError:  # the hub may have the missing files
         return None
     required = {*chosen.weights} | ({"config.json"} if chosen.entry is None else set())
@@ -103,8 +102,7 @@ def find_cached(name: HubName) -> Path | None:
 
 def model_files(name: HubName, snapshot: Path) -> list[str]:
     """Return the files of a cached model in its snapshot: the parts of a GGUF model, or all except those of others."""
-    files = list_files(snapshot)
-    chosen = choose(name, files, _shards(snapshot, files))
+    chosen, files = _choose_cached(name, snapshot)
     if chosen.entry is not None:
         return list(chosen.weights)
     others = {part for parts in gguf_models(files) for part in parts}
@@ -201,8 +199,11 @@ def _snapshot(name: HubName) -> Path | None:
     return snapshot if _COMMIT.fullmatch(commit) and os.path.isdir(snapshot) else None
 
 
-def _shards(snapshot: Path, files: Collection[str]) -> list[str]:
-    return shards_of_index(snapshot / INDEX_NAME) if INDEX_NAME in files and SINGLE_NAME not in files else []
+def _choose_cached(name: HubName, snapshot: Path) -> tuple[Chosen, list[str]]:
+    """Return the files that a model needs, and all files of its snapshot. Raises ModelError as `choose` does."""
+    files = list_files(snapshot)
+    has_shards = INDEX_NAME in files and SINGLE_NAME not in files
+    return choose(name, files, shards_of_index(snapshot / INDEX_NAME) if has_shards else []), files
 
 
 def shards_of_index(index: Path) -> list[str]:
@@ -212,9 +213,9 @@ def shards_of_index(index: Path) -> list[str]:
 
 def not_found(name: HubName, reason: str) -> InvalidRequestError:
     """Return the error about a model that is not in the cache, or about a name that several of its files have."""
-    if (snapshot := _snapshot(name)) is not None and gguf_models(files := list_files(snapshot)):
+    if (snapshot := _snapshot(name)) is not None and gguf_models(list_files(snapshot)):
         try:
-            choose(name, files, _shards(snapshot, files))
+            _choose_cached(name, snapshot)
         except ModelError as error:
             return InvalidRequestError(f"{error} (in the hub's local cache; {reason})")
     return InvalidRequestError(f"{name!s:.200} is not in the hub's local cache, {hub_cache_folder()}, and {reason}")

@@ -44,12 +44,15 @@ def _is_template(value: Any) -> bool:
 _ID = _Kind("an id", _is_id)
 _NAME = _Kind("a name", _is_text)
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_TEXTS = _Kind("a list of texts", _is_list(str))
+_INTEGERS = _Kind("a list of integers", _is_list(int))
+_FLAGS_OF_JSON = ("add_bos_token", "add_eos_token", "do_lower_case", "strip_accents", "tokenize_chinese_chars")
+_FLAGS_OF_GGUF = (
+    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces"),
+    *("normalizer.lowercase", "normalizer.strip_accents"),
+)
 _JSON_KINDS = {
-    "add_bos_token": _FLAG,
-    "add_eos_token": _FLAG,
-    "do_lower_case": _FLAG,
-    "strip_accents": _FLAG,
-    "tokenize_chinese_chars": _FLAG,
+    **dict.fromkeys(_FLAGS_OF_JSON, _FLAG),
     "added_tokens_decoder": _Kind(
         "an object of tokens", lambda value: isinstance(value, dict) and all(map(_is_token, value.values()))
     ),
@@ -59,21 +62,11 @@ _JSON_KINDS = {
     ),
 }
 _GGUF_KINDS = {
-    "model": _NAME,
-    "pre": _NAME,
-    "tokens": _Kind("a list of texts", _is_list(str)),
-    "merges": _Kind("a list of texts", _is_list(str)),
+    **dict.fromkeys(("model", "pre"), _NAME),
+    **dict.fromkeys(("tokens", "merges"), _TEXTS),
+    **dict.fromkeys(("token_type", "eos_token_ids", "precompiled_charsmap"), _INTEGERS),
+    **dict.fromkeys(_FLAGS_OF_GGUF, _FLAG),
     "scores": _Kind("a list of numbers", _is_list(float, int)),
-    "token_type": _Kind("a list of integers", _is_list(int)),
-    "eos_token_ids": _Kind("a list of integers", _is_list(int)),
-    "add_bos_token": _FLAG,
-    "add_eos_token": _FLAG,
-    "add_sep_token": _FLAG,
-    "add_space_prefix": _FLAG,
-    "remove_extra_whitespaces": _FLAG,
-    "normalizer.lowercase": _FLAG,
-    "normalizer.strip_accents": _FLAG,
-    "precompiled_charsmap": _Kind("a list of integers", _is_list(int)),
 }
 
 

@@ -21,6 +21,7 @@ from infer.text.toolcalls.formats import (
     ReasoningFormat,
     ToolCallFormat,
     pattern_of,
+    spelt,
 )
 from infer.text.toolcalls.tools import Kind, Tool
 
@@ -100,7 +101,7 @@ def is_plain_text(schema: Any) -> bool:
 def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mapping[str, Any]) -> str:
     """Return arguments in the syntax of the format."""
     if form.syntax == "json":
-        return json.dumps(arguments, ensure_ascii=False)
+        return spelt(arguments)
     if form.syntax == "python":
         return ", ".join(f"{name}={written_value(value)}" for name, value in arguments.items())
     if form.syntax == "bare":
@@ -110,7 +111,7 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
         form.before_key
         + name
         + form.after_key
-        + (value if is_plain_text(properties.get(name)) else json.dumps(value, ensure_ascii=False))
+        + (value if is_plain_text(properties.get(name)) else spelt(value))
         + form.after_value
         for name, value in arguments.items()
     )
@@ -118,15 +119,14 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
 
 def written_value(value: Any) -> str:
     """Return a value as Python writes it, but with texts as in JSON."""
-    if isinstance(value, Mapping):
-        return (
-            "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {written_value(v)}" for k, v in value.items()) + "}"
-        )
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(written_value, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False)
+    match value:
+        case Mapping():
+            return f"{{{', '.join(f'{spelt(name)}: {written_value(each)}' for name, each in value.items())}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(written_value, value))}]"
+        case None | bool():
+            return str(value)
+    return spelt(value)
 
 
 def bare_value(value: Any, quote: str) -> str:

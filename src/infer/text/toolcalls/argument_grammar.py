@@ -14,7 +14,7 @@ from infer.text.grammar.libraries import Try, read_within
 from infer.text.grammar.patterns import check_pattern, translated, without_anchors
 from infer.text.grammar.schema_rewriter import Omissions
 from infer.text.toolcalls.answer_format import bare_value, is_plain_text, written_value
-from infer.text.toolcalls.formats import ToolCallFormat
+from infer.text.toolcalls.formats import ToolCallFormat, spelt
 from infer.text.toolcalls.lark_rules import (
     ANY_TEXT,
     BARE_KEYS,
@@ -29,9 +29,8 @@ from infer.text.toolcalls.lark_rules import (
     PartsLeftOut,
     Spot,
     as_pattern,
-    has_texts,
-    has_words,
     in_single_quotes,
+    may_differ,
     of_texts,
     one_of,
     required_of,
@@ -225,7 +224,7 @@ class ArgumentGrammar:
         if not is_plain_text(self._tool.properties.get(spot.name)):
             return f"{opened} {self._json_rule(spot, schema)} {closed}"
         if (values := values_of(schema)) is not None:
-            return f"{opened} {one_of(json.dumps(value, ensure_ascii=False) for value in values)} {closed}"
+            return f"{opened} {one_of(spelt(value) for value in values)} {closed}"
         return f"{opened} {self._plain_text(spot, schema, self._form.after_value)}"
 
     def _plain_text(self, spot: Spot, schema: Mapping[str, Any], closed: str) -> str:
@@ -322,7 +321,7 @@ class ArgumentGrammar:
         for key, inner in members.items():
             at = spot.member(key)
             if self._parts.can_name(at, self._form):
-                each.append((f"{json.dumps(key + ':', ensure_ascii=False)} {self._bare(at, inner)}", key in required))
+                each.append((f"{spelt(key + ':')} {self._bare(at, inner)}", key in required))
         return f'"{{" {self._lark.in_order(rule, each, _SEPARATORS["bare"])} "}}"'
 
     def _bare_members(self, value: str) -> str:
@@ -347,11 +346,11 @@ class ArgumentGrammar:
         may also have single quotes.
         """
         schema = self._parts.rest(spot, schema)
-        if not (has_words(schema) or has_texts(schema)) or set(schema) - NOTES - PYTHON_KEYS:
+        if not may_differ(schema) or set(schema) - NOTES - PYTHON_KEYS:
             return self._json_rule(spot, schema)
         if (values := values_of(schema)) is not None:
             written = [text for value in values for text in (written_value(value), *in_single_quotes(value))]
-            return one_of(json.dumps(text, ensure_ascii=False) for text in written)
+            return one_of(spelt(text) for text in written)
         if "anyOf" in schema:
             return one_of(self._python(spot.inner("anyOf", index), each) for index, each in enumerate(schema["anyOf"]))
         match schema.get("type"):

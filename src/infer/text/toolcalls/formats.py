@@ -3,6 +3,7 @@
 In a format that is `in_vocabulary`, a control token is one lone surrogate, because decoded text never contains one.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,6 +11,7 @@ from functools import cache
 from typing import Literal, TypeVar, final
 
 ArgumentSyntax = Literal["json", "python", "xml", "bare"]
+spelt = json.JSONEncoder(ensure_ascii=False).encode  # a value as JSON, with all characters as they are
 ID = "{id}"  # in a call: nine letters and digits of the model's own, which are skipped
 ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800

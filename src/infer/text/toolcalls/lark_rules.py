@@ -1,6 +1,5 @@
 """Rules of a grammar in llguidance's Lark, by name, and the keywords of a tool's schema from which they are made."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import count
@@ -10,7 +9,7 @@ from infer.errors import SchemaError
 from infer.text.grammar.schema_logic import TYPES
 from infer.text.grammar.schema_rewriter import ASSERTIONS, COMPANIONS
 from infer.text.grammar.schema_values import escaped, is_required, properties_of
-from infer.text.toolcalls.formats import ID, ID_PATTERN, ToolCallFormat
+from infer.text.toolcalls.formats import ID, ID_PATTERN, ToolCallFormat, spelt
 
 ANY_TEXT = "(.|\\n)*"
 _PARTS = re.compile("([\ud800-\udfff]|" + re.escape(ID) + ")")
@@ -53,7 +52,7 @@ class LarkRules:
             return f"/{ID_PATTERN}/"
         if part in self._id_by_mark:
             return f"<[{self._id_by_mark[part]}]>"
-        return json.dumps(part, ensure_ascii=False)
+        return spelt(part)
 
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/&~#]")
@@ -172,29 +171,18 @@ def one_of(rules: Iterable[str]) -> str:
     return f"({' | '.join(rules)})"
 
 
-def has_words(schema: Any) -> bool:
-    """Return True if a value may contain a word that Python and JSON spell differently."""
+def may_differ(schema: Any) -> bool:
+    """Return True if Python and JSON may write a value differently: a word, or a text, which may have single quotes."""
     if not isinstance(schema, Mapping):
         return False
     if (values := values_of(schema)) is not None:
-        return not all(isinstance(value, str) or type(value) in (int, float) for value in values)
+        return any(in_single_quotes(value) or type(value) not in (str, int, float) for value in values)
     if schema.get("type") == "array":
-        return has_words(schema.get("items"))
-    return schema.get("type") not in ("string", "integer", "number")
-
-
-def has_texts(schema: Any) -> bool:
-    """Return True if a value is a text, or a list of texts, that Python may write in single quotes."""
-    if not isinstance(schema, Mapping):
-        return False
-    if (values := values_of(schema)) is not None:
-        return any(in_single_quotes(value) for value in values)
-    if schema.get("type") == "array":
-        return has_texts(schema.get("items"))
-    return schema.get("type") == "string"
+        return may_differ(schema.get("items"))
+    return schema.get("type") not in ("integer", "number")
 
 
 def in_single_quotes(value: Any) -> list[str]:
     """Return the text in single quotes, or [] if it is not a text or needs an escape there."""
-    is_simple = isinstance(value, str) and json.dumps(value, ensure_ascii=False) == f'"{value}"' and "'" not in value
+    is_simple = isinstance(value, str) and spelt(value) == f'"{value}"' and "'" not in value
     return [f"'{value}'"] if is_simple else []

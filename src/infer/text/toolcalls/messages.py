@@ -1,6 +1,5 @@
 """Messages with tools, calls and results, in the form that a chat template can show."""
 
-import json
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ from infer.text.templates.chat_template import REASONING_FIELDS
 from infer.text.templates.special_tokens import ComposedText
 from infer.text.templates.template_messages import SYSTEM_ROLES, text_of_content
 from infer.text.toolcalls.answer_format import TemplateFormats, written_arguments
-from infer.text.toolcalls.formats import ToolCallFormat
+from infer.text.toolcalls.formats import ToolCallFormat, spelt
 from infer.text.toolcalls.tools import Tool, with_values
 
 Message = Mapping[str, Any]
@@ -122,7 +121,7 @@ def _as_taken(message: Message, formats: TemplateFormats) -> Message:
 def _call_with_text(call: Any) -> Any:
     match call:
         case {"function": {"arguments": dict(arguments)} as function}:
-            return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+            return {**call, "function": {**function, "arguments": spelt(arguments)}}
     return call
 
 
@@ -152,7 +151,7 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool], formats: Tem
     system: Message = messages[0] if has_system else {"role": "system", "content": ""}
     if formats.takes_tools_in_system:
         functions = [tool.to_json()["function"] for tool in tools]
-        system = {**system, "tools": json.dumps(functions, ensure_ascii=False)}
+        system = {**system, "tools": spelt(functions)}
     else:
         texts = text_of_content(system.get("content")), _tools_as_text(tools, formats.calls)
         text = "\n\n".join(filter(None, texts))
@@ -161,7 +160,7 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool], formats: Tem
 
 
 def _tools_as_text(tools: Sequence[Tool], form: ToolCallFormat) -> str:
-    lines = [json.dumps(tool.to_json()["function"], ensure_ascii=False) for tool in tools]
+    lines = [spelt(tool.to_json()["function"]) for tool in tools]
     call = form.written([("NAME", '{"ARGUMENT": "VALUE"}')])
     return "\n".join(
         [

@@ -6,7 +6,6 @@ header is never shown. Text without a header, or in an unknown channel, is shown
 every division of the text into pieces.
 """
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -15,6 +14,7 @@ from typing import Literal, NamedTuple, final
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.text.tokenizer.detokenizer import num_held
 from infer.text.toolcalls.answer_format import AnswerFormat
+from infer.text.toolcalls.formats import spelt
 
 SPACES = " \t\r\n"
 MARKS = re.compile("[\ud800-\udfff]")
@@ -57,7 +57,6 @@ class Parser(ABC):
         return Parsed(text, deltas)
 
 
-_spelt = json.JSONEncoder(ensure_ascii=False).encode
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -162,7 +161,7 @@ class PythonArguments(_RewrittenArguments):
     def _end_word(self, following: str) -> None:
         """Add the current word: a name if "=" follows, otherwise a value."""
         is_name = following == "="
-        self._found += f"{_spelt(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
+        self._found += f"{spelt(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
         self._word = ""
 
 
@@ -179,7 +178,7 @@ class BareArguments(_RewrittenArguments):
         while at < len(text):
             if self._is_text:
                 known, end = known_before(text[at:], self._quote)
-                self._found += _spelt(known)[1:-1]
+                self._found += spelt(known)[1:-1]
                 at += len(known)
                 if not end:
                     break
@@ -202,7 +201,7 @@ class BareArguments(_RewrittenArguments):
             return
         self._depth += (character in "{[") - (character in "}]")
         word, self._word = self._word, ""
-        self._found += _spelt(word) if character == ":" else word
+        self._found += spelt(word) if character == ":" else word
         self._found += f"{character} " if character in ",:" else character
 
 
@@ -235,11 +234,11 @@ class XmlArguments(ArgumentScanner):
         self._is_inside = self._has_any = True
         self._is_text = name in self._text_names
         quote = '"' if self._is_text else ""
-        return Scanned(f"{start}{_spelt(name)}: {quote}", end + len(self._after_key), is_done=False)
+        return Scanned(f"{start}{spelt(name)}: {quote}", end + len(self._after_key), is_done=False)
 
     def _value(self, text: str) -> Scanned:
         shown, end = known_before(text, self._after_value)
-        found = _spelt(shown)[1:-1] if self._is_text else shown
+        found = spelt(shown)[1:-1] if self._is_text else shown
         self._is_inside = not end
         return Scanned(found + '"' * (bool(end) and self._is_text), len(shown) + len(end), is_done=False)
 

@@ -20,6 +20,7 @@ from infer.errors import InvalidRequestError
 from infer.request_limits import MAX_TOOLS
 from infer.system.json_limits import JsonLimitError, check_limits, is_deeper, refuse_constant
 from infer.text.grammar.schema_values import properties_of
+from infer.text.toolcalls.formats import spelt
 
 _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
@@ -382,6 +383,6 @@ def _call_with_values(call: Any) -> tuple[Any, str | None]:
 
 def _written(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return spelt(value)
     except (TypeError, ValueError, RecursionError):
         return repr(value)

@@ -385,7 +385,7 @@ def test_a_text_without_quotes_is_held_by_its_pattern_and_its_lengths(
 ) -> None:
     tools = read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string", **schema}}}}])
     for text in allowed + refused:
-        value = text.replace("{end}", FORMATS[name].after_value)
+        value = text.replace("{end}", FORMATS[name].around_argument[2])
         assert allows(tokenizer, *only_call(tokenizer, name, tools, a=value)) == (text in allowed), value
 
 

@@ -7,7 +7,7 @@ expert. The names are those of tensors in GGUF files.
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Self, final
@@ -135,7 +135,7 @@ def read_importance_matrix(path: Path) -> dict[str, Means]:
 def open_importance_matrix(path: Path) -> ImportanceMatrix:
     """Return the sums and counts of a file. Raises the errors of `read_importance_matrix`."""
     file = OpenFile(path, at_least=8)
-    found = _read_gguf_format(path) if file.read(0, 4) == MAGIC else _OldFormat(file, field_name="entries").read()
+    found = _read_gguf_format(path) if file.read(0, 4) == MAGIC else _OldFormat(file).read()
     if not found.squares:
         raise ModelFormatError(path, "entries", "expected the sums of at least one tensor, got none")
     for name, each in found.squares.items():
@@ -176,8 +176,7 @@ class _OldFormat:
     """A position that moves once through a file of the old format. Numbers are checked against the file's size."""
 
     file: OpenFile
-    field_name: str
-    position: int = field(default=0)
+    position: int = 0
 
     def read(self) -> ImportanceMatrix:
         squares: dict[str, InputSquares] = {}
@@ -208,7 +207,7 @@ class _OldFormat:
     def _take(self, count: int) -> bytes:
         if count > self.file.size - self.position:
             problem = f"expected {count} bytes at byte {self.position}, got {self.file.size - self.position}"
-            _fail(self.file.path, self.field_name, f"{problem}: this is not an importance matrix, or an incomplete one")
+            _fail(self.file.path, "entries", f"{problem}: this is not an importance matrix, or an incomplete one")
         self.position += count
         return self.file.read(self.position - count, count)
 

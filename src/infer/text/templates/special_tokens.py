@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Self, final
 
 from infer.errors import UnsupportedModelError
@@ -83,11 +83,7 @@ class SpecialTexts:
         """Return pieces of the text without its marks, cut at the template's special tokens around a message's own."""
         parts = marked.split(mark)
         text = "".join(parts)
-        marks: set[int] = set()
-        position = 0
-        for part in parts[:-1]:
-            position += len(part)
-            marks.add(position)
+        marks = set(accumulate(map(len, parts[:-1])))
         own_spans: list[tuple[int, int]] = []
         foreign_spans: list[tuple[int, int]] = []
         for found in self._whole.finditer(text):

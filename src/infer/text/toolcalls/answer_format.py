@@ -107,14 +107,9 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
     if form.syntax == "bare":
         return bare_value(arguments, form.quote)[1:-1]
     properties = {} if tool is None else tool.properties
-    return "".join(
-        form.before_key
-        + name
-        + form.after_key
-        + (value if is_plain_text(properties.get(name)) else spelt(value))
-        + form.after_value
-        for name, value in arguments.items()
-    )
+    before_key, after_key, after_value = form.around_argument
+    texts = [(name, each if is_plain_text(properties.get(name)) else spelt(each)) for name, each in arguments.items()]
+    return "".join(f"{before_key}{name}{after_key}{text}{after_value}" for name, text in texts)
 
 
 def written_value(value: Any) -> str:

@@ -205,9 +205,10 @@ class _Builder:
     def _calls(self, calls: Calls) -> str:
         """Return the rule of the calls from the first name on."""
         self._rules["call"] = " | ".join(self._call(calls, index) for index in range(len(calls.tools)))
-        following = self._lark.literal(calls.form.separator + calls.form.before_name)
+        _, separator, closing = calls.form.around_calls
+        following = self._lark.literal(separator + calls.form.before_name)
         more = f"({following} call)*" if calls.is_parallel and calls.form.is_parallel else ""
-        return f"call {more} {self._lark.literal(calls.form.closing)}"
+        return f"call {more} {self._lark.literal(closing)}"
 
     def _calls_at_once(self, calls: Calls) -> str:
         """Return the rule of calls that only a tool's name distinguishes from text.

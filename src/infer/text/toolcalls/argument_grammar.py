@@ -219,13 +219,13 @@ class ArgumentGrammar:
         return self._parameter(spot, schema)
 
     def _parameter(self, spot: Spot, schema: Any) -> str:
-        opened = self._literal(self._form.before_key + spot.name + self._form.after_key)
-        closed = self._literal(self._form.after_value)
+        before_key, after_key, after_value = self._form.around_argument
+        opened, closed = self._literal(before_key + spot.name + after_key), self._literal(after_value)
         if not is_plain_text(self._tool.properties.get(spot.name)):
             return f"{opened} {self._json_rule(spot, schema)} {closed}"
         if (values := values_of(schema)) is not None:
             return f"{opened} {one_of(spelt(value) for value in values)} {closed}"
-        return f"{opened} {self._plain_text(spot, schema, self._form.after_value)}"
+        return f"{opened} {self._plain_text(spot, schema, after_value)}"
 
     def _plain_text(self, spot: Spot, schema: Mapping[str, Any], closed: str) -> str:
         """Return a rule for any text that the schema allows, up to and including the first such literal."""

@@ -54,40 +54,26 @@ class ToolCallFormat:
         return self.call.partition("{arguments}")[2]
 
     @property
-    def before_key(self) -> str:
-        return self.argument.partition("{key}")[0]
+    def around_argument(self) -> list[str]:
+        """The texts before, inside and after an argument of XML."""
+        return re.split(r"\{key\}|\{value\}", self.argument)
 
     @property
-    def after_key(self) -> str:
-        return self.argument.partition("{key}")[2].partition("{value}")[0]
-
-    @property
-    def after_value(self) -> str:
-        return self.argument.partition("{value}")[2]
-
-    @property
-    def opening(self) -> str:
-        return self.calls.split("{call}")[0]
-
-    @property
-    def separator(self) -> str:
-        return self.calls.split("{call}")[1]
-
-    @property
-    def closing(self) -> str:
-        return self.calls.split("{call}")[2]
+    def around_calls(self) -> list[str]:
+        """The texts before, between and after the calls of an answer."""
+        return self.calls.split("{call}")
 
     @property
     def start(self) -> str:
         """Text before the name of the first call."""
-        return self.opening + self.before_name
+        return self.around_calls[0] + self.before_name
 
     @property
     def name_end(self) -> re.Pattern[str]:
         """Pattern of the text after a name. Without such a text, arguments or the end of the call follow."""
         if self.before_arguments:
             return pattern_of(self.before_arguments)
-        return re.compile(f"(?={re.escape(self.before_key)}|{re.escape(self.after_arguments)})")
+        return re.compile(f"(?={re.escape(self.around_argument[0])}|{re.escape(self.after_arguments)})")
 
     def beginnings(self, names: Sequence[str]) -> list[str]:
         """Return the possible beginnings of an answer with calls, for a format without a trigger."""
@@ -101,12 +87,13 @@ class ToolCallFormat:
 
     def written_parts(self, calls: Sequence[tuple[str, str]]) -> list[tuple[str, bool]]:
         """Return the parts of the calls as text, each with True if the format itself writes it."""
-        parts = [(self.opening, True)]
+        opening, separator, closing = self.around_calls
+        parts = [(opening, True)]
         for index, (name, arguments) in enumerate(calls):
             before_arguments = self.before_arguments.replace(ID, f"{index:09}")
-            parts += [((self.separator if index else "") + self.before_name, True), (name, False)]
+            parts += [((separator if index else "") + self.before_name, True), (name, False)]
             parts += [(before_arguments, True), (arguments, False), (self.after_arguments, True)]
-        return [*parts, (self.closing, True)]
+        return [*parts, (closing, True)]
 
 
 @final

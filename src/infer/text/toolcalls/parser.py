@@ -366,7 +366,7 @@ class AnswerParser(Parser):
         tool = next((each for each in self._form.calls.tools if each.name == name), None)
         properties = {} if tool is None else tool.properties
         text_names = [key for key, schema in properties.items() if is_plain_text(schema)]
-        return XmlArguments(text_names, form.before_key, form.after_key, form.after_value)
+        return XmlArguments(text_names, *form.around_argument)
 
     def _in_arguments(self) -> bool:
         assert self._form.calls is not None
@@ -382,7 +382,7 @@ class AnswerParser(Parser):
         """Read the separator between two calls, or the end after the last call."""
         assert self._form.calls is not None
         form = self._form.calls.form
-        following = form.separator + form.before_name
+        following = form.around_calls[1] + form.before_name
         if self._held.startswith(following):
             self._held, self._state = self._held[len(following) :], self._name
             return True

@@ -138,18 +138,16 @@ def _open_folder(folder: Path) -> Checkpoint:
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_whole_gguf(path)
     config = config_from_gguf(file)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    tensors: dict[str, TensorInfo] = {}
     form = form_of(str(file.metadata["general.architecture"]))
     stored = with_factors(file.tensors, has_expert_scales=form.has_expert_scales)
-    for name, info in _renamed(path, stored, names_from_gguf(stored, form.names)).items():
-        projection = name.rpartition(".")[0].rpartition(".")[2]
-        if projection in heads and form.are_rows_paired:
-            if len(info.shape) > 2 or info.shape[0] % (2 * heads[projection]):
-                info.fail(f"expected rows for {heads[projection]} heads of even size, got the shape {info.shape}")
+    tensors = _renamed(path, stored, names_from_gguf(stored, form.names))
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, info in tensors.items() if form.are_rows_paired else ():
+        if (count := heads.get(name.rpartition(".")[0].rpartition(".")[2])) is not None:
+            if len(info.shape) > 2 or info.shape[0] % (2 * count):
+                info.fail(f"expected rows for {count} heads of even size, got the shape {info.shape}")
             rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
-            info = replace(info, num_paired_heads=heads[projection], num_paired_rows=rotated)
-        tensors[name] = info
+            tensors[name] = replace(info, num_paired_heads=count, num_paired_rows=rotated)
     own = _without_drafting_layers(tensors, config)
     tensors = with_scaled_types(taken_apart(own, config, has_gates_in_q=form.has_gates_in_q))
     embedding = embedding_from_gguf(path, file.metadata, tensors)

@@ -181,10 +181,8 @@ def _resolve_installed(name: str, model: InstalledModel) -> Path:
             raise ModelError(f"{name} cannot be assembled: {problem}: set INFER_CACHE to a writable folder")
         _assemble(parts, target, _sum(name, model))
     except OSError as error:
-        problem = (
-            f"{name} cannot be assembled in {target.parent}: {error.strerror}: set INFER_CACHE to a writable folder"
-        )
-        raise ModelError(problem) from error
+        problem = f"{name} cannot be assembled in {target.parent}: {error.strerror}"
+        raise ModelError(f"{problem}: set INFER_CACHE to a writable folder") from error
     return target
 
 

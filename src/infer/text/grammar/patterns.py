@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from infer.errors import InvalidRequestError
 
@@ -120,16 +120,12 @@ _RANGE = re.compile(r"([^\]\\])-([^\]\\])")
 _LETTERS = frozenset("dDwWtnvfrxupP")  # with the same meaning after a backslash in both notations
 
 
-class PatternNotationError(Exception):
-    """Error in a pattern. `column` counts from 1."""
-
-    def __init__(self, column: int, problem: str) -> None:
-        super().__init__(problem)
-        self.column = column
+def _refuse(at: int, problem: str) -> NoReturn:
+    raise InvalidRequestError(f"pattern, column {at + 1}: {problem}")
 
 
 def translated(pattern: str) -> str:
-    """Return the pattern in Rust's notation. Raises PatternNotationError if this is not possible.
+    """Return the pattern in Rust's notation. Raises InvalidRequestError if this is not possible.
 
     NUL is removed from negated classes: llguidance 1.9 lets a quote or a backslash through every class that contains
     all control characters.
@@ -149,7 +145,7 @@ def translated(pattern: str) -> str:
         elif character == "{" and not _COUNT.match(pattern, at):
             piece, at = "\\{", at + 1
         elif _LOOK.match(pattern, at):
-            raise PatternNotationError(at + 1, "look-around is not supported")
+            _refuse(at, "look-around is not supported")
         elif character == ".":
             piece, at = f"[^{_LINE_ENDS}]", at + 1
         else:
@@ -163,16 +159,16 @@ def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
     if in_class and character == "b":
         return "\\x08", at + 2
     if character in "bB":
-        raise PatternNotationError(at + 1, "word boundaries are not supported")
+        _refuse(at, "word boundaries are not supported")
     if (character.isdecimal() and character != "0") or (character == "k" and pattern[at + 2 : at + 3] == "<"):
-        raise PatternNotationError(at + 1, "back references are not supported")
+        _refuse(at, "back references are not supported")
     if braced := _BRACED.match(pattern, at):
         return braced[0], braced.end()
     if pair := _SURROGATES.match(pattern, at):
         high, low = (int(half, 16) for half in pair.groups())
         return _spelt(chr(0x10000 + (high - 0xD800 << 10) + low - 0xDC00)), pair.end()
     if _SURROGATE.match(pattern, at):
-        raise PatternNotationError(at + 1, "half of a surrogate pair is no character")
+        _refuse(at, "half of a surrogate pair is no character")
     if (own := _CLASSES.get(pattern[at : at + 2])) is not None:
         return own, at + 2
     if character == "0":
@@ -180,7 +176,7 @@ def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
     if character == "c" and pattern[at + 2 : at + 3].isalpha():
         return f"\\x{ord(pattern[at + 2]) % 32:02x}", at + 3
     if character.isalpha() and character not in _LETTERS:
-        raise PatternNotationError(at + 1, f"\\{character} has no meaning in ECMAScript")
+        _refuse(at, f"\\{character} has no meaning in ECMAScript")
     return (pattern[at : at + 2] if character in _LETTERS | _PUNCTUATION_KEPT else character), at + 2
 
 
@@ -188,7 +184,7 @@ def _class_start(pattern: str, at: int) -> tuple[str, int, int]:
     if pattern.startswith("[^]", at):
         return "(?s:.)", at + 3, 0
     if pattern.startswith("[]", at):
-        raise PatternNotationError(at + 1, "an empty class matches nothing")
+        _refuse(at, "an empty class matches nothing")
     if pattern.startswith("[^", at):
         return "[^\\x00", at + 2, 1
     return "[", at + 1, 1

@@ -11,7 +11,7 @@ from typing import Any, final
 from urllib.parse import unquote
 
 from infer.errors import InvalidRequestError
-from infer.text.grammar.patterns import PatternNotationError, check_pattern, encoded, translated
+from infer.text.grammar.patterns import check_pattern, encoded, translated
 from infer.text.grammar.schema_logic import TYPES, refuse, refuse_malformed
 
 MAX_ENUM = 10_000
@@ -116,8 +116,6 @@ def read_pattern(pattern: str, pointer: str) -> str:
         return translated(pattern)
     except InvalidRequestError as error:
         refuse(pointer, str(error))
-    except PatternNotationError as error:
-        refuse(pointer, f"pattern, column {error.column}: {error}")
 
 
 def check_texts(texts: Iterable[str], pointer: str) -> None:

@@ -90,8 +90,10 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
         merges = _derive_merges(texts, list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
     else:
         merges = [_split_merge(merge) for merge in list_of(metadata, "tokenizer.ggml.merges")]
-    make_backend = _make_marked if rules.marks_spaces else _make_byte_level
-    backend = make_backend(metadata, rules, vocabulary, merges)
+    if rules.marks_spaces:
+        backend = _make_marked(metadata, vocabulary, merges)
+    else:
+        backend = _make_byte_level(rules, vocabulary, merges)
     add_tokens(backend, texts, types)
     backend.post_processor = _make_post_processor(backend, metadata, texts, rules)
     return GGUFBackend(backend, texts)
@@ -145,9 +147,7 @@ def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: li
     ]
 
 
-def _make_byte_level(
-    metadata: Mapping[str, Any], rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]
-) -> Tokenizer:
+def _make_byte_level(rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     backend = Tokenizer(_make_bpe(vocabulary, merges, ignore_merges=rules.ignore_merges))
     if rules.composes:
         backend.normalizer = normalizers.NFC()
@@ -156,19 +156,13 @@ def _make_byte_level(
     return backend
 
 
-def _make_marked(
-    metadata: Mapping[str, Any], rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]
-) -> Tokenizer:
+def _make_marked(metadata: Mapping[str, Any], vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
     """Return a backend that writes spaces as ▁, and characters that are not in the vocabulary as bytes."""
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
     unknown = next((text for text, token_id in vocabulary.items() if token_id == unknown_id), None)
     backend = Tokenizer(_make_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     to_mark = normalizers.Replace(" ", _SPACE_MARK)
-    steps: list[decoders.Decoder] = [
-        decoders.Replace(_SPACE_MARK, " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-    ]
+    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", metadata.get("tokenizer.ggml.model") == WITH_SCORES):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), to_mark])
         steps.append(decoders.Strip(" ", 1, 0))

@@ -162,10 +162,5 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[Tool], formats: Tem
 def _tools_as_text(tools: Sequence[Tool], form: ToolCallFormat) -> str:
     lines = [spelt(tool.to_json()["function"]) for tool in tools]
     call = form.written([("NAME", '{"ARGUMENT": "VALUE"}')])
-    return "\n".join(
-        [
-            "You can call these functions, each with its JSON schema:",
-            *lines,
-            f"To call one, answer with {call} and nothing else.",
-        ]
-    )
+    last = f"To call one, answer with {call} and nothing else."
+    return "\n".join(["You can call these functions, each with its JSON schema:", *lines, last])

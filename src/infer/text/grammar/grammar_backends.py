@@ -231,7 +231,8 @@ class _LlguidanceMatcher(Matcher):
         return False
 
     def _fail(self) -> NoReturn:
-        raise ConstraintError(f"the grammar cannot be followed further: {first_line(self._matcher.get_error())}")
+        problem = self._matcher.get_error().strip().partition("\n")[0]
+        raise ConstraintError(f"the grammar cannot be followed further: {problem:.300}")
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
@@ -269,10 +270,6 @@ class _Spelling:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._spell(text.decode(errors="replace") if isinstance(text, bytes) else text)
-
-
-def first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:300]
 
 
 @final

@@ -70,6 +70,7 @@ class Tokenizer:
         given_end_ids = frozenset(filter(self._is_token, end_token_ids))
         self.eos_token_ids = (given_end_ids | self._named_end_ids(names)) - self._message_end_ids(names)
         self.adds_bos = self.bos_token_id is not None and added_ids[:1] == [self.bos_token_id]
+        self._first_ids = added_ids[: self.adds_bos]
         self.ending_ids = added_ids[self.adds_bos :]  # ids that `encode` adds after a text
         self._vocabulary = vocabulary
         self._rules = read_decoding_rules(backend.decoder)
@@ -163,9 +164,8 @@ class Tokenizer:
             [6403, 1980, 253, 655]
         """
         if not parse_special:
-            first = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
             ids = self._encode_as_text(text)
-            return [*first, *ids, *self.ending_ids] if add_special_tokens else ids
+            return [*self._first_ids, *ids, *self.ending_ids] if add_special_tokens else ids
         return encode(self.backend, text, add_special_tokens)
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
@@ -304,9 +304,8 @@ class Tokenizer:
         """
         if self.infill_marks is None:
             raise InvalidRequestError("the model has no tokens to fill in text: continue a prompt instead")
-        bos = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
-        room = None if max_tokens is None else max_tokens - len(bos)
-        return bos + self.infill_marks.prompt(before, after, files, self._encode_plain, room)
+        room = None if max_tokens is None else max_tokens - len(self._first_ids)
+        return self._first_ids + self.infill_marks.prompt(before, after, files, self._encode_plain, room)
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.encode(text, False, parse_special=False) if text else []

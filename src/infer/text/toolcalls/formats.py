@@ -207,6 +207,13 @@ _FORMATS = (
     ToolCallFormat("phi-4-mini", _OBJECT, "<|tool_call|>[{call}, {call}]<|/tool_call|>", trigger="<|tool_call|>"),
     ToolCallFormat("granite", _OBJECT, "<|tool_call|>[{call}, {call}]", trigger="<|tool_call|>"),
     ToolCallFormat("functools", _OBJECT, "functools[{call}, {call}]", trigger="functools["),
+    ToolCallFormat("hunyuan", _OBJECT, "<tool_calls>[{call}, {call}]</tool_calls>", trigger="<tool_calls>"),
+    ToolCallFormat(
+        "jamba",
+        _OBJECT,
+        "<tool_calls>[\n    {call},\n    {call}\n]</tool_calls>",
+        trigger="<tool_calls>",
+    ),
     ToolCallFormat(
         "deepseek-v3",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",

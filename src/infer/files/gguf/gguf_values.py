@@ -77,10 +77,14 @@ class GGUFValues:
             self.fail(key, f"expected a float, got {value!r:.60}")
         return float(shortest(value))
 
-    def check_length(self, key: str, given: list[Any], num_layers: int) -> None:
-        """Raise ModelFormatError for a list without a value per layer."""
+    def of_layers(self, key: str, num_layers: int) -> list[Any] | None:
+        """Return the list with a value per layer, or None for another value. Raises ModelFormatError for its length."""
+        given = self.get(key)
+        if not isinstance(given, list):
+            return None
         if len(given) != num_layers:
             self.fail(key, f"expected a number for each of {num_layers} layers, got {len(given)}")
+        return given
 
     def fail(self, key: str, problem: str) -> NoReturn:
         raise ModelFormatError(self.file.path, f"{self.architecture}.{key}", problem)
@@ -104,18 +108,15 @@ def layers_of_two_kinds(values: GGUFValues, config: Mapping[str, Any]) -> dict[s
     kinds = config.get("layer_types") or []
     full = kinds.index("full_attention") if "full_attention" in kinds else 0
     sliding = kinds.index("sliding_attention") if "sliding_attention" in kinds else 0
-    kv_heads, sizes = values.get(_KV_HEADS), values.get(_SIZES)
-    for key, given in ((_KV_HEADS, kv_heads), (_SIZES, sizes)):
-        if isinstance(given, list):
-            values.check_length(key, given, config["num_hidden_layers"])
+    kv_heads, sizes = (values.of_layers(key, config["num_hidden_layers"]) for key in (_KV_HEADS, _SIZES))
     found: dict[str, Any] = {
         "global_head_dim": config["head_dim"],
         "head_dim": values.count("attention.key_length_swa", default=config["head_dim"]),
         "attention_k_eq_v": not {f"blk.{full}.attn_v.weight", f"blk.{full}.attn_qkv.weight"} & set(values.file.tensors),
         "enable_moe_block": bool(values.get("expert_count", 0)),
-        "use_double_wide_mlp": isinstance(sizes, list) and sizes[-1] == 2 * sizes[0],
+        "use_double_wide_mlp": sizes is not None and sizes[-1] == 2 * sizes[0],
     }
-    if isinstance(kv_heads, list):
+    if kv_heads is not None:
         found |= {"num_key_value_heads": kv_heads[sliding], "num_global_key_value_heads": kv_heads[full]}
     return found
 
@@ -178,10 +179,8 @@ def layers_that_rotate_in_windows(values: GGUFValues, config: Mapping[str, Any])
 
 def short_convolutions(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers. Those with convolutions have no heads of keys."""
-    if not isinstance(heads := values.get(_KV_HEADS), list):
-        return {}
-    values.check_length(_KV_HEADS, heads, config["num_hidden_layers"])
-    return {"layer_types": ["full_attention" if count else "conv" for count in heads]}
+    heads = values.of_layers(_KV_HEADS, config["num_hidden_layers"])
+    return {} if heads is None else {"layer_types": ["full_attention" if count else "conv" for count in heads]}
 
 
 def delta_nets(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,15 +165,9 @@ _NAMES: dict[tuple[str, ...], PreTokenizer] = {
     ("default",): PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     ("gpt-2", "phi-2", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum", "exaone4"): _GPT2_WORDS,
     ("mpt", "olmo"): replace(_GPT2_WORDS, composes=True),
-    (
-        "jina-es",
-        "jina-de",
-        "jina-v1-en",
-        "jina-v2-es",
-        "jina-v2-de",
-        "jina-v2-code",
-        "roberta-bpe",
-    ): replace(_GPT2_WORDS, num_separators=2),
+    ("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code", "roberta-bpe"): replace(
+        _GPT2_WORDS, num_separators=2
+    ),
     ("modern-bert",): replace(_GPT2_WORDS, composes=True, num_separators=1),
     ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"): _STARCODER,
     ("command-r",): replace(_STARCODER, composes=True),

@@ -13,7 +13,8 @@ from typing import Literal, TypeVar, final
 ArgumentSyntax = Literal["json", "python", "xml", "bare"]
 spelt = json.JSONEncoder(ensure_ascii=False).encode  # a value as JSON, with all characters as they are
 ID = "{id}"  # in a call: nine letters and digits of the model's own, which are skipped
-ID_PATTERN = "[A-Za-z0-9]{9}"
+INDEX = "{index}"  # in a call: its number among the calls of an answer
+PATTERNS = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]+"}
 _FIRST_MARK = 0xD800
 _EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
 _HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # gpt-oss was trained with three
@@ -24,10 +25,10 @@ _HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "hig
 class ToolCallFormat:
     """Notation of tool calls, as samples.
 
-    `call` has the places `{name}` and `{arguments}`, and perhaps `{id}`. `calls` has two `{call}`, with the text around
-    and between the calls of an answer. In XML, `argument` has `{key}` and `{value}`. The bare syntax is JSON with names
-    that have no quotes, and with each text between two `quote`. Text may be before the first `trigger`. Without a
-    trigger, the beginning of an answer distinguishes calls from text.
+    `call` has the places `{name}` and `{arguments}`, and perhaps `{id}` or `{index}`. `calls` has two `{call}`, and the
+    text around and between the calls of an answer. In XML, `argument` has `{key}` and `{value}`. The bare syntax is
+    JSON with names that have no quotes, and with each text between two `quote`. Text may be before the first `trigger`.
+    Without a trigger, the beginning of an answer distinguishes calls from text.
     """
 
     name: str
@@ -91,7 +92,8 @@ class ToolCallFormat:
         parts = [(opening, True)]
         for index, (name, arguments) in enumerate(calls):
             before_arguments = self.before_arguments.replace(ID, f"{index:09}")
-            parts += [((separator if index else "") + self.before_name, True), (name, False)]
+            before_name = (separator if index else "") + self.before_name.replace(INDEX, str(index))
+            parts += [(before_name, True), (name, False)]
             parts += [(before_arguments, True), (arguments, False), (self.after_arguments, True)]
         return [*parts, (closing, True)]
 
@@ -215,6 +217,12 @@ _FORMATS = (
         trigger="<tool_calls>",
     ),
     ToolCallFormat(
+        "command-r7b",
+        '{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {arguments}}',
+        "<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>",
+        trigger="<|START_ACTION|>",
+    ),
+    ToolCallFormat(
         "deepseek-v3",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         "<｜tool▁calls▁begin｜>{call}\n{call}<｜tool▁calls▁end｜>",
@@ -269,7 +277,10 @@ _Format = TypeVar("_Format", ToolCallFormat, ReasoningFormat)
 @cache
 def pattern_of(literal: str) -> re.Pattern[str]:
     """Return the pattern that finds a literal of a format in a text."""
-    return re.compile(re.escape(literal).replace(re.escape(ID), ID_PATTERN))
+    pattern = re.escape(literal)
+    for place, text in PATTERNS.items():
+        pattern = pattern.replace(re.escape(place), text)
+    return re.compile(pattern)
 
 
 def literals_of(form: ToolCallFormat | ReasoningFormat) -> list[str]:

@@ -9,10 +9,10 @@ from infer.errors import SchemaError
 from infer.text.grammar.schema_logic import TYPES
 from infer.text.grammar.schema_rewriter import ASSERTIONS, COMPANIONS
 from infer.text.grammar.schema_values import escaped, is_required, properties_of
-from infer.text.toolcalls.formats import ID, ID_PATTERN, ToolCallFormat, spelt
+from infer.text.toolcalls.formats import PATTERNS, ToolCallFormat, spelt
 
 ANY_TEXT = "(.|\\n)*"
-_PARTS = re.compile("([\ud800-\udfff]|" + re.escape(ID) + ")")
+_PARTS = re.compile("([\ud800-\udfff]|" + "|".join(map(re.escape, PATTERNS)) + ")")
 
 
 @final
@@ -48,8 +48,8 @@ class LarkRules:
         return " ".join(self._part(part) for part in _PARTS.split(text) if part)
 
     def _part(self, part: str) -> str:
-        if part == ID:
-            return f"/{ID_PATTERN}/"
+        if part in PATTERNS:
+            return f"/{PATTERNS[part]}/"
         if part in self._id_by_mark:
             return f"<[{self._id_by_mark[part]}]>"
         return spelt(part)

@@ -15,6 +15,7 @@ from typing import Any, final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.text.toolcalls.answer_format import AnswerFormat, is_plain_text
+from infer.text.toolcalls.formats import pattern_of
 from infer.text.toolcalls.parsing import (
     MARKS,
     SPACES,
@@ -335,9 +336,10 @@ class AnswerParser(Parser):
         self._literal, self._after, self._state = literal, after, self._pass_literal
 
     def _pass_literal(self) -> bool:
-        if len(self._held) < len(self._literal):
+        found = pattern_of(self._literal).match(self._held)
+        if found is None:
             return False
-        self._held, self._state = self._held[len(self._literal) :], self._after
+        self._held, self._state = self._held[found.end() :], self._after
         return True
 
     def _name(self) -> bool:
@@ -382,8 +384,7 @@ class AnswerParser(Parser):
         """Read the separator between two calls, or the end after the last call."""
         assert self._form.calls is not None
         form = self._form.calls.form
-        following = form.around_calls[1] + form.before_name
-        if self._held.startswith(following):
-            self._held, self._state = self._held[len(following) :], self._name
-            return True
-        return False
+        found = pattern_of(form.around_calls[1] + form.before_name).match(self._held)
+        if found is not None:
+            self._held, self._state = self._held[found.end() :], self._name
+        return found is not None

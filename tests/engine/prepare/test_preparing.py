@@ -18,7 +18,7 @@ import infer
 from byte_tokenizer import write_byte_tokenizer
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM
-from infer.engine.prepare.answer_grammars import AnswerGrammars
+from infer.engine.requests.request_maker import FormatPreparer
 from infer.system.child_process import Child, ChildError
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler
@@ -100,7 +100,7 @@ def counted_calls(compiler: Compiler, form: AnswerFormat) -> int:
 
     sys.setprofile(count)
     try:
-        _, source = AnswerGrammars(compiler).prepare(form, None)
+        _, source = FormatPreparer(compiler).prepare(form, None)
         compiler.answer_maker(source)()
     finally:
         sys.setprofile(None)
@@ -120,13 +120,13 @@ def test_steps_of_the_server_s_process_do_not_grow_with_a_schema(name: str, host
 @pytest.mark.slow
 def test_tools_that_take_too_long_together_lose_their_schemas(compiler: Compiler) -> None:
     slow = much_that_is_shared(2_000)
-    form, _ = AnswerGrammars(compiler).prepare(format_of(slow, {"properties": {"a": TEXT}}, name="qwen3-coder"), None)
+    form, _ = FormatPreparer(compiler).prepare(format_of(slow, {"properties": {"a": TEXT}}, name="qwen3-coder"), None)
     assert [tool.parameters.get("additionalProperties") for tool in form.calls.tools] == [True, True]
     (said,) = form.warnings
     assert re.search("tools f0, f1: their schemas are left out.*take more than 1 s to compile: give fewer or sm", said)
     strict = format_of(slow, name="qwen3-coder", is_strict=True)
     message = "take more than 1 s to compile: give fewer or smaller ones"
-    check_refused(lambda: AnswerGrammars(compiler).prepare(strict, None), message)
+    check_refused(lambda: FormatPreparer(compiler).prepare(strict, None), message)
 
 
 def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +148,9 @@ def test_tools_of_one_name_are_written_once_each(monkeypatch: pytest.MonkeyPatch
 
 def test_equal_preparations_are_asked_once_up_to_a_limit(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Mock(return_value={"source": "x" * 10_000, "tools": [], "warnings": [], "ignored": []})
-    monkeypatch.setattr("infer.engine.prepare.answer_grammars.ask_trial", asked)
-    monkeypatch.setattr("infer.engine.prepare.answer_grammars.MAX_PREPARED_BYTES", 100_000)
-    grammars = AnswerGrammars(compiler)
+    monkeypatch.setattr("infer.engine.requests.request_maker.ask_trial", asked)
+    monkeypatch.setattr("infer.engine.requests.request_maker.MAX_PREPARED_BYTES", 100_000)
+    grammars = FormatPreparer(compiler)
     forms = [format_of({"properties": {name: TEXT}}) for name in names(30)]
     for form in [*forms, forms[-1], forms[-9], forms[0]]:
         grammars.prepare(form, None)
@@ -162,7 +162,7 @@ def test_no_cache_keeps_the_text_of_a_schema_as_its_key(compiler: Compiler) -> N
     """Keywords that assert nothing are not in the source, whose length is the size of a compiled grammar."""
     long = {"type": "integer", "description": "x" * 500_000}
     compiler.compile(Grammar("json_schema", json.dumps(long)))
-    grammars = AnswerGrammars(compiler)
+    grammars = FormatPreparer(compiler)
     compiler.answer_maker(grammars.prepare(format_of({"properties": {"a": long}}), None)[1])()
     keys = {*compiler._compiled._kept, *grammars._kept._kept}
     assert {(type(key), len(key)) for key in keys} == {(bytes, 32)}

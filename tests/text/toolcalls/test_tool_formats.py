@@ -16,8 +16,8 @@ from cases import cases
 from constraint_walks import random_schema, walk
 from extent import usual_or_all
 from infer import InvalidRequestError, RequestOptions, Tokenizer
-from infer.engine.prepare.answer_grammars import AnswerGrammars
 from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
+from infer.engine.requests.request_maker import FormatPreparer
 from infer.outputs import ReasoningDelta, ToolCall, assembled
 from infer.serving.protocols.answers import call_values
 from infer.text.grammar.constraint import Budget, BudgetConstraint, Constraint
@@ -82,7 +82,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def constraint_of(tokenizer: Tokenizer, form: AnswerFormat, answer: Grammar | None = None) -> Constraint:
     compiler = compiler_of(tokenizer)
-    _, source = AnswerGrammars(compiler).prepare(form, answer)
+    _, source = FormatPreparer(compiler).prepare(form, answer)
     assert source is not None
     return compiler.answer_maker(source)()
 

@@ -13,17 +13,16 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, final
 
 from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, about
 from infer.system.processor_limit import OverLimitError, limited, watch_limits
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.json_schema import pointed
-from infer.text.grammar.libraries import TRIES, Try, llguidance_try, read_within
+from infer.text.grammar.libraries import TRIES, llguidance_try, read_within
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls
 from infer.text.toolcalls.answer_grammar import answer_lark, enforceable, loosest
 from infer.text.toolcalls.argument_grammar import ToolRules
@@ -38,17 +37,12 @@ _NUM_BYTES, _NUM_MARKS = 256, 64
 
 def format_to_json(form: AnswerFormat) -> dict[str, Any]:
     """Return the part of a format on which its grammar depends. The descriptions of tools are left out."""
-    calls = None
-    if form.calls is not None:
-        calls = {
-            "form": asdict(form.calls.form),
-            "tools": [[tool.name, tool.parameters, tool.is_strict, tool.warnings] for tool in form.calls.tools],
-            "kind": form.calls.kind,
-            "is_parallel": form.calls.is_parallel,
-        }
+    calls, reasoning = form.calls, form.reasoning
+    tools = () if calls is None else calls.tools
+    shown = [[tool.name, tool.parameters, tool.is_strict, tool.warnings] for tool in tools]
     return {
-        "calls": calls,
-        "reasoning": None if form.reasoning is None else asdict(form.reasoning),
+        "calls": None if calls is None else vars(calls) | {"form": vars(calls.form), "tools": shown},
+        "reasoning": None if reasoning is None else vars(reasoning),
         "is_open": form.is_open,
         "budget": form.budget,
         "marks": list(form.marks.items()),
@@ -59,34 +53,48 @@ def format_of_json(given: Mapping[str, Any]) -> AnswerFormat:
     """Return the format that `format_to_json` wrote."""
     calls, reasoning = given["calls"], given["reasoning"]
     if calls is not None:
-        tools = (
-            Tool(name, "", parameters, is_strict, tuple(warnings))
-            for name, parameters, is_strict, warnings in calls["tools"]
-        )
-        calls = Calls(ToolCallFormat(**calls["form"]), tuple(tools), calls["kind"], calls["is_parallel"])
-    return AnswerFormat(
-        calls,
-        None if reasoning is None else ReasoningFormat(**reasoning),
-        is_open=given["is_open"],
-        budget=given["budget"],
-        marks=dict(given["marks"]),
-    )
+        tools = tuple(Tool(name, "", schema, strict, tuple(said)) for name, schema, strict, said in calls["tools"])
+        calls = Calls(**calls | {"form": ToolCallFormat(**calls["form"]), "tools": tools})
+    reasoning = None if reasoning is None else ReasoningFormat(**reasoning)
+    return AnswerFormat(**given | {"calls": calls, "reasoning": reasoning, "marks": dict(given["marks"])})
 
 
 @final
-class ToolAnswers:
-    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
-        """Begin. `try_` tries grammars that must not name control tokens."""
-        self._rules = ToolRules(library, try_, read_seconds)
-        self._try = llguidance_try(library, library.LLTokenizer(library.TokenizerWrapper(_Marks())))
+class Program:
+    """The program. `name` is the library's; the seconds limit one grammar, and all tools of an answer together."""
 
-    def prepare(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    def __init__(self, name: str, read_seconds: float, answer_seconds: float) -> None:
+        self._name, self._read_seconds, self._answer_seconds = name, read_seconds, answer_seconds
+        self._library = library = importlib.import_module(name)
+        self._try = self._try_answer = TRIES[name](library)  # the second tries grammars that name control tokens
+        self._rules = ToolRules(library, self._try, read_seconds)
+        if name == "llguidance":
+            self._try_answer = llguidance_try(library, library.LLTokenizer(library.TokenizerWrapper(_Marks())))
+
+    def answer(self, question: Any) -> dict[str, Any]:
+        """Return the answer to a question, or its error."""
+        try:
+            return self._prepare(question) if isinstance(question, dict) else self._read(Grammar(*question))
+        except SchemaError as error:
+            return {"error": error.args[0], "pointer": error.pointer, "problem": error.problem, "param": error.param}
+        except InvalidRequestError as error:
+            return {"error": error.args[0], "param": error.param}
+        except OverLimitError:
+            return {"error": "tools: take too long to compile, even without their schemas: give fewer tools"}
+        except MemoryError:
+            return {"error": "tools: take too much memory: give fewer or smaller tools"}
+
+    def _read(self, grammar: Grammar) -> dict[str, Any]:
+        read = read_within(self._library, self._name, self._try, grammar, self._read_seconds)
+        return {"source": read.source, "warnings": read.warnings}
+
+    def _prepare(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Return the source, the changed tools, and warnings. Raises InvalidRequestError.
 
-        After `seconds` of processor time, or if the tools are too large only in combination, the schemas of tools that
+        After the seconds for an answer, or if the tools are too large only in combination, the schemas of tools that
         are not strict are left out.
         """
-        form = format_of_json(question["format"])
+        form, seconds = format_of_json(question["format"]), self._answer_seconds
         answer = None if question["answer"] is None else Grammar(*question["answer"])
         found = form
         try:
@@ -120,7 +128,7 @@ class ToolAnswers:
         """Return the source. It is tried with other ids of control tokens, because the vocabulary is not known here."""
         self._rules.warnings.clear()
         marks = {_NUM_BYTES + 1 + index: mark for index, mark in enumerate(form.marks.values())}
-        if problem := self._try(Source("", self._text(replace(form, marks=marks), answer))):
+        if problem := self._try_answer(Source("", self._text(replace(form, marks=marks), answer))):
             raise AnswerGrammarError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
         return self._text(form, answer)
 
@@ -146,40 +154,6 @@ class _Marks:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode(errors="replace"))
-
-
-def answered(prepare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `prepare`, or its error."""
-    try:
-        return prepare()
-    except SchemaError as error:
-        return {"error": error.args[0], "pointer": error.pointer, "problem": error.problem, "param": error.param}
-    except InvalidRequestError as error:
-        return {"error": error.args[0], "param": error.param}
-    except OverLimitError:
-        return {"error": "tools: take too long to compile, even without their schemas: give fewer tools"}
-    except MemoryError:
-        return {"error": "tools: take too much memory: give fewer or smaller tools"}
-
-
-@final
-class Program:
-    """The program. `name` is the library's; the seconds limit one grammar, and all tools of an answer together."""
-
-    def __init__(self, name: str, read_seconds: float, answer_seconds: float) -> None:
-        self._name, self._read_seconds, self._answer_seconds = name, read_seconds, answer_seconds
-        self._library = importlib.import_module(name)
-        self._try = TRIES[name](self._library)
-        self._tools = ToolAnswers(self._library, self._try, read_seconds) if name == "llguidance" else None
-
-    def answer(self, question: Any) -> dict[str, Any]:
-        if self._tools is not None and isinstance(question, dict):
-            return answered(partial(self._tools.prepare, question, self._answer_seconds))
-        return answered(partial(self._read, Grammar(*question)))
-
-    def _read(self, grammar: Grammar) -> dict[str, Any]:
-        read = read_within(self._library, self._name, self._try, grammar, self._read_seconds)
-        return {"source": read.source, "warnings": read.warnings}
 
 
 def _limit(what: int, count: int) -> None:

@@ -236,11 +236,11 @@ class AsyncLLM:
         """
         if not params:
             raise InvalidRequestError("params must have the sampling of at least one answer")
-        answers, options = self.host.answers, options or RequestOptions()
+        loop, options = self.host.loop, options or RequestOptions()
         ask = Ask([prompt], params, options, variables=variables)
         asked = partial(self.host.requests.sequences, ask, 0)
-        sequences = await answers.prepare(asked, is_constrained=ask.is_constrained)
-        return [answers.stream(sequence) for sequence in sequences]
+        sequences = await loop.prepare(asked, is_constrained=ask.is_constrained)
+        return [loop.astream(sequence) for sequence in sequences]
 
     @_as_in(LLM.prompt_logprobs)
     async def prompt_logprobs(self, *given: Any, **keywords: Any) -> list[TokenLogprob | None]:
@@ -274,9 +274,9 @@ class AsyncLLM:
         check_batch_size(host, batch["batch_size"])
         ask = Ask.of((), None, batch["options"], batch["keywords"])
         pairs = pairs_of(batch["prompts"], batch["params"])
-        requests = await host.answers.prepare(lambda check: list(host.requests.numbered(pairs, ask, check=check)))
+        requests = await host.loop.prepare(lambda check: list(host.requests.numbered(pairs, ask, check=check)))
         results = Results(len(requests), batch["on_progress"], batch["on_result"])
-        async with aclosing(answer_all_as_task(host.answers, requests, batch["batch_size"])) as answers:
+        async with aclosing(answer_all_as_task(host.loop, requests, batch["batch_size"])) as answers:
             async for ended in answers:
                 results.add(*ended)
         return [results.by_number[number] for number, _ in requests]
@@ -396,11 +396,11 @@ class AsyncLLM:
         work = trace_answer(
             host, request, answer, first=first, last=last, num_candidates=num_candidates, is_given=is_given
         )
-        return await host.answers.call(work)
+        return await host.loop.call_as_task(work)
 
     def _stream(self, ask: Ask) -> AsyncStream:
         asked = partial(self.host.requests.sequence, ask)
-        return self.host.answers.stream(asked, is_constrained=ask.is_constrained)
+        return self.host.loop.astream(asked, is_constrained=ask.is_constrained)
 
     async def _run(self, task: TextTask[Result]) -> Result:
         """Return the result of a task. The caller's caller is warned if texts were cut."""

@@ -384,7 +384,7 @@ class LLM(TextCalls):
             '.'
         """
         host, ask = self._opened, Ask.of(prompt, params, keywords.pop("options", None), keywords)
-        return host.answers.stream(partial(host.requests.sequence, ask))
+        return host.loop.astream(partial(host.requests.sequence, ask))
 
     def generate_all(
         self,

@@ -14,7 +14,6 @@ from extent import usual_or_all
 from idle import in_event_loop
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Relay, Waiters
-from infer.engine.requests.host import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
@@ -114,7 +113,7 @@ async def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
     """Its pieces are not read before the end, except for the first ones in some cases."""
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
     assert Outcome.of(stream.run()) == by_definition(world, LONG)
-    stream = AsyncAnswers(loop).stream(make_sequence(world, LONG, Way()))
+    stream = loop.astream(make_sequence(world, LONG, Way()))
     await anext(stream)
     while not stream.answer.is_paused:
         await asyncio.sleep(0)
@@ -244,10 +243,10 @@ def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: Wor
             assert stream.result.token_ids == expected[: len(pieces)]
 
     async def in_tasks(seed: int) -> None:
-        draw, answers = random.Random(seed), AsyncAnswers(loop)
+        draw = random.Random(seed)
 
         async def ask() -> None:
-            stream = answers.stream(make_sequence(world, LONG, Way()))
+            stream = loop.astream(make_sequence(world, LONG, Way()))
             task = asyncio.ensure_future(stream.result())
             for _ in range(draw.randrange(9)):
                 await asyncio.sleep(0)

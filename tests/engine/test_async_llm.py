@@ -18,7 +18,7 @@ import pytest
 from idle import in_event_loop
 from infer import LLM, AsyncLLM, AsyncStream, InvalidRequestError, SamplingParams
 from infer.engine.requests.answer import Relay
-from infer.engine.requests.host import NUM_PREPARING
+from infer.engine.requests.loop import NUM_PREPARING
 from infer.engine.requests.request_maker import RequestMaker
 from infer.errors import ClosedError
 from infer.outputs import GenerationResult, Piece

@@ -116,7 +116,7 @@ async def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monk
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     may_go_on.set()
-    await shared.host.answers.run(bool)
+    await shared.host.loop.run_as_task(bool)
     assert held_run.call_count == 1
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer
-from infer.engine.requests.host import AsyncAnswers
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.engine.requests.stream import AsyncStream, Stream
@@ -131,9 +130,8 @@ def test_an_event_loop_is_called_once_a_step_for_all_streams(world: World, place
             return call_soon(*arguments, **options)
 
         event_loop.call_soon_threadsafe = count_call  # type: ignore[method-assign]
-        answers = AsyncAnswers(place.loop)
         sequences = [make_sequence(world, replace(LONG, prompt=(97 + each,)), Way()) for each in range(4)]
-        streams = [await answers.stream(sequence).begin() for sequence in sequences]
+        streams = [await place.loop.astream(sequence).begin() for sequence in sequences]
         have_begun.wait()
         for sequence, pieces in zip(sequences, await asyncio.gather(*map(read, streams)), strict=True):
             assert (pieces, len(pieces)) == (sequence.pieces, 120)
@@ -178,7 +176,7 @@ def test_a_paused_answer_ends_with_its_event_loop(world: World, place: Place, mo
     monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", 8)
 
     async def begin() -> AsyncStream:
-        stream = await AsyncAnswers(place.loop).stream(make_sequence(world, LONG, Way())).begin()
+        stream = await place.loop.astream(make_sequence(world, LONG, Way())).begin()
         while not stream.sequence.is_paused:
             await asyncio.sleep(0.001)
         return stream
@@ -376,7 +374,7 @@ def test_work_whose_task_is_cancelled_ends_at_its_next_yield(place: Place) -> No
     endless = Endless()
 
     async def ask() -> None:
-        asked = asyncio.create_task(AsyncAnswers(place.loop).call(endless.work()))
+        asked = asyncio.create_task(place.loop.call_as_task(endless.work()))
         await asyncio.to_thread(endless.has_begun.wait)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -388,13 +386,13 @@ def test_work_whose_task_is_cancelled_ends_at_its_next_yield(place: Place) -> No
 
 def test_a_stream_that_is_cancelled_before_its_request_is_prepared_computes_nothing(world: World, place: Place) -> None:
     async def ask() -> AsyncStream:
-        may_prepare, answers = threading.Event(), AsyncAnswers(place.loop)
+        may_prepare = threading.Event()
 
         def prepare(check: Callable[[], None]) -> Sequence:
             may_prepare.wait()
             return make_sequence(world, LONG, Way())
 
-        stream = answers.stream(prepare)
+        stream = place.loop.astream(prepare)
         begun = asyncio.create_task(stream.begin())
         await asyncio.sleep(0)
         stream.cancel()

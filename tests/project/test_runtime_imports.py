@@ -45,7 +45,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "http": {"serving/server/": ("connection",)},
     "ssl": {"serving/server/": ("process",)},
     "asyncio": {  # answers for programs that use it, the server and its replicas
-        "": ("async_llm", "engine/requests/answer", "engine/requests/host", "engine/requests/stream"),
+        "": ("async_llm", "engine/requests/answer", "engine/requests/loop", "engine/requests/stream"),
         "serving/server/": (
             *("choices", "endpoint", "connection", "process", "server_state"),
             *("routes/status", "routes/ollama", "routes/served_models"),

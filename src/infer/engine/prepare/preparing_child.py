@@ -49,7 +49,7 @@ def format_to_json(form: AnswerFormat) -> dict[str, Any]:
     }
 
 
-def format_of_json(given: Mapping[str, Any]) -> AnswerFormat:
+def format_of_json(given: dict[str, Any]) -> AnswerFormat:
     """Return the format that `format_to_json` wrote."""
     calls, reasoning = given["calls"], given["reasoning"]
     if calls is not None:

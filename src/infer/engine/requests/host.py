@@ -1,14 +1,11 @@
 """A loaded model, and how it begins an answer, for threads and for event loops. `LLM` and its sessions share it."""
 
-import asyncio
 import hashlib
 import logging
-import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
@@ -17,11 +14,11 @@ from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
-from infer.engine.requests.answer import Answer, Relay, Waiters
+from infer.engine.requests.answer import Answer
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_calls import EngineCall, Work, once
-from infer.engine.requests.request_maker import Check, RequestMaker
-from infer.engine.requests.stream import AsyncStream, OnPrefill, Stream
+from infer.engine.requests.loop_calls import EngineCall, once
+from infer.engine.requests.request_maker import RequestMaker
+from infer.engine.requests.stream import OnPrefill, Stream
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
 from infer.engine.runner.caches import plan_rows
 from infer.engine.runner.hidden_states import HiddenStates
@@ -42,86 +39,8 @@ from infer.models.transformer import Transformer
 from infer.text.templates.template_process import start_rendering
 from infer.text.tokenizer import Tokenizer
 
-NUM_PREPARING = 4
-NUM_CONSTRAINING = 16  # threads, most of which only wait
 _Found = TypeVar("_Found")
 log = logging.getLogger("infer.server")
-
-
-class _NotAwaitedError(Exception):
-    """Raised in a thread that prepares a request after its caller has gone."""
-
-
-@final
-class AsyncAnswers:
-    """The answers of one loop, for the tasks of any number of event loops."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        # Each loop's relay, while it has answers.
-        self._relays = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, Relay]()
-        self._preparing = ThreadPoolExecutor(NUM_PREPARING, "infer-prepare")
-        self._constraining = ThreadPoolExecutor(NUM_CONSTRAINING, "infer-constrain")
-
-    async def prepare(self, work: Callable[[Check], _Found], *, is_constrained: bool = False) -> _Found:
-        """Return `work(check)`, called on a thread. If the task is cancelled, work ends at its next call of `check`.
-
-        A request that `is_constrained` by a grammar or tools may wait for the process that tries grammars. It has its
-        own threads, so that no other request waits for it. Raises ClosedError.
-        """
-        self.loop.check_open()
-        is_left = threading.Event()
-
-        def check() -> None:
-            if is_left.is_set():
-                raise _NotAwaitedError
-
-        threads = self._constraining if is_constrained else self._preparing
-        try:
-            future = asyncio.get_running_loop().run_in_executor(threads, work, check)
-        except RuntimeError:
-            if self.loop.is_open:
-                raise
-            raise closed() from None  # by another thread
-        try:
-            return await future
-        finally:
-            is_left.set()
-
-    async def call(self, work: Work[_Found]) -> _Found:
-        """Return the result of work on the loop's thread, as `Loop.call`. If cancelled, it ends at its next `yield`."""
-        call = self.loop.call(work, self.relay())
-        await call.wait_as_task()
-        return call.found
-
-    async def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
-        """Return `function(*arguments)`, called on the loop's thread between two steps."""
-        return await self.call(once(function, *arguments))
-
-    def stream(self, prepare: Callable[[Check], Sequence] | Sequence, *, is_constrained: bool = False) -> AsyncStream:
-        """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""
-        if isinstance(prepare, Sequence):
-            return AsyncStream(self._open(prepare))
-
-        async def prepared() -> Answer:
-            return self._open(await self.prepare(prepare, is_constrained=is_constrained))
-
-        return AsyncStream(prepared)
-
-    def close(self) -> None:
-        """Let each thread end after the request that it prepares."""
-        self._preparing.shutdown(wait=False)
-        self._constraining.shutdown(wait=False)
-
-    def _open(self, sequence: Sequence) -> Answer:
-        return Answer(self.loop, sequence, Waiters(self.relay()))
-
-    def relay(self) -> Relay:
-        """Return the relay of the running event loop."""
-        running = asyncio.get_running_loop()
-        if (relay := self._relays.get(running)) is None:
-            relay = self._relays[running] = Relay(running)
-        return relay
 
 
 @final
@@ -148,7 +67,6 @@ class Host:
             self.engine_if_any = Engine(runner, prefixes=self._open_prefixes(runner))
             checkpoint_tokens = runner.checkpoint_tokens
         loop.own(self.engine_if_any, model.backend)
-        self.answers = AsyncAnswers(loop)
         self.requests = RequestMaker(limits, facts, settings.grammar_backend, checkpoint_tokens, refusal)
 
     def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
@@ -173,7 +91,6 @@ class Host:
     def close(self) -> None:
         """End all answers, and free the caches and the weights. A second call does nothing."""
         self.loop.close()
-        self.answers.close()
         self._open_model = self.engine_if_any = self._text_states = None
         if self._ranks is not None:
             self._ranks.close()

@@ -7,26 +7,36 @@ Signals reach only the main thread, so no signal can interrupt a step. Ctrl-C in
 The thread has a reference to the loop only while an answer runs. When the loop is dropped, the thread ends.
 """
 
+import asyncio
 import atexit
 import os
 import threading
 import weakref
 from _thread import get_ident
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, final
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Backlog, Relay
+from infer.engine.requests.answer import Answer, Backlog, Relay, Waiters
 from infer.engine.requests.engine_thread import EngineThread
-from infer.engine.requests.loop_calls import EngineCall, Work, once
+from infer.engine.requests.loop_calls import Check, EngineCall, Work, once
+from infer.engine.requests.stream import AsyncStream
+from infer.engine.step.sequence import Sequence
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
 from infer.system.child_process import asking_tenant
 from infer.system.cores import start_thread
 
+NUM_PREPARING = 4
+NUM_CONSTRAINING = 16  # threads, most of which only wait
 _Found = TypeVar("_Found")
+
+
+class _NotAwaitedError(Exception):
+    """Raised in a thread that prepares a request after its caller has gone."""
 
 
 @final
@@ -37,6 +47,10 @@ class Loop:
         """Start the thread. It has no engine before `own`."""
         self._process, self.is_open = os.getpid(), True  # until `close`
         self.thread = EngineThread()  # whose state any thread may read
+        # The relay of each event loop, while it has answers.
+        self._relays = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, Relay]()
+        self._preparing = ThreadPoolExecutor(NUM_PREPARING, "infer-prepare")
+        self._constraining = ThreadPoolExecutor(NUM_CONSTRAINING, "infer-constrain")
         weakref.finalize(self, self.thread.inbox.put, self.thread.close).atexit = False
         start_thread(self.thread, blocks_signals=True)
         _living.add(self)
@@ -145,6 +159,60 @@ class Loop:
         finally:
             is_left.set()
 
+    # For the tasks of any number of event loops
+
+    def relay(self) -> Relay:
+        """Return the relay of the running event loop."""
+        running = asyncio.get_running_loop()
+        if (relay := self._relays.get(running)) is None:
+            relay = self._relays[running] = Relay(running)
+        return relay
+
+    async def prepare(self, work: Callable[[Check], _Found], *, is_constrained: bool = False) -> _Found:
+        """Return `work(check)`, called on a thread. If the task is cancelled, work ends at its next call of `check`.
+
+        A request that `is_constrained` by a grammar or tools may wait for the process that tries grammars. It has its
+        own threads, so that no other request waits for it. Raises ClosedError.
+        """
+        self.check_open()
+        is_left = threading.Event()
+
+        def check() -> None:
+            if is_left.is_set():
+                raise _NotAwaitedError
+
+        threads = self._constraining if is_constrained else self._preparing
+        try:
+            future = asyncio.get_running_loop().run_in_executor(threads, work, check)
+        except RuntimeError:
+            if self.is_open:
+                raise
+            raise closed() from None  # by another thread
+        try:
+            return await future
+        finally:
+            is_left.set()
+
+    async def call_as_task(self, work: Work[_Found]) -> _Found:
+        """Return the result of `call`. If the task is cancelled, work ends at its next `yield`."""
+        call = self.call(work, self.relay())
+        await call.wait_as_task()
+        return call.found
+
+    async def run_as_task(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Return `function(*arguments)`, called on the loop's thread between two steps."""
+        return await self.call_as_task(once(function, *arguments))
+
+    def astream(self, prepare: Callable[[Check], Sequence] | Sequence, *, is_constrained: bool = False) -> AsyncStream:
+        """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""
+        if isinstance(prepare, Sequence):
+            return AsyncStream(Answer(self, prepare, Waiters(self.relay())))
+
+        async def prepared() -> Answer:
+            return Answer(self, await self.prepare(prepare, is_constrained=is_constrained), Waiters(self.relay()))
+
+        return AsyncStream(prepared)
+
     # Its end
 
     def close(self) -> None:
@@ -159,6 +227,8 @@ class Loop:
             engine.prefixes.flush()
         self.is_open, self.thread.refusal = False, closed
         self._send(self.thread.close)
+        for threads in (self._preparing, self._constraining):
+            threads.shutdown(wait=False)  # each ends after the request that it prepares
         if not self.is_current:
             self.thread.join()
 

@@ -8,6 +8,7 @@ from infer.engine.requests.answer import Relay, Waiters
 
 _Found = TypeVar("_Found")
 Work = Generator[bool | None, None, _Found]  # runs to its next `yield` between two steps
+Check = Callable[[], None]  # called between parts of other work; it may raise
 GIVE_WAY = True  # yielded by work that other work may interrupt, because it uses nothing that other work changes
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 from infer.compute.sampling.keywords import Params
 from infer.engine.requests.answer import Answer, Backlog, Waiters
-from infer.engine.requests.host import AsyncAnswers, Host
+from infer.engine.requests.host import Host
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.prompt_encoding import Prompt
 from infer.engine.step.request import Request
@@ -102,17 +102,17 @@ def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size
 
 
 async def answer_all_as_task(
-    answers: AsyncAnswers, requests: Iterable[tuple[int, Request]], batch_size: int
+    loop: Loop, requests: Iterable[tuple[int, Request]], batch_size: int
 ) -> AsyncGenerator[Ended, None]:
     """Yield each answer when it ends, as `answer_all` does, for a task."""
-    batch = _Batch(answers.loop, begun(requests), batch_size, Waiters(answers.relay()))
+    batch = _Batch(loop, begun(requests), batch_size, Waiters(loop.relay()))
     try:
-        while await answers.prepare(lambda check: batch.fill()):
+        while await loop.prepare(lambda check: batch.fill()):
             await batch.waiters.wait_as_task(batch.has_ended)
             for ended in batch.take():
                 yield ended
     finally:
-        answers.loop.drop(batch.backlog)
+        loop.drop(batch.backlog)
         await batch.waiters.wait_as_task(batch.have_all_ended)
 
 

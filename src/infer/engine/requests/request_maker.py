@@ -17,6 +17,7 @@ from infer.compute.operands.limits import RECENT_PAGES
 from infer.compute.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.engine.prepare.preparing_child import format_to_json
 from infer.engine.requests.ask import Ask
+from infer.engine.requests.loop_calls import Check
 from infer.engine.requests.prompt_encoding import (
     Conversation,
     Message,
@@ -46,7 +47,6 @@ _LEAST_BYTES = 500
 _BYTES_PER_CHARACTER = 12  # memory of Python objects per character of schemas and warnings as JSON
 _MAX_WARNED = 1_000
 OnError = Callable[[int, InvalidRequestError], None]
-Check = Callable[[], None]
 
 
 def _first_made(make: Callable[[], Constraint]) -> Callable[[], Constraint]:

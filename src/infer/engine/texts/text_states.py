@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.compute.operands.limits import MAX_STEP_TEXTS
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_calls import GIVE_WAY, Work
+from infer.engine.requests.loop_calls import GIVE_WAY, Check, Work
 from infer.engine.requests.prompt_encoding import Prompt, prompt_ids
 from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
 from infer.engine.runner.text_encoder import TextEncoder
@@ -35,7 +35,6 @@ _DIVISORS: Mapping[Pooling, Callable[[range], float]] = {
     "weightedmean": sum,
 }
 _TextStates = list[tuple[int, Float[Tensor, "tokens hidden"]]]  # of a step: places in the batch, and next states
-Check = Callable[[], None]
 
 
 def values_of(host: Host, pooling: Pooling, value_of: Callable[[Tensor], _Value], texts: TextIds) -> Work[list[_Value]]:

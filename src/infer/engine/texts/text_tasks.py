@@ -16,12 +16,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_calls import Work
+from infer.engine.requests.loop_calls import Check, Work
 from infer.engine.requests.prompt_batch import pairs_of
 from infer.engine.requests.prompt_encoding import Prompt, is_conversation
 from infer.engine.requests.text_heads import Classifier, Embedder, Reranker
 from infer.engine.texts.text_ids import Computed, ReadText, TextIds, VectorOptions
-from infer.engine.texts.text_states import Check, read_pair, read_text, read_texts, values_of
+from infer.engine.texts.text_states import read_pair, read_text, read_texts, values_of
 from infer.engine.texts.token_trace import ids_to_score, score_prompt
 from infer.errors import InvalidRequestError, TruncationWarning
 from infer.files.heads.reranker_files import COPY_HINT
@@ -72,8 +72,8 @@ def run(task: TextTask[Result]) -> Result:
 
 async def compute(task: TextTask[Any]) -> Computed:
     """Return the result of a task with its texts, for an event loop. It warns of nothing."""
-    texts = await task.host.answers.prepare(task.prepare)
-    (result,) = await task.host.answers.call(together([(task, texts)]))
+    texts = await task.host.loop.prepare(task.prepare)
+    (result,) = await task.host.loop.call_as_task(together([(task, texts)]))
     return Computed(result, texts)
 
 

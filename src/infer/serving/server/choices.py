@@ -212,7 +212,7 @@ async def accept(request: Request, state: ServerState, asked: Ask) -> Choices:
         said = [warning for group in groups for warning in group[0].sequence.request.warnings]
         call.warnings += dict.fromkeys(each for each in said if each not in call.warnings)
         if call.sent:
-            await llm.host.answers.prepare(lambda check: choices.resume())
+            await llm.host.loop.prepare(lambda check: choices.resume())
         await choices.begin()
         return choices
 

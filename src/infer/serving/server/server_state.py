@@ -103,7 +103,7 @@ class ServerState:
         if host is None or engine is None:
             return None
         if taking is None or (taking.done() and now - self._taken_at >= _SNAPSHOT_SECONDS):
-            taking = self._taking = asyncio.create_task(host.answers.run(engine.snapshot))
+            taking = self._taking = asyncio.create_task(host.loop.run_as_task(engine.snapshot))
             self._taken_at = now
         await asyncio.wait({taking}, timeout=seconds)
         if taking.done():

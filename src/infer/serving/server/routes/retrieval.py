@@ -62,7 +62,7 @@ async def embed(
     computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_vectors(texts, options))
     answer = partial(make_answer, computed.found.numpy(), computed.texts.num_tokens)
     # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
-    encoded = host.answers.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call.warnings)))
+    encoded = host.loop.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call.warnings)))
     return Response(await while_connected(request, encoded), media_type="application/json")
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModel, BertConfig
 
 from harness import Worker, compare, find_llama_python, make_parser, print_head, write_report
 from infer.compute import ops
-from infer.engine.runner.text_encoder import TextEncoder
+from infer.engine.runner.hidden_states import TextEncoder
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture

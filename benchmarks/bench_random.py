@@ -23,7 +23,7 @@ from infer.cli.bench.speed import weight_bytes_by_kind
 from infer.compute import ops
 from infer.compute.backends.cpu.capture.forward import CapturedForward
 from infer.compute.operands.step import Step
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.models.load import load_transformer
 from infer.models.transformer import Transformer
 from random_weights import random_layers

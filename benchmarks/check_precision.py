@@ -29,7 +29,7 @@ from infer import load_model, load_tokenizer
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.step import Step
 from infer.compute.ops import backend_of
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.files import resolve
 from infer.llm import set_num_threads
 from needles import reference_text

@@ -6,7 +6,7 @@ import torch
 
 from infer import load_model, load_tokenizer
 from infer.compute.operands.step import Step
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 
 
 @torch.inference_mode()

@@ -11,9 +11,9 @@ from typing import Any, Concatenate, ParamSpec, Self, Unpack, final, overload
 from torch import Tensor
 
 from infer.compute.sampling.keywords import Params
+from infer.engine.requests.answer import once
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_calls import once
 from infer.engine.requests.prompt_batch import Results, answer_all_as_task, check_batch_size, is_list_of_texts, pairs_of
 from infer.engine.requests.prompt_encoding import Message, Prompt
 from infer.engine.requests.stream import AsyncStream

@@ -14,8 +14,7 @@ import pytest
 
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Backlog
-from infer.engine.requests.loop_calls import once
+from infer.engine.requests.answer import Backlog, once
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Lease, Sequence

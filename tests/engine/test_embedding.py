@@ -16,9 +16,9 @@ from idle import in_event_loop
 from infer import LLM, AsyncLLM, SamplingParams
 from infer.compute import ops
 from infer.compute.operands.step import Step
-from infer.engine.requests.loop_calls import Work, once
-from infer.engine.runner.caches import make_cache
+from infer.engine.requests.answer import Work, once
 from infer.engine.runner.hidden_states import STEP_TOKENS, HiddenStates
+from infer.engine.runner.runner import make_cache
 from infer.engine.texts import text_states
 from infer.engine.texts.text_ids import VectorOptions
 from infer.engine.texts.text_states import PooledStates

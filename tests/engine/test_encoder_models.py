@@ -18,7 +18,7 @@ from encoder_models import BY_NAME, CONTEXT, make_encoder, states_of, write_modu
 from encoder_tokenizers import SENTENCES, as_bert_gguf, as_xlmr_gguf, make_bert_folder, make_xlmr_folder
 from infer import LLM, ModelError
 from infer.cli.commands.explain_command import lines
-from infer.engine.requests.loop_calls import Work
+from infer.engine.requests.answer import Work
 from infer.engine.texts.text_tasks import score_pairs
 from infer.errors import ContextLengthError, ModelFormatError, TruncationWarning, UnsupportedModelError
 from infer.models.catalog.explanation import explain

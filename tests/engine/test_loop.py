@@ -16,9 +16,8 @@ from unittest.mock import Mock
 import pytest
 
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer
+from infer.engine.requests.answer import Answer, EngineCall, Work, once
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_calls import EngineCall, Work, once
 from infer.engine.requests.stream import AsyncStream, Stream
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence

@@ -18,7 +18,7 @@ import pytest
 
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, SamplingParams
-from infer.engine.requests.loop_calls import once
+from infer.engine.requests.answer import once
 from infer.system import child_process
 from looping import in_threads, until_idle
 from refusals import check_refused

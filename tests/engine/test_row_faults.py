@@ -17,7 +17,7 @@ import pytest
 from infer import LLM, AsyncLLM, SamplingParams, Session
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
-from infer.engine.requests.loop_calls import EngineCall, once
+from infer.engine.requests.answer import EngineCall, once
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ConstraintError, EngineFailedError

@@ -32,8 +32,7 @@ from infer.compute.operands.step import Step
 from infer.compute.sampling import definition, sampler
 from infer.engine.engine import Engine
 from infer.engine.requests.prompt_batch import answer_all
-from infer.engine.runner.caches import make_cache
-from infer.engine.runner.runner import Runner
+from infer.engine.runner.runner import Runner, make_cache
 from infer.engine.speculation.policy import Guess
 from infer.engine.step.answer_parts import TextOutput
 from infer.engine.step.sequence import Lease

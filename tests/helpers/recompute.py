@@ -11,8 +11,7 @@ from infer import LLM, GenerationResult, SamplingParams
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.step import Chunk, Step
 from infer.engine.engine import Engine
-from infer.engine.runner.caches import make_cache
-from infer.engine.runner.runner import Runner
+from infer.engine.runner.runner import Runner, make_cache
 from infer.engine.step.request import Request, check_prompt, checked_params, limits_of
 from infer.engine.step.request_options import split_options
 from infer.engine.step.sequence import Sequence as Answering

@@ -10,7 +10,7 @@ from torch import Tensor
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.step import Step
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.models.families import make_architecture

@@ -14,7 +14,7 @@ from infer import LLM, InvalidRequestError, ModelError, SamplingParams
 from infer.compute.backends import base
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.files import open_checkpoint
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length

@@ -30,7 +30,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.page_sizes import text_cache_bytes
 from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS
 from infer.compute.operands.unusual_parts import check_unusual_parts
-from infer.engine.runner.text_encoder import TextEncoder
+from infer.engine.runner.hidden_states import TextEncoder
 from infer.errors import InferError, ModelError, UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights

@@ -22,7 +22,7 @@ from infer.compute import ops
 from infer.compute.backends.cpu.capture.forward import CapturedForward
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.step import Step
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.models.transformer import Transformer
 from path_cases import Always
 from steps import join, load_network, logits_of

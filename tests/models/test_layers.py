@@ -22,8 +22,7 @@ from infer.compute.operands.feed_forwards import Dense, Experts, Router
 from infer.compute.operands.step import Chunk, Step
 from infer.compute.operands.unusual_parts import check_unusual_parts
 from infer.compute.operands.weights import FileWeight, Heads, StoredWeight
-from infer.engine.runner.caches import make_cache
-from infer.engine.runner.runner import Runner
+from infer.engine.runner.runner import Runner, make_cache
 from infer.engine.tensor_parallel.ranks import start_ranks
 from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.files import open_checkpoint

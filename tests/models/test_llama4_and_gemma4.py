@@ -17,7 +17,7 @@ from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import FilePlace, Norm, PerLayerWeights, Projection, StoredWeight, UnreadWeight
 from infer.compute.quantization.ggml_types import GGML_TYPES
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.errors import UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.files.config import config_from_gguf

@@ -27,7 +27,7 @@ from infer.compute.operands.limits import HOST_STEP
 from infer.compute.operands.mixers import Attention, Rope
 from infer.compute.operands.weights import Heads, Norm, Projection
 from infer.compute.quantization.kv_formats import QUANTIZED
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.errors import InvalidRequestError, ModelError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.tensors.lazy_weights import LazyWeights

@@ -17,7 +17,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.group import Group
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.models.sharding import head_starts, kv_heads_of, part_ranges, row_starts
 from infer.models.transformer import Transformer
 from steps import join, load_network

@@ -21,7 +21,7 @@ from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
 from infer.compute.operands.step import Chunk, Step
 from infer.compute.operands.weights import ConvWeights, DeltaNetWeights, Norm
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.errors import InvalidRequestError, ModelError, OutOfPagesError
 from infer.models.families import make_architecture
 from infer.models.transformer import Transformer

@@ -20,7 +20,7 @@ from infer.compute.kvcache.pages import PagePool
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
 from infer.compute.quantization.kv_formats import check_kv_type
-from infer.engine.runner.caches import make_cache
+from infer.engine.runner.runner import make_cache
 from infer.errors import InvalidRequestError
 from path_cases import Case as Request
 from path_cases import World, by_definition

@@ -22,8 +22,8 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.limits import MAX_STEP_TEXTS
 from infer.compute.operands.mixers import GatedDeltaNet
 from infer.compute.operands.step import Chunk, Step
-from infer.engine.runner.caches import make_cache
-from infer.engine.runner.text_encoder import TextEncoder
+from infer.engine.runner.hidden_states import TextEncoder
+from infer.engine.runner.runner import make_cache
 from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.gguf.forms import architecture_in_gguf

@@ -1,7 +1,7 @@
-"""`Answer`: a running answer, on its way from the loop's thread to its reader.
+"""`Answer` and `EngineCall`: a running answer and other work, on their way from the loop's thread to their reader.
 
-The loop's thread gives it the pieces of each step, the end, or the failure of the engine. One reader takes them, and
-any thread may cancel it or wait for its end. `Stream`, `AsyncStream` and a batch are views of it.
+The loop's thread gives an answer the pieces of each step, the end, or the failure of the engine. One reader takes
+them, and any thread may cancel it or wait for its end. `Stream`, `AsyncStream` and a batch are views of it.
 
 No lock is held during a wait: each waiting thread has its own gate, see `Waiters`. So a signal's handler or a finalizer
 may wait, or wake others, at any moment.
@@ -12,15 +12,20 @@ import math
 import threading
 from _thread import LockType, allocate_lock
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
-from typing import Protocol, final, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
 
 from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import EngineFailedError, InferError
 from infer.outputs import GenerationResult, Piece
 
+_Found = TypeVar("_Found")
+Work = Generator[bool | None, None, _Found]  # runs to its next `yield` between two steps
+Check = Callable[[], None]  # called between parts of other work; it may raise
+GIVE_WAY = True  # yielded by work that other work may interrupt, because it uses nothing that other work changes
 MAX_UNREAD = 256  # pieces: with more, the answer pauses until its reader has taken half
 
 
@@ -338,3 +343,65 @@ class Answer:
     @property
     def _has_room(self) -> bool:
         return self.only_end or 2 * (self.num_put - self.num_taken) <= MAX_UNREAD
+
+
+@final
+class EngineCall(Generic[_Found]):
+    """Work for the loop's thread, and its result, for which any thread may wait. Only the caller uses `cancel`."""
+
+    def __init__(self, work: Work[_Found], relay: Relay | None = None, tenant: str = "") -> None:
+        """Begin without a result. `relay` belongs to the event loop whose task waits for it."""
+        self.work, self.tenant = work, tenant
+        self.has_begun, self.gives_way = False, True
+        self._waiters = Waiters(relay)
+        self._found: list[_Found] = []
+        self._error: BaseException | None = None
+        self.is_done = self.is_cancelled = False
+
+    def set(self, *found: _Found, error: BaseException | None = None) -> None:
+        self._found, self._error, self.is_done = list(found), error, True
+        self._waiters.wake()
+
+    def get(self) -> _Found:
+        """Wait for the result. An exception that interrupts the wait, such as Ctrl-C, cancels the call."""
+        try:
+            self._waiters.wait(lambda: self.is_done)
+        except BaseException:
+            self.cancel()
+            raise
+        return self._result()
+
+    async def get_as_task(self) -> _Found:
+        """Wait for the result, as `get` does, for a task. If the task is cancelled, so is the call."""
+        try:
+            await self._waiters.wait_as_task(lambda: self.is_done)
+        except BaseException:
+            self.cancel()
+            raise
+        return self._result()
+
+    def cancel(self) -> None:
+        """Let the work end at its next `yield`."""
+        self.is_cancelled = True
+
+    def refuse(self, error: BaseException) -> None:
+        """End the work with an error instead of a result."""
+        self.work.close()
+        self.set(error=error)
+
+    def _result(self) -> _Found:
+        """Return the result of a finished call. Raises the exception of its work."""
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+
+def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
+    """Make work of one call of a function, which gets the current context variables."""
+    context = copy_context()
+
+    def work() -> Work[_Found]:
+        yield from ()
+        return context.run(function, *arguments)
+
+    return work()

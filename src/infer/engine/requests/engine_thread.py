@@ -14,8 +14,7 @@ import torch
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Backlog, Relay
-from infer.engine.requests.loop_calls import EngineCall
+from infer.engine.requests.answer import Answer, Backlog, EngineCall, Relay
 from infer.engine.step.sequence import Sequence
 from infer.errors import EngineFailedError, InferError, closed
 

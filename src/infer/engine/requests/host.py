@@ -14,16 +14,13 @@ from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
-from infer.engine.requests.answer import Answer
+from infer.engine.requests.answer import Answer, EngineCall, once
 from infer.engine.requests.loop import Loop
-from infer.engine.requests.loop_calls import EngineCall, once
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.stream import OnPrefill, Stream
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
-from infer.engine.runner.caches import plan_rows
-from infer.engine.runner.hidden_states import HiddenStates
-from infer.engine.runner.runner import Runner
-from infer.engine.runner.text_encoder import TextEncoder
+from infer.engine.runner.hidden_states import HiddenStates, TextEncoder
+from infer.engine.runner.runner import Runner, plan_rows
 from infer.engine.step.request import limits_of
 from infer.engine.step.request_options import check_callback
 from infer.engine.step.sequence import Lease, Sequence

@@ -20,9 +20,8 @@ from typing import Any, TypeVar, final
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Backlog, Relay, Waiters
+from infer.engine.requests.answer import Answer, Backlog, Check, EngineCall, Relay, Waiters, Work, once
 from infer.engine.requests.engine_thread import EngineThread
-from infer.engine.requests.loop_calls import Check, EngineCall, Work, once
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.sequence import Sequence
 from infer.errors import ClosedError, InferError, closed
@@ -195,9 +194,7 @@ class Loop:
 
     async def call_as_task(self, work: Work[_Found]) -> _Found:
         """Return the result of `call`. If the task is cancelled, work ends at its next `yield`."""
-        call = self.call(work, self.relay())
-        await call.wait_as_task()
-        return call.found
+        return await self.call(work, self.relay()).get_as_task()
 
     async def run_as_task(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
         """Return `function(*arguments)`, called on the loop's thread between two steps."""

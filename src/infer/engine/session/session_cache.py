@@ -10,8 +10,8 @@ from typing import final
 
 from torch import Tensor
 
+from infer.engine.requests.answer import Work
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_calls import Work
 from infer.engine.step.sequence import Lease, common_length
 from infer.engine.texts.text_states import step_tokens
 from infer.errors import InferError

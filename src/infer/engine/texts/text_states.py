@@ -14,11 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute.operands.limits import MAX_STEP_TEXTS
+from infer.engine.requests.answer import GIVE_WAY, Check, Work
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_calls import GIVE_WAY, Check, Work
 from infer.engine.requests.prompt_encoding import Prompt, prompt_ids
-from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS
-from infer.engine.runner.text_encoder import TextEncoder
+from infer.engine.runner.hidden_states import MAX_SHARED_TOKENS, STEP_TOKENS, TextEncoder
 from infer.engine.step.request import check_prompt
 from infer.engine.step.scheduler import LEAST_PROMPT_TOKENS, STREAM_SECONDS
 from infer.engine.step.sequence import common_length

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.engine.requests.answer import Check, Work
 from infer.engine.requests.host import Host
-from infer.engine.requests.loop_calls import Check, Work
 from infer.engine.requests.prompt_batch import pairs_of
 from infer.engine.requests.prompt_encoding import Prompt, is_conversation
 from infer.engine.requests.text_heads import Classifier, Embedder, Reranker

@@ -189,7 +189,7 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
     run(lambda: read(same.stream("hello", SHORT)))
     run(lambda: read(llm.astream("hello", SHORT)))
     assert threads == {"infer-prepare"}
-    assert len(llm._opened.answers._preparing._threads) <= 4
+    assert len(llm._opened.loop._preparing._threads) <= 4
 
 
 @pytest.mark.parametrize("was_called", [False, True])
@@ -373,8 +373,8 @@ def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
         await asyncio.to_thread(until_idle, llm)
 
     run(ask)
-    llm._opened.answers._preparing.shutdown()  # all preparing threads have ended
-    llm._opened.answers._preparing = ThreadPoolExecutor(4)
+    llm._opened.loop._preparing.shutdown()  # all preparing threads have ended
+    llm._opened.loop._preparing = ThreadPoolExecutor(4)
     assert len(preparing) == max(1, num_before), "what waits in the queue is not begun"
     assert not following.called, "and the next stage is left out"
     assert steps.num_of_step == []

@@ -223,7 +223,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
     error: BaseException, told: str, world: World, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls that came before the exception are answered."""
-    said, called, run = list[BaseException | None](), list[EngineCall[int]](), place.engine._run
+    said, called, run = list[BaseException | None](), list[EngineCall[int]](), place.engine._steps.launch
     monkeypatch.setattr(threading, "excepthook", lambda arguments: said.append(arguments.exc_value))
 
     def fail_after_three(*arguments: Any) -> Any:
@@ -232,7 +232,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
             raise error
         return run(*arguments)
 
-    monkeypatch.setattr(place.engine, "_run", fail_after_three)
+    monkeypatch.setattr(place.engine._steps, "launch", fail_after_three)
     place.may_step.clear()
     stream = place.stream(LONG)
     stream.answer.begin()
@@ -259,7 +259,7 @@ def test_an_exception_of_the_engine_ends_all_answers_and_is_logged_once(
 
 @pytest.mark.slow
 def test_steps_that_fail_now_and_then_change_no_answer(world: World, place: Place) -> None:
-    run, num_steps = place.engine._run, count(1)
+    run, num_steps = place.engine._steps.launch, count(1)
 
     def fail_sometimes(*arguments: Any) -> Any:
         found = run(*arguments)
@@ -267,7 +267,7 @@ def test_steps_that_fail_now_and_then_change_no_answer(world: World, place: Plac
             raise MemoryError  # after the forward has written into the cache
         return found
 
-    place.engine._run = fail_sometimes  # type: ignore[method-assign]
+    place.engine._steps.launch = fail_sometimes  # type: ignore[method-assign]
     asked = [(place.submit(case), case) for case in (SHORT, LONG, *CASES[:8])]
     assert Outcome.of(place.stream(LONG).run()) == by_definition(world, LONG)
     for each, case in asked:

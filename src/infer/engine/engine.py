@@ -1,8 +1,8 @@
 """The engine of a loaded model. Its steps compute all sequences of all callers.
 
-`launch` plans a step (`Steps`) and runs it (`Runner`). Then `collect` lets each sequence accept its sampled
-tokens, and the cache keeps these. One step may serve chunks of prompts, single tokens and drafts, with a grammar or
-without.
+`launch` chooses the sequences of a step, which `Steps` plans and the `Runner` runs. Then `collect` lets each sequence
+accept its sampled tokens, and the cache keeps these. One step may serve chunks of prompts, single tokens and drafts,
+with a grammar or without.
 
 A device such as a GPU runs steps without the host. On such a device the next step is launched before the tokens of this
 one are collected, if these tokens can change it only by ending a sequence. Its results for an ended sequence are
@@ -18,15 +18,13 @@ from typing import TypeVar, final
 
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.step import Interrupt
-from infer.compute.ops import PendingStep
 from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.policy import Drafter
 from infer.engine.step.fairness import Queue
 from infer.engine.step.faults import Faults, make_probe
-from infer.engine.step.grammar_masks import MaskFiller
-from infer.engine.step.scheduler import Scheduler, StepPart, StepShares
+from infer.engine.step.scheduler import Scheduler
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
@@ -80,16 +78,14 @@ class Engine:
         self.max_running = runner.num_slots  # sequences that run at the same time
         page_tokens = runner.checkpoint_tokens or STATE_TOKENS
         self.scheduler = Scheduler(runner.model.step_limits, max_steps, page_tokens=page_tokens)
-        self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
         if prefixes is not None:
             prefixes.is_busy = lambda: bool(sequences)
             prefixes.seconds_to_compute = partial(_seconds_to_compute, self.scheduler.costs)
         self.resting_tenants: Collection[str] = ()  # they owe the next steps to the others
-        self._steps = Steps(self.scheduler, self._shares, self._drafting)
-        self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
-        self._filler = MaskFiller(runner.model.backend)
-        self._faults = Faults()
         self._interrupt = Interrupt()  # set by threads that send a message to the loop
+        self._steps = Steps(self._slots, self.scheduler, self._drafting, self._interrupt)
+        self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
+        self._faults = Faults()
 
     @property
     def sequences(self) -> Items[Sequence]:
@@ -197,7 +193,7 @@ class Engine:
         self.abandon()
         if self.prefixes is not None:
             self.prefixes.close()
-        self._filler.close()
+        self._steps.close()
 
     def abandon(self) -> None:
         """End all sequences without a further step."""
@@ -223,11 +219,10 @@ class Engine:
     def _empty(self) -> None:
         """Empty the cache and all slots."""
         self._pending = None
-        self._filler.close()  # its thread may still fill a mask of a sequence
+        self._steps.close()  # its thread may still fill a mask of a sequence
         self._slots.reset()
         for sequence in self._sequences:
             sequence.restart()
-        self._filler = MaskFiller(self.runner.model.backend)
 
     # A step
 
@@ -239,7 +234,7 @@ class Engine:
         launched, self._pending = self._pending or self.launch(), None
         # The next step runs behind this one if the host does not need this one's tokens for it.
         if launched is not None and launched.may_be_followed and self._grows_evenly:
-            self._steps.keep_early(launched, self.runner)
+            self._steps.keep_early(launched)
             self._pending = self.launch(launched)
         self.collect(launched)
         if self._faults.suspects is not None:
@@ -302,8 +297,8 @@ class Engine:
         if behind is None:
             self._taking_part.update(dict.fromkeys(active))
             self._leaving.update(dict.fromkeys(active))
-            active = self._steps.force(self._slots, active)
-        return self._run(active, behind)
+            active = self._steps.force(active)
+        return self._steps.launch(active, behind)
 
     @property
     def _grows_evenly(self) -> bool:
@@ -313,7 +308,7 @@ class Engine:
     def collect(self, launched: LaunchedStep | None) -> None:
         """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""
         if launched is not None:
-            self._steps.settle(launched, self._slots)
+            self._steps.settle(launched)
             took_part = dict.fromkeys([sequence for sequence, _ in launched.works if not sequence.has_ended])
             self._taking_part.update(took_part)
             self._leaving.update(took_part)
@@ -345,30 +340,3 @@ class Engine:
             self._drafting.enter(sequence)
             if self.runner.shares_prefixes:
                 self._prefix_ends.look(sequence)
-
-    def _run(self, active: list[Sequence], behind: LaunchedStep | None) -> LaunchedStep | None:
-        """Plan a step of these sequences and launch it, or run a multi-step."""
-        started, slots, pending = time.perf_counter(), self._slots, None
-        plan, works = (self._steps.plan if behind is None else self._steps.plan_behind)(slots, active)
-        if not works:
-            return None
-        runner, history, chunks = slots.runner, slots.params.history, [chunk for _, chunk in works]
-        columns = slots.params.select([sequence for sequence, _ in works])
-        if behind is not None and not runner.takes(chunks, columns):
-            return None
-        parts = list[StepPart]()
-        if self._shares.is_shared:
-            parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
-        has_grammar = any(sequence.grammar is not None for sequence, _ in works)
-        filling = self._filler.start(works) if has_grammar else None
-        masks = None if filling is None else filling.masks
-        if plan.num_steps > 1:
-            stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
-            generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)
-            pending = PendingStep.ended(generated) if generated.ends else None
-        is_multi_step = pending is not None
-        if pending is None:
-            pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
-        for sequence, chunk in works:
-            sequence.launched = (*sequence.launched, chunk)
-        return LaunchedStep(plan, works, pending, filling, parts, started, is_multi_step, behind is not None)

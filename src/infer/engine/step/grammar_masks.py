@@ -67,8 +67,10 @@ class MaskFiller:
             return None
 
     def close(self) -> None:
+        """Wait for the last step's masks, and end the thread. The next step begins anew."""
         if self._executor is not None:
             self._executor.shutdown()
+        self._executor = self._filling = None
 
     def _measure(self, fill: Callable[[], None], num_logits: int) -> None:
         started = time.thread_time()

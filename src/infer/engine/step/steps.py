@@ -11,12 +11,12 @@ from functools import partial
 from itertools import compress
 from typing import NamedTuple, final
 
-from infer.compute.operands.step import Chunk, Clock, StepEnd, sampled_after
+from infer.compute.operands.step import Chunk, Clock, Interrupt, StepEnd, sampled_after
 from infer.compute.ops import Generated, PendingStep
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.speculation.policy import Drafter, DraftPolicy, StepTimes
-from infer.engine.step.grammar_masks import Filling
+from infer.engine.step.grammar_masks import Filling, MaskFiller
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import Slots
@@ -148,12 +148,19 @@ class LaunchedStep:
 
 @final
 class Steps:
-    """Plans and ends the steps of one engine."""
+    """Plans, launches and ends the steps of one engine."""
 
-    def __init__(self, scheduler: Scheduler, shares: StepShares, drafting: Drafting) -> None:
-        self._scheduler, self._shares, self._drafting = scheduler, shares, drafting
+    def __init__(self, slots: Slots, scheduler: Scheduler, drafting: Drafting, interrupt: Interrupt) -> None:
+        """Begin without steps. Any thread may set `interrupt`, which ends a multi-step after the current step."""
+        self._slots, self._runner, self._scheduler, self._drafting = slots, slots.runner, scheduler, drafting
+        self._shares = StepShares(scheduler.costs, slots.queue.tenants.weight)
+        self._filler, self._interrupt = MaskFiller(slots.runner.model.backend), interrupt
         self._resting: list[Sequence] = []  # sequences that do not take part in the current step
         self._last_ended = 0.0  # when the last step ended, by time.perf_counter
+
+    def close(self) -> None:
+        """End the thread of masks. The next step may begin another one."""
+        self._filler.close()
 
     # Plans
 
@@ -169,30 +176,60 @@ class Steps:
         self._resting = [each for each in wanting if each.tenant not in chosen]
         return [each for each in wanting if each.tenant in chosen]
 
-    def force(self, slots: Slots, active: list[Sequence]) -> list[Sequence]:
+    def force(self, active: list[Sequence]) -> list[Sequence]:
         """Accept forced tokens: a grammar may allow exactly one token. Return the sequences that have not ended."""
         if not (constrained := [sequence for sequence in active if sequence.grammar is not None]):
             return active
         for sequence in constrained:
-            slots.params.extend(sequence, sequence.attempt(sequence.force, []))
+            self._slots.params.extend(sequence, sequence.attempt(sequence.force, []))
         self._drafting.observe(constrained)
         return [sequence for sequence in active if not sequence.is_finished]
 
-    def plan(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
+    def launch(self, active: list[Sequence], behind: LaunchedStep | None) -> LaunchedStep | None:
+        """Plan a step of these sequences and launch it, or run a multi-step.
+
+        Return None if there is nothing to compute, or if a step `behind` another one needs that one's tokens.
+        """
+        started, runner, params, pending = time.perf_counter(), self._runner, self._slots.params, None
+        plan, works = self._planned(active) if behind is None else self._planned_behind(active)
+        if not works:
+            return None
+        chunks, history = [chunk for _, chunk in works], params.history
+        columns = params.select([sequence for sequence, _ in works])
+        if behind is not None and not runner.takes(chunks, columns):
+            return None
+        parts = list[StepPart]()
+        if self._shares.is_shared:
+            parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
+        has_grammar = any(sequence.grammar is not None for sequence, _ in works)
+        filling = self._filler.start(works) if has_grammar else None
+        masks = None if filling is None else filling.masks
+        if plan.num_steps > 1:
+            stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
+            generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)
+            pending = PendingStep.ended(generated) if generated.ends else None
+        is_multi_step = pending is not None
+        if pending is None:
+            pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
+        for sequence, chunk in works:
+            sequence.launched = (*sequence.launched, chunk)
+        return LaunchedStep(plan, works, pending, filling, parts, started, is_multi_step, behind is not None)
+
+    def _planned(self, active: list[Sequence]) -> tuple[Plan, list[Work]]:
         """Return a plan and its work, without sequences that failed meanwhile or got no pages."""
-        try_reserve = slots.runner.try_reserve
+        try_reserve = self._runner.try_reserve
         while True:
-            plan, works = self._plan(slots, active)
+            plan, works = self._plan(active)
             for sequence, chunk in works:
                 num_tokens = max(plan.num_steps, len(chunk.token_ids))
                 if sequence.is_able and try_reserve(sequence.slot, num_tokens):
-                    slots.make_room(sequence, partial(try_reserve, sequence.slot, num_tokens))
+                    self._slots.make_room(sequence, partial(try_reserve, sequence.slot, num_tokens))
             able = [sequence for sequence in active if sequence.is_able]
             if len(able) == len(active):
                 return plan, works
             active = able
 
-    def plan_behind(self, slots: Slots, active: list[Sequence]) -> tuple[Plan, list[Work]]:
+    def _planned_behind(self, active: list[Sequence]) -> tuple[Plan, list[Work]]:
         """Return a plan and its work for a step behind a running one, or nothing if it needs that one's tokens.
 
         The tokens are needed if a multi-step is due, if a sequence has a grammar or drafts, or if pages are short. For
@@ -200,7 +237,7 @@ class Steps:
         """
         if self._drafting.drafted(active) or any(each.grammar is not None for each in active):
             return NO_PLAN, []
-        (plan, works), try_reserve = self._plan(slots, active), slots.runner.try_reserve
+        (plan, works), try_reserve = self._plan(active), self._runner.try_reserve
         if plan.num_steps > 1 or any(try_reserve(sequence.slot, len(chunk.token_ids)) for sequence, chunk in works):
             return NO_PLAN, []
         return plan, works
@@ -213,10 +250,10 @@ class Steps:
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
         return self._scheduler.costs.by_kind[StepKind(len(active), num_constrained, num_greedy)]
 
-    def _plan(self, slots: Slots, active: Items[Sequence]) -> tuple[Plan, list[Work]]:
+    def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[Work]]:
         if not active:
             return NO_PLAN, []
-        times, room = self.step_times(active), _rope_room(slots.runner, active)
+        times, room = self.step_times(active), _rope_room(self._runner, active)
         if times is not None:
             self._drafting.propose(active, min(room, self._scheduler.max_drafts(len(active))), times)
         max_steps = min([1 + room, *[sequence.max_steps for sequence in active]])
@@ -227,7 +264,7 @@ class Steps:
             self._scheduler.step_tokens([sequence.request.options.prefill_chunk for sequence in active]),
             max_steps,
             steps_to_draft=[] if times is None else self._drafting.steps_to_draft(active, times),
-            others_wait=slots.queue.has_waiting or bool(self._resting),
+            others_wait=self._slots.queue.has_waiting or bool(self._resting),
             others_stream=any(each.is_streamed and each.num_pending == 1 for each in self._resting),
         )
         return plan, [
@@ -237,17 +274,17 @@ class Steps:
 
     # Ends
 
-    def keep_early(self, launched: LaunchedStep, runner: Runner) -> None:
+    def keep_early(self, launched: LaunchedStep) -> None:
         """Let the cache keep the chunks of a running step, so that a step can be planned behind it."""
         launched.is_kept = True
         for index, work in enumerate(launched.works):
             if work.counts:
                 count = len(work.chunk.token_ids)
-                runner.commit(work.chunk.slot, count)
+                self._runner.commit(work.chunk.slot, count)
                 work.sequence.computed(count, (sampled_after(index),) if work.chunk.has_logits else ())
-                _remember(runner, work.sequence)
+                _remember(self._runner, work.sequence)
 
-    def settle(self, launched: LaunchedStep, slots: Slots) -> None:
+    def settle(self, launched: LaunchedStep) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
         works, parts, counted = launched.works, launched.parts, [work.counts for work in launched.works]
         generated, held_up, cut = _wait(launched)
@@ -257,7 +294,7 @@ class Steps:
         if times and not all(each.pieces and len(chunk.token_ids) == chunk.num_logits for each, chunk in works):
             times = None  # the table is of steps whose tokens are all sampled, as drafts are
         self._scheduler.update(launched.plan, num_steps, clock.ended - clock.started, times, held_up)
-        runner, is_kept = slots.runner, launched.is_kept
+        runner, is_kept = self._runner, launched.is_kept
         is_remembered = runner.shares_prefixes and not is_kept
         each_held_up = held_up / max(1, sum([sequence.grammar is not None for sequence, _ in works]))
         for index, (sequence, chunk) in enumerate(works):
@@ -275,11 +312,11 @@ class Steps:
         if parts:
             self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
         for row in cut:
-            slots.params.renew(works[row].sequence)
+            self._slots.params.renew(works[row].sequence)
         self._drafting.observe([sequence for sequence, chunk in compress(works, counted) if chunk.has_logits])
         if runner.compresses_prompts and not is_kept:
             for sequence, _ in compress(works, counted):
-                _end_prompt(slots, sequence)
+                _end_prompt(self._slots, sequence)
 
     def _clock_of(self, launched: LaunchedStep, ends: Items[StepEnd]) -> Clock:
         """Return the times of a step. A step behind another one begins when the other one ends.

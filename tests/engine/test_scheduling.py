@@ -50,8 +50,7 @@ def random_life(seed: int) -> Simulation:
         request.patience = draw.expovariate(2) if may_leave and draw.random() < 0.2 else float("inf")
         request.is_streamed = draw.random() < 0.7
         requests.append(request)
-    weights = {tenant: draw.choice((1.0, 1.0, 3.0)) for tenant in tenants}
-    return Simulation(machine, requests, weights, 1 if is_crowded else fairness.EXPECTED_ANSWER)
+    return Simulation(machine, requests, 1 if is_crowded else fairness.EXPECTED_ANSWER)
 
 
 def test_all_are_answered_within_the_wait_that_was_computed() -> None:
@@ -108,13 +107,6 @@ def test_a_tenant_that_sends_ten_times_as_much_gets_no_more(name: str) -> None:
     life.step = note  # type: ignore[method-assign]
     life.run()
     assert sum(served) ** 2 / (len(served) * sum(share**2 for share in served)) >= 0.95
-
-
-def test_a_weight_is_a_share() -> None:
-    requests = [Request(0.0, 100, 50, 50, tenant=tenant) for tenant in ("one", "three") for _ in range(200)]
-    Simulation(MACHINES["2 cores"], requests, {"three": 3.0}).run()
-    order = sorted(requests, key=lambda each: each.entered_at or 0)
-    assert 70 <= sum(each.tenant == "three" for each in order[:100]) <= 80
 
 
 @pytest.mark.slow(cases=2)
@@ -259,7 +251,7 @@ def first_by_definition(queue: Queue[Request], waiting: list[Request], busy: set
 @pytest.mark.parametrize("seed", range(usual_or_all(10, 200)))
 def test_the_next_sequence_is_the_first_of_all_that_wait_whatever_happened_before(seed: int) -> None:
     """Sequences arrive, stop waiting, enter, return after a preemption, and leave, in any order."""
-    draw, queue = random.Random(seed), Queue[Request]({"b": 2.0})
+    draw, queue = random.Random(seed), Queue[Request]()
     waiting, entered = list[Request](), list[Request]()
     for now in range(300):
         kind = draw.randrange(6)
@@ -357,10 +349,10 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
 QUIET = Request(0.5, 20, 400, 400, tenant="quiet")
 
 
-def quiet_rate(machine: Machine, others: list[Request], weight: float = 1.0) -> float:
+def quiet_rate(machine: Machine, others: list[Request]) -> float:
     """Return the tokens per second of one stream while others run."""
     quiet, *crowd = deepcopy([QUIET, *others])
-    Simulation(machine, [quiet, *crowd], {"quiet": weight}).run()
+    Simulation(machine, [quiet, *crowd]).run()
     return quiet.num_new / (quiet.ended_at - quiet.first_token_at)
 
 
@@ -371,7 +363,6 @@ def test_a_stream_beside_the_crowd_of_another_tenant_has_half_its_speed() -> Non
     readers = [Request(0.0, 3000, 4, 4, tenant="loud") for _ in range(24)]
     for crowd in (flood, readers):
         assert 0.5 * alone <= quiet_rate(machine, crowd) <= 0.7 * alone
-        assert quiet_rate(machine, crowd, weight=3.0) >= 0.7 * alone
         assert quiet_rate(machine, [replace(each, tenant="quiet") for each in crowd]) < 0.45 * alone
 
 

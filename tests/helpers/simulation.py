@@ -6,7 +6,7 @@ It mirrors `Engine.step` and `Slots`, and measures waits, shares and pages in si
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from math import inf
 from typing import Any, final
@@ -16,7 +16,7 @@ from infer.engine.step.fairness import (
     ANSWER_WORK,
     EXPECTED_ANSWER,
     HEAD_START,
-    AnswerLengths,
+    MeanLengths,
     Queue,
     has_pages,
     work_of,
@@ -124,7 +124,7 @@ def most_work_before(queue: Queue[Request], one: Request, waiting: Items[Request
     """Return an upper bound of the work that is computed before a sequence enters, in the unit of `work_of`.
 
     `running` is the work that the running sequences may still take, `most` the most that any request may take. The
-    bound holds for tenants that have a weight or an account, for answers that are not longer than expected, and if none
+    bound holds for tenants that have an account, for answers that are not longer than expected, and if none
     of the tenant's own requests passes by a priority; after `HEAD_START` per level none can. Each sequence that enters
     before it, and the sequence itself, may wait for pages and be passed by as much work as its own. Preemptions are not
     counted.
@@ -132,11 +132,10 @@ def most_work_before(queue: Queue[Request], one: Request, waiting: Items[Request
     tenants, own = queue.tenants, queue.work_of(one)
     before = (each for each in waiting if each.tenant == one.tenant and rank_of(each) <= rank_of(one))
     ahead, accounts = sum(map(queue.work_of, before)) - own, tenants.accounts
-    least, reached = tenants._least_active(), accounts[one.tenant] + ahead / tenants.weight(one.tenant)
-    others = {*accounts, *tenants._weights} - {one.tenant}
+    least, reached = tenants._least_active(), accounts[one.tenant] + ahead
+    others = accounts.keys() - {one.tenant}
     gaps = [max(0.0, reached - max(accounts.get(tenant, least), least)) for tenant in others]
-    theirs = (most + tenants.weight(tenant) * gap for tenant, gap in zip(others, gaps, strict=True))
-    return running + 2 * (ahead + sum(theirs)) + own
+    return running + 2 * (ahead + sum(most + gap for gap in gaps)) + own
 
 
 def most_seconds(costs: StepCosts, work: float, num_sequences: int, longest: int) -> float:
@@ -154,7 +153,7 @@ def most_seconds(costs: StepCosts, work: float, num_sequences: int, longest: int
 @final
 @dataclass
 class ConstantLength:
-    """Replaces `AnswerLengths`: every answer is always expected to have `mean` further tokens."""
+    """Replaces `MeanLengths`: every answer is always expected to have `mean` further tokens."""
 
     mean: int
 
@@ -170,7 +169,6 @@ class ConstantLength:
 class Simulation:
     machine: Machine
     requests: Items[Request]
-    weights: dict[str, float] = field(default_factory=dict)
     expected_answer: int = EXPECTED_ANSWER
     learns: bool = False  # True if the queue learns the length of answers
     door: Callable[[Request], float | None] = lambda request: None  # seconds until a refused client retries, or inf
@@ -180,10 +178,11 @@ class Simulation:
 
     def run(self) -> "Simulation":
         machine = self.machine
-        self.scheduler, self.queue = Scheduler(HOST_STEP, prompt_seconds=0.1), Queue[Request](self.weights)
-        lengths: Any = (AnswerLengths if self.learns else ConstantLength)(self.expected_answer)
+        self.scheduler, self.queue = Scheduler(HOST_STEP), Queue[Request]()
+        self.scheduler.limit_prompts(0.1)
+        lengths: Any = (MeanLengths if self.learns else ConstantLength)(self.expected_answer)
         self.tenants, self.queue.lengths = self.queue.tenants, lengths
-        self.shares = StepShares(self.scheduler.costs, self.tenants.weight)
+        self.shares = StepShares(self.scheduler.costs)
         self.free, self.served = machine.num_pages, dict.fromkeys((each.tenant for each in self.requests), 0)
         self.is_full = False
         self.learn_costs()

@@ -11,7 +11,7 @@ sequence does not depend on whether a step with it is running.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import TypeVar, final
@@ -55,18 +55,16 @@ class Engine:
         runner: Runner,
         *,
         max_steps: int | None = None,
-        weights: Mapping[str, float] | None = None,
         drafter: Drafter | None = None,
         prefixes: PrefixDisk | None = None,
     ) -> None:
         """Make an engine without sequences.
 
-        At most `max_steps` run without a return to Python; None allows as many as take a tenth of a second. `weights`
-        are those of tenants. Without a `drafter`, n-grams are looked up. `prefixes` keeps beginnings of prompts on
-        disk.
+        At most `max_steps` run without a return to Python; None allows as many as take a tenth of a second.
+        Without a `drafter`, n-grams are looked up. `prefixes` keeps beginnings of prompts on disk.
         """
         self.prefixes, self._prefix_ends = prefixes, PrefixEnds()
-        self._queue, self._drafting = Queue[Sequence](weights), Drafting(drafter)
+        self._queue, self._drafting = Queue[Sequence](), Drafting(drafter)
         self.runner, self._slots = runner, Slots(runner, self._queue, self._drafting.release)
         sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
         self._sequences = sequences

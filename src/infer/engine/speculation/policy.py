@@ -158,6 +158,7 @@ class StepTimes:
 
 
 _PRIOR_WEIGHT = 10.0
+_MARGIN = 0.08  # by which drafts must be faster than none
 _COUNTED = 0.95  # factor of a guess's weight after each later guess of its kind
 _PLAIN_EVERY = 128  # steps, after which a step without a draft is measured again
 _SHARE_COUNTED = 0.87  # factor of a token's weight in the share of right guesses after each later token
@@ -177,14 +178,14 @@ class DraftPolicy:
     off.
 
     k is 1, 3, 7, 15, … or the maximum: few sizes are measured quickly, and kernels process tokens in groups of eight.
-    If no k beats one token per step by `margin`, nothing is drafted. The policy never changes which tokens are
+    If no k beats one token per step by 8 %, nothing is drafted. The policy never changes which tokens are
     accepted.
     """
 
-    def __init__(self, max_draft_tokens: int, priors: Priors, *, margin: float = 0.08) -> None:
+    def __init__(self, max_draft_tokens: int, priors: Priors) -> None:
         sizes = {2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
         self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
-        self._margin, self._priors = margin, priors
+        self._priors = priors
         self._guessed = [[_PRIOR_WEIGHT] * len(rates) for rates in priors.rates]
         self._right = [[_PRIOR_WEIGHT * rate for rate in rates] for rates in priors.rates]
         self._since_plain = 0
@@ -220,7 +221,7 @@ class DraftPolicy:
             self._since_plain = 0
             return 0  # drafts are compared with such a step
         tokens, reached, at = 1.0, 1.0, 0
-        best, speed = 0, (1 + self._margin) / times.seconds(num_known)
+        best, speed = 0, (1 + _MARGIN) / times.seconds(num_known)
         for size in self._sizes:
             for index in range(at, size):
                 reached *= self.acceptance(confidence + index)

@@ -2,9 +2,9 @@
 
 Nothing here has a clock, a model or a cache: the rules read sequences through `Candidate`, as integers and seconds.
 Tenants share by computed work (start-time fair queueing, doi:10.1145/248157.248171). Each tenant has an account: the
-work that its requests were admitted with, divided by its weight. The tenant with the smallest account enters next. Work
-that a request did not use is refunded when it leaves. A tenant that returns starts at the smallest account of the
-others, so no tenant can save up. Among one tenant's requests, the oldest enters first. One level of priority counts
+work that its requests were admitted with. The tenant with the smallest account enters next. Work that a request did not
+use is refunded when it leaves. A tenant that returns starts at the smallest account of the others, so no tenant can
+save up. Among one tenant's requests, the oldest enters first. One level of priority counts
 like `HEAD_START` seconds of waiting, so later requests with a higher priority cannot pass an old one forever. Preempted
 sequences enter before all others.
 
@@ -78,7 +78,7 @@ def has_pages(free: Sequence[int], growths: Iterable[Sequence[int]], needed: Seq
 
 
 @final
-class AnswerLengths:
+class MeanLengths:
     """The mean length of finished answers, for all tenants together and for each."""
 
     def __init__(self, first: int = EXPECTED_ANSWER) -> None:
@@ -100,10 +100,9 @@ class AnswerLengths:
 
 @final
 class Tenants:
-    """The accounts of tenants. The default weight is 1."""
+    """The accounts of tenants."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = dict(weights or {})
+    def __init__(self) -> None:
         self.accounts: dict[str, float] = {}
         self._num_active: dict[str, int] = {}  # waiting and running sequences
 
@@ -127,10 +126,7 @@ class Tenants:
     def charge(self, tenant: str, work: int) -> None:
         """Charge a tenant for `work`. A negative value refunds work that a sequence was charged for and did not use."""
         if tenant in self.accounts:
-            self.accounts[tenant] += work / self.weight(tenant)
-
-    def weight(self, tenant: str) -> float:
-        return self._weights.get(tenant, 1.0)
+            self.accounts[tenant] += work
 
     def is_owed(self, tenant: str, others: Iterable[str]) -> bool:
         """Return True if the tenant has had at most as much work as each of the others."""
@@ -177,10 +173,8 @@ class Queue(Generic[Candidate_]):
     Each tenant's waiting sequences are sorted, so the next one is found without a look at the others.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """Begin with the `weights` of tenants. Any other tenant has the weight 1."""
-        self.tenants = Tenants(weights)
-        self.lengths, self._kept = AnswerLengths(EXPECTED_ANSWER), KeptSlots()
+    def __init__(self) -> None:
+        self.tenants, self.lengths, self._kept = Tenants(), MeanLengths(EXPECTED_ANSWER), KeptSlots()
         self._numbers, self._entries = count(1), count(1)
         self._num_ended_tokens = 0
         self._entered = set[Candidate_]()
@@ -324,15 +318,11 @@ class Queue(Generic[Candidate_]):
         """
         if self._num_given < self._gives_after:
             return None
-        sizes, weight = {each: size(each) for each in running}, self.tenants.weight
-        held, least = self._holdings(sizes), size(sequence) / weight(sequence.tenant) * _NEARLY
+        sizes = {each: size(each) for each in running}
+        held, least = self._holdings(sizes), size(sequence) * _NEARLY
         if sequence.tenant in held:
             return None
-        able = [
-            each
-            for each in sizes
-            if held[each.tenant] - sizes[each] / weight(each.tenant) >= least and not _came_back_just_now(each)
-        ]
+        able = [each for each in sizes if held[each.tenant] - sizes[each] >= least and not _came_back_just_now(each)]
         return max(able, key=lambda each: (-each.priority, held[each.tenant], each.number), default=None)
 
     def gave(self, sequence: Candidate_, to: Candidate_) -> None:
@@ -352,7 +342,7 @@ class Queue(Generic[Candidate_]):
             return None
         sizes = {each: size(each) for each in running}
         kept, held = min(running, key=lambda each: (-each.priority, each.number)), self._holdings(sizes)
-        fair = sum(sizes.values()) / sum(map(self.tenants.weight, held)) * _NEARLY
+        fair = sum(sizes.values()) / len(held) * _NEARLY
 
         def order(each: Candidate_) -> tuple[bool, bool, int, float, int]:
             tenant_held = held[each.tenant]
@@ -361,10 +351,10 @@ class Queue(Generic[Candidate_]):
         return max((each for each in running if each is not kept), key=order)
 
     def _holdings(self, sizes: Mapping[Candidate_, float]) -> dict[str, float]:
-        """Return each tenant's share of the engine, divided by its weight."""
+        """Return each tenant's share of the engine."""
         held: dict[str, float] = {}
         for each, size in sizes.items():
-            held[each.tenant] = held.get(each.tenant, 0.0) + size / self.tenants.weight(each.tenant)
+            held[each.tenant] = held.get(each.tenant, 0.0) + size
         return held
 
     @property

@@ -10,7 +10,7 @@ would slow down the answers of all others. So `StepShares` chooses the tenants o
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from operator import add
 from typing import NamedTuple, Protocol, final, runtime_checkable
@@ -77,18 +77,17 @@ class Scheduler:
         self,
         limits: StepLimits,
         max_steps: int | None = None,
-        prompt_seconds: float = inf,
         page_tokens: int = STATE_TOKENS,
     ) -> None:
         """Begin without known costs.
 
         `limits` are those of the device. A multi-step has at most `max_steps` steps; if that is None, at most
-        `MAX_STEPS` that take at most `MAX_SECONDS`. A step with prompts takes `prompt_seconds` if no answer is
-        streamed, and `gap_seconds` otherwise. Checkpoints are at the borders of pages of `page_tokens` tokens.
+        `MAX_STEPS` that take at most `MAX_SECONDS`. A step with prompts takes at most `gap_seconds` if an answer is
+        streamed. Checkpoints are at the borders of pages of `page_tokens` tokens.
         """
         self._page_tokens = page_tokens
-        self._limits, self._max_steps, self._prompt_seconds = limits, max_steps, prompt_seconds
-        self.gap_seconds = GAP_SECONDS
+        self._limits, self._max_steps = limits, max_steps
+        self._prompt_seconds, self.gap_seconds = inf, GAP_SECONDS
         self._num_plain = PLAIN_STEPS  # steps since the last one with drafts
         self._has_decoded = False  # True if the time of decoding steps is known
         self.costs = StepCosts()
@@ -276,9 +275,9 @@ class StepShares:
     steps.
     """
 
-    def __init__(self, costs: StepCosts, weight: Callable[[str], float]) -> None:
-        """Begin without debts. `weight` returns the weight of a tenant."""
-        self._costs, self._weight = costs, weight
+    def __init__(self, costs: StepCosts) -> None:
+        """Begin without debts."""
+        self._costs = costs
         self._owed: dict[str, float] = {}  # seconds, per tenant with work
         self._last: dict[str, float] = {}  # seconds of the last step in which each took part
         # Number of steps that the chosen tenants may run before the others run again. None means no limit.
@@ -329,13 +328,9 @@ class StepShares:
 
     def _rates(self, costs: Mapping[str, float]) -> dict[str, float]:
         """Return the part of all time that each tenant earns. The tenant that is costliest for its share earns less."""
-        total = sum(map(self._weight, self._owed))
-        shares = {tenant: self._weight(tenant) / total for tenant in self._owed}
-        costliest = max(shares, key=lambda tenant: costs[tenant] / shares[tenant], default="")
-        return {
-            tenant: share * (1 + (-MARGIN * (1 - share) if tenant == costliest else MARGIN * shares[costliest]))
-            for tenant, share in shares.items()
-        }
+        share, costliest = 1 / max(1, len(self._owed)), max(self._owed, key=costs.__getitem__, default="")
+        others = share * (1 + MARGIN * share)
+        return {each: share * (1 - MARGIN * (1 - share)) if each == costliest else others for each in self._owed}
 
     def _costs_alone(self, parts: Iterable[StepPart]) -> dict[str, float]:
         """Return for each tenant the seconds that a step with only its parts would take."""

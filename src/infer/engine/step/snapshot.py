@@ -68,7 +68,7 @@ class EngineSnapshot:
     reused_tokens: int
     costs: Costs
     predicted_over_measured: tuple[float, float, float] | None
-    work_by_tenant: Mapping[str, float]  # divided by its weight; the tenant with the least is served next
+    work_by_tenant: Mapping[str, float]  # the tenant with the least is served next
     expected_answer: int  # tokens that are assumed for an answer of unknown length
 
     @property

@@ -153,7 +153,7 @@ class Steps:
     def __init__(self, slots: Slots, scheduler: Scheduler, drafting: Drafting, interrupt: Interrupt) -> None:
         """Begin without steps. Any thread may set `interrupt`, which ends a multi-step after the current step."""
         self._slots, self._runner, self._scheduler, self._drafting = slots, slots.runner, scheduler, drafting
-        self._shares = StepShares(scheduler.costs, slots.queue.tenants.weight)
+        self._shares = StepShares(scheduler.costs)
         self._filler, self._interrupt = MaskFiller(slots.runner.model.backend), interrupt
         self._resting: list[Sequence] = []  # sequences that do not take part in the current step
         self._last_ended = 0.0  # when the last step ended, by time.perf_counter

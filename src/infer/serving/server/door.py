@@ -5,7 +5,7 @@ a ratio that is learnt from waits. The door counts sequences, not requests, beca
 
 Tenants share the computation (`step.fairness.Tenants`). While a tenant gets the work that is ahead of a request,
 every other tenant gets the same amount, or all that it needs if that is less. So the requests of one tenant cannot
-lengthen the wait of another without bound. Weights of tenants are ignored, because a server has none.
+lengthen the wait of another without bound.
 """
 
 import math
@@ -18,7 +18,7 @@ from itertools import takewhile
 from statistics import fmean
 from typing import NamedTuple, final
 
-from infer.engine.step.fairness import AnswerLengths
+from infer.engine.step.fairness import MeanLengths
 from infer.engine.step.step_costs import StepCosts, StepWork, context_of
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import refuse
@@ -262,7 +262,7 @@ class Door:
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
-        self.lengths, self.wait_ratio = AnswerLengths(), WaitRatio()
+        self.lengths, self.wait_ratio = MeanLengths(), WaitRatio()
         self._clock = clock
         self._entries = set[Entry]()
         self._load: Load | None = None

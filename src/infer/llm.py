@@ -364,7 +364,7 @@ class LLM(TextCalls):
             '.'
         """
         host, ask = self._opened, Ask.of(prompt, params, options, keywords)
-        return host.stream(host.requests.sequence(ask), on_prefill)
+        return host.loop.stream(host.requests.sequence(ask), on_prefill)
 
     def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncStream:
         """Return a stream for `async for`, as `AsyncLLM.stream` does.
@@ -514,7 +514,7 @@ class LLM(TextCalls):
             'The capital of France is Paris.'
         """
         host, ask = self._opened, Ask.of(messages, params, options, keywords, has_variables=True)
-        return host.stream(host.requests.sequence(ask), on_prefill)
+        return host.loop.stream(host.requests.sequence(ask), on_prefill)
 
     def session(
         self, *, system: str | None = None, tools: Sequence[ToolLike] | None = None, **template_variables: Any

@@ -190,7 +190,7 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
     host = llm._opened
     with cancel_on_signal() as cancellation, closing(line):
         asked = replace(asked, options=replace(asked.options, cancel=cancellation.event))
-        result = host.stream(host.requests.sequence(asked), line.show).run(on_token)
+        result = host.loop.stream(host.requests.sequence(asked), line.show).run(on_token)
     for call in result.tool_calls:
         writer.end_line()
         writer.write(json_text(call.to_json()))

@@ -14,16 +14,14 @@ from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
-from infer.engine.requests.answer import Answer, EngineCall, once
+from infer.engine.requests.answer import EngineCall, once
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.request_maker import RequestMaker
-from infer.engine.requests.stream import OnPrefill, Stream
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
 from infer.engine.runner.hidden_states import HiddenStates, TextEncoder
 from infer.engine.runner.runner import Runner, plan_rows
 from infer.engine.step.request import limits_of
-from infer.engine.step.request_options import check_callback
-from infer.engine.step.sequence import Lease, Sequence
+from infer.engine.step.sequence import Lease
 from infer.engine.tensor_parallel.leading import LeadingRunner
 from infer.engine.tensor_parallel.ranks import Ranks, start_ranks
 from infer.errors import InvalidRequestError, closed
@@ -158,17 +156,6 @@ class Host:
         named = () if kernels == "cpu" else (kernels,)  # permalinks that were made before kinds had names are of a CPU
         model = self.fingerprint(kind), self.tokenizer.chat_templates, *named
         return f"fp_{_digest(repr((*model, sorted(self.facts.sampling_defaults.items()))))[:16]}"
-
-    def stream(
-        self,
-        sequence: Sequence,
-        on_prefill: OnPrefill | None = None,
-        lease: Lease | None = None,
-        on_end: Callable[[], None] | None = None,
-    ) -> Stream:
-        """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
-        check_callback("on_prefill", on_prefill)
-        return Stream(Answer(self.loop, sequence, lease=lease, on_end=on_end), on_prefill)
 
     def limit(self, max_running: int, gap_seconds: float) -> None:
         """Set `Engine.limit` before the next step. Does not wait."""

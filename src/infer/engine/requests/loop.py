@@ -22,8 +22,9 @@ from infer.compute.ops import Backend
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Check, EngineCall, Relay, Waiters, Work, once
 from infer.engine.requests.engine_thread import EngineThread
-from infer.engine.requests.stream import AsyncStream
-from infer.engine.step.sequence import Sequence
+from infer.engine.requests.stream import AsyncStream, OnPrefill, Stream
+from infer.engine.step.request_options import check_callback
+from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
 from infer.system.child_process import asking_tenant
@@ -86,6 +87,17 @@ class Loop:
             raise closed()
 
     # Answers
+
+    def stream(
+        self,
+        sequence: Sequence,
+        on_prefill: OnPrefill | None = None,
+        lease: Lease | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> Stream:
+        """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
+        check_callback("on_prefill", on_prefill)
+        return Stream(Answer(self, sequence, lease=lease, on_end=on_end), on_prefill)
 
     def submit(self, answer: Answer) -> None:
         """Compute an answer, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""

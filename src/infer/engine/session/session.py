@@ -419,7 +419,7 @@ class Session:
             ask = replace(ask, prompts=[messages], options=options, variables=variables, respell=self._respell)
         sequence = self._host.requests.sequence(ask)
         on_end = partial(self._take_over, sequence, before, has_messages=messages is not None)
-        stream = self._host.stream(sequence, on_prefill, self._cache.lease, on_end)
+        stream = self._host.loop.stream(sequence, on_prefill, self._cache.lease, on_end)
         self._last = stream.answer
         return stream
 

@@ -10,10 +10,10 @@ from typing import final
 
 from torch import Tensor
 
-from infer.engine.requests.answer import Work
 from infer.engine.requests.host import Host
-from infer.engine.step.sequence import Lease, common_length
-from infer.engine.texts.text_states import step_tokens
+from infer.engine.step.sequence import Lease
+from infer.engine.step.slots import keep_common
+from infer.engine.texts.token_trace import computing
 from infer.errors import InferError
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -32,33 +32,12 @@ class SessionCache:
         self.host, self.lease = host, Lease()
 
     def keep_common(self, token_ids: Sequence[int]) -> int:
-        """Keep the prefix that the slot shares with these ids, and return its length.
-
-        The length is 0 if the cache has evicted tokens that the next token must attend to.
-        """
-        return self.host.change(self.lease, partial(self._keep_common, token_ids))
+        """Keep the prefix that the slot shares with these ids, and return its length."""
+        return self.host.change(self.lease, partial(keep_common, self.host.runner, self.lease, token_ids))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Make the slot contain exactly these ids. Missing ids are computed, one chunk between two steps."""
-        self.host.loop.call(self._extending(token_ids)).get()
-
-    def _extending(self, token_ids: Sequence[int]) -> Work[None]:
-        host, lease = self.host, self.lease
-
-        def extend(slot: int) -> int:
-            runner = host.runner
-            self._keep_common(token_ids, slot)
-            runner.choose_rope(slot, len(token_ids))
-            start = runner.lengths[slot]
-            lease.token_ids = []
-            try:
-                runner.extend(slot, token_ids[start : start + step_tokens(host)])
-            finally:  # it may run out of pages after some tokens
-                lease.token_ids = list(token_ids[: runner.lengths[slot]])
-            return len(lease.token_ids)
-
-        while host.engine.change(lease, extend) < len(token_ids):
-            yield None
+        self.host.loop.call(computing(self.host, token_ids, self.lease)).get()
 
     def copy_of(self, other: "SessionCache") -> None:
         """Take over the content of another slot. Both share the pages until one of them writes."""
@@ -80,7 +59,7 @@ class SessionCache:
         lease = self.lease
 
         def keep(slot: int) -> Sequence[int]:
-            self._keep_common(token_ids, slot)
+            keep_common(self.host.runner, lease, token_ids, slot)
             # A load chooses the rope factors by the length.
             if self.host.runner.choose_rope(slot, len(lease.token_ids)):
                 lease.token_ids = []
@@ -126,14 +105,3 @@ class SessionCache:
             self.lease.token_ids = list(token_ids[: self.host.runner.lengths[slot]])
 
         self.host.change(self.lease, load)
-
-    def _keep_common(self, token_ids: Sequence[int], slot: int) -> int:
-        lease = self.lease
-        held = lease.token_ids[: common_length(lease.token_ids, token_ids)]
-        lease.token_ids = []
-        self.host.runner.truncate(slot, len(held))
-        num_held = self.host.runner.lengths[slot]
-        if num_held > len(held):
-            raise RuntimeError(f"the cache has {num_held} tokens, expected {len(held)}")
-        lease.token_ids = held[:num_held]
-        return num_held

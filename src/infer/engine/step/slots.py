@@ -14,10 +14,8 @@ from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
 from infer.engine.step.fairness import Queue, has_pages
 from infer.engine.step.sequence import Lease, Sequence, common_length
-from infer.errors import InferError
 
 _SHARED_TOKENS = 128  # shared tokens for which a prompt waits until another has computed them
-_OUR_FAULT = "a fault of infer: send the request again, which then begins with an empty cache"
 
 
 @final
@@ -55,6 +53,21 @@ class SlotParams:
         """Begin the history of a sequence again, if it needs one, because sampled tokens were dropped."""
         if self.history is not None and uses_history(sequence.params):
             self.history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
+
+
+def keep_common(runner: Runner, lease: Lease, token_ids: Items[int], slot: int) -> int:
+    """Keep the prefix that a lease's slot shares with these ids, and return its length.
+
+    The length is 0 if the cache has evicted tokens that the next token must attend to.
+    """
+    held = lease.token_ids[: common_length(lease.token_ids, token_ids)]
+    lease.token_ids = []
+    runner.truncate(slot, len(held))
+    num_held = runner.lengths[slot]
+    if num_held > len(held):
+        raise RuntimeError(f"the cache has {num_held} tokens, expected {len(held)}")
+    lease.token_ids = held[:num_held]
+    return num_held
 
 
 @final
@@ -141,15 +154,11 @@ class Slots:
             return False
         num_computed = num_dropped = num_matched = 0
         if lease is not None:
-            num_held = len(lease.token_ids)
-            num_common = common_length(lease.token_ids, sequence.token_ids)
+            num_dropped = len(lease.token_ids) - common_length(lease.token_ids, sequence.token_ids)
+            keep_common(runner, lease, sequence.token_ids[:-1], slot)
             lease.token_ids = []
             runner.choose_rope(slot, len(sequence.token_ids))
-            runner.truncate(slot, min(num_common, len(sequence.token_ids) - 1))
             num_computed = runner.lengths[slot]
-            if num_computed > num_common:
-                raise InferError(f"the cache must have {num_common} tokens, but has {num_computed}: {_OUR_FAULT}")
-            num_dropped = num_held - num_common
         # With states, a stored checkpoint may have more tokens than the lease's row can be cut back to.
         if not num_computed and runner.shares_prefixes:
             num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)

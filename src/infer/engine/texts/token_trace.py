@@ -12,12 +12,14 @@ from torch import Tensor
 from infer.compute.sampling.masks import num_mask_words
 from infer.compute.sampling.sampler import Sampled, log_probabilities
 from infer.compute.sampling.trace import sample_trace
+from infer.engine.requests.answer import Work
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_encoding import Prompt
 from infer.engine.step.request import Request, check_prompt
 from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Lease
+from infer.engine.step.slots import keep_common
 from infer.engine.texts.text_states import step_tokens
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import SampleTrace, TokenLogprob
@@ -36,39 +38,48 @@ def logits_of(
     return torch.cat(found)[len(token_ids) - first - num_logits :]
 
 
-def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[Float[Tensor, "tokens vocab"] | None]:
+def logits_beside(
+    host: Host, token_ids: Sequence[int], first: int, lease: Lease | None = None
+) -> Iterator[Float[Tensor, "tokens vocab"] | None]:
     """Yield the float32 logits after each token from index `first` on, at most as many at a time as a step may have.
 
-    They are computed in a slot of the engine, one chunk per `next`. After a chunk before `first`, it yields None. If
-    others take the slot, tokens are computed again, and it yields None meanwhile. Each time it computes twice as many
-    tokens per chunk, so there is always progress.
+    They are computed in a slot of the engine, one chunk per `next`. It is the lease's slot, which keeps the prefix that
+    both share. After a chunk before `first`, it yields None. If others take the slot, tokens are computed again, and it
+    yields None meanwhile. Each time it computes twice as many tokens per chunk, so there is always progress.
     """
-    runner, lease = host.runner, Lease()
-    num_done = num_held = num_losses = 0  # tokens whose logits are known; tokens in the slot; losses of the slot
+    runner, held = host.runner, lease or Lease()
+    num_done = num_held = num_losses = 0  # tokens whose logits are known or not wanted; tokens in the slot; its losses
 
     def compute(slot: int) -> Tensor | None:
         nonlocal num_done, num_held, num_losses
-        if runner.lengths[slot] != num_held:
-            runner.truncate(slot, 0)
-            num_held, num_losses = 0, num_losses + 1
-        runner.choose_rope(slot, len(token_ids))
+        start = keep_common(runner, held, token_ids, slot)
+        start = 0 if runner.choose_rope(slot, len(token_ids)) else start
+        num_done, num_losses = max(num_done, min(start, first)), num_losses + (start < num_held)
         most, logits = step_tokens(host), None
-        if again := token_ids[num_held:num_done][: most << num_losses]:
-            runner.extend(slot, again)
-            num_held += len(again)
-        if num_held == num_done:
-            if num_held < first:
-                chunk = token_ids[num_held : min(num_held + most, first)]
-                runner.extend(slot, chunk)
-            else:
-                chunk = token_ids[num_held : num_held + min(most, host.model.step_limits.logits)]
+        held.token_ids = []
+        try:
+            if start < num_done:
+                runner.extend(slot, token_ids[start:num_done][: most << num_losses])
+            if runner.lengths[slot] == num_done < first:
+                runner.extend(slot, token_ids[num_done : min(num_done + most, first)])
+                num_done = runner.lengths[slot]
+            elif runner.lengths[slot] == num_done < len(token_ids):
+                chunk = token_ids[num_done : num_done + min(most, host.model.step_limits.logits)]
                 logits = runner.append(slot, chunk, len(chunk))
-            num_held = num_done = num_held + len(chunk)
-        lease.token_ids = list(token_ids[:num_held])
+                num_done += len(chunk)
+        finally:  # it may run out of pages after some tokens
+            num_held = runner.lengths[slot]
+            held.token_ids = list(token_ids[:num_held])
         return logits
 
     while num_done < len(token_ids):
-        yield host.engine.change(lease, compute)
+        yield host.engine.change(held, compute)
+
+
+def computing(host: Host, token_ids: Sequence[int], lease: Lease) -> Work[None]:
+    """Make a lease's slot contain exactly these tokens. It is work for the loop."""
+    for _ in logits_beside(host, token_ids, len(token_ids), lease):
+        yield None
 
 
 def score_prompt(
@@ -105,7 +116,7 @@ def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleT
     params = host.requests.params_of(ask)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
     sequence = host.requests.sequence(replace(ask, given=asked, sampling={}))
-    result = host.stream(sequence).run()
+    result = host.loop.stream(sequence).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")
     if len(result.token_ids) < step:

@@ -205,7 +205,7 @@ def test_an_answer_that_joins_a_dropped_batch_ends(world: World, loop: Loop) -> 
     backlog.waiting.append(answer)
     loop.refill(backlog)
     answer.wait()
-    assert answer.whole().token_ids == []
+    assert answer.result().token_ids == []
 
 
 def test_a_second_thread_that_reads_a_stream_is_refused(world: World, loop: Loop) -> None:

@@ -269,14 +269,8 @@ class Answer:
         self.poll_cancel()
         await self._waiters.wait_as_task(lambda: self.has_ended)
 
-    def whole(self) -> GenerationResult:
-        """Return the finished answer, although its pieces may not have been read. Raises as `result`."""
-        if not self.is_dropped:
-            self.num_taken = self.num_put
-        return self.result()
-
     def result(self) -> GenerationResult:
-        """Return the finished answer. Raises EngineFailedError if the engine's failure ended it."""
+        """Return the finished answer, with `only_end` all of it. Raises EngineFailedError if that ended it."""
         self.settle()
         self._check_failure()
         return self.sequence.result()
@@ -323,8 +317,10 @@ class Answer:
         with self._changing:
             if not self.is_settled:
                 try:
+                    if self.only_end:
+                        self.num_taken = self.num_put
                     try:
-                        self.sequence.keep(self.num_put if self.only_end else self.num_taken)
+                        self.sequence.keep(self.num_taken)
                     finally:
                         if self._on_end is not None:
                             self._on_end()

@@ -149,4 +149,4 @@ class _Batch:
         """Yield the answers that have ended. Raises EngineFailedError if the engine's failure ended one."""
         for each in [(number, answer) for number, answer in self._open if answer.has_ended]:
             self._open.remove(each)
-            yield Ended(each[0], each[1].whole())
+            yield Ended(each[0], each[1].result())

@@ -296,7 +296,7 @@ class AsyncStream(AsyncIterator[Piece]):
         with self._reading():
             answer = await self._begun(only_end=True)
             await answer.wait_for_whole()
-            return answer.whole()
+            return answer.result()
 
     def _take_up(self, answer: Answer) -> None:
         self._answer = answer

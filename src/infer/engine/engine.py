@@ -28,18 +28,11 @@ from infer.engine.step.scheduler import Scheduler
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
-from infer.engine.step.step_costs import StepCosts, context_of
 from infer.engine.step.steps import Drafting, LaunchedStep, Steps
 from infer.errors import InferError, OutOfPagesError
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
 _Found = TypeVar("_Found")
-
-
-def _seconds_to_compute(costs: StepCosts, num_tokens: int, start: int) -> float | None:
-    """Return the predicted seconds for `num_tokens` tokens from position `start`, or None if that is unknown."""
-    is_known = costs.costs.per_token or costs.costs.per_context
-    return costs.predict_further(num_tokens, context_of(num_tokens, start)) if is_known else None
 
 
 @final
@@ -78,7 +71,7 @@ class Engine:
         self.scheduler = Scheduler(runner.model.step_limits, max_steps, page_tokens=page_tokens)
         if prefixes is not None:
             prefixes.is_busy = lambda: bool(sequences)
-            prefixes.seconds_to_compute = partial(_seconds_to_compute, self.scheduler.costs)
+            prefixes.seconds_to_compute = self.scheduler.costs.predict_further
         self.resting_tenants: Collection[str] = ()  # they owe the next steps to the others
         self._interrupt = Interrupt()  # set by threads that send a message to the loop
         self._steps = Steps(self._slots, self.scheduler, self._drafting, self._interrupt)

@@ -83,7 +83,7 @@ class PrefixDisk:
 
         It raises ClosedError if that thread has ended, which also ends this thread. The engine sets `is_busy`, which is
         True while answers are computed, and `seconds_to_compute`, which returns how long it takes to compute the tokens
-        from a position on, or None if that is unknown.
+        from a position on, or 0 if that is unknown.
         """
         self._store, self._exchange, self._call = store, PageExchange(cache), call
         self._page_tokens = cache.settings.page_tokens
@@ -94,7 +94,7 @@ class PrefixDisk:
         self._problems = set[str]()  # that were logged
         self._rest_seconds = 0.0  # before the next page is stored while answers are computed
         self.is_busy: Callable[[], bool] = lambda: False
-        self.seconds_to_compute: Callable[[int, int], float | None] = lambda num_tokens, start: None
+        self.seconds_to_compute: Callable[[int, int], float] = lambda num_tokens, start: 0.0
         self.counts = PrefixCounts()
         if store.problem is not None:
             self._tell(store.problem)
@@ -250,8 +250,7 @@ class PrefixDisk:
     def _is_slow(self, num_loaded: int, num_in_memory: int, seconds: float) -> bool:
         """Return True if the pages loaded so far took longer than their tokens would have taken."""
         num_tokens = num_loaded * self._page_tokens // self._exchange.num_groups
-        seconds_to_compute = self.seconds_to_compute(num_tokens, num_in_memory)
-        return seconds_to_compute is not None and seconds > seconds_to_compute
+        return 0 < self.seconds_to_compute(num_tokens, num_in_memory) < seconds
 
     def _store_some(self) -> None:
         """Store some of the new pages. While answers are computed, store one page per group, and rest afterwards."""

@@ -171,7 +171,7 @@ class SequenceGrammar:
 
 
 @final
-class AnswerTimer:
+class TokenTimer:
     """Collects the times of one answer that `GenerationTiming` reports."""
 
     def __init__(self) -> None:

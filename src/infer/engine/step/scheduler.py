@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, final, runtime_checkable
 
 from infer.compute.operands.limits import RECENT_PAGES, STATE_TOKENS, StepLimits
 from infer.engine.speculation.policy import StepTimes
-from infer.engine.step.step_costs import StepCosts, StepWork, context_of
+from infer.engine.step.step_costs import StepCosts, StepWork
 
 FIRST_STEPS = 8  # steps without a return to Python, while their time is unknown
 MAX_STEPS, MAX_SECONDS = 64, 0.1  # limits of a multi-step, because tokens and cancels pass only between two multi-steps
@@ -200,8 +200,7 @@ class Scheduler:
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
     ) -> Iterable[tuple[int, int]]:
         """Return pairs (demand, tokens) that fill this many tokens and seconds."""
-        costs = self.costs.costs
-        if seconds < inf and not (costs.per_token or costs.per_context):
+        if seconds < inf and not self.costs.knows_further:
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
         shortest = sorted(prefilling, key=lambda index: (demands[index].num_schedulable, demands[index].entry))
         oldest = min(prefilling, key=lambda index: demands[index].entry)
@@ -215,7 +214,7 @@ class Scheduler:
                 count = min(num_tokens, max(least, count))
             shares[index] += count
             num_tokens -= count
-            seconds -= self.costs.predict_further(count, context_of(count, start))
+            seconds -= self.costs.predict_further(count, start)
         if not any(shares.values()):
             shares[shortest[0]] = min(num_tokens, 1)
         return [(index, self._up_to_checkpoint(demands[index], count)) for index, count in shares.items()]

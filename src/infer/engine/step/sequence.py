@@ -15,7 +15,7 @@ from typing import TypeVar, final
 
 from infer.compute.operands.step import Chunk, Clock
 from infer.compute.sampling.sampler import message_of
-from infer.engine.step.answer_parts import AnswerTimer, SequenceGrammar, TextOutput
+from infer.engine.step.answer_parts import SequenceGrammar, TextOutput, TokenTimer
 from infer.engine.step.request import Request
 from infer.engine.step.scheduler import MAX_STEPS
 from infer.errors import ConstraintError, InvalidRequestError
@@ -80,7 +80,7 @@ class Sequence:
         self.has_ended = False  # it has left the engine; only `keep` still changes it
         self.has_fault = False  # its grammar, its text or its drafts raised an unexpected error
         self.stats = GenerationStats()
-        self.timer = AnswerTimer()
+        self.timer = TokenTimer()
         self.num_reused, self.num_dropped = 0, 0
         self.num_in_memory: int | None = None  # tokens of the prompt in memory before pages were loaded from disk
         self.checkpoints = request.checkpoints

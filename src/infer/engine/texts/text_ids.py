@@ -38,6 +38,13 @@ class ReadText(NamedTuple):
     num_skipped: int = 0
     second_start: int | None = None
 
+    def without(self, pad_id: int | None) -> "ReadText":
+        """Return the text up to its last token that is not padding, but at least one, as `transformers` pools it."""
+        count = len(self.ids)
+        while count > 1 and self.ids[count - 1] == pad_id:
+            count -= 1
+        return self._replace(ids=self.ids[:count])
+
 
 @final
 class TextIds(NamedTuple):
@@ -50,10 +57,6 @@ class TextIds(NamedTuple):
         """Return the texts from `start` up to `end`."""
         return self._replace(texts=self.texts[start:end])
 
-    def without_padding(self, pad_ids: tuple[int | None, ...]) -> "TextIds":
-        """Return texts up to their last token that is not padding, but at least one, as `transformers` pools them."""
-        return self._replace(texts=[text._replace(ids=_without_padding(text.ids, pad_ids)) for text in self.texts])
-
     @property
     def num_tokens(self) -> int:
         return sum(len(text.ids) for text in self.texts)
@@ -63,13 +66,6 @@ class TextIds(NamedTuple):
         """The warning about texts that were cut, or "" if none was."""
         num_cut = sum(text.is_cut for text in self.texts)
         return f"{num_cut} of {len(self.texts)} texts were cut to {self.most} tokens" if num_cut else ""
-
-
-def _without_padding(ids: list[int], pad_ids: tuple[int | None, ...]) -> list[int]:
-    count = len(ids)
-    while count > 1 and ids[count - 1] in pad_ids:
-        count -= 1
-    return ids[:count]
 
 
 class Computed(NamedTuple):

@@ -227,7 +227,7 @@ def classify(host: Host, texts: Sequence[TextOrPair], *, truncate: bool = False)
     host.check_has_states()
     if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
         raise InvalidRequestError(f"texts must be a list of texts or pairs of texts, got {type(texts).__name__}")
-    pad_ids = (classifier.pad_id,) if classifier.pooling == "last" else ()
+    pad_id = classifier.pad_id if classifier.pooling == "last" else None
 
     def read(text: Any) -> ReadText:
         if not (isinstance(text, list | tuple) and any(isinstance(each, str) for each in text)):
@@ -242,7 +242,7 @@ def classify(host: Host, texts: Sequence[TextOrPair], *, truncate: bool = False)
 
     return TextTask(
         host,
-        lambda check: read_texts(host, texts, read, check).without_padding(pad_ids),
+        lambda check: read_texts(host, texts, lambda text: read(text).without(pad_id), check),
         partial(values_of, host, classifier.pooling, classifier.values),
         list,
         classify,

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import NamedTuple, final
 
 from infer.engine.step.fairness import MeanLengths
-from infer.engine.step.step_costs import StepCosts, StepWork, context_of
+from infer.engine.step.step_costs import StepCosts, StepWork
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import refuse
 from infer.serving.server_settings import ServerSettings
@@ -94,7 +94,7 @@ class Load:
 
     def add(self, work: RemainingWork, count: int = 1) -> None:
         """Count `count` sequences of this kind."""
-        seconds = self._costs.predict_further(work.num_pending, context_of(work.num_pending, work.num_computed))
+        seconds = self._costs.predict_further(work.num_pending, work.num_computed)
         if work.num_pending and (work.has_slot or self.count < self.num_slots):
             self._reading += [(work.num_pending, seconds)] * count
         own = self._by_tenant[work.tenant]
@@ -123,7 +123,7 @@ class Load:
 
     def service_seconds(self, num_prompt_tokens: int, num_answer_tokens: float) -> float:
         """Return the seconds for which a request of this size occupies a busy engine."""
-        reading = self._costs.predict_further(num_prompt_tokens, context_of(num_prompt_tokens, 0))
+        reading = self._costs.predict_further(num_prompt_tokens, 0)
         return reading + num_answer_tokens * self._token_seconds
 
 

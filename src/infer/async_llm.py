@@ -20,21 +20,9 @@ from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.request import Request
 from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback, check_count
 from infer.engine.step.scheduler import MAX_SECONDS
+from infer.engine.texts import text_tasks
 from infer.engine.texts.text_ids import Computed, VectorOptions
-from infer.engine.texts.text_tasks import (
-    Result,
-    TextOrPair,
-    TextPair,
-    TextTask,
-    classify,
-    compute,
-    embed,
-    labels,
-    prompt_logprobs,
-    rerank,
-    score_pairs,
-    warn_if_cut,
-)
+from infer.engine.texts.text_tasks import Result, TextOrPair, TextPair
 from infer.engine.texts.token_trace import check_traceable, trace_answer
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
@@ -252,7 +240,7 @@ class AsyncLLM:
             >>> first is None, second.rank
             (True, 2923)
         """
-        return await self._run(prompt_logprobs(self.host, *given, **keywords))
+        return await text_tasks.prompt_logprobs(self.host, *given, **keywords).run_as_task()
 
     @_as_in(LLM.generate_all)
     async def generate_all(self, *given: Any, **keywords: Any) -> list[GenerationResult]:
@@ -290,11 +278,11 @@ class AsyncLLM:
             >>> (await model.embed(["Cats sleep."])).shape
             torch.Size([1, 576])
         """
-        return await self._run(embed(self.host, texts, VectorOptions(pooling, **keywords)))
+        return await text_tasks.embed(self.host, texts, VectorOptions(pooling, **keywords)).run_as_task()
 
     async def compute_vectors(self, texts: Sequence[Prompt], options: VectorOptions) -> Computed:
         """Return the vectors of `embed` with their texts' ids, for servers, without warnings. See `LLM.embed`."""
-        return await compute(embed(self.host, texts, options))
+        return await text_tasks.embed(self.host, texts, options).compute()
 
     @_as_in(LLM.rerank)
     async def rerank(self, *given: Any, **keywords: Any) -> list[RankedDocument]:
@@ -306,7 +294,7 @@ class AsyncLLM:
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        return await self._run(rerank(self.host, *given, **keywords))
+        return await text_tasks.rerank(self.host, *given, **keywords).run_as_task()
 
     async def score_pairs(
         self,
@@ -320,8 +308,8 @@ class AsyncLLM:
 
         With `may_compare`, a model that was not made for scores or embeddings compares its vectors.
         """
-        task = score_pairs(self.host, pairs, instruction, truncate=truncate, may_compare=may_compare)
-        return await compute(task)
+        task = text_tasks.score_pairs(self.host, pairs, instruction, truncate=truncate, may_compare=may_compare)
+        return await task.compute()
 
     @_as_in(LLM.classify)
     async def classify(self, *given: Any, **keywords: Any) -> list[Classification]:
@@ -332,11 +320,11 @@ class AsyncLLM:
             >>> (await model.classify(["The food was cold."]))[0].label  # doctest: +SKIP
             'negative'
         """
-        return await self._run(labels(self.host, *given, **keywords))
+        return await text_tasks.labels(self.host, *given, **keywords).run_as_task()
 
     async def compute_labels(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> Computed:
         """Return the values of all labels per text, in the labels' order, with the texts' ids. See `LLM.classify`."""
-        return await compute(classify(self.host, texts, truncate=truncate))
+        return await text_tasks.classify(self.host, texts, truncate=truncate).compute()
 
     async def trace(
         self,
@@ -401,13 +389,6 @@ class AsyncLLM:
     def _stream(self, ask: Ask) -> AsyncStream:
         asked = partial(self.host.requests.sequence, ask)
         return self.host.loop.astream(asked, is_constrained=ask.is_constrained)
-
-    async def _run(self, task: TextTask[Result]) -> Result:
-        """Return the result of a task. The caller's caller is warned if texts were cut."""
-        computed = await compute(task)
-        warn_if_cut(computed.texts, stacklevel=4)
-        result: Result = computed.found
-        return result
 
     @property
     def host(self) -> Host:

@@ -14,7 +14,7 @@ from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_encoding import Prompt
 from infer.engine.step.request_options import RequestKeywords, RequestOptions
 from infer.engine.texts.text_ids import VectorOptions
-from infer.engine.texts.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank, run
+from infer.engine.texts.text_tasks import TextOrPair, embed, labels, prompt_logprobs, rerank
 from infer.engine.texts.token_trace import ids_to_score, logits_of, trace_token
 from infer.outputs import Classification, Pooling, RankedDocument, SampleTrace, TokenLogprob
 
@@ -47,7 +47,7 @@ class TextCalls(ABC):
             >>> [each and each.rank for each in llm.prompt_logprobs("The capital of France is Paris.")]
             [None, 2923, 1, 2, 1, 1, 1]
         """
-        return run(prompt_logprobs(self._opened, prompt, num=num))
+        return prompt_logprobs(self._opened, prompt, num=num).run()
 
     def sample_trace(
         self,
@@ -123,7 +123,7 @@ class TextCalls(ABC):
             (torch.Size([2, 576]), 0)
         """
         options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        return run(embed(self._opened, texts, options))
+        return embed(self._opened, texts, options).run()
 
     def rerank(
         self,
@@ -161,7 +161,7 @@ class TextCalls(ABC):
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        return run(rerank(self._opened, query, documents, top_n, instruction, truncate=truncate))
+        return rerank(self._opened, query, documents, top_n, instruction, truncate=truncate).run()
 
     def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first.
@@ -185,7 +185,7 @@ class TextCalls(ABC):
             >>> found.label, found.probability  # doctest: +SKIP
             ('negative', 0.93)
         """
-        return run(labels(self._opened, texts, truncate=truncate))
+        return labels(self._opened, texts, truncate=truncate).run()
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.

@@ -1,7 +1,7 @@
 """The calls about whole texts, each as one value: `embed`, `score_pairs`, `rerank`, `classify` and `prompt_logprobs`.
 
-`LLM`, `AsyncLLM`, the rows of batch files and the commands make a task of their arguments, and run it with `run`,
-`compute` or `together`. A text's values have the same bits, whatever other texts are computed with it.
+`LLM`, `AsyncLLM`, the rows of batch files and the commands make a task of their arguments, and run it alone or
+`together` with others. A text's values have the same bits, whatever other texts are computed with it.
 """
 
 import warnings
@@ -53,6 +53,32 @@ class TextTask(Generic[Result]):
         """Return a task whose result is `change` of the result."""
         return TextTask(self.host, self.prepare, self.work, lambda values: change(self.finish(values)), self.group)
 
+    def run(self) -> Result:
+        """Return the result. The caller's caller is warned if texts were cut."""
+        texts = self.prepare(lambda: None)
+        _warn_if_cut(texts)
+        (result,) = self.host.loop.call(together([(self, texts)])).get()
+        return result
+
+    async def run_as_task(self) -> Result:
+        """Return the result, as `run` does, for an event loop."""
+        computed = await self.compute()
+        _warn_if_cut(computed.texts)
+        result: Result = computed.found
+        return result
+
+    async def compute(self) -> Computed:
+        """Return the result with its texts, for an event loop. It warns of nothing."""
+        texts = await self.host.loop.prepare(self.prepare)
+        (result,) = await self.host.loop.call_as_task(together([(self, texts)]))
+        return Computed(result, texts)
+
+
+def _warn_if_cut(texts: TextIds) -> None:
+    """Warn the caller of `LLM` or `AsyncLLM` about texts that were cut."""
+    if texts.warning:
+        warnings.warn(texts.warning, TruncationWarning, stacklevel=4)
+
 
 def together(asked: Sequence[tuple[TextTask[Result], TextIds]]) -> Work[list[Result]]:
     """Return the results of tasks of one group, with their prepared texts. It is work for the loop, step by step."""
@@ -60,27 +86,6 @@ def together(asked: Sequence[tuple[TextTask[Result], TextIds]]) -> Work[list[Res
     values = yield from first.work(ids._replace(texts=[text for _, ids in asked for text in ids.texts]))
     ends = accumulate(len(ids.texts) for _, ids in asked)
     return [task.finish(values[end - len(ids.texts) : end]) for (task, ids), end in zip(asked, ends, strict=True)]
-
-
-def run(task: TextTask[Result]) -> Result:
-    """Return the result of a task. The caller's caller is warned if texts were cut."""
-    texts = task.prepare(lambda: None)
-    warn_if_cut(texts, stacklevel=4)
-    (result,) = task.host.loop.call(together([(task, texts)])).get()
-    return result
-
-
-async def compute(task: TextTask[Any]) -> Computed:
-    """Return the result of a task with its texts, for an event loop. It warns of nothing."""
-    texts = await task.host.loop.prepare(task.prepare)
-    (result,) = await task.host.loop.call_as_task(together([(task, texts)]))
-    return Computed(result, texts)
-
-
-def warn_if_cut(texts: TextIds, stacklevel: int) -> None:
-    """Warn about texts that were cut. `stacklevel` is the parameter of the standard library."""
-    if texts.warning:
-        warnings.warn(texts.warning, TruncationWarning, stacklevel=stacklevel)
 
 
 def embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) -> TextTask[Float[Tensor, "texts size"]]:

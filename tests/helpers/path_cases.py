@@ -35,6 +35,7 @@ from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.runner import Runner, make_cache
 from infer.engine.speculation.policy import Guess
 from infer.engine.step.answer_parts import TextOutput
+from infer.engine.step.request import Request
 from infer.engine.step.sequence import Lease
 from infer.engine.step.sequence import Sequence as Answering
 from infer.engine.step.steps import Drafting
@@ -230,7 +231,8 @@ def all_by_definition(world: World, cases: Sequence[Case]) -> list[Outcome]:
 def _answer(world: World, case: Case) -> Generator[list[int], torch.Tensor | None, Outcome]:
     """Generate an answer: yield the ids so far, and receive the logits after them."""
     tokenizer, params = world.tokenizer, case.params
-    output = TextOutput(tokenizer, case.prompt, params, world.model.max_seq_len - len(case.prompt))
+    request = Request(tokenizer, tuple(case.prompt), params, world.model.max_seq_len, VOCAB_SIZE)
+    output = TextOutput(request)
     token_ids, text = list(case.prompt), ""
     constraint = constraint_of(world, params)
     logprobs, is_complete = list[TokenLogprob](), False

@@ -4,14 +4,16 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
+from functools import partial
 from typing import final
 
 from infer.compute.operands.step import Clock
+from infer.engine.step.request import Request
 from infer.errors import ConstraintError
 from infer.outputs import FinishReason, GenerationTiming, Piece, TokenLogprob, ToolCallDelta
-from infer.sampling_params import SamplingParams
 from infer.text.grammar.constraint import Constraint, Mask
-from infer.text.tokenizer import StopStrings, Tokenizer
+from infer.text.tokenizer import StopStrings
+from infer.text.toolcalls.parser import make_parser
 from infer.text.toolcalls.parsing import Delta, Parsed, Parser
 
 
@@ -23,21 +25,18 @@ class TextOutput:
     tool calls from the text. Stop strings are searched in the text only.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Items[int],
-        params: SamplingParams,
-        room: int,
-        parser: Parser | None = None,
-    ) -> None:
-        """Begin an answer to a prompt. The context has room for `room` tokens after the prompt."""
-        self._params = params
+    def __init__(self, request: Request) -> None:
+        """Begin the answer to a request."""
+        self._params = params = request.params
+        tokenizer, form, prompt_ids = request.tokenizer, request.answer_format, request.prompt_token_ids
+        room = request.max_total_tokens - len(prompt_ids)
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         )
         self._detokenizer = tokenizer.make_detokenizer(prompt_ids=prompt_ids)
-        self._parser = parser
+        self._parser: Parser | None = None
+        if form is not None:
+            self._parser = make_parser(form, partial(form.call_id, request.call_salt), is_held=request.is_held)
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         asked = room + 1 if params.max_new_tokens is None else params.max_new_tokens
         self.limit = min(asked, room)

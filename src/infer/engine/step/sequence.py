@@ -21,7 +21,6 @@ from infer.engine.step.scheduler import MAX_STEPS
 from infer.errors import ConstraintError, InvalidRequestError
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.text.grammar.constraint import Mask
-from infer.text.toolcalls.parser import make_parser
 from infer.text.toolcalls.parsing import Parsed
 
 _STOP_STRING_STEPS = 8  # steps without a return to Python, if a stop string may end the answer
@@ -88,7 +87,7 @@ class Sequence:
         self._is_cancelled = False
         self._tail: Parsed | None = None  # the held text of an answer that was cut
         self._drafts: Items[int] = ()  # drafts for the next step
-        self._text = self._begin_text()
+        self._text = TextOutput(request)
         self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
         self._begin_with(request.options.answer_prefix)
 
@@ -255,16 +254,8 @@ class Sequence:
                 message = f"answer_prefix[{index}]: the answer ends with this token ({why})"
                 raise InvalidRequestError(message, param="answer_prefix")
 
-    def _begin_text(self) -> TextOutput:
-        room = self.request.max_total_tokens - self.num_prompt_tokens
-        form, parser = self.request.answer_format, None
-        if form is not None:
-            parser = make_parser(form, partial(form.call_id, self.request.call_salt), is_held=self.request.is_held)
-        prompt_ids = self.token_ids[: self.num_prompt_tokens]
-        return TextOutput(self.request.tokenizer, prompt_ids, self.params, room, parser)
-
     def _replay(self, num_tokens: int) -> None:
-        text, grammar = self._begin_text(), self.grammar
+        text, grammar = TextOutput(self.request), self.grammar
         del self.token_ids[self.num_prompt_tokens + num_tokens :]
         for index, token_id in enumerate(self.token_ids[self.num_prompt_tokens :], 1):
             text.push(token_id, is_complete=grammar is not None and grammar.complete_at == index)

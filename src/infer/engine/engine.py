@@ -27,9 +27,10 @@ from infer.engine.step.faults import Faults, make_probe
 from infer.engine.step.scheduler import Scheduler
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
-from infer.engine.step.snapshot import EngineSnapshot, take_snapshot
+from infer.engine.step.snapshot import EngineSnapshot, PoolState, SequenceState
 from infer.engine.step.steps import Drafting, LaunchedStep, Steps
 from infer.errors import InferError, OutOfPagesError
+from infer.outputs import percentile
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
 _Found = TypeVar("_Found")
@@ -88,7 +89,23 @@ class Engine:
         self.max_running, self.scheduler.gap_seconds = min(max_running, self.runner.num_slots), gap_seconds
 
     def snapshot(self) -> EngineSnapshot:
-        return take_snapshot(self.runner, self._sequences, self.max_running, self.scheduler, self._queue)
+        """Return the state between two steps."""
+        now, queue, costs = time.perf_counter(), self._queue, self.scheduler.costs
+        low, middle, high = (percentile(costs.ratios, percent) for percent in (10.0, 50.0, 90.0))
+        states = tuple(SequenceState.of(sequence, now) for sequence in self._sequences)
+        return EngineSnapshot(
+            sequences=states,
+            num_slots=self.runner.num_slots,
+            max_running=self.max_running,
+            pools=tuple(map(PoolState, self.runner.pool_pages, self.runner.free_pages)),
+            num_steps=costs.num_steps,
+            num_preemptions=queue.num_preemptions + sum(state.num_preemptions for state in states),
+            reused_tokens=queue.reused_tokens + sum(state.num_reused for state in states),
+            costs=costs.costs,
+            predicted_over_measured=(low, middle, high) if costs.ratios else None,
+            work_by_tenant=dict(queue.tenants.accounts),
+            expected_answer=round(queue.lengths.mean),
+        )
 
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
         """Let a sequence take part in the steps until it is finished. With a lease it uses the slot of the lease."""

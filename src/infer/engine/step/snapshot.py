@@ -1,16 +1,11 @@
 """Snapshots of an engine, as values: for pictures, statistics, and forecasts of waiting times."""
 
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, final
 
-from infer.engine.runner.runner import Runner
-from infer.engine.step.fairness import Queue
-from infer.engine.step.scheduler import Scheduler
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.step_costs import Costs
-from infer.outputs import percentile
 
 
 @final
@@ -82,26 +77,3 @@ class EngineSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return plain lists, dicts, numbers and strings."""
         return asdict(self) | {"costs": self.costs._asdict()}
-
-
-def take_snapshot(
-    runner: Runner, sequences: Iterable[Sequence], max_running: int, scheduler: Scheduler, queue: Queue[Sequence]
-) -> EngineSnapshot:
-    """Return a snapshot. For the engine, between two steps."""
-    now, ratios = time.perf_counter(), scheduler.costs.ratios
-    low, middle, high = (percentile(ratios, percent) for percent in (10.0, 50.0, 90.0))
-    states = tuple(SequenceState.of(sequence, now) for sequence in sequences)
-    pools = zip(runner.pool_pages, runner.free_pages, strict=True)
-    return EngineSnapshot(
-        sequences=states,
-        num_slots=runner.num_slots,
-        max_running=max_running,
-        pools=tuple(PoolState(*pool) for pool in pools),
-        num_steps=scheduler.costs.num_steps,
-        num_preemptions=queue.num_preemptions + sum(state.num_preemptions for state in states),
-        reused_tokens=queue.reused_tokens + sum(state.num_reused for state in states),
-        costs=scheduler.costs.costs,
-        predicted_over_measured=(low, middle, high) if ratios else None,
-        work_by_tenant=dict(queue.tenants.accounts),
-        expected_answer=round(queue.lengths.mean),
-    )

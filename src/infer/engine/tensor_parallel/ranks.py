@@ -228,12 +228,20 @@ class Ranks:
         for rank in range(1, size):
             own, theirs = socket.socketpair()
             with theirs:
-                self._processes.append(_start(rank, size, transport, place, [theirs.fileno(), *descriptors]))
+                arguments = map(str, (rank, size, transport, place, theirs.fileno()))
+                process = subprocess.Popen(
+                    [sys.executable, *PROGRAM, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno(), *descriptors],
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                    start_new_session=True,  # only rank 0 receives Ctrl-C
+                )
+            self._processes.append(process)
             self._pipes.append(Connection(own.detach()))
         self.group = make_group(0, size, transport, place)
         for rank, process in enumerate(self._processes, 1):
-            arguments = weakref.ref(self), rank, process
-            threading.Thread(target=_watch, args=arguments, name=f"infer-rank-{rank}", daemon=True).start()
+            watched = weakref.ref(self), rank, process
+            threading.Thread(target=_watch, args=watched, name=f"infer-rank-{rank}", daemon=True).start()
 
     def _send(self, message: object) -> None:
         for pipe in self._pipes:
@@ -278,19 +286,6 @@ def _shared_memory(num_bytes: int) -> IO[bytes]:
         memory = tempfile.TemporaryFile()  # noqa: SIM115
     memory.truncate(num_bytes)
     return memory
-
-
-def _start(
-    rank: int, size: int, transport: Transport, place: str, descriptors: Sequence[int]
-) -> subprocess.Popen[bytes]:
-    """Start the process of a rank. The first descriptor is the rank's pipe."""
-    return subprocess.Popen(
-        [sys.executable, *PROGRAM, str(rank), str(size), transport, place, str(descriptors[0])],
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        start_new_session=True,  # only rank 0 receives Ctrl-C
-    )
 
 
 def make_group(rank: int, size: int, transport: Transport, place: str) -> Group:

@@ -279,10 +279,15 @@ class Steps:
         launched.is_kept = True
         for index, work in enumerate(launched.works):
             if work.counts:
-                count = len(work.chunk.token_ids)
-                self._runner.commit(work.chunk.slot, count)
-                work.sequence.computed(count, (sampled_after(index),) if work.chunk.has_logits else ())
-                _remember(self._runner, work.sequence)
+                awaited = (sampled_after(index),) if work.chunk.has_logits else ()
+                self._keep(work.sequence, len(work.chunk.token_ids), awaited)
+
+    def _keep(self, sequence: Sequence, count: int, awaited: Items[int] = ()) -> None:
+        """Let the cache keep the next `count` tokens of a sequence, and make them available to others."""
+        self._runner.commit(sequence.slot, count)
+        sequence.computed(count, awaited)
+        if self._runner.shares_prefixes and not sequence.has_fault:
+            self._runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
 
     def settle(self, launched: LaunchedStep) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
@@ -294,19 +299,14 @@ class Steps:
         if times and not all(each.pieces and len(chunk.token_ids) == chunk.num_logits for each, chunk in works):
             times = None  # the table is of steps whose tokens are all sampled, as drafts are
         self._scheduler.update(launched.plan, num_steps, clock.ended - clock.started, times, held_up)
-        runner, is_kept = self._runner, launched.is_kept
-        is_remembered = runner.shares_prefixes and not is_kept
         each_held_up = held_up / max(1, sum([sequence.grammar is not None for sequence, _ in works]))
         for index, (sequence, chunk) in enumerate(works):
             settled = time.perf_counter() if parts else 0.0
             if counted[index]:
                 sampled = generated.token_ids[index], generated.logprobs[index]
                 num_right = sequence.collect(chunk, *sampled, clock, is_multi_step=launched.is_multi_step)
-                if not is_kept:
-                    runner.commit(chunk.slot, num_right)
-                    sequence.computed(num_right)
-                if is_remembered:
-                    _remember(runner, sequence)
+                if not launched.is_kept:
+                    self._keep(sequence, num_right)
             if parts and sequence.grammar is not None:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
         if parts:
@@ -314,7 +314,7 @@ class Steps:
         for row in cut:
             self._slots.params.renew(works[row].sequence)
         self._drafting.observe([sequence for sequence, chunk in compress(works, counted) if chunk.has_logits])
-        if runner.compresses_prompts and not is_kept:
+        if self._runner.compresses_prompts and not launched.is_kept:
             for sequence, _ in compress(works, counted):
                 _end_prompt(self._slots, sequence)
 
@@ -344,12 +344,6 @@ def _wait(launched: LaunchedStep) -> tuple[Generated, float, Items[int]]:
     for row in cut:
         del generated.token_ids[row][counted[row] :], generated.logprobs[row][counted[row] :]
     return generated, filling.held_up(generated.ends), cut
-
-
-def _remember(runner: Runner, sequence: Sequence) -> None:
-    """Make the computed tokens available to other sequences."""
-    if runner.shares_prefixes and not sequence.has_fault:
-        runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
 
 
 def _end_prompt(slots: Slots, sequence: Sequence) -> None:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -63,18 +62,6 @@ class Pending(Protocol):
 
 
 @final
-@dataclass
-class PrefixCounts:
-    """Counts since the model was loaded, for any thread."""
-
-    pages_loaded: int = 0
-    pages_stored: int = 0
-    bytes_loaded: int = 0
-    bytes_stored: int = 0
-    files_refused: int = 0
-
-
-@final
 class PrefixDisk:
     """Loads and stores pages. `begin` and `notify` are for the engine's thread, the other methods for any thread."""
 
@@ -95,7 +82,7 @@ class PrefixDisk:
         self._rest_seconds = 0.0  # before the next page is stored while answers are computed
         self.is_busy: Callable[[], bool] = lambda: False
         self.seconds_to_compute: Callable[[int, int], float] = lambda num_tokens, start: 0.0
-        self.counts = PrefixCounts()
+        self.bytes_stored = self.files_refused = 0  # since the model was loaded, for any thread
         if store.problem is not None:
             self._tell(store.problem)
         thread = threading.Thread(target=self._serve, name="infer-prefixes", daemon=True)
@@ -190,8 +177,6 @@ class PrefixDisk:
                     is_last = True
                     break
                 num_loaded += 1
-                self.counts.pages_loaded += 1
-                self.counts.bytes_loaded += len(content)
             if not is_last and self._is_slow(num_loaded, num_in_memory, seconds):
                 self._tell(f"reading {self._store.folder} takes longer than computing prompts")
                 is_last = True
@@ -241,7 +226,7 @@ class PrefixDisk:
         try:
             return self._store.read(name, self._exchange.page_bytes(name.group))
         except PrefixStoreError as error:
-            self.counts.files_refused += 1
+            self.files_refused += 1
             log.warning("%s", error)
         except OSError as error:
             self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
@@ -266,8 +251,7 @@ class PrefixDisk:
         for name, content in self._call(self._copies, wanted).get() if wanted else ():
             try:
                 if self._store.write(name, content):
-                    self.counts.pages_stored += 1
-                    self.counts.bytes_stored += len(content)
+                    self.bytes_stored += len(content)
             except PrefixStoreError as error:
                 self._rests_until = time.monotonic() + _REST_SECONDS
                 self._tell(str(error))

@@ -238,7 +238,7 @@ def _settings_families(host: Any) -> Iterator[Any]:
     if host.engine_if_any is None:
         return
     prefixes = host.engine_if_any.prefixes
-    stored, refused = (0, 0) if prefixes is None else (prefixes.counts.bytes_stored, prefixes.counts.files_refused)
+    stored, refused = (0, 0) if prefixes is None else (prefixes.bytes_stored, prefixes.files_refused)
     yield CounterMetricFamily("infer:prefix_disk_stored_bytes_total", "Bytes of prefixes written to disk.", stored)
     yield CounterMetricFamily("infer:prefix_disk_refused_total", "Damaged files that were removed.", refused)
     cache = host.settings.cache

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 import torch
 
@@ -53,24 +53,16 @@ _SUFFIXES = (".py", ".cl")
 _LIBRARIES = ("torch", "numpy", "numba", "llvmlite", "triton")
 
 
-@runtime_checkable
-class Pending(Protocol):
-    """A call on the engine's thread."""
-
-    def get(self) -> Any:
-        """Wait for the call, and return its result."""
-
-
 @final
 class PrefixDisk:
     """Loads and stores pages. `begin` and `notify` are for the engine's thread, the other methods for any thread."""
 
-    def __init__(self, store: PrefixStore, cache: PagedCache, call: Callable[..., Pending]) -> None:
+    def __init__(self, store: PrefixStore, cache: PagedCache, call: Callable[..., Callable[[], Any]]) -> None:
         """Start the thread. `call(function, *arguments)` calls a function on the engine's thread.
 
-        It raises ClosedError if that thread has ended, which also ends this thread. The engine sets `is_busy`, which is
-        True while answers are computed, and `seconds_to_compute`, which returns how long it takes to compute the tokens
-        from a position on, or 0 if that is unknown.
+        It returns a function that waits for the result, and raises ClosedError if that thread has ended, which also
+        ends this thread. The engine sets `is_busy`, which is True while answers are computed, and `seconds_to_compute`,
+        which returns how long it takes to compute the tokens from a position on, or 0 if that is unknown.
         """
         self._store, self._exchange, self._call = store, PageExchange(cache), call
         self._page_tokens = cache.settings.page_tokens
@@ -147,7 +139,7 @@ class PrefixDisk:
         self.close()
         with suppress(ClosedError):
             while self._loads:  # end every load, so that no prompt waits forever
-                self._call(self._loads.popleft()[1], None).get()
+                self._call(self._loads.popleft()[1], None)()
 
     def _wait(self) -> bool:
         """Wait for work, and rest between pages while answers are computed. Return False at the end."""
@@ -167,7 +159,7 @@ class PrefixDisk:
         Pages are copied while the next ones are read.
         """
         names, seconds, num_loaded, is_over = self._find(keys), 0.0, 0, False
-        copying: Pending | None = None
+        copying: Callable[[], Any] | None = None
 
         def put(contents: Sequence[tuple[PageName, memoryview]], is_last: bool) -> None:
             """Copy pages into the cache, and call `on_end` after the last. For the engine's thread."""
@@ -189,12 +181,12 @@ class PrefixDisk:
             contents = self._read_some(names)
             seconds += time.perf_counter() - began
             if copying is not None:
-                copying.get()
+                copying()
             if is_over:
                 return
             copying = self._call(put, contents, not names)
             if not names:
-                copying.get()
+                copying()
             yield is_over
 
     def _find(self, keys: Sequence[bytes]) -> deque[PageName]:
@@ -205,7 +197,7 @@ class PrefixDisk:
                 if name in self._store:
                     self._store.touch(name, depth)
                     stored.add(name)
-        return deque(self._call(self._exchange.missing, keys, stored).get() if stored else ())
+        return deque(self._call(self._exchange.missing, keys, stored)() if stored else ())
 
     def _names(self, key: bytes) -> list[PageName]:
         return [PageName(group, key) for group in range(self._exchange.num_groups)]
@@ -248,7 +240,7 @@ class PrefixDisk:
                 if name not in self._store:
                     wanted.append(name)
                     num_bytes += self._exchange.page_bytes(name.group)
-        for name, content in self._call(self._copies, wanted).get() if wanted else ():
+        for name, content in self._call(self._copies, wanted)() if wanted else ():
             try:
                 if self._store.write(name, content):
                     self.bytes_stored += len(content)

@@ -14,7 +14,7 @@ from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
-from infer.engine.requests.answer import EngineCall, once
+from infer.engine.requests.answer import once
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
@@ -76,10 +76,10 @@ class Host:
             return None
         loop = weakref.ref(self.loop)  # a weak reference, so that an unused loop can end
 
-        def call(function: Callable[..., Any], *arguments: Any) -> EngineCall[Any]:
+        def call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
             if (open_loop := loop()) is None:
                 raise closed()
-            return open_loop.call(once(function, *arguments))
+            return open_loop.call(once(function, *arguments)).get
 
         return PrefixDisk(store, runner.cache, call)
 

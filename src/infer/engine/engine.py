@@ -114,25 +114,16 @@ class Engine:
         sequence.lease = lease
         self._queue.join(sequence, time.perf_counter())
         self._sequences[sequence] = None
-        if self.prefixes is not None and self._loads_prefix(sequence, self.prefixes):
-            self._loading[sequence] = None
+        if self.prefixes is not None and not (lease is not None and lease.token_ids):
+            ids, on_end = sequence.token_ids, partial(self._prefix_loaded, sequence)
+            if self.prefixes.begin(ids, sequence.request.salt, lambda: not sequence.is_finished, on_end):
+                self._loading[sequence] = None
         self._want_slot(sequence)
         self._leaving[sequence] = None  # it may have been cancelled before
         options = sequence.request.options
         if options.timeout is not None or options.cancel is not None:
             self._watched[sequence] = None
         return sequence
-
-    def _loads_prefix(self, sequence: Sequence, prefixes: PrefixDisk) -> bool:
-        """Return True if a sequence first waits for pages from disk."""
-        if sequence.lease is not None and sequence.lease.token_ids:
-            return False
-        return prefixes.begin(
-            sequence.token_ids,
-            sequence.request.salt,
-            is_wanted=lambda: not sequence.is_finished,
-            on_end=partial(self._prefix_loaded, sequence),
-        )
 
     def _prefix_loaded(self, sequence: Sequence, num_in_memory: int | None) -> None:
         sequence.num_in_memory = num_in_memory

@@ -5,7 +5,7 @@ tokens of a text. A long text goes through a stage in tiles of as many tokens as
 stage. Texts that fit one tile together go through all stages in one batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import final
@@ -69,13 +69,7 @@ class HiddenStates:
         self._shared = []
         self._cache.truncate(self._shared_row, 0)
         self._cache.set_rope(self._shared_row, is_long=False)
-        start = 0
-        while start < len(beginning):
-            taken = beginning[start : start + num_step_tokens()]
-            self._cache.reserve(self._shared_row, len(taken))
-            self._run(Step.of_chunks([Chunk(self._shared_row, taken, num_drafts=len(taken) - 1)], [start]))
-            self._cache.commit(self._shared_row, len(taken))
-            start += len(taken)
+        for _ in self._steps({self._shared_row: beginning}, 0, num_step_tokens):
             yield
         self._shared = list(beginning)
 
@@ -89,15 +83,24 @@ class HiddenStates:
         Yields, for each step, the indices of its texts with the float32 states of their next tokens. `num_step_tokens`
         is called before each step. Only one call may be active: `share` of a later one empties the rows.
         """
-        done, cache = [num_shared] * len(texts), self._cache
         for row, text in enumerate(texts):
             if num_shared:
-                cache.copy_row(row, self._shared_row)
+                self._cache.copy_row(row, self._shared_row)
             else:
-                cache.set_rope(row, is_long=self._model.is_long(len(text)))
-        while any(start < len(text) for start, text in zip(done, texts, strict=True)):
+                self._cache.set_rope(row, is_long=self._model.is_long(len(text)))
+        yield from self._steps(dict(enumerate(texts)), num_shared, num_step_tokens)
+        for row in range(len(texts)):
+            self._cache.truncate(row, 0)
+        self._cache.give_back_free()
+
+    def _steps(
+        self, texts: Mapping[int, Sequence[int]], start: int, num_step_tokens: Callable[[], int]
+    ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
+        """Compute the text of each row from the token `start` on, as `of` does."""
+        done, cache = dict.fromkeys(texts, start), self._cache
+        while any(done[row] < len(text) for row, text in texts.items()):
             room, chunks = num_step_tokens(), list[Chunk]()
-            for row, text in enumerate(texts):
+            for row, text in texts.items():
                 taken = text[done[row] : done[row] + room]
                 room -= len(taken)
                 if taken:
@@ -110,9 +113,6 @@ class HiddenStates:
                 done[row] += count
             ends = accumulate(counts)
             yield [(row, states[end - count : end]) for (row, *_), count, end in zip(chunks, counts, ends, strict=True)]
-        for row in range(len(texts)):
-            cache.truncate(row, 0)
-        cache.give_back_free()
 
     def _run(self, step: Step) -> Float[Tensor, "tokens hidden"]:
         if self._captured is None:
@@ -166,7 +166,7 @@ class TextEncoder:
         self._cache.hold(lengths, second_starts)
         step, num_stages = _step_of(texts), self._model.num_stages
         if len(step.tokens) <= self.step_tokens:
-            states = self._final(self._stages.run(0, num_stages, None, self._placed(step)))
+            states = self._final(self._stages.run(0, num_stages, None, step.to(self._model.device)))
             ends = accumulate(lengths)
             yield [(row, states[end - count : end]) for row, (count, end) in enumerate(zip(lengths, ends, strict=True))]
             return
@@ -174,16 +174,13 @@ class TextEncoder:
         streams: list[Tensor | None] = [None] * len(tiles)
         for index in range(num_stages):
             for number, tile in enumerate(tiles):
-                x = self._stages.run(index, index + 1, streams[number], self._placed(tile))
+                x = self._stages.run(index, index + 1, streams[number], tile.to(self._model.device))
                 streams[number] = x.clone()
                 yield []
         for tile, stream in zip(tiles, streams, strict=True):
             assert stream is not None
             states = self._final(stream)
             yield [(row, states[tile.rows == row]) for row in sorted(set(tile.rows.tolist()))]
-
-    def _placed(self, step: Step) -> Step:
-        return step.to(self._model.device)
 
     def _final(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         return self._model.final_norm(x).float().cpu().clone()

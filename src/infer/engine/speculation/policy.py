@@ -34,14 +34,12 @@ class Priors:
 
     def __init__(self, shares: tuple[float, float], rates: Mapping[int, tuple[float, float, float]]) -> None:
         """Begin with `rates`, which are by the first confidence of each range, in increasing order."""
-        starts = tuple(rates)
-        self.shares = shares
+        self.shares, self._starts = shares, tuple(rates)
         self.rates: tuple[tuple[float, ...], ...] = tuple(zip(*rates.values(), strict=True))  # by share, then by range
-        self._range_by_confidence = tuple(max(0, bisect_right(starts, each) - 1) for each in range(starts[-1] + 1))
 
     def range_of(self, confidence: int) -> int:
         """Return the index of the range of a confidence."""
-        return self._range_by_confidence[min(confidence, len(self._range_by_confidence) - 1)]
+        return max(0, bisect_right(self._starts, confidence) - 1)
 
 
 @runtime_checkable

@@ -16,15 +16,9 @@ from infer.text.toolcalls.tools import ToolLike
 ReasoningPlace = Literal["auto", "none"]
 
 
-def _is_event(value: Any) -> bool:
-    return value is None or isinstance(value, threading.Event)
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
 _ANY = Other("checked with the conversation", lambda value: True)
+_EVENT = Other("a threading.Event or None", lambda value: value is None or isinstance(value, threading.Event))
+_IDS = Other("a list of token ids", lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes))
 
 
 # The checks of this class name the broken rule; the type checks of the tests' import hook would raise before them.
@@ -62,9 +56,7 @@ class RequestOptions:
         ' three, four,'
     """
 
-    cancel: threading.Event | None = parameter(
-        None, Other("a threading.Event or None", _is_event), "Ends the answer from another thread."
-    )
+    cancel: threading.Event | None = parameter(None, _EVENT, "Ends the answer from another thread.")
     speculation: Speculation | None = parameter(
         None, OneOf(get_args(Speculation), is_optional=True), "Draft several tokens and verify them in one step.",
         bodies="generating",
@@ -89,7 +81,7 @@ class RequestOptions:
         "", Text(may_be_empty=True), "Only requests with the same salt share prefixes.", bodies="generating"
     )
     answer_prefix: Sequence[int] = parameter(
-        (), Other("a list of token ids", _is_sequence), "Ids with which the answer begins.",
+        (), _IDS, "Ids with which the answer begins.",
         body_name="answer_token_ids",
     )  # fmt: skip
     tools: Sequence[ToolLike] | None = parameter(None, _ANY, "Functions or their schemas.")

@@ -12,10 +12,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, final
 import torch
 from torch import Tensor
 
-from infer.compute.operands.step import Chunk, Masks
+from infer.compute.operands.step import Chunk
 from infer.compute.ops import Captured, PendingStep
 from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.ranks import Ranks, digest_of
 from infer.errors import InferError
@@ -54,6 +53,8 @@ def led(
         self.is_leading = True
         try:
             found = method(self, *args, **kwargs)
+            if isinstance(found, PendingStep):
+                found.wait()  # the other ranks run whole steps
         finally:
             self.is_leading = False
         self.ranks.has_led()
@@ -71,23 +72,6 @@ def _chunks(runner: Runner, chunks: Sequence[Chunk], *others: object) -> tuple[A
     return chunks, runner.starts(chunks)
 
 
-def _chunks_and_count(runner: Runner, chunks: Sequence[Chunk], count: int, *others: object) -> tuple[Any, ...]:
-    return chunks, runner.starts(chunks), count
-
-
-def _run_whole(
-    runner: Any,
-    /,
-    chunks: Sequence[Chunk],
-    columns: SamplingColumns,
-    history: History | None,
-    masks: Masks | None = None,
-    behind: PendingStep | None = None,
-) -> PendingStep:
-    """Launch a step and wait for its end, because the other ranks run whole steps."""
-    return PendingStep.ended(Runner.launch(runner, chunks, columns, history, masks, behind).wait())
-
-
 @final
 class LeadingRunner(Runner):
     """Takes the `ranks` and the arguments of `Runner`, with which they load, too. `cache` has rank 0's heads only."""
@@ -101,12 +85,12 @@ class LeadingRunner(Runner):
     has_whole_slots = False
 
     forward = led(Runner.forward, is_step=True, sent=_chunks)
-    launch = led(_run_whole, is_step=True, name="forward", sent=_chunks)
+    launch = led(Runner.launch, is_step=True, name="forward", sent=_chunks)
     multi_step = led(
         Runner.multi_step,
         is_step=True,
         only_if=lambda runner, chunks, count, columns, *others: runner.takes(chunks, columns),
-        sent=_chunks_and_count,
+        sent=lambda runner, chunks, count, *others: (chunks, runner.starts(chunks), count),
     )
     extend = led(Runner.extend, is_step=True)
     append = led(Runner.append, is_step=True)

@@ -170,10 +170,11 @@ class Engine:
                 self._slots.preempt_one()
             try:
                 return change(slot)
-            except InferError as error:
-                is_short = isinstance(error, OutOfPagesError)
-                if not (is_short and (self._slots.reclaim(lease) or self._slots.preempt_one())):
+            except OutOfPagesError:
+                if not (self._slots.reclaim(lease) or self._slots.preempt_one()):
                     raise
+            except InferError:
+                raise
             except Exception:
                 self.recover()
                 raise

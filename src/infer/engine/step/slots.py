@@ -238,20 +238,19 @@ class Slots:
         if not sequence.is_paused:
             self.queue.wait(sequence)
 
-    def preempt_one(self) -> bool:
-        """Preempt one of the running sequences. Return False if there is none."""
-        return self._preempt_for_pages(self._victim() or next(iter(self.sequences), None))
+    def preempt_one(self, *, spares_last: bool = False) -> bool:
+        """Preempt a paused sequence, or one of several that run, or the only one unless it is spared.
 
-    def _victim(self) -> Sequence | None:
-        """Return the sequence that loses its pages: one that is paused, or one of several that run."""
+        Return False if there is none.
+        """
         size = partial(self.size, max_running=self.runner.num_slots)
-        return self._last_paused() or self.queue.victim_of(list(self.sequences), size)
-
-    def _preempt_for_pages(self, sequence: Sequence | None) -> bool:
-        if sequence is not None:
+        victim = self._last_paused() or self.queue.victim_of(list(self.sequences), size)
+        if victim is None and not spares_last:
+            victim = next(iter(self.sequences), None)
+        if victim is not None:
             self._is_full = True
-            self.preempt(sequence)
-        return sequence is not None
+            self.preempt(victim)
+        return victim is not None
 
     def hold(self, lease: Lease) -> int | None:
         """Return the slot of a lease, or an empty one if it had none, or None if all slots are in use."""
@@ -298,7 +297,7 @@ class Slots:
         was preempted, or if it is the only one and still has too few pages.
         """
         while sequence.has_slot and (what := shortage()):
-            if not (self._empty_idle() or self._preempt_for_pages(self._victim())):
+            if not (self._empty_idle() or self.preempt_one(spares_last=True)):
                 if not sequence.is_finished:  # otherwise only its prompt cannot be compressed
                     sequence.fail("memory", what)
                 return False

@@ -10,7 +10,6 @@ from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.speculation.policy import Guess, Priors
-from infer.engine.step.step_costs import StepKind
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Place, Way, World, by_definition, make_sequence
@@ -46,10 +45,10 @@ def test_the_cost_of_a_draft_is_learnt_from_similar_steps(world: World) -> None:
     place.engine.step()
     sequence.token_ids += [98, 99]
     place.engine.step()
-    assert not any(times[StepKind(1, 0, 1)].is_known(count) for count in (1, 3, 7))
+    assert not any(times[1, 0, 1].is_known(count) for count in (1, 3, 7))
     place.engine.step()
-    assert times[StepKind(1, 0, 1)].is_known(1)
-    assert list(times) == [StepKind(1, 0, 1)]
+    assert times[1, 0, 1].is_known(1)
+    assert list(times) == [(1, 0, 1)]
 
 
 def test_only_sequences_that_run_hold_the_index_of_their_prompt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

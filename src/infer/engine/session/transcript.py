@@ -6,15 +6,13 @@ A conversation has two spellings: its own ids, and the ids that the template and
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
 from infer.engine.step.sequence import common_length
 from infer.errors import InvalidRequestError
 
 
-@final
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """End of a turn: the number of messages and of tokens at that point."""
 
     num_messages: int
@@ -71,7 +69,7 @@ class Transcript:
 
     def to_record(self) -> dict[str, Any]:
         """Return everything except the ids, as JSON."""
-        turns = [[turn.num_messages, turn.num_tokens] for turn in self.turns]
+        turns = list(map(list, self.turns))
         return {"messages": self.messages, "turns": turns, "template": self.template, "num_given": self.num_given}
 
     @classmethod

@@ -59,14 +59,6 @@ def context_of(num_tokens: int, start: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens - 1) // 2
 
 
-class StepKind(NamedTuple):
-    """The properties that the time of a step of an exact size depends on, besides the size."""
-
-    num_sequences: int
-    num_constrained: int
-    num_greedy: int
-
-
 class Costs(NamedTuple):
     """The four costs, in seconds."""
 
@@ -87,7 +79,9 @@ class StepCosts:
         self._was_held_up = False
         self.num_steps = 0
         self.ratios = deque[float](maxlen=NUM_RATIOS)  # predicted time divided by measured time, of the last steps
-        self.by_kind = defaultdict[StepKind, StepTimes](StepTimes)  # times of exact sizes, for drafts
+        # Times of exact sizes, for drafts. Besides the size they depend on the kind of the step: the numbers of its
+        # sequences, of those with a grammar, and of greedy ones.
+        self.by_kind = defaultdict[tuple[int, int, int], StepTimes](StepTimes)
 
     @property
     def low_ratio(self) -> float:

@@ -20,7 +20,6 @@ from infer.engine.step.grammar_masks import Filling, MaskFiller
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import Slots
-from infer.engine.step.step_costs import StepKind
 from infer.errors import OutOfPagesError
 
 
@@ -248,7 +247,7 @@ class Steps:
             return None
         num_constrained = sum(sequence.grammar is not None for sequence in active)
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
-        return self._scheduler.costs.by_kind[StepKind(len(active), num_constrained, num_greedy)]
+        return self._scheduler.costs.by_kind[len(active), num_constrained, num_greedy]
 
     def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[Work]]:
         if not active:

@@ -204,15 +204,14 @@ def read_pair(
     tokenizer, most = host.tokenizer, host.requests.limits.max_seq_len
     if not truncate and (least := tokenizer.least_num_tokens(first + second)) > most:
         raise _too_long(f"at least {least}", most)
-    pair, own = encode(first, second), list[int]()
+    pair = encode(first, second)
     if len(pair.ids) <= most:
         return ReadText(pair.ids, second_start=pair.second_start)
-    if truncate:
-        own = tokenizer.encode(second, add_special_tokens=False, parse_special=False)
+    if not truncate:
+        raise _too_long(str(len(pair.ids)), most)
+    own = tokenizer.encode(second, add_special_tokens=False, parse_special=False)
     while (surplus := len(pair.ids) - most) > 0:
         if len(own) < surplus:
-            if not truncate:
-                raise _too_long(str(len(pair.ids)), most)
             problem = f"the first text of the pair has {len(pair.ids) - len(own)} tokens with its prompt"
             raise ContextLengthError(
                 f"{problem} and the context holds {most}: only the second text is cut, so shorten the first or raise "

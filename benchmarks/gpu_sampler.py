@@ -131,15 +131,11 @@ def time_configuration(name: str, device: torch.device, num_rows: int, vocab_siz
     def ours(logits: Tensor) -> Callable[[], Tensor]:
         return lambda: ops.choose_tokens(logits, columns, history, positions)
 
-    def torchs(logits: Tensor) -> Callable[[], Tensor]:
-        return lambda: sampler.choose_tokens(logits, columns, history, positions)
-
     with ops.using("cuda"):
         graphs = [captured(ours(logits)) for logits in buffers]
         sides = {
             "graph": [graph.replay for graph in graphs] * 25,
             "launched": [ours(logits) for logits in buffers] * 5,
-            "torch": [torchs(logits) for logits in buffers],
             "read": [lambda x=logits: x.amax() for logits in buffers] * 25,
         }
         times: dict[str, list[float]] = {side: [] for side in sides}

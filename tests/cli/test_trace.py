@@ -14,10 +14,7 @@ from fake_cli import FakeModel
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.commands.generate_command import trace_lines
 from infer.cli.streamed_text import display_width
-from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.definition import LogitsError, sample_token
-from infer.compute.sampling.history import History
-from infer.compute.sampling.sampler import stages
+from infer.compute.sampling.definition import LogitsError, sample_token, stages
 from infer.compute.sampling.trace import sample_trace
 from infer.outputs import SampleTrace
 from infer.sampling_params import PARAMETERS
@@ -66,14 +63,11 @@ def test_the_chosen_token_is_the_reference_samplers(values: dict[str, Any]) -> N
 @pytest.mark.parametrize("values", MIXES)
 def test_every_number_is_that_of_the_samplers_stages(values: dict[str, Any]) -> None:
     params, logits = SamplingParams(**values), make_logits(1)
-    columns = SamplingColumns.of([params], 200, num_prompt_tokens=[2], end_ids={0})
-    history = History(1, 5, 200)
-    history.begin(0, CONTEXT, 2)
-    passed = dict(stages(logits[None], columns, history, torch.tensor([5])))
+    passed = dict(stages(logits, CONTEXT, params, num_prompt_tokens=2, eos_token_ids={0}))
     trace = make_trace(params, logits)
-    assert {stage.name for stage in trace.stages} <= passed.keys()
+    assert [stage.name for stage in trace.stages] == [*passed]
     for index, stage in enumerate(trace.stages):
-        x = passed[stage.name][0]
+        x = passed[stage.name]
         shares = x.double().softmax(0)
         assert stage.num_kept == int((x > -math.inf).sum())
         assert stage.others == pytest.approx(1 - sum(c.probabilities[index] for c in trace.candidates), abs=1e-9)
@@ -81,8 +75,6 @@ def test_every_number_is_that_of_the_samplers_stages(values: dict[str, Any]) -> 
             logit = float(x[candidate.token_id])
             assert candidate.logits[index] == (None if logit == -math.inf else logit)
             assert candidate.probabilities[index] == pytest.approx(float(shares[candidate.token_id]), abs=1e-12)
-    left_out = passed.keys() - {stage.name for stage in trace.stages}
-    assert all(name.endswith("_penalty") and values.get(name, 0) == 0 for name in left_out)
 
 
 def test_filters_remove_and_penalties_move() -> None:

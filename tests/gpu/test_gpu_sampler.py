@@ -264,7 +264,8 @@ def test_penalties_decide_between_tokens_seen_never_once_and_twice(name: str) ->
     logits = torch.full((len(leads) * 3, 40), -9.0)
     for row, (lead, token) in enumerate((lead, token) for lead in leads for token in (3, 5, 9)):
         logits[row, 11], logits[row, token] = 2.0, 2.0 + lead
-    columns = SamplingColumns.of([SamplingParams(temperature=0.0, **{name: 1.5})] * len(logits), 40)
+    params = [SamplingParams(temperature=0.0, **{name: 1.5})] * len(logits)
+    columns = SamplingColumns.of(params, 40, num_prompt_tokens=[2] * len(logits))
     history = History(len(logits), 8, 40)
     for slot in range(len(logits)):
         history.begin(slot, [3, 4, 5, 9, 9], num_prompt_tokens=2)

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from infer.compute import ops
 from infer.compute.sampling import definition, sampler
-from infer.compute.sampling.columns import SamplingColumns, uses_history
+from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.definition import LogitsError
 from infer.compute.sampling.history import History
 from infer.compute.sampling.masks import pack_masks
+from infer.compute.sampling.row_stages import uses_history
 from infer.sampling_params import SamplingParams
 
 INF = math.inf
 
-# The functions that sample the tokens of a batch: the definition in torch, and the CPU's.
-IMPLEMENTATIONS: dict[str, sampler.Choose] = {"torch": sampler.choose_tokens, "ops": ops.choose_tokens}
+# The functions that sample the tokens of a batch: the definition row by row, and the CPU's.
+IMPLEMENTATIONS: dict[str, sampler.Choose] = {"definition": sampler.choose_tokens, "ops": ops.choose_tokens}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def reference_token(row: Row, end_ids: frozenset[int] = frozenset()) -> int:
     try:
         return int(by_reference(definition.sample_token, row, end_ids))
     except LogitsError as error:
-        return sampler.NOT_A_NUMBER if "NaN" in str(error) or "+inf" in str(error) else sampler.NOTHING_ALLOWED
+        return error.code
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from scipy import stats
 
+from infer.compute import ops
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
-from infer.compute.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
 
 INF = np.inf
@@ -68,7 +68,6 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def draw_tokens(
-    choose: Choose,
     logits: torch.Tensor,
     values: Mapping[str, Any],
     num_seeds: int,
@@ -89,7 +88,7 @@ def draw_tokens(
         history.num_prompt_tokens.fill_(NUM_PROMPT_TOKENS)
     batch = logits.expand(num_seeds, -1).contiguous()
     tokens = [
-        choose(batch, columns, history, torch.full((num_seeds,), position), None).numpy()
+        ops.choose_tokens(batch, columns, history, torch.full((num_seeds,), position)).numpy()
         for position in range(len(CONTEXT), len(CONTEXT) + num_positions)
     ]
     return np.stack(tokens, axis=1)

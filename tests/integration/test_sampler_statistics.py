@@ -9,39 +9,34 @@ import pytest
 import torch
 
 import sampling_statistics
-from extent import IS_SHORT, IS_WHOLE, usual_or_all
+from extent import IS_SHORT, usual_or_all
+from infer.compute import ops
 from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
-from sampling_cases import IMPLEMENTATIONS, make_logits
+from sampling_cases import make_logits
 from sampling_statistics import CONFIGURATIONS, draw_tokens, exact_distribution, goodness_of_fit
 
 pytestmark = pytest.mark.slow(cases=1)
 
 FALSE_ALARM = 1e-6
 NUM_SEEDS, NUM_POSITIONS = 4000, 50  # 200,000 draws
-# Both choose the same tokens (test_batched_sampler), so one is enough for most.
-CHOSEN = IMPLEMENTATIONS if IS_WHOLE else {"ops": IMPLEMENTATIONS["ops"]}
 RANGES = {"temperature": (0.3, 2), "top_p": (0.3, 1), "min_p": (0, 0.3), "repetition_penalty": (0.7, 1.8)}
 RANGES |= {"frequency_penalty": (-1, 1), "presence_penalty": (-1, 1)}
-implementations = pytest.mark.parametrize("choose", CHOSEN.values(), ids=CHOSEN)
 
 
 @pytest.mark.slow(cases=1, rest=4)
-@implementations
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_200_000_draws_follow_the_exact_distribution(choose: Choose, name: str) -> None:
+def test_200_000_draws_follow_the_exact_distribution(name: str) -> None:
     logits, values = make_logits("normal", 50, 1) / 2, CONFIGURATIONS[name]
     probabilities = exact_distribution(logits, values)
-    tokens = draw_tokens(choose, logits, values, NUM_SEEDS, NUM_POSITIONS)
+    tokens = draw_tokens(logits, values, NUM_SEEDS, NUM_POSITIONS)
     assert goodness_of_fit(tokens, probabilities) > FALSE_ALARM
     bound = sampling_statistics.total_variation_bound(probabilities, tokens.size, FALSE_ALARM)
     assert sampling_statistics.total_variation(tokens, probabilities) < bound
 
 
 @pytest.mark.slow(cases=2)
-@pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choose: Choose) -> None:
+def test_rows_of_different_configurations_in_one_batch_follow_each_its_own() -> None:
     """One batch has 8 configurations without history × 500 seeds × 50 positions, interleaved."""
     history = {"repetition_penalty", "frequency_penalty"}
     free = {name: values for name, values in CONFIGURATIONS.items() if history.isdisjoint(values)}
@@ -50,7 +45,9 @@ def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choos
     params = [SamplingParams(seed=seed, **values) for seed in range(500) for values in free.values()]
     columns = SamplingColumns.of(params, 50)
     batch = torch.stack([logits[name] for _ in range(500) for name in free])
-    found = np.stack([choose(batch, columns, None, torch.full((len(columns),), p), None).numpy() for p in range(50)])
+    found = np.stack(
+        [ops.choose_tokens(batch, columns, None, torch.full((len(columns),), p)).numpy() for p in range(50)]
+    )
     for index, (name, values) in enumerate(free.items()):
         tokens = found[:, index :: len(free)]
         if name == "greedy":
@@ -69,25 +66,24 @@ def test_random_configurations_follow_their_distributions() -> None:
         choices["logit_bias"] = {int(i): float(random.normal()) for i in random.integers(0, 30, 3)}
         values = {name: value for name, value in choices.items() if random.random() < 0.4}
         logits = make_logits("normal", 30, index) / 2
-        tokens = draw_tokens(IMPLEMENTATIONS["ops"], logits, values, 2000, 10, first_seed=index * 7919)
+        tokens = draw_tokens(logits, values, 2000, 10, first_seed=index * 7919)
         assert goodness_of_fit(tokens, exact_distribution(logits, values)) > FALSE_ALARM / 200, values
 
 
 @pytest.mark.slow
-@implementations
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_neighbouring_positions_rows_and_seeds_are_independent(choose: Choose, name: str) -> None:
+def test_neighbouring_positions_rows_and_seeds_are_independent(name: str) -> None:
     logits, values = make_logits("normal", 16, 3) / 4, CONFIGURATIONS[name]
     values = {knob: value for knob, value in values.items() if knob != "logit_bias"}
     probabilities = exact_distribution(logits, values)
-    tokens = draw_tokens(choose, logits, values, 4001, 51)
+    tokens = draw_tokens(logits, values, 4001, 51)
     pairs = {
         "positions": (tokens[:, :-1], tokens[:, 1:]),
         "seeds": (tokens[:-1], tokens[1:]),
         "seed + 1 at position − 1": (tokens[:-1, 1:], tokens[1:, :-1]),
         "seed + 1 at position + 1": (tokens[:-1, :-1], tokens[1:, 1:]),
         "two positions apart": (tokens[:, :-2], tokens[:, 2:]),
-        "seed + 2³²": (tokens, draw_tokens(choose, logits, values, 4001, 51, first_seed=2**32)),
+        "seed + 2³²": (tokens, draw_tokens(logits, values, 4001, 51, first_seed=2**32)),
     }
     for name, (first, second) in pairs.items():
         assert sampling_statistics.independence(first, second, probabilities) > FALSE_ALARM / len(pairs), name
@@ -106,7 +102,7 @@ def test_no_draw_gives_a_forbidden_token() -> None:
     batch = logits.expand(num_rows, -1).contiguous()
     counts = torch.zeros(12, dtype=torch.int64)
     for position in range(num_calls):
-        tokens = IMPLEMENTATIONS["ops"](batch, columns, None, torch.full((num_rows,), position), None)
+        tokens = ops.choose_tokens(batch, columns, None, torch.full((num_rows,), position))
         counts += torch.bincount(tokens, minlength=12)
     assert int(counts.sum()) == num_rows * num_calls
     allowed = exact_distribution(logits, values | {"allowed_token_ids": [i for i in range(12) if i != 2]}) > 0

@@ -13,13 +13,15 @@ from cases import cases
 from infer import InvalidRequestError, SamplingParams
 from infer.compute.operands.step import Chunk, Masks
 from infer.compute.ops import device
-from infer.compute.sampling import sampler
-from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
+from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns
+from infer.compute.sampling.definition import process_logits
 from infer.compute.sampling.integer_probs import target
 from infer.compute.sampling.masks import num_mask_words, pack_masks, unpack_bits
+from infer.compute.sampling.row_stages import uses_history
 from infer.compute.sampling.sampler import Sampled
 from infer.engine.runner import runner
 from refusals import check_refused
+from sampling_cases import kept_ids
 
 INF = math.inf
 few = settings(max_examples=25, deadline=None)
@@ -32,46 +34,41 @@ def pack(*values: dict[str, Any], vocab_size: int = 10, **options: Any) -> Sampl
 # Columns
 
 
-PASSES = ["max_top_k", *(f"has_{name}" for name in ("greedy", "penalty", "bias", "mask", "min_new_tokens", "edits"))]
-PASSES += ["has_top_p", "has_min_p", "has_temperature", "has_temperature_last"]
+PASSES = ["has_penalty", "has_edits", "has_filters", "has_logprobs"]
 
 
 @cases(
     "values expected",
     ({}, set()),
-    ({"temperature": 0.0, "top_k": 3, "min_p": 0.1, "top_p": 0.5}, {"has_greedy"}),
-    ({"temperature": 0.5}, {"has_temperature"}),
-    ({"temperature_last": True}, {"has_temperature_last"}),
-    ({"top_k": 3}, {"max_top_k"}),
+    ({"temperature": 0.0, "top_k": 3, "min_p": 0.1, "top_p": 0.5}, set()),
+    ({"temperature": 0.5, "temperature_last": True}, set()),
+    ({"top_k": 3}, {"has_filters"}),
     ({"top_k": 10}, set()),
-    ({"min_p": 0.1}, {"has_min_p"}),
-    ({"presence_penalty": 0.1}, {"has_penalty", "has_edits"}),
+    ({"presence_penalty": 0.1, "logprobs": 0}, {"has_penalty", "has_edits", "has_logprobs"}),
     ({"repetition_penalty": 1.1}, {"has_penalty", "has_edits"}),
     ({"repetition_penalty": 1.1, "repetition_window": 0}, set()),
-    ({"logit_bias": {1: 1.0}}, {"has_bias", "has_edits"}),
-    ({"logit_bias": {1: INF}}, {"has_mask", "has_edits"}),
-    ({"allowed_token_ids": [1]}, {"has_mask", "has_edits"}),
-    ({"min_new_tokens": 1, "stop_token_ids": [1]}, {"has_min_new_tokens", "has_edits"}),
+    *(({"logit_bias": {1: bias}}, {"has_edits"}) for bias in (1.0, INF)),
+    ({"allowed_token_ids": [1]}, {"has_edits"}),
+    ({"min_new_tokens": 1, "stop_token_ids": [1]}, {"has_edits"}),
     ({"min_new_tokens": 1}, set()),
 )
 def test_the_host_knows_which_passes_a_batch_needs(values: dict[str, Any], expected: set[str]) -> None:
-    columns = pack(values)
+    columns = pack({}, values)
     assert {name for name in PASSES if getattr(columns, name)} == expected
-    assert columns.has_sampled == (values.get("temperature") != 0)
-    assert columns.with_top_p.tolist() == ([0] if values.get("top_p", 1) < 1 and columns.has_sampled else [])
+    assert columns.is_filtered.tolist() == [False, "has_filters" in expected]
 
 
 def test_only_rows_with_a_penalty_have_a_history_slot() -> None:
     columns = pack({}, {"presence_penalty": 1.0}, {"repetition_window": 3}, {"repetition_penalty": 2.0})
-    assert (columns.history_slot.tolist(), columns.penalised.tolist()) == ([-1, 1, -1, 3], [1, 3])
+    assert columns.history_slot.tolist() == [-1, 1, -1, 3]
     assert not uses_history(SamplingParams(repetition_penalty=2.0, repetition_window=0))
 
 
 def test_ragged_lists_belong_to_their_rows() -> None:
     last = {"logit_bias": {1: 3.0, 5: INF}, "min_new_tokens": 4, "stop_token_ids": [9]}
     columns = pack({"logit_bias": {7: 1.0, 2: -INF}}, {}, last, end_ids=[3])
-    expected = {"bias_starts": [0, 2, 2, 3], "bias_ids": [2, 7, 1], "biases": [-INF, 1.0, 3.0], "bias_rows": [0, 0, 2]}
-    expected |= {"end_starts": [0, 0, 0, 2], "end_ids": [3, 9], "end_rows": [2, 2], "mask_index": [-1, -1, 0]}
+    expected = {"bias_starts": [0, 2, 2, 3], "bias_ids": [2, 7, 1], "biases": [-INF, 1.0, 3.0]}
+    expected |= {"end_starts": [0, 0, 0, 2], "end_ids": [3, 9], "mask_index": [-1, -1, 0]}
     assert {name: getattr(columns, name).tolist() for name in expected} == expected
     assert torch.equal(columns.masks, pack_masks([[5]], 10))
 
@@ -84,7 +81,7 @@ def test_a_seed_keeps_its_64_bits(seed: int) -> None:
 @pytest.mark.parametrize("number", [2**62, 2**63, 2**64, 10**30])
 def test_a_number_that_no_column_holds_means_as_far_as_any_context_goes(number: int) -> None:
     columns = pack({"repetition_window": number, "min_new_tokens": number, "max_new_tokens": None, "top_k": number})
-    found = [each.tolist() for each in (columns.repetition_window, columns.min_new_tokens, columns.top_k)]
+    found = [columns.on_host(name).tolist() for name in ("repetition_window", "min_new_tokens", "top_k")]
     assert found == [[WHOLE_HISTORY], [WHOLE_HISTORY], [0]]
 
 
@@ -98,10 +95,9 @@ def test_a_divisor_is_never_a_denormal_or_zero(value: float) -> None:
 @pytest.mark.parametrize("top_p", [1e-300, 1e-9, 1e-7, 1.5e-7])
 def test_a_vanishing_top_p_keeps_the_likeliest_token_and_a_goal_above_nothing(top_p: float) -> None:
     columns = pack({"top_p": top_p}, vocab_size=1000)
-    goal = target(torch.tensor([1 << 42]), columns.top_p)
+    goal = target(torch.tensor([1 << 42]), torch.tensor(columns.on_host("top_p")))
     assert 0 < float(goal[0]) < 1 << 42
-    kept = sampler.process(torch.zeros(1, 1000), columns, None, torch.zeros(1, dtype=torch.int64)) > -INF
-    assert kept.nonzero().tolist() == [[0, 0]]
+    assert kept_ids(process_logits(torch.zeros(1000), [], columns.params[0])) == [0]
 
 
 # Refusals
@@ -139,7 +135,7 @@ def test_a_wrong_number_of_prompt_tokens_is_an_error(counts: list[int], said: st
 
 # Slots
 
-LISTS = {"bias_ids", "biases", "end_ids", "masks", "num_logprobs", "is_processed"}
+LISTS = {"bias_ids", "biases", "end_ids", "masks", "params"}
 VARIED: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0, "top_p": 0.5},
@@ -151,9 +147,13 @@ VARIED: list[dict[str, Any]] = [
 ]
 
 
+def values_of(columns: SamplingColumns, name: str) -> Any:
+    return columns.whole[name][: len(columns)] if name in columns.whole else getattr(columns, name)
+
+
 def assert_same(found: SamplingColumns, expected: SamplingColumns) -> None:
     for name in (found.whole.keys() | LISTS) - {"history_slot"}:
-        value, wanted = getattr(found, name), getattr(expected, name)
+        value, wanted = (values_of(columns, name) for columns in (found, expected))
         assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted, name
     assert (found.history_slot < 0).tolist() == (expected.history_slot < 0).tolist()
     for name in PASSES:
@@ -167,7 +167,7 @@ def test_selected_slots_do_not_depend_on_other_slots(data: st.DataObject) -> Non
     columns = SamplingColumns(5, 10, end_ids=[3, 6])
     held: dict[int, tuple[SamplingParams, int]] = {}
     columns.select(range(5))
-    places = {name: getattr(columns, name).data_ptr() for name in columns.whole}
+    places = {name: columns.whole[name].data_ptr() for name in columns.whole}
     for step in range(data.draw(st.integers(1, 8))):
         slot, values = data.draw(st.integers(0, 4)), data.draw(st.sampled_from(VARIED))
         held[slot] = SamplingParams(**{"seed": 100 + step} | values), step
@@ -176,7 +176,7 @@ def test_selected_slots_do_not_depend_on_other_slots(data: st.DataObject) -> Non
         columns.select(slots)
         params, prompts = [held[slot][0] for slot in slots], [held[slot][1] for slot in slots]
         assert_same(columns, SamplingColumns.of(params, 10, num_prompt_tokens=prompts, end_ids=[3, 6]))
-        assert {name: getattr(columns, name).data_ptr() for name in columns.whole} == places
+        assert {name: columns.whole[name].data_ptr() for name in columns.whole} == places
         penalised = [uses_history(each) for each in params]
         expected = [slot if has_penalty else -1 for slot, has_penalty in zip(slots, penalised, strict=True)]
         assert columns.history_slot.tolist() == expected

@@ -17,7 +17,7 @@ from extent import IS_SHORT
 from infer import InferError, InvalidRequestError, SamplingParams, sample_token
 from infer.compute.sampling import definition, row_stages
 from infer.compute.sampling.definition import LogitsError, log_probabilities, process_logits
-from infer.compute.sampling.row_stages import keep_allowed
+from infer.compute.sampling.row_stages import FILTERS, keep_allowed
 from sampling_cases import INF, kept_ids, same_bits
 
 few = settings(max_examples=12 if IS_SHORT else 25, deadline=None)
@@ -110,7 +110,7 @@ KEPT: list[tuple[dict[str, Any], list[float], Sequence[int]]] = [
     ({"top_p": 1e-9}, [0.1, 0.4, 0.4, 0.1], [1]),
     ({"min_p": 0.1}, [0.5, 0.2, 0.2, 0.04, 0.06], [0, 1, 2, 4]),
     ({"min_p": 0.999}, [0.5, 0.2, 0.2, 0.04, 0.06], [0]),
-    ({"min_p": 0.5, "top_p": 0.7}, [0.5, 0.3, 0.2], [0, 1]),  # top-p first
+    ({"min_p": 0.25, "top_p": 0.8}, [0.5, 0.2, 0.15, 0.1, 0.05], [0, 1, 2]),  # top-p first
     ({"temperature": 2.0, "top_p": 0.6}, [0.6, 0.25, 0.15], [0, 1]),  # the temperature first
     ({"temperature": 2.0, "top_p": 0.6, "temperature_last": True}, [0.6, 0.25, 0.15], [0]),
     ({"allowed_token_ids": [1, 2]}, [0.25] * 4, [1, 2]),
@@ -213,12 +213,24 @@ def test_a_stage_refuses_a_value_that_breaks_its_rule(message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+IN_USE: dict[str, Any] = {"temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "logit_bias": {0: 1.0}}
+IN_USE |= {"repetition_penalty": 2.0, "frequency_penalty": 1.0, "presence_penalty": 1.0}
+
+
 @pytest.mark.parametrize("name", [name for name in infer.__all__ if name.startswith("apply_")])
 def test_the_sampler_computes_with_the_exported_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert getattr(infer, name) is getattr(row_stages, name)
-    called = list[str]()
-    monkeypatch.setattr(definition, name, lambda row, *others: called.append(name) or row)
-    sample_token(torch.zeros(3), [0], SamplingParams(seed=1))
+    called, parameter = list[str](), name.removeprefix("apply_")
+
+    def spy(row: Tensor, *_: Any) -> Tensor:
+        called.append(name)
+        return row
+
+    if parameter in FILTERS:
+        monkeypatch.setitem(FILTERS, parameter, FILTERS[parameter]._replace(apply=spy))
+    else:
+        monkeypatch.setattr(definition, name, spy)
+    sample_token(torch.zeros(3), [0], SamplingParams(seed=1, **IN_USE))
     assert called == [name]
 
 

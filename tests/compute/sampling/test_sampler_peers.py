@@ -1,4 +1,4 @@
-"""The batched sampler compared with Hugging Face's processors and warpers, and with figures of llama.cpp's own test.
+"""The sampler compared with Hugging Face's processors and warpers, and with figures of llama.cpp's own test.
 
 By design we differ from Hugging Face in four places, each with a test that says so:
 
@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from infer.compute.sampling import sampler
-from sampling_cases import INF, Row, kept_ids, make_batch, make_logits
+from infer.compute.sampling.definition import process_logits
+from sampling_cases import INF, Row, by_reference, kept_ids, make_logits
 
 VOCAB = 300
 few = settings(max_examples=25, deadline=None)
@@ -31,8 +31,9 @@ context_lists = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
 def ours(logits: Tensor, context: list[int], num_prompt_tokens: int = 0, **values: Any) -> Tensor:
-    batch = make_batch([Row(logits, {"seed": 0} | values, tuple(context), num_prompt_tokens)], frozenset([7]))
-    return sampler.process(*batch.arguments())[0]
+    row = Row(logits, {"seed": 0} | values, tuple(context), num_prompt_tokens)
+    found: Tensor = by_reference(process_logits, row, frozenset([7]))
+    return found
 
 
 def theirs(logits: Tensor, context: list[int], *processors: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from infer.compute.sampling.masks import num_mask_words, pack_masks
 from infer.compute.sampling.noise import signed
+from infer.compute.sampling.row_stages import FILTERS, allowed_ids, filter_numbers, filters_in_use, uses_history
 from infer.errors import InvalidRequestError
-from infer.sampling_params import SMALLEST_TOP_P, SamplingParams
+from infer.sampling_params import SamplingParams
 
 WHOLE_HISTORY = 1 << 62  # a repetition window that covers everything
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -36,27 +37,31 @@ class _Slot(NamedTuple):
 
 
 class _Lists(NamedTuple):
-    """Lists, mask and flags of a slot: its values that are not in a column."""
+    """Parameters of a slot, and its lists and mask: its values that are not in a column."""
 
+    params: SamplingParams = SamplingParams(temperature=0)
     biases: Sequence[tuple[int, float]] = ()
     end_ids: Sequence[int] = ()
     mask: Int[Tensor, "mask words"] | None = None
-    num_logprobs: int | None = None
-    is_processed: bool = False
 
 
 @final
 class _Column:
     """One number per row, computed by `of` from the row's slot. As an attribute it is a tensor over the rows."""
 
-    def __init__(self, dtype: npt.DTypeLike, of: Callable[[_Slot], float]) -> None:
-        self.dtype, self.of = np.dtype(dtype), of
+    def __init__(self, dtype: npt.DTypeLike, of: Callable[[_Slot], float], name: str = "") -> None:
+        self.dtype, self.of, self.name = np.dtype(dtype), of, name
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, columns: "SamplingColumns", owner: type) -> Tensor:
         return columns.whole[self.name][: len(columns)]
+
+
+def _filter_column(name: str) -> _Column:
+    """Return the column of a filter, which has the parameter's name: `FILTERS` says what its number is."""
+    return _Column(np.float64, lambda slot: filter_numbers(slot.params, slot.vocab_size)[name], name)
 
 
 class _Group(NamedTuple):
@@ -75,11 +80,9 @@ class SamplingColumns:
     starts[i + 1]. A slot that was never written is greedy.
     """
 
-    # One number per row.
+    # One number per row. There is also a column for each of `FILTERS`, in `whole` and `on_host`.
     temperature = _Column(np.float32, lambda slot: _temperature(slot.params.temperature))  # 0 is greedy
-    top_k = _Column(np.int64, lambda slot: _top_k(slot.params.top_k, slot.vocab_size))  # 0 is off
-    top_p = _Column(np.float64, lambda slot: max(slot.params.top_p, SMALLEST_TOP_P))
-    log_min_p = _Column(np.float32, lambda slot: _log(slot.params.min_p))  # −inf is off
+    is_filtered = _Column(np.bool_, lambda slot: len(filters_in_use(slot.params, slot.vocab_size)) > 0)
     repetition_penalty = _Column(np.float32, lambda slot: _divisor(slot.params.repetition_penalty))
     repetition_window = _Column(np.int64, lambda slot: _count(slot.params.repetition_window))
     frequency_penalty = _Column(np.float32, lambda slot: slot.params.frequency_penalty)
@@ -97,9 +100,8 @@ class SamplingColumns:
     biases: Float[Tensor, "biases"]  # float64, finite or −inf
     end_ids: Int[Tensor, "ends"]  # EOS and stop ids, banned until the minimum length
     masks: Int[Tensor, "masks words"]  # int32, one bit per token: `allowed_token_ids` and ids with a bias of +inf
+    params: tuple[SamplingParams, ...]  # per row: what was written
     num_logprobs: tuple[int | None, ...]  # per row: requested alternatives; None: no log-probabilities
-    has_logprobs: bool  # True if a row requests log-probabilities
-    is_processed: tuple[bool, ...]  # per row: True for log-probabilities of the processed logits
     selection: object  # a new object after each change of the selection, for users that cache derived values
     whole: dict[str, Tensor]  # each column with room for all slots, at a fixed address
 
@@ -108,8 +110,9 @@ class SamplingColumns:
     ) -> None:
         """Allocate the columns. `end_ids` are the model's EOS ids."""
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
-        self._end_ids = sorted(end_ids)
-        columns = sorted((c for c in vars(type(self)).values() if isinstance(c, _Column)), key=lambda c: c.dtype.str)
+        self.eos_token_ids = frozenset(each for each in end_ids if 0 <= each < vocab_size)
+        columns = [*(c for c in vars(type(self)).values() if isinstance(c, _Column)), *map(_filter_column, FILTERS)]
+        columns.sort(key=lambda column: column.dtype.str)
         # One line per column and per list's starts, so that one copy brings all of them to the device.
         lines = np.zeros((len(columns) + 2, num_slots + 1), np.int64)
         self._on_host = torch.from_numpy(lines)
@@ -182,9 +185,8 @@ class SamplingColumns:
         count, index, lists = len(slots), list(slots), [self._lists[slot] for slot in slots]
         for group in self._groups:
             group.of_rows[:, :count] = group.of_slots[:, index]
-        self.num_logprobs = tuple(each.num_logprobs for each in lists)
-        self.has_logprobs = any(count is not None for count in self.num_logprobs)
-        self.is_processed = tuple(each.is_processed for each in lists)
+        self.params = tuple(each.params for each in lists)
+        self.num_logprobs = tuple(each.logprobs for each in self.params)
         has_lists = any(each.biases or each.end_ids or each.mask is not None for each in lists)
         if has_lists or self._has_lists:
             self._has_lists = True
@@ -231,113 +233,37 @@ class SamplingColumns:
     def end_starts(self) -> Int[Tensor, "starts"]:
         return self.whole["end_starts"][: len(self) + 1]
 
-    # Stages that any row needs, and the rows that need them.
-
-    @property
-    def has_greedy(self) -> bool:
-        return not self._is_sampled.all()
-
-    @property
-    def has_sampled(self) -> bool:
-        return bool(self._is_sampled.any())
+    # Stages that any row needs.
 
     @property
     def has_penalty(self) -> bool:
         return bool((self.on_host("history_slot") >= 0).any())
 
     @property
-    def penalised(self) -> Int[Tensor, "penalised"]:
-        """Indices of the rows that have a history slot."""
-        return self._indices(self.on_host("history_slot") >= 0)
-
-    @property
-    def has_bias(self) -> bool:
-        return len(self.bias_ids) > 0
-
-    @property
-    def has_mask(self) -> bool:
-        return len(self.masks) > 0
-
-    @property
-    def has_min_new_tokens(self) -> bool:
-        return len(self.end_ids) > 0
-
-    @property
     def has_edits(self) -> bool:
         """True if any row's logits change before the temperature."""
-        return self.has_bias or self.has_mask or self.has_min_new_tokens or self.has_penalty
+        return len(self.bias_ids) > 0 or len(self.masks) > 0 or len(self.end_ids) > 0 or self.has_penalty
 
     @property
-    def max_top_k(self) -> int:
-        """The largest k of a sampled row; 0 if none has one."""
-        return int((self.on_host("top_k") * self._is_sampled).max(initial=0))
+    def has_filters(self) -> bool:
+        """True if a filter may ban tokens of any row. No sampler may ask another way."""
+        return bool(self.on_host("is_filtered").any())
 
     @property
-    def has_top_p(self) -> bool:
-        return bool(self._has_top_p.any())
-
-    @property
-    def with_top_p(self) -> Int[Tensor, "filtered"]:
-        """Indices of the sampled rows with a top-p."""
-        return self._indices(self._has_top_p)
-
-    @property
-    def has_min_p(self) -> bool:
-        return bool(((self.on_host("log_min_p") > -math.inf) & self._is_sampled).any())
-
-    @property
-    def has_temperature(self) -> bool:
-        return bool((self._is_sampled & (self.on_host("temperature") != 1)).any())
-
-    @property
-    def has_temperature_last(self) -> bool:
-        return bool(self.on_host("temperature_last").any())
-
-    @property
-    def all_temperature_last(self) -> bool:
-        return bool(self.on_host("temperature_last").all())
-
-    @property
-    def bias_rows(self) -> Int[Tensor, "biases"]:
-        return self._owners(self.bias_starts)
-
-    @property
-    def end_rows(self) -> Int[Tensor, "ends"]:
-        return self._owners(self.end_starts)
+    def has_logprobs(self) -> bool:
+        """True if a row requests log-probabilities."""
+        return any(count is not None for count in self.num_logprobs)
 
     def _lists_of(self, params: SamplingParams) -> _Lists:
-        lists = _Lists(num_logprobs=params.logprobs, is_processed=params.logprobs_mode == "processed")
+        lists = _Lists(params)
         if params.min_new_tokens:
-            ends = {*self._end_ids, *(params.stop_token_ids or ())}
-            lists = lists._replace(end_ids=sorted(each for each in ends if 0 <= each < self.vocab_size))
+            lists = lists._replace(end_ids=sorted({*self.eos_token_ids, *(params.stop_token_ids or ())}))
         if biases := params.logit_bias:
             finite = [(token_id, bias) for token_id, bias in sorted(biases.items()) if bias != math.inf]
             lists = lists._replace(biases=finite)
-        if (allowed := _allowed(params)) is not None:
+        if (allowed := allowed_ids(params)) is not None:
             lists = lists._replace(mask=pack_masks([allowed], self.vocab_size))
         return lists
-
-    @property
-    def _is_sampled(self) -> npt.NDArray[np.bool_]:
-        is_sampled: npt.NDArray[np.bool_] = self.on_host("temperature") != 0
-        return is_sampled
-
-    @property
-    def _has_top_p(self) -> npt.NDArray[np.bool_]:
-        has_top_p: npt.NDArray[np.bool_] = self._is_sampled & (self.on_host("top_p") < 1)
-        return has_top_p
-
-    def _indices(self, is_one: npt.NDArray[np.bool_]) -> Int[Tensor, "indices"]:
-        return torch.from_numpy(np.flatnonzero(is_one)).to(self.device)
-
-    def _owners(self, starts: Int[Tensor, "starts"]) -> Int[Tensor, "entries"]:
-        return torch.repeat_interleave(torch.arange(len(self), device=self.device), starts.diff())
-
-
-def uses_history(params: SamplingParams) -> bool:
-    """Return True if the row's logits depend on its previous tokens."""
-    repeats = params.repetition_penalty != 1 and params.repetition_window != 0
-    return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def _ready_to_send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -364,27 +290,9 @@ def _divisor(value: float) -> float:
     return min(max(value, _SMALLEST), _LARGEST)
 
 
-def _top_k(value: int | None, vocab_size: int) -> int:
-    return value if value and value < vocab_size else 0
-
-
-def _log(value: float) -> float:
-    return math.log(value) if value else -math.inf
-
-
 def _count(value: int | None) -> int:
     """Return the value as a column stores it, limited to a number beyond any context; None means all."""
     return WHOLE_HISTORY if value is None else min(value, WHOLE_HISTORY)
-
-
-def _allowed(params: SamplingParams) -> Collection[int] | None:
-    """Return the ids left by `allowed_token_ids` and biases of +inf, or None if every id is allowed."""
-    if params.logit_bias is None:
-        return params.allowed_token_ids
-    forced = {token_id for token_id, bias in params.logit_bias.items() if bias == math.inf}
-    if params.allowed_token_ids is None:
-        return forced or None
-    return forced & set(params.allowed_token_ids) if forced else params.allowed_token_ids
 
 
 def _numbered(is_counted: Sequence[bool]) -> list[int]:

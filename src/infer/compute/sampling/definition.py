@@ -9,33 +9,36 @@
  7. top-k       8. top-p       9. min-p
 10. Gumbel noise, argmax
 
-`row_stages` has the stages. Each leaves at least one token; masks and bans that leave none raise LogitsError.
+`row_stages` has the stages, and `FILTERS` there the order of 7 to 9. Each leaves at least one token; masks and bans
+that leave none raise LogitsError.
 Ties are a total order: logit descending, then id ascending.
 """
 
 import math
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from infer.compute.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED
 from infer.compute.sampling.noise import gumbel_at
 from infer.compute.sampling.row_stages import (
+    FILTERS,
     Logits,
+    allowed_ids,
     apply_frequency_penalty,
     apply_logit_bias,
-    apply_min_p,
     apply_presence_penalty,
     apply_repetition_penalty,
     apply_temperature,
-    apply_top_k,
-    apply_top_p,
     ban_ends,
     check_row,
+    filters_in_use,
     index_of,
     keep_allowed,
+    uses_history,
 )
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import TokenLogprob
@@ -45,7 +48,14 @@ NO_TOKEN_ALLOWED = "no token of this row is allowed by the grammar, allowed_toke
 
 
 class LogitsError(InferError):
-    """Error of a row from which nothing can be sampled: NaN or +inf in the logits, or no allowed token."""
+    """Error of a row from which nothing can be sampled: NaN or +inf in the logits, or no allowed token.
+
+    A batch has `code` in place of the row's token.
+    """
+
+    def __init__(self, message: str, code: int = NOTHING_ALLOWED) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def sample_token(
@@ -86,15 +96,20 @@ def sample_token(
         eos_token_ids=eos_token_ids,
         allowed=allowed,
     )
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    if params.is_greedy or generator is None:
+        return choose_token(processed, params, seed, len(context_token_ids))
+    kept = (processed > -math.inf).nonzero()[:, 0]
+    noise = _generated_gumbel(len(processed), generator).to(kept.device)[kept]
+    return int(kept[(processed[kept] + noise).argmax()])
+
+
+def choose_token(processed: Float[Tensor, "vocab"], params: SamplingParams, seed: int, position: int) -> int:
+    """Return the token of steps 5 and 10, from logits after step 9. `position` is the noise's counter."""
     if params.is_greedy:
         return int(processed.argmax())
     kept = (processed > -math.inf).nonzero()[:, 0]
-    if generator is not None:
-        noise = _generated_gumbel(len(processed), generator).to(kept.device)[kept]
-    else:
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        noise = gumbel_at(seed, len(context_token_ids), kept)
-    return int(kept[(processed[kept] + noise).argmax()])
+    return int(kept[(processed[kept] + gumbel_at(seed, position, kept)).argmax()])
 
 
 def process_logits(
@@ -107,30 +122,74 @@ def process_logits(
     allowed: Bool[Tensor, "vocab"] | Collection[int] | None = None,
 ) -> Float[Tensor, "vocab"]:
     """Return float32 logits after steps 1 to 9 (to 4 if greedy), to which the noise is added."""
+    *_, (_, processed) = stages(
+        logits,
+        context_token_ids,
+        params,
+        num_prompt_tokens=num_prompt_tokens,
+        eos_token_ids=eos_token_ids,
+        allowed=allowed,
+    )
+    return processed
+
+
+def stages(
+    logits: Logits,
+    context_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    num_prompt_tokens: int = 0,
+    eos_token_ids: Collection[int] = frozenset(),
+    allowed: Bool[Tensor, "vocab"] | Collection[int] | None = None,
+) -> Iterator[tuple[str, Float[Tensor, "vocab"]]]:
+    """Yield the name of each of steps 1 to 9 that is in use, and the float32 logits after it. The first is "raw"."""
     if not 0 <= num_prompt_tokens <= len(context_token_ids):
         raise InvalidRequestError(
             f"num_prompt_tokens must be in [0, {len(context_token_ids)}] (the context), got {num_prompt_tokens}"
         )
     generated = context_token_ids[num_prompt_tokens:]
-    row = keep_allowed(keep_allowed(check_logits(logits), allowed), params.allowed_token_ids)
-    row = apply_logit_bias(row, params.logit_bias)
+    row = check_logits(logits)
+    yield "raw", row
+    if allowed is not None or allowed_ids(params) is not None:
+        row = keep_allowed(keep_allowed(row, allowed), allowed_ids(params))
+        yield "allowed", row
+    if any(bias < math.inf for bias in (params.logit_bias or {}).values()):
+        row = apply_logit_bias(row, params.logit_bias)
+        yield "logit_bias", row
     if not bool((row > -math.inf).any()):
         raise LogitsError(NO_TOKEN_ALLOWED)
-    if len(generated) < params.min_new_tokens:
-        row = ban_ends(row, {*eos_token_ids, *(params.stop_token_ids or ())})
-    window = params.repetition_window
-    recent = context_token_ids if window is None else context_token_ids[max(len(context_token_ids) - window, 0) :]
-    row = apply_repetition_penalty(row, recent, params.repetition_penalty)
-    row = apply_frequency_penalty(row, generated, params.frequency_penalty)
-    row = apply_presence_penalty(row, generated, params.presence_penalty)
+    if params.min_new_tokens and (ends := {*eos_token_ids, *(params.stop_token_ids or ())}):
+        row = ban_ends(row, ends) if len(generated) < params.min_new_tokens else row
+        yield "min_new_tokens", row
+    for name, penalised in _penalties(row, context_token_ids, generated, params):
+        row = penalised
+        yield name, row
     if params.is_greedy:
-        return row
-    if not params.temperature_last:
+        return
+    if params.temperature != 1 and not params.temperature_last:
         row = apply_temperature(row, params.temperature)
-    row = apply_top_k(row, params.top_k)
-    row = apply_top_p(row, params.top_p)
-    row = apply_min_p(row, params.min_p)
-    return apply_temperature(row, params.temperature) if params.temperature_last else row
+        yield "temperature", row
+    for name in filters_in_use(params, len(row)):
+        row = FILTERS[name].apply(row, getattr(params, name))
+        yield name, row
+    if params.temperature != 1 and params.temperature_last:
+        row = apply_temperature(row, params.temperature)
+        yield "temperature_last", row
+
+
+def _penalties(
+    row: Logits, context_token_ids: Sequence[int], generated: Sequence[int], params: SamplingParams
+) -> Iterator[tuple[str, Logits]]:
+    if uses_history(params) and params.repetition_penalty != 1:
+        window = params.repetition_window
+        recent = context_token_ids if window is None else context_token_ids[max(len(context_token_ids) - window, 0) :]
+        row = apply_repetition_penalty(row, recent, params.repetition_penalty)
+        yield "repetition_penalty", row
+    if params.frequency_penalty:
+        row = apply_frequency_penalty(row, generated, params.frequency_penalty)
+        yield "frequency_penalty", row
+    if params.presence_penalty:
+        yield "presence_penalty", apply_presence_penalty(row, generated, params.presence_penalty)
 
 
 def check_logits(logits: Logits) -> Float[Tensor, "vocab"]:
@@ -143,7 +202,8 @@ def check_logits(logits: Logits) -> Float[Tensor, "vocab"]:
     # NaN is the maximum of any row that has one.
     largest = float(row.max())
     if math.isnan(largest) or largest == math.inf:
-        raise LogitsError(f"the logits of this row have {'NaN' if math.isnan(largest) else '+inf'}: nothing is sampled")
+        kind = "NaN" if math.isnan(largest) else "+inf"
+        raise LogitsError(f"the logits of this row have {kind}: nothing is sampled", NOT_A_NUMBER)
     if largest == -math.inf:
         raise LogitsError("all logits of this row are -inf: no token can be sampled")
     return row

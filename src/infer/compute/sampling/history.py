@@ -14,7 +14,7 @@ from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from infer.compute.sampling.columns import SamplingColumns
@@ -74,13 +74,6 @@ class History:
         ids = self._checked(token_ids)
         self._append(slot, ids)
         self._count(slot, ids)
-
-    def is_within(
-        self, slots: Int[Tensor, "penalised"], windows: Int[Tensor, "penalised"]
-    ) -> Bool[Tensor, "penalised vocab"]:
-        """Return True for each id that occurs among the last tokens of its slot. The window is the number of tokens."""
-        last = self.last[slots]
-        return (last > 0) & (last > (self.lengths[slots] - windows)[:, None])
 
     def _append(self, slot: int, ids: Int[Tensor, "tokens"]) -> None:
         start = int(self.lengths[slot])

@@ -5,8 +5,10 @@ identity, bit for bit.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from infer.compute.sampling.integer_probs import target, weights
 from infer.errors import InvalidRequestError
 from infer.parameters import shown
-from infer.sampling_params import PARAMETERS
+from infer.sampling_params import PARAMETERS, SMALLEST_TOP_P, SamplingParams
 
 Logits = Float[Tensor, "vocab"]
 
@@ -267,6 +269,55 @@ def apply_min_p(logits: Logits, min_p: float) -> Logits:
         return logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.masked_fill(wide < wide.max() + math.log(min_p), -math.inf)
+
+
+class Filter(NamedTuple):
+    """A filter: a stage that only bans tokens, and that a greedy row does not need.
+
+    `number(value, vocab_size)` is what kernels read in place of the parameter's value, as a float64: `off` if the
+    filter keeps every token.
+    """
+
+    apply: Callable[[Logits, Any], Logits]
+    number: Callable[[Any, int], float]
+    off: float
+
+
+# By the parameter's name, in the order in which they are applied. Kernels read top-k's number of tokens, top-p's
+# probability, and the logarithm of min-p, rounded to the float32 that logits have.
+FILTERS: dict[str, Filter] = {
+    "top_k": Filter(apply_top_k, lambda k, vocab_size: k if k and k < vocab_size else 0, off=0),
+    "top_p": Filter(apply_top_p, lambda p, _: max(p, SMALLEST_TOP_P), off=1),
+    "min_p": Filter(apply_min_p, lambda p, _: float(np.float32(math.log(p))) if p else -math.inf, off=-math.inf),
+}
+
+
+def filter_numbers(params: SamplingParams, vocab_size: int) -> dict[str, float]:
+    """Return the number of each filter by the parameter's name. A greedy row has no filter."""
+    if params.is_greedy:
+        return {name: each.off for name, each in FILTERS.items()}
+    return {name: each.number(getattr(params, name), vocab_size) for name, each in FILTERS.items()}
+
+
+def filters_in_use(params: SamplingParams, vocab_size: int) -> list[str]:
+    """Return the names of the filters that may ban tokens of this row, in their order. Every sampler asks here."""
+    return [name for name, number in filter_numbers(params, vocab_size).items() if number != FILTERS[name].off]
+
+
+def uses_history(params: SamplingParams) -> bool:
+    """Return True if the row's logits depend on its previous tokens."""
+    repeats = params.repetition_penalty != 1 and params.repetition_window != 0
+    return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def allowed_ids(params: SamplingParams) -> Collection[int] | None:
+    """Return the ids left by `allowed_token_ids` and biases of +inf, or None if every id is allowed."""
+    if params.logit_bias is None:
+        return params.allowed_token_ids
+    forced = {token_id for token_id, bias in params.logit_bias.items() if bias == math.inf}
+    if params.allowed_token_ids is None:
+        return forced or None
+    return forced & set(params.allowed_token_ids) if forced else params.allowed_token_ids
 
 
 def check_row(logits: object, name: str | None = None, value: object = None) -> None:

@@ -1,22 +1,11 @@
-"""The sampler for a batch, in torch on any device: every row with its own parameters, no loop over rows, no read-back.
+"""The sampler for a batch: the definition, row by row, and log-probabilities of the sampled tokens.
 
- 1. float32; raw log-probabilities are computed from these logits
- 2. grammar mask, `allowed_token_ids`, minimum length (lifted if steps 2 and 3 would leave only the end)
- 3. `logit_bias`
- 4. repetition, then frequency, then presence penalty
- 5. greedy rows: argmax
- 6. temperature (rows with `temperature_last`: after step 9)
- 7. top-k       8. top-p       9. min-p
-10. Gumbel noise, argmax
-
-`stages` yields these steps one by one. A step that no row needs is left out. A row that does not need a step passes
-through it unchanged, bit for bit. A row's token equals the token that `definition` returns for that row alone.
-Ties: logit descending, then id ascending.
-A row with NaN or +inf, or with no token left, gets a negative code in place of a token. Other rows are not affected.
+Backends without a sampler of their own use it, and every other sampler must give the same tokens. A row with NaN or
++inf, or with no token left, gets a negative code in place of a token. Other rows are not affected.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -26,11 +15,10 @@ from torch import Tensor
 
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED, WEIGHT_BITS
-from infer.compute.sampling.definition import NO_TOKEN_ALLOWED, LogitsError
+from infer.compute.sampling.definition import NO_TOKEN_ALLOWED, LogitsError, choose_token, process_logits
 from infer.compute.sampling.history import History
-from infer.compute.sampling.integer_probs import target, weights
+from infer.compute.sampling.integer_probs import weights
 from infer.compute.sampling.masks import num_mask_words, unpack_bits
-from infer.compute.sampling.noise import gumbel_rows
 from infer.errors import InvalidRequestError
 from infer.outputs import TokenLogprob
 
@@ -42,7 +30,6 @@ _MESSAGES = {
     NOT_A_NUMBER: "the logits of this row have NaN or +inf: nothing is sampled",
     NOTHING_ALLOWED: NO_TOKEN_ALLOWED,
 }
-_LARGEST = torch.finfo(torch.float32).max
 
 
 @final
@@ -75,13 +62,6 @@ def message_of(code: int) -> str:
     return _MESSAGES[code]
 
 
-def check(token_id: int) -> int:
-    """Return the token. Raises LogitsError for the code of a failed row."""
-    if token_id < 0:
-        raise LogitsError(message_of(token_id))
-    return token_id
-
-
 def sample(
     logits: Logits,
     columns: SamplingColumns,
@@ -100,15 +80,14 @@ def sample(
     """
     check_shapes(logits, columns, history, positions, allowed)
     token_ids = (choose or choose_tokens)(logits, columns, history, positions, allowed)
-    counts = [0 if count is None else count for count in columns.num_logprobs]
-    if all(count is None for count in columns.num_logprobs):
+    if not columns.has_logprobs:
         return Sampled(token_ids)
-    scored = logits.float()
-    if any(columns.is_processed):
-        processed = process(logits, columns, history, positions, allowed)
-        is_processed = torch.tensor(columns.is_processed, device=logits.device)
-        scored = torch.where(is_processed[:, None], processed, scored)
-    return Sampled(token_ids, *log_probabilities(scored, token_ids.clamp(min=0), max(counts)))
+    scored = logits.to(torch.float32, copy=True)
+    for row, params in enumerate(columns.params):
+        if params.logprobs_mode == "processed" and int(token_ids[row]) >= 0:
+            scored[row] = _process(row, logits, columns, history, positions, allowed)
+    most = max(count or 0 for count in columns.num_logprobs)
+    return Sampled(token_ids, *log_probabilities(scored, token_ids.clamp(min=0), most))
 
 
 def choose_tokens(
@@ -118,171 +97,40 @@ def choose_tokens(
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
 ) -> Int[Tensor, "rows"]:
-    """Return the token of each row, by steps 1 to 10."""
-    processed = process(logits, columns, history, positions, allowed)
-    token_ids = processed.argmax(-1)
-    if columns.has_sampled:
-        noise = gumbel_rows(columns.seed, positions, torch.arange(columns.vocab_size, device=logits.device))
-        sampled = (processed + noise).argmax(-1)
-        token_ids = torch.where(columns.temperature == 0, token_ids, sampled) if columns.has_greedy else sampled
-    largest = logits.max(-1).values.float()  # NaN if a row has one
-    token_ids = torch.where(processed.gather(1, token_ids[:, None])[:, 0] == -math.inf, NOTHING_ALLOWED, token_ids)
-    return torch.where(largest.isnan() | (largest == math.inf), NOT_A_NUMBER, token_ids)
+    """Return the token of each row, or the code of its failure."""
+    token_ids = []
+    for row, params in enumerate(columns.params):
+        try:
+            processed = _process(row, logits, columns, history, positions, allowed)
+            token_ids.append(choose_token(processed, params, int(columns.seed[row]), int(positions[row])))
+        except LogitsError as error:
+            token_ids.append(error.code)
+    return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
 
 
-def process(
+def _process(
+    row: int,
     logits: Logits,
     columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
-    allowed: Masks | None = None,
-) -> Float[Tensor, "rows vocab"]:
-    """Return float32 logits after steps 1 to 9 (to 4 if greedy), to which the noise is added."""
-    *_, (_, processed) = stages(logits, columns, history, positions, allowed)
-    return processed
-
-
-def stages(
-    logits: Logits,
-    columns: SamplingColumns,
-    history: History | None,
-    positions: Int[Tensor, "rows"],
-    allowed: Masks | None = None,
-) -> Iterator[tuple[str, Float[Tensor, "rows vocab"]]]:
-    """Yield the name of each step that some row needs, and the logits after it."""
-    x = logits.float()
-    yield "raw", x
-    if allowed is not None or columns.has_mask:
-        x = keep_allowed(x, columns, allowed)
-        yield "allowed", x
-    if columns.has_bias:
-        x = apply_logit_bias(x, columns)
-        yield "logit_bias", x
-    if columns.has_min_new_tokens:
-        x = ban_ends(x, columns, positions)
-        yield "min_new_tokens", x
-    if columns.has_penalty:
+    allowed: Masks | None,
+) -> Float[Tensor, "vocab"]:
+    """Return a row's float32 logits after steps 1 to 9 of the definition."""
+    slot = int(columns.history_slot[row])
+    context: Sequence[int] = range(int(positions[row]))  # without a penalty, only their number counts
+    if slot >= 0:
         if history is None:
             raise InvalidRequestError("rows with a penalty need a history")
-        for name, apply in _PENALTIES.items():
-            x = apply(x, columns, history)
-            yield name, x
-    if not columns.has_sampled:
-        return
-    last = columns.temperature_last
-    if columns.has_temperature and not columns.all_temperature_last:
-        x = apply_temperature(x, torch.where(last, 1.0, columns.temperature))
-        yield "temperature", x
-    if columns.max_top_k:
-        x = keep_top_k(x, columns)
-        yield "top_k", x
-    if columns.has_top_p:
-        x = keep_top_p(x, columns)
-        yield "top_p", x
-    if columns.has_min_p:
-        x = keep_min_p(x, columns)
-        yield "min_p", x
-    if columns.has_temperature and columns.has_temperature_last:
-        x = apply_temperature(x, torch.where(last, columns.temperature, 1.0))
-        yield "temperature_last", x
-
-
-def keep_allowed(x: Logits, columns: SamplingColumns, allowed: Masks | None) -> Logits:
-    """Return the logits with −inf outside the grammar's mask and the row's own mask."""
-    if allowed is not None:
-        x = x.masked_fill(~unpack_bits(allowed, x.shape[1]), -math.inf)
-    if columns.has_mask:
-        own = unpack_bits(columns.masks, x.shape[1])[columns.mask_index.clamp(min=0)]
-        x = x.masked_fill(~(own | (columns.mask_index < 0)[:, None]), -math.inf)
-    return x
-
-
-def apply_logit_bias(x: Logits, columns: SamplingColumns) -> Logits:
-    """Return logit + bias, computed in float64; −inf bans."""
-    at = (columns.bias_rows, columns.bias_ids)
-    values = x[at]
-    biased = _keep_finite(values, (values.double() + columns.biases).float())
-    return x.index_put(at, biased.masked_fill(columns.biases == -math.inf, -math.inf))
-
-
-def ban_ends(x: Logits, columns: SamplingColumns, positions: Int[Tensor, "rows"]) -> Logits:
-    """Return the logits with −inf at EOS and stop ids below the minimum length, unless no other id is left."""
-    at = (columns.end_rows, columns.end_ids)
-    is_short = positions - columns.num_prompt_tokens < columns.min_new_tokens
-    longer = x.index_put(at, x[at].masked_fill(is_short[columns.end_rows], -math.inf))
-    return torch.where((longer > -math.inf).any(-1, keepdim=True), longer, x)
-
-
-def apply_repetition_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
-    """Penalise each id within the row's window: divide a positive logit by the penalty, multiply a negative one."""
-    mine = columns.penalised
-    is_within = history.is_within(columns.history_slot[mine], columns.repetition_window[mine])
-    penalty, values = columns.repetition_penalty[mine, None], x[mine]
-    penalised = _keep_finite(values, torch.where(values > 0, values / penalty, values * penalty))
-    return x.index_copy(0, mine, torch.where(is_within & (penalty != 1), penalised, values))
-
-
-def apply_frequency_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
-    """Return logit − penalty × the number of occurrences of the id in the output."""
-    mine = columns.penalised
-    counts, values = history.counts[columns.history_slot[mine]], x[mine]
-    penalty = columns.frequency_penalty[mine, None]
-    penalised = _keep_finite(values, values - penalty * counts)
-    return x.index_copy(0, mine, torch.where((counts > 0) & (penalty != 0), penalised, values))
-
-
-def apply_presence_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
-    """Return logit − penalty for each id that occurs in the output."""
-    mine = columns.penalised
-    counts, values = history.counts[columns.history_slot[mine]], x[mine]
-    penalty = columns.presence_penalty[mine, None]
-    penalised = _keep_finite(values, values - penalty)
-    return x.index_copy(0, mine, torch.where((counts > 0) & (penalty != 0), penalised, values))
-
-
-_PENALTIES = {
-    "repetition_penalty": apply_repetition_penalty,
-    "frequency_penalty": apply_frequency_penalty,
-    "presence_penalty": apply_presence_penalty,
-}
-
-
-def apply_temperature(x: Logits, temperature: Float[Tensor, "rows"]) -> Logits:
-    """Return logits / temperature; 0 counts as 1. A row whose largest logit would overflow is shifted first."""
-    divisor = torch.where(temperature == 0, 1.0, temperature)[:, None]
-    largest = x.max(-1, keepdim=True).values
-    overflows = (largest / divisor).isinf() & largest.isfinite()
-    return _keep_finite(x, torch.where(overflows, x - largest, x) / divisor)
-
-
-def keep_top_k(x: Logits, columns: SamplingColumns) -> Logits:
-    """Keep exactly the k largest of each sampled row that has a k. Among equal logits the smallest ids are kept."""
-    k = torch.where(columns.temperature != 0, columns.top_k, 0)
-    ranked = x.topk(columns.max_top_k).values
-    threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
-    is_above, is_equal = x > threshold, x == threshold
-    room = k[:, None] - is_above.sum(-1, keepdim=True)
-    is_kept = is_above | (is_equal & (is_equal.cumsum(-1) <= room))
-    return x.masked_fill(~is_kept & (k > 0)[:, None], -math.inf)
-
-
-def keep_top_p(x: Logits, columns: SamplingColumns) -> Logits:
-    """Keep the fewest largest tokens of each row whose probabilities reach p, including the crossing token."""
-    mine = columns.with_top_p
-    ranked, order = x[mine].sort(descending=True, stable=True)
-    largest = torch.where(ranked[:, 0].isfinite(), ranked[:, 0], 0.0)
-    sums = weights(ranked, largest).cumsum(-1)
-    goal = target(sums[:, -1], columns.top_p[mine])
-    num_kept = (sums.double() < goal[:, None]).sum(-1, keepdim=True) + 1
-    is_dropped = torch.arange(x.shape[1], device=x.device) >= num_kept
-    dropped = ranked.masked_fill(is_dropped, -math.inf)
-    return x.index_copy(0, mine, torch.empty_like(dropped).scatter_(1, order, dropped))
-
-
-def keep_min_p(x: Logits, columns: SamplingColumns) -> Logits:
-    """Set logits of sampled rows to −inf if logit < largest + ln(min_p)."""
-    lowest = torch.where(columns.temperature != 0, columns.log_min_p, -math.inf)[:, None]
-    return x.masked_fill(x < x.max(-1, keepdim=True).values + lowest, -math.inf)
+        context = history.tokens[slot, : int(history.lengths[slot])].tolist()
+    return process_logits(
+        logits[row],
+        context,
+        columns.params[row],
+        num_prompt_tokens=int(columns.num_prompt_tokens[row]),
+        eos_token_ids=columns.eos_token_ids,
+        allowed=None if allowed is None else unpack_bits(allowed[row], columns.vocab_size),
+    )
 
 
 def log_probabilities(
@@ -348,8 +196,3 @@ def _largest(x: Logits, count: int) -> tuple[Float[Tensor, "rows count"], Int[Te
     ids = is_kept.int().topk(count).indices.sort().values
     values, order = x.gather(1, ids).sort(descending=True, stable=True)
     return values, ids.gather(1, order)
-
-
-def _keep_finite(before: Tensor, after: Tensor) -> Tensor:
-    """Return `after`, limited to the largest number. Values that were not finite before stay unchanged."""
-    return torch.where(before.isfinite(), after.clamp(-_LARGEST, _LARGEST), before)

@@ -1,6 +1,6 @@
 """Trace of one sampled token: the likeliest candidates after each stage, and the tokens that each stage removed.
 
-Stages, noise and choice use the sampler's own code, so no result is computed by two implementations.
+Stages, noise and choice are those of `definition`, which every sampler equals.
 """
 
 import math
@@ -11,15 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History
+from infer.compute.sampling.definition import choose_token, stages
+from infer.compute.sampling.masks import unpack_bits
 from infer.compute.sampling.noise import gumbel_at
-from infer.compute.sampling.sampler import check, sample, stages
 from infer.errors import InvalidRequestError
 from infer.outputs import SampleTrace, TraceCandidate, TraceStage
 from infer.sampling_params import PARAMETER_NAMES, SamplingParams
-
-_NEUTRAL = SamplingParams()
 
 
 @torch.inference_mode()
@@ -63,22 +60,19 @@ def sample_trace(
     if num_candidates < 1:
         raise InvalidRequestError(f"num_candidates must be at least 1, got {num_candidates}")
     num_prompt_tokens = len(context_token_ids) if num_prompt_tokens is None else num_prompt_tokens
-    device, vocab_size = logits.device, len(logits)
-    columns = SamplingColumns.of(
-        [params], vocab_size, num_prompt_tokens=[num_prompt_tokens], end_ids=eos_token_ids, device=device
-    )
-    history = None
-    if columns.has_penalty:
-        history = History(1, len(context_token_ids), vocab_size, device)
-        history.begin(0, context_token_ids, num_prompt_tokens)
-    positions = torch.tensor([len(context_token_ids)], device=device)
-    masks = None if allowed is None else allowed[None]
-    token_id = check(int(sample(logits[None], columns, history, positions, masks).token_ids[0]))
+    if not params.is_greedy and params.seed is None:
+        raise InvalidRequestError("a row that is sampled needs a seed: draw one and report it")
     passed = [
-        (name, x[0])
-        for name, x in stages(logits[None], columns, history, positions, masks)
-        if not _is_off(name, params)
+        *stages(
+            logits,
+            context_token_ids,
+            params,
+            num_prompt_tokens=num_prompt_tokens,
+            eos_token_ids=[each for each in eos_token_ids if 0 <= each < len(logits)],
+            allowed=None if allowed is None else unpack_bits(allowed, len(logits)),
+        )
     ]
+    token_id = choose_token(passed[-1][1], params, params.seed or 0, len(context_token_ids))
     probabilities = torch.stack([x.double().softmax(-1) for _, x in passed])
     ids, ranks = _candidates(
         passed[0][1], probabilities, [token_id, token_id if shown_id is None else shown_id], num_candidates
@@ -91,11 +85,6 @@ def sample_trace(
         step=len(context_token_ids) - num_prompt_tokens + 1,
         seed=None if params.is_greedy else params.seed,
     )
-
-
-def _is_off(name: str, params: SamplingParams) -> bool:
-    """Return True if a penalty is off for this row. A row with one penalty passes through all penalty stages."""
-    return name.endswith("_penalty") and getattr(params, name) == getattr(_NEUTRAL, name)
 
 
 def _stages(

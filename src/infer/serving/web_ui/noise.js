@@ -70,6 +70,8 @@ export class Noise {
 	}
 }
 
+// Stages of a trace: those whose results a trace has, and those that are computed here.
+const EDITS = ["raw", "allowed", "logit_bias", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty"];
 export const FILTERS = ["temperature", "top_k", "top_p", "min_p", "temperature_last"];
 
 // Returns the sampler's settings of a trace.
@@ -79,8 +81,10 @@ export function settingsOf({ stages, seed }) {
 	return { temperature, top_k: value("top_k") ?? 0, top_p: value("top_p") ?? 1, min_p: value("min_p") ?? 0, seed };
 }
 
-// Returns the candidate that other settings would choose, or null if the known candidates cannot decide.
+// Returns the candidate that other settings would choose, or null if only the server can decide: the known candidates are
+// too few, or the trace has a filter that is not computed here.
 export function chosenWith(trace, { temperature, top_k, top_p, min_p, seed }, vocabSize) {
+	if (!trace.stages.every(({ name }) => EDITS.includes(name) || FILTERS.includes(name))) return null;
 	const filter = trace.stages.findIndex((stage) => FILTERS.includes(stage.name));
 	const base = filter < 0 ? trace.stages.length - 1 : filter - 1;
 	const most = Math.min(...trace.candidates.filter((each) => each.rank <= trace.candidates.length).map((each) => each.logits[0]));

@@ -17,7 +17,7 @@ from infer.compute.operands.feed_forwards import PER_LAYER_TABLE, Dense, Experts
 from infer.compute.operands.mixers import GatedDeltaNet, ShortConv
 
 _SAMPLING = (
-    *("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_draw:choose"),
+    *("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_filter_and_draw:choose"),
     *("stage_4_logprobs:score", "stage_4_logprobs:merge"),
     *("advance:advance", "advance:await_mask", "advance:accept"),
 )

@@ -34,8 +34,7 @@ _MACROS: dict[str, Any] = {
 
 def is_plain(columns: SamplingColumns) -> bool:
     """Return True if no row has more than a temperature."""
-    has_filters = columns.max_top_k or columns.has_top_p or columns.has_min_p
-    return not (has_filters or columns.has_edits or columns.has_logprobs)
+    return not (columns.has_filters or columns.has_edits or columns.has_logprobs)
 
 
 @final

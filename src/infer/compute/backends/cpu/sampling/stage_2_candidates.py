@@ -2,8 +2,7 @@
 
 A greedy row's token is the first that equals the largest. A row without filters takes the largest logit plus noise. A
 token whose hash is too large for its group's largest logit to win is skipped by an integer comparison. Other rows keep
-the tokens above a lower bound of what their filters keep. For top-k it is the k-th largest of the groups' largest, and
-for min-p its threshold. For top-p it is a weight such that all lighter tokens together weigh less than 1 − p.
+the tokens above a lower bound of what their filters keep (`filters`).
 """
 
 import numpy as np
@@ -20,16 +19,22 @@ from infer.compute.backends.cpu.sampling.exact_math import (
     hash_tokens,
     ids_from,
     keep_bits,
-    keep_finite,
     lowest_bit,
     splat_i64,
     store_i64x16,
     sum_i64,
     weights,
 )
-from infer.compute.backends.cpu.sampling.selection import find_threshold, value_of
+from infer.compute.backends.cpu.sampling.filters import (
+    filter_scale,
+    is_weighed,
+    least_logit,
+    least_weight,
+    scaled,
+    scaled_scalar,
+    scaling,
+)
 from infer.compute.backends.cpu.sampling.stage_1_edit import (
-    LARGEST,
     NOTHING,
     logits_of,
     masked_bits,
@@ -77,35 +82,6 @@ def _mix64(x):
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-@njit(forceinline=True)
-def scaling(temperature, largest):
-    """Return (shift, divisor).
-
-    A row is shifted so that its largest does not overflow, and then divided.
-    """
-    if abs(largest / temperature) > LARGEST:
-        return largest, temperature
-    return np.float32(0), temperature
-
-
-@njit(forceinline=True)
-def scaled(x, scale):
-    """Return a vector of logits divided by the temperature."""
-    shift, divisor = scale
-    if divisor == 1:
-        return x
-    moved = x - splat_f32(shift) if shift != 0 else x
-    return keep_finite(x, moved / splat_f32(divisor), LARGEST)
-
-
-@njit(forceinline=True)
-def scaled_scalar(x, scale):
-    shift, divisor = scale
-    if divisor == 1 or x == NOTHING:
-        return x
-    return min(max((x - shift) / divisor, -LARGEST), LARGEST)
 
 
 @njit(forceinline=True)
@@ -257,49 +233,16 @@ def _weigh(args, row, logits, first, end, scale, masks, bounds):
 
 
 @njit
-def _lightest(args, row, scale, peak, top_p):
-    """Return a weight below which no token is kept: all such tokens together weigh less than what top-p drops."""
-    maxima = args.maxima + args.num_groups * row
-    total = splat_i64(np.int64(0))
-    for group in range(0, args.num_groups, LANES):
-        x = load_upto(maxima + group, args.num_groups - group)
-        total = total + weights(scaled(x, scale), peak)
-    dropped = (1.0 - top_p) * np.float64(sum_i64(total))
-    return np.int64(0.999 * dropped / np.float64(args.vocab))
-
-
-@njit
 def _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest):
-    maxima = args.maxima + args.num_groups * row
-    k, top_p = args.top_k[row], args.top_p[row]
-    peak, bound = scaled_scalar(largest, scale), -LARGEST
-    if k != 0 and k <= args.num_groups:
-        threshold, _ = find_threshold(maxima, None, args.num_groups, np.float64(k))
-        bound = max(bound, scaled_scalar(value_of(threshold), scale))
-    if k == 0 or top_p == 1:  # else top-p is of what top-k keeps, min-p's losses included
-        bound = max(bound, peak + args.log_min_p[row])
-    slot = row * MAX_THREADS + thread
-    if top_p < 1 and k == 0:
-        bounds = bound, peak, _lightest(args, row, scale, peak, top_p)
+    peak = scaled_scalar(largest, scale)
+    bound, slot = least_logit(args, row, scale, peak), row * MAX_THREADS + thread
+    if is_weighed(args, row):
+        bounds = bound, peak, least_weight(args, row, scale, peak)
         count, total = _weigh(args, row, logits, first, end, scale, masks, bounds)
         args.totals[slot] = total
     else:
         count = _collect(args, row, logits, first, end, scale, masks, bound)
     args.num_candidates[slot] = count
-
-
-@njit(forceinline=True)
-def has_filters(args, row):
-    has_top_p, lowest = args.top_p[row] < 1, args.log_min_p[row]
-    return args.top_k[row] != 0 or has_top_p or lowest > NOTHING
-
-
-@njit(forceinline=True)
-def filter_scale(args, row, temperature, largest):
-    """Return the scaling of the logits before the filters."""
-    if args.temperature_last[row] != 0:
-        return np.float32(0), np.float32(1)
-    return scaling(temperature, largest)
 
 
 def narrow(args, state, thread, num_threads):
@@ -315,7 +258,7 @@ def narrow(args, state, thread, num_threads):
             continue
         if temperature == 0:
             args.found[slot] = _first_equal(args, row, logits, first, end, largest, masks)
-        elif has_filters(args, row):
+        elif args.is_filtered[row] != 0:
             scale = filter_scale(args, row, temperature, largest)
             _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest)
         else:

@@ -13,16 +13,7 @@ import triton
 import triton.language as tl
 
 from infer.compute.backends.cuda.sampling.edits import INFINITY, divisors_of, edited, raw_logits, shift_of, tempered
-from infer.compute.backends.cuda.sampling.kernel_arguments import (
-    IS_FILTERED,
-    LOG_MIN_P,
-    SEED,
-    TOP_K,
-    TOP_P,
-    double,
-    integer,
-    single,
-)
+from infer.compute.backends.cuda.sampling.kernel_arguments import FILTER_FIELDS, IS_FILTERED, SEED, double, integer
 from infer.compute.backends.cuda.sampling.keys_and_weights import (
     MAX_ID,
     MIN,
@@ -35,6 +26,8 @@ from infer.compute.backends.cuda.sampling.keys_and_weights import (
 from infer.compute.backends.cuda.sampling.noise import gumbel_of, hash_tokens
 from infer.compute.backends.cuda.sampling.unfiltered import code_of, largest_of_row, lifted_largest_of_row
 
+TOP_K, TOP_P, LOG_MIN_P = (FILTER_FIELDS[name] for name in ("top_k", "top_p", "min_p"))
+
 
 @triton.jit
 def weigh_blocks(
@@ -43,7 +36,7 @@ def weigh_blocks(
 ):  # fmt: skip
     """Store the weight of each block of the rows with a top-p and no top-k. They add up to the vocabulary's weight."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if (double(batch, row, TOP_P) < 1) & (integer(batch, row, TOP_K) == 0):
+    if (double(batch, row, TOP_P) < 1) & (double(batch, row, TOP_K) == 0):
         _, largest = largest_of_row(largests, row, num_blocks, BLOCKS)
         divisor, _ = divisors_of(batch, row)
         shift = shift_of(largest, divisor)
@@ -138,11 +131,11 @@ def _choose(
     top-k; the whole row is weighed again.
     """
     last, top = view[2], view[3]
-    top_k, top_p, log_min_p = integer(batch, row, TOP_K), double(batch, row, TOP_P), single(batch, row, LOG_MIN_P)
+    goal, top_p = double(batch, row, TOP_K), double(batch, row, TOP_P)
+    has_top_k = goal > 0
     pivot, last_id = floor, tl.full((), -1, tl.int32)
     is_complete = tl.full((), 1, tl.int1)
-    if top_k > 0:
-        goal = top_k.to(tl.float64)
+    if has_top_k:
         num_tokens = _above(batch, row, view, tile, (pivot, last_id), pivot, False, WHOLE, BLOCK, EDITS)
         is_complete = num_tokens.to(tl.float64) >= goal
         pivot, last_id = _shortened(batch, row, view, tile, (pivot, last_id), goal, False, WHOLE, BLOCK, EDITS)
@@ -151,11 +144,11 @@ def _choose(
         weight = _above(batch, row, view, tile, (pivot, last_id), nothing, True, WHOLE, BLOCK, EDITS)
         if WHOLE:
             total = weight
-        goal = goal_of(tl.where(top_k > 0, weight, total), top_p)
+        goal = goal_of(tl.where(has_top_k, weight, total), top_p)
         is_complete = is_complete & (weight.to(tl.float64) >= goal)
         pivot, last_id = _shortened(batch, row, view, tile, (pivot, last_id), goal, True, WHOLE, BLOCK, EDITS)
-    lowest = key_of(top + log_min_p)
-    is_complete = is_complete & (WHOLE | (top_k > 0) | (top_p < 1) | (lowest > floor))
+    lowest = key_of(top + double(batch, row, LOG_MIN_P).to(tl.float32))
+    is_complete = is_complete & (WHOLE | has_top_k | (top_p < 1) | (lowest > floor))
     last_id = tl.where(lowest > pivot, MAX_ID, last_id)
     pivot = tl.maximum(pivot, lowest)
     best, best_id = tl.full((), -INFINITY, tl.float32), tl.full((), -1, tl.int32)

@@ -18,13 +18,11 @@ from torch import Tensor
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.compute.sampling.masks import num_mask_words
+from infer.compute.sampling.row_stages import FILTERS
 
 (
     TEMPERATURE,
     TEMPERATURE_LAST,
-    TOP_K,
-    TOP_P,
-    LOG_MIN_P,
     IS_FILTERED,
     SEED,
     FIRST_FREE_POSITION,  # the row's ends are banned before it
@@ -42,8 +40,9 @@ from infer.compute.sampling.masks import num_mask_words
     NUM_TOP,  # alternatives beside its log-probability; −1: none is asked for
     IS_PROCESSED,  # log-probabilities are of what the filters leave
     IS_UNUSED,  # the line is padding: nothing is sampled
-) = map(tl.constexpr, range(22))  # places of the fields in a row's line
-NUM_FIELDS = tl.constexpr(22)
+) = map(tl.constexpr, range(19))  # places of the fields in a row's line
+FILTER_FIELDS = {name: tl.constexpr(19 + index) for index, name in enumerate(FILTERS)}  # of float64 numbers
+NUM_FIELDS = tl.constexpr(19 + len(FILTERS))
 
 
 class Batch(NamedTuple):
@@ -108,8 +107,8 @@ class Stages(NamedTuple):
     @classmethod
     def of(cls, columns: SamplingColumns, history: History | None) -> Self:
         return cls(
-            has_filters=columns.max_top_k > 0 or columns.has_top_p or columns.has_min_p,
-            has_top_p=columns.has_top_p,
+            has_filters=columns.has_filters,
+            has_top_p=bool((columns.on_host("top_p") < 1).any()),
             has_edits=columns.has_edits,
             has_history=history is not None and columns.has_penalty,
         )
@@ -180,19 +179,12 @@ def _fields_of(columns: SamplingColumns) -> Int[Tensor, "rows fields"]:
 
 
 def make_fields(columns: SamplingColumns) -> npt.NDArray[np.int64]:
-    """Return the lines of the rows on the host. Greedy rows have no filter."""
+    """Return the lines of the rows on the host."""
     of, (bias_starts, end_starts) = columns.on_host, columns.starts_on_host
-    is_sampled = of("temperature") != 0
-    top_k = np.where(is_sampled, of("top_k"), 0)
-    top_p = np.where(is_sampled, of("top_p"), 1.0)
-    log_min_p = np.where(is_sampled, of("log_min_p"), np.float32(-np.inf))
     column_by_field = {
         TEMPERATURE.value: _bits(of("temperature")),
         TEMPERATURE_LAST.value: of("temperature_last"),
-        TOP_K.value: top_k,
-        TOP_P.value: top_p.view(np.int64),
-        LOG_MIN_P.value: _bits(log_min_p),
-        IS_FILTERED.value: (top_k > 0) | (top_p < 1) | (log_min_p > -np.inf),
+        IS_FILTERED.value: of("is_filtered"),
         SEED.value: of("seed"),
         FIRST_FREE_POSITION.value: of("num_prompt_tokens") + of("min_new_tokens"),
         MASK_INDEX.value: of("mask_index"),
@@ -207,6 +199,7 @@ def make_fields(columns: SamplingColumns) -> npt.NDArray[np.int64]:
         END_STOP.value: end_starts[1:],
         NUM_TOP.value: of("top_logprobs"),
         IS_PROCESSED.value: of("logprobs_processed"),
+        **{field.value: of(name).view(np.int64) for name, field in FILTER_FIELDS.items()},
     }
     fields = np.zeros((len(columns), NUM_FIELDS.value), np.int64)
     for field, column in column_by_field.items():
@@ -218,7 +211,8 @@ def unused_line() -> npt.NDArray[np.int64]:
     """Return the line of padding: every stage passes over it."""
     line = np.zeros(NUM_FIELDS.value, np.int64)
     line[[MASK_INDEX.value, HISTORY_SLOT.value, NUM_TOP.value]] = -1
-    line[TOP_P.value] = np.ones(1).view(np.int64)[0]
+    for name, field in FILTER_FIELDS.items():
+        line[field.value] = np.float64(FILTERS[name].off).view(np.int64)
     line[IS_UNUSED.value] = 1
     return line
 

@@ -14,10 +14,15 @@ from infer.compute.backends.cpu.sampling.exact_math import (
     keep_bits,
     load_ids,
     lowest_bit,
-    store_i64x16,
-    weights,
 )
-from infer.compute.backends.cpu.sampling.selection import keep_largest
+from infer.compute.backends.cpu.sampling.filters import (
+    filter_scale,
+    is_weighed,
+    keep_filtered,
+    scaled,
+    scaled_scalar,
+    scaling,
+)
 from infer.compute.backends.cpu.sampling.stage_1_edit import (
     NOTHING,
     is_below_minimum,
@@ -28,16 +33,7 @@ from infer.compute.backends.cpu.sampling.stage_1_edit import (
     position_of,
     scores_logits,
 )
-from infer.compute.backends.cpu.sampling.stage_2_candidates import (
-    filter_scale,
-    has_filters,
-    key_of,
-    load_logits,
-    row_largest,
-    scaled,
-    scaled_scalar,
-    scaling,
-)
+from infer.compute.backends.cpu.sampling.stage_2_candidates import key_of, load_logits, row_largest
 from infer.compute.backends.cpu.simd import load_f32, max_f32, splat_f32, store_f32
 from infer.compute.backends.cpu.thread_records import MAX_THREADS
 from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_units
@@ -95,42 +91,6 @@ def _ends(args, row, masks):
 
 
 @njit
-def _weigh(values, weighed, count, peak):
-    total = np.int64(0)
-    for i in range(0, count, LANES):
-        store_i64x16(weighed + i, weights(load_f32(values + i), peak))
-    for i in range(count):
-        total += weighed[i]
-    return total
-
-
-@njit
-def _filter(args, row, count, total, peak):
-    """Apply steps 7 to 9 to the candidates, and return how many stay.
-
-    `total` is the sum of their weights, or 0 if they are not weighed yet.
-    """
-    base = args.padded * row
-    values, ids, weighed = args.values + base, args.ids + base, args.weights + base
-    k, top_p = args.top_k[row], args.top_p[row]
-    if k != 0 and count > k:
-        count = keep_largest(values, ids, None, count, np.float64(k))
-    if top_p < 1:
-        if total == 0:
-            total = _weigh(values, weighed, count, peak)
-        count = keep_largest(values, ids, weighed, count, (top_p - 1e-7) * np.float64(total))
-    lowest = peak + args.log_min_p[row]
-    kept = np.int64(0)
-    for i in range(count):
-        value = values[i]
-        if value >= lowest:
-            values[kept] = value
-            ids[kept] = ids[i]
-            kept += 1
-    return kept
-
-
-@njit
 def _draw(args, row, count, scale, key):
     """Return the id of the largest value plus noise.
 
@@ -153,7 +113,7 @@ def _draw(args, row, count, scale, key):
 
 @njit
 def _keep_peak(args, row, num_threads):
-    """Store the largest of the row's raw logits in the first place."""
+    """Store the row's largest raw logit in `peaks[0]` of the row: the maximum of what the threads stored."""
     peaks = args.peaks + MAX_THREADS * row
     for thread in range(num_threads):
         peaks[0] = max(peaks[0], peaks[thread])
@@ -184,7 +144,7 @@ def _keep_candidates(args, row, count, scale):
 def _choose_candidate(args, row, count, total, largest, temperature):
     """Return the token among the candidates, whose values are scaled for the filters."""
     peak = scaled_scalar(largest, filter_scale(args, row, temperature, largest))
-    count = _filter(args, row, count, total, peak)
+    count = keep_filtered(args, row, count, total, peak)
     key = key_of(args.seed[row], position_of(args, row))
     scale = np.float32(0), np.float32(1)
     if args.temperature_last[row] != 0:
@@ -220,12 +180,12 @@ def _choose_token(args, row, num_threads):
         return np.int64(_NOT_A_NUMBER)
     if largest == NOTHING:
         return _choose_end(args, row, temperature)
-    if temperature == 0 or not has_filters(args, row):
+    if args.is_filtered[row] == 0:
         if scores_logits(args, row, True):
             _keep_row(args, row, largest, scaling(temperature if temperature != 0 else np.float32(1), largest))
         return _best_found(args, row, temperature == 0, num_threads)
     count, total = _gather(args, row, num_threads)
-    if args.top_k[row] != 0:
+    if not is_weighed(args, row):
         total = np.int64(0)
     return _choose_candidate(args, row, count, total, largest, temperature)
 

@@ -1,0 +1,122 @@
+"""Temperature, and the filters: top-k, top-p and min-p of candidates, and bounds of what they keep.
+
+A row's candidates are any superset of the tokens that its filters keep. Stage 2 collects the tokens above two bounds,
+and stage 3 applies the filters to them. So a filter without a bound is correct, if its row has no top-p without top-k:
+then the weight of all tokens counts, which stage 2 adds.
+"""
+
+import numpy as np
+from numba import njit
+
+from infer.compute.backends.cpu.layouts import LANES
+from infer.compute.backends.cpu.sampling.exact_math import keep_finite, splat_i64, store_i64x16, sum_i64, weights
+from infer.compute.backends.cpu.sampling.selection import find_threshold, keep_largest, value_of
+from infer.compute.backends.cpu.sampling.stage_1_edit import LARGEST, NOTHING
+from infer.compute.backends.cpu.simd import load_f32, load_upto, splat_f32
+
+
+@njit(forceinline=True)
+def scaling(temperature, largest):
+    """Return (shift, divisor).
+
+    A row is shifted so that its largest does not overflow, and then divided.
+    """
+    if abs(largest / temperature) > LARGEST:
+        return largest, temperature
+    return np.float32(0), temperature
+
+
+@njit(forceinline=True)
+def scaled(x, scale):
+    """Return a vector of logits divided by the temperature."""
+    shift, divisor = scale
+    if divisor == 1:
+        return x
+    moved = x - splat_f32(shift) if shift != 0 else x
+    return keep_finite(x, moved / splat_f32(divisor), LARGEST)
+
+
+@njit(forceinline=True)
+def scaled_scalar(x, scale):
+    shift, divisor = scale
+    if divisor == 1 or x == NOTHING:
+        return x
+    return min(max((x - shift) / divisor, -LARGEST), LARGEST)
+
+
+@njit(forceinline=True)
+def filter_scale(args, row, temperature, largest):
+    """Return the scaling of the logits before the filters."""
+    if args.temperature_last[row] != 0:
+        return np.float32(0), np.float32(1)
+    return scaling(temperature, largest)
+
+
+@njit(forceinline=True)
+def is_weighed(args, row):
+    """Return True if top-p counts the weight of all tokens, which stage 2 has to add."""
+    return args.top_p[row] < 1 and args.top_k[row] == 0
+
+
+@njit
+def least_logit(args, row, scale, peak):
+    """Return a finite lower bound of the scaled logits that the row's filters keep. `peak` is the largest.
+
+    For top-k it is the k-th largest of the groups' largest, and for min-p its threshold.
+    """
+    bound, k = -LARGEST, args.top_k[row]
+    if k != 0 and k <= args.num_groups:
+        threshold, _ = find_threshold(args.maxima + args.num_groups * row, None, args.num_groups, k)
+        bound = max(bound, scaled_scalar(value_of(threshold), scale))
+    if k == 0 or args.top_p[row] == 1:  # else top-p is of what top-k keeps, min-p's losses included
+        bound = max(bound, peak + np.float32(args.min_p[row]))
+    return bound
+
+
+@njit
+def least_weight(args, row, scale, peak):
+    """Return a weight below which no token is kept: all such tokens together weigh less than what top-p drops."""
+    maxima = args.maxima + args.num_groups * row
+    total = splat_i64(np.int64(0))
+    for group in range(0, args.num_groups, LANES):
+        x = load_upto(maxima + group, args.num_groups - group)
+        total = total + weights(scaled(x, scale), peak)
+    dropped = (1.0 - args.top_p[row]) * np.float64(sum_i64(total))
+    return np.int64(0.999 * dropped / np.float64(args.vocab))
+
+
+@njit
+def _weigh(values, weighed, count, peak):
+    """Store the weights of the values, and return their sum."""
+    total = np.int64(0)
+    for i in range(0, count, LANES):
+        store_i64x16(weighed + i, weights(load_f32(values + i), peak))
+    for i in range(count):
+        total += weighed[i]
+    return total
+
+
+@njit
+def keep_filtered(args, row, count, total, peak):
+    """Apply steps 7 to 9 to the row's `count` candidates in place, and return how many stay.
+
+    `total` is the sum of the weights of all tokens, or 0 if the candidates are not weighed yet.
+    """
+    base = args.padded * row
+    values, ids, weighed = args.values + base, args.ids + base, args.weights + base
+    k, top_p = args.top_k[row], args.top_p[row]
+    if k != 0 and count > k:
+        count = keep_largest(values, ids, None, count, k)
+    if top_p < 1:
+        if total == 0:
+            total = _weigh(values, weighed, count, peak)
+        count = keep_largest(values, ids, weighed, count, (top_p - 1e-7) * np.float64(total))
+    lowest = peak + np.float32(args.min_p[row])
+    kept = np.int64(0)
+    for i in range(count):
+        value = values[i]
+        if value >= lowest:
+            values[kept] = value
+            ids[kept] = ids[i]
+            kept += 1
+    return kept

@@ -33,8 +33,8 @@ GGUF_NAMES = ["gemma-embedding", "llama-embed", "mistral3"]  # all others are na
 NO_FAMILIES = re.compile("llama[._ ]?cpp|llama-gguf-split|ollama", re.IGNORECASE)  # programs
 SYNONYMS = re.compile("Reply|Replies|Query|Queries|Question|Inquiry|Respond")  # `Response…` is the name of OpenAI's API
 
-FILTER = re.compile("min_p")  # one filter stands for all: a new one needs a place in each file with this name
-# No places: exports, keywords that are generated, the names of GGUF's keys, a preset of the page.
+# min_p stands for all filters: a new one needs a place in each file with this name, but for exports, keywords that are
+# generated, the names of GGUF's keys, and a preset of the page.
 NO_PLACES = {"__init__.py", "__init__.pyi", "keywords.py", "config.py", "state.js"}
 
 Counts = dict[str, dict[str, int]]  # number → file → contribution
@@ -95,7 +95,7 @@ def numbers_of(source: Source) -> dict[str, int]:
 
 def is_place(path: str, text: str) -> int:
     """Return 1 if a new filter of the sampler needs a place in the file."""
-    return int(path.rpartition("/")[2] not in NO_PLACES and bool(FILTER.search(text)))
+    return int(path.rpartition("/")[2] not in NO_PLACES and "min_p" in text)
 
 
 def room_of(path: str) -> str:

@@ -327,7 +327,7 @@ class TraceStage:
     A step that only bans moves nothing. A step that only reweighs removes nothing.
     """
 
-    name: str  # a name of `sampling.sampler.stages`; the first is "raw"
+    name: str  # a name of `sampling.definition.stages`; the first is "raw"
     value: int | float | None  # value of its parameter, if that is one number
     num_kept: int  # tokens that are still possible after it
     removed: float  # probability, before the step, of the tokens that it made impossible

@@ -242,6 +242,7 @@ class SamplingParams:
 
 PARAMETERS = parameters_of(SamplingParams)
 PARAMETER_NAMES = tuple(PARAMETERS)
+FILTER_NAMES = tuple(name for name, declared in PARAMETERS.items() if declared.is_filter)
 _DEFAULTS = {name: declared.stored_default for name, declared in PARAMETERS.items()}
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from infer.compute import ops
 from infer.compute.sampling import definition, sampler
-from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.columns import SamplingColumns, uses_history
 from infer.compute.sampling.definition import LogitsError
 from infer.compute.sampling.history import History
 from infer.compute.sampling.masks import pack_masks
-from infer.compute.sampling.row_stages import uses_history
 from infer.sampling_params import SamplingParams
 
 INF = math.inf

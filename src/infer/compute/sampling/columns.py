@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infer.compute.sampling.masks import num_mask_words, pack_masks
 from infer.compute.sampling.noise import signed
-from infer.compute.sampling.row_stages import FILTERS, allowed_ids, filter_numbers, filters_in_use, uses_history
+from infer.compute.sampling.row_stages import FILTERS, allowed_ids, filter_numbers, filters_in_use
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
 
@@ -264,6 +264,12 @@ class SamplingColumns:
         if (allowed := allowed_ids(params)) is not None:
             lists = lists._replace(mask=pack_masks([allowed], self.vocab_size))
         return lists
+
+
+def uses_history(params: SamplingParams) -> bool:
+    """Return True if the row's logits depend on its previous tokens."""
+    repeats = params.repetition_penalty != 1 and params.repetition_window != 0
+    return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 def _ready_to_send(tensor: Tensor, device: torch.device) -> Tensor:

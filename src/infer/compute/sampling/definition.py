@@ -38,7 +38,6 @@ from infer.compute.sampling.row_stages import (
     filters_in_use,
     index_of,
     keep_allowed,
-    uses_history,
 )
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import TokenLogprob
@@ -166,22 +165,14 @@ def stages(
         yield name, row
     if params.is_greedy:
         return
-    if params.temperature != 1 and not params.temperature_last:
-        row = apply_temperature(row, params.temperature)
-        yield "temperature", row
-    for name in filters_in_use(params, len(row)):
-        row = FILTERS[name].apply(row, getattr(params, name))
-        yield name, row
-    if params.temperature != 1 and params.temperature_last:
-        row = apply_temperature(row, params.temperature)
-        yield "temperature_last", row
+    yield from _filters(row, params)
 
 
 def _penalties(
     row: Logits, context_token_ids: Sequence[int], generated: Sequence[int], params: SamplingParams
 ) -> Iterator[tuple[str, Logits]]:
-    if uses_history(params) and params.repetition_penalty != 1:
-        window = params.repetition_window
+    window = params.repetition_window
+    if params.repetition_penalty != 1 and window != 0:
         recent = context_token_ids if window is None else context_token_ids[max(len(context_token_ids) - window, 0) :]
         row = apply_repetition_penalty(row, recent, params.repetition_penalty)
         yield "repetition_penalty", row
@@ -190,6 +181,17 @@ def _penalties(
         yield "frequency_penalty", row
     if params.presence_penalty:
         yield "presence_penalty", apply_presence_penalty(row, generated, params.presence_penalty)
+
+
+def _filters(row: Logits, params: SamplingParams) -> Iterator[tuple[str, Logits]]:
+    if params.temperature != 1 and not params.temperature_last:
+        row = apply_temperature(row, params.temperature)
+        yield "temperature", row
+    for name in filters_in_use(params, len(row)):
+        row = FILTERS[name].apply(row, getattr(params, name))
+        yield name, row
+    if params.temperature != 1 and params.temperature_last:
+        yield "temperature_last", apply_temperature(row, params.temperature)
 
 
 def check_logits(logits: Logits) -> Float[Tensor, "vocab"]:

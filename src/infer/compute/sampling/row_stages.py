@@ -304,12 +304,6 @@ def filters_in_use(params: SamplingParams, vocab_size: int) -> list[str]:
     return [name for name, number in filter_numbers(params, vocab_size).items() if number != FILTERS[name].off]
 
 
-def uses_history(params: SamplingParams) -> bool:
-    """Return True if the row's logits depend on its previous tokens."""
-    repeats = params.repetition_penalty != 1 and params.repetition_window != 0
-    return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
-
-
 def allowed_ids(params: SamplingParams) -> Collection[int] | None:
     """Return the ids left by `allowed_token_ids` and biases of +inf, or None if every id is allowed."""
     if params.logit_bias is None:

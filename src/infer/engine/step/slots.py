@@ -9,9 +9,8 @@ from itertools import count
 from operator import neg, sub
 from typing import final
 
-from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.columns import SamplingColumns, uses_history
 from infer.compute.sampling.history import History
-from infer.compute.sampling.row_stages import uses_history
 from infer.engine.runner.runner import Runner
 from infer.engine.step.fairness import Queue, has_pages
 from infer.engine.step.sequence import Lease, Sequence, common_length

@@ -12,7 +12,7 @@ from msgspec.structs import replace as replace_fields
 from infer.engine.requests.ask import Ask
 from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
 from infer.request_limits import NUM_TOKENS_OF_CALLS
-from infer.sampling_params import PARAMETERS, SEED_BITS
+from infer.sampling_params import FILTER_NAMES, SEED_BITS
 from infer.serving.protocols.answers import Bytes, Count, Json, Output, Spelling, logprobs_of, without_end
 from infer.serving.protocols.bodies import Served, refusing, seed_of
 from infer.serving.protocols.events import Accepted, Delta, Shape
@@ -22,8 +22,7 @@ from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_com
 _NEW_NAMES = {"n_predict": "max_tokens", "n_probs": "logprobs", "return_tokens": "return_token_ids", "n_cmpl": "n"}
 _Body = TypeVar("_Body", bound=TextBody)
 _BANNED = -100.0  # the smallest bias of a body, for a token whose bias is false
-_FILTERS = (name for name, declared in PARAMETERS.items() if declared.is_filter)
-_SHOWN = ("seed", "temperature", *_FILTERS, "presence_penalty", "frequency_penalty")
+_SHOWN = ("seed", "temperature", *FILTER_NAMES, "presence_penalty", "frequency_penalty")
 
 
 @final

@@ -70,8 +70,7 @@ export class Noise {
 	}
 }
 
-// Stages of a trace: those whose results a trace has, and those that are computed here.
-const EDITS = ["raw", "allowed", "logit_bias", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty"];
+const EDITS = /^(raw|allowed|logit_bias|min_new_tokens|\w+_penalty)$/; // stages of a trace whose results are taken from it
 export const FILTERS = ["temperature", "top_k", "top_p", "min_p", "temperature_last"];
 
 // Returns the sampler's settings of a trace.
@@ -81,10 +80,9 @@ export function settingsOf({ stages, seed }) {
 	return { temperature, top_k: value("top_k") ?? 0, top_p: value("top_p") ?? 1, min_p: value("min_p") ?? 0, seed };
 }
 
-// Returns the candidate that other settings would choose, or null if only the server can decide: the known candidates are
-// too few, or the trace has a filter that is not computed here.
+// Returns the candidate that other settings would choose, or null if only the server knows: too few candidates, a new filter.
 export function chosenWith(trace, { temperature, top_k, top_p, min_p, seed }, vocabSize) {
-	if (!trace.stages.every(({ name }) => EDITS.includes(name) || FILTERS.includes(name))) return null;
+	if (trace.stages.some(({ name }) => !EDITS.test(name) && !FILTERS.includes(name))) return null;
 	const filter = trace.stages.findIndex((stage) => FILTERS.includes(stage.name));
 	const base = filter < 0 ? trace.stages.length - 1 : filter - 1;
 	const most = Math.min(...trace.candidates.filter((each) => each.rank <= trace.candidates.length).map((each) => each.logits[0]));
@@ -96,12 +94,8 @@ export function chosenWith(trace, { temperature, top_k, top_p, min_p, seed }, vo
 	const isLast = trace.stages.some((stage) => stage.name === "temperature_last");
 	const divisor = isLast ? 1 : temperature;
 	const numOthers = trace.stages[base].num_kept - sure.length;
-	let kept = sure;
-	let hasOthers = numOthers > 0;
-	if (top_k > 0) {
-		hasOthers &&= top_k > sure.length;
-		kept = kept.slice(0, top_k);
-	}
+	const kept = top_k > 0 ? sure.slice(0, top_k) : sure;
+	const hasOthers = numOthers > 0 && !(top_k > 0 && top_k <= sure.length);
 	const rest = Math.max(1 - sure.reduce((sum, each) => sum + each.share, 0), 0);
 	const bounds = hasOthers ? others(sure[0], rest, numOthers, Math.exp(most - sure[0].logit), divisor) : [0, 0];
 	const options = top_p < 1 ? nucleus(kept, bounds, top_p, divisor) : [null];

@@ -4,12 +4,12 @@ import numpy as np
 
 from infer.compute.backends.cpu.records import pointer
 from infer.request_limits import MAX_LOGPROBS
-from infer.sampling_params import PARAMETERS
+from infer.sampling_params import FILTER_NAMES
 
 SAMPLE_COLUMNS = {
     "temperature": np.float32,
     "is_filtered": np.uint8,
-    **{name: np.float64 for name, declared in PARAMETERS.items() if declared.is_filter},  # see `row_stages.FILTERS`
+    **dict.fromkeys(FILTER_NAMES, np.float64),  # `row_stages.FILTERS` says what each number is
     "repetition_penalty": np.float32,
     "repetition_window": np.int64,
     "frequency_penalty": np.float32,

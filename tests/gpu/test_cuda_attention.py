@@ -59,7 +59,7 @@ def make_qkv(heads: Heads, count: int, seed: int = 0) -> Tensor:
 def filled(heads: Heads, kv_type: str = "f32", start: int = 0, **pages: Any) -> LayerCache:
     """Row 1 has `start` tokens; every other byte is not finite. `pages` are values of row 1."""
     layer = make_layer(heads, 2, CAPACITY, kv_type, fill=0x7E if kv_type in ("q8", "q4") else 0xFF)
-    own = {name: value if name == "furthest" else torch.tensor([0, value]) for name, value in pages.items()}
+    own = {name: value if name == "last_position" else torch.tensor([0, value]) for name, value in pages.items()}
     layer = replace(layer, pages=replace(layer.pages, **own))
     if start:
         step = Step.of([1] * start, int(layer.pages.shifts[1]), row=1)
@@ -100,8 +100,8 @@ def test_tokens_at_the_borders_of_blocks_tiles_and_chunks(length: int) -> None:
 
 PAGES: list[dict[str, int]] = [
     *({"windows": 1}, {"windows": 40}, {"windows": 20, "sinks": 4}, {"windows": 300, "sinks": 20}, {"shifts": 90}),
-    *({"windows": 10, "sinks": 300}, {"rope_sets": 1}, {"windows": 30, "sinks": 4, "furthest": 250, "shifts": 3}),
-    {"windows": 30, "sinks": 270, "furthest": 280},
+    *({"windows": 10, "sinks": 300}, {"rope_sets": 1}, {"windows": 30, "sinks": 4, "last_position": 250, "shifts": 3}),
+    {"windows": 30, "sinks": 270, "last_position": 280},
 ]
 
 
@@ -113,7 +113,7 @@ def test_windows_sinks_shifts_and_sets_are_the_references(pages: dict[str, int])
 
 @pytest.mark.slow
 def test_sinks_that_are_far_are_seen_mixed_where_keys_are_stored_so() -> None:
-    check(make_heads(2, 1, 32), [1, 17], "q8", start=100, windows=30, sinks=20, furthest=60)
+    check(make_heads(2, 1, 32), [1, 17], "q8", start=100, windows=30, sinks=20, last_position=60)
 
 
 @pytest.mark.parametrize("norms", ["head", "whole"])
@@ -135,7 +135,8 @@ def at_once(heads: Heads, layer: LayerCache, qkv: Tensor, start: int, sizes: Seq
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kv_type", "pages"), [("f32", {}), ("q8", {"windows": 40, "sinks": 3}), ("f16", {"windows": 30, "furthest": 200})]
+    ("kv_type", "pages"),
+    [("f32", {}), ("q8", {"windows": 40, "sinks": 3}), ("f16", {"windows": 30, "last_position": 200})],
 )
 def test_bits_depend_on_no_chunk_of_a_prompt(kv_type: str, pages: dict[str, int]) -> None:
     heads, start, count = make_heads(2, 1, 32), 247, 18
@@ -234,7 +235,7 @@ def test_attention_leaves_what_the_next_product_takes(sizes: tuple[int, int, int
 
 def test_pages_are_those_of_the_layout() -> None:
     """A kernel reads what `Pages` says: none of its fields may be forgotten."""
-    known = {"page_tokens", "table", "shifts", "sinks", "windows", "rope_sets", "furthest"}
+    known = {"page_tokens", "table", "shifts", "sinks", "windows", "rope_sets", "last_position"}
     refused = {"ends"}  # of attention without a mask, by `unusual_parts`
     assert (set(Pages.__dataclass_fields__), attention.KV_TYPES) == (known | refused, KV_TYPES)
 
@@ -286,7 +287,7 @@ def test_keys_of_another_layer_are_read_and_none_is_written() -> None:
     assert torch.equal(layer.values, values)
 
 
-@pytest.mark.parametrize("pages", [{}, {"windows": 30, "sinks": 4, "furthest": 40}], ids=str)
+@pytest.mark.parametrize("pages", [{}, {"windows": 30, "sinks": 4, "last_position": 40}], ids=str)
 def test_queries_are_scaled_by_their_position(pages: dict[str, int]) -> None:
     check(make_heads(2, 1, 32, query_scales=SCALES), [1, 3], "q8" if pages else "f16", 60, **pages)
 
@@ -303,7 +304,7 @@ def test_chunks_of_which_the_beginning_is_a_sink_and_positions_are_shifted() -> 
 
 WIDE: list[tuple[str, int, dict[str, int]]] = [
     *((kv_type, 512, {}) for kv_type in ("f16", "bf16", "q8", "q4")),
-    *(("f32", 320, {}), ("f16", 480, {"windows": 9, "sinks": 3, "furthest": 15})),
+    *(("f32", 320, {}), ("f16", 480, {"windows": 9, "sinks": 3, "last_position": 15})),
 ]
 
 

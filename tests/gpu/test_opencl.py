@@ -147,7 +147,7 @@ def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) ->
     def call() -> tuple[Tensor, ...]:
         layer = make_layer(heads, 2, NUM_SLOTS, kv_type, window=70 if mode in ("window", "sinks", "far") else None)
         if mode in ("sinks", "far"):
-            pages = replace(layer.pages, sinks=torch.tensor([5, 20]), furthest=100 if mode == "far" else None)
+            pages = replace(layer.pages, sinks=torch.tensor([5, 20]), last_position=100 if mode == "far" else None)
             layer = replace(layer, pages=pages)
         attended = []
         for start, end in ((0, 290), (290, 299), (299, 300)):

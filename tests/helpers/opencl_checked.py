@@ -60,7 +60,7 @@ def check_attention(kv_type: str, dim: int) -> None:
     rope = RopeTable(angles.cos(), angles.sin())
     heads = Heads(2, 1, dim, 1.0, rope, Norm(torch.rand(dim), 1e-5), Norm(torch.rand(dim), 1e-5), 20.0)
     layer = make_layer(heads, 2, 300, kv_type, window=20)
-    pages = replace(layer.pages, sinks=torch.tensor([3, 17]), furthest=30, shifts=torch.tensor([0, 0]))
+    pages = replace(layer.pages, sinks=torch.tensor([3, 17]), last_position=30, shifts=torch.tensor([0, 0]))
     for start, count in ((0, 3), (30, 2)):
         step = join([Step.of([0] * count, start, row=row) for row in range(2)])
         ops.attend(Activations(torch.randn(2 * count, 4 * dim)), heads, replace(layer, pages=pages), step)

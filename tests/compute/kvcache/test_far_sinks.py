@@ -24,7 +24,7 @@ from path_cases import CONTEXT, varied_ids
 from steps import join
 
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
-LENGTH, FURTHEST = 400, 99
+LENGTH, LAST_POSITION = 400, 99
 THETAS = 50.0 ** -torch.linspace(0, 1, DIM // 2)
 ANGLES = torch.arange(LENGTH)[:, None] * THETAS
 HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
@@ -35,9 +35,11 @@ WAYS += [[97, 8, 260, *[1] * 35]]
 QKV = torch.randn(LENGTH, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
 
 
-def layer_of(kv_type: str, sinks: int, window: int, *, rows: int = 1, furthest: int | None = FURTHEST) -> LayerCache:
+def layer_of(
+    kv_type: str, sinks: int, window: int, *, rows: int = 1, last_position: int | None = LAST_POSITION
+) -> LayerCache:
     layer = make_layer(HEADS, rows, LENGTH, kv_type, window=window)
-    pages = replace(layer.pages, sinks=torch.full((rows,), sinks), furthest=furthest)
+    pages = replace(layer.pages, sinks=torch.full((rows,), sinks), last_position=last_position)
     return replace(layer, pages=pages)
 
 
@@ -50,7 +52,7 @@ def by_distance(sinks: int, window: int) -> Tensor:
     q, k, v = QKV.double().view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
     k, v = (x.repeat_interleave(NUM_HEADS // KV_HEADS, dim=1) for x in (k, v))
     there, own = torch.arange(LENGTH), torch.arange(LENGTH)[:, None]
-    distance = torch.where(there < sinks, own.clamp(max=FURTHEST), own) - there
+    distance = torch.where(there < sinks, own.clamp(max=LAST_POSITION), own) - there
     q, k = (torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
     scores = torch.zeros(NUM_HEADS, LENGTH, LENGTH, dtype=torch.float64)
     for pair, theta in enumerate(THETAS.double()):
@@ -75,9 +77,12 @@ def test_sinks_are_seen_from_no_further_than_the_end_of_the_context(sinks: int, 
 
 
 def test_within_the_context_no_bit_changes_and_beyond_it_the_sinks_do() -> None:
-    near, far = (attend_all(layer_of("f32", 4, 20, furthest=furthest), WAYS[1]) for furthest in (None, FURTHEST))
-    assert torch.equal(near[: FURTHEST + 1], far[: FURTHEST + 1])
-    assert ((near - far)[FURTHEST + 1 :].abs().amax(-1) > 1e-4).all()
+    near, far = (
+        attend_all(layer_of("f32", 4, 20, last_position=last_position), WAYS[1])
+        for last_position in (None, LAST_POSITION)
+    )
+    assert torch.equal(near[: LAST_POSITION + 1], far[: LAST_POSITION + 1])
+    assert ((near - far)[LAST_POSITION + 1 :].abs().amax(-1) > 1e-4).all()
 
 
 @pytest.mark.slow
@@ -113,9 +118,9 @@ def layer_with(window: int | None) -> Attention:
 def test_only_layers_that_a_policy_changes_have_an_end_and_only_where_rows_go_beyond() -> None:
     layers = [layer_with(None), layer_with(16)]
     sliding = CacheSettings(eviction_policy="sliding", eviction_window=40)
-    assert [group.furthest for group in make_groups(layers, sliding, 1000, 16, context=200)] == [199, None]
-    assert [group.furthest for group in make_groups(layers, sliding, 200, 16, context=200)] == [None, None]
-    assert [group.furthest for group in make_groups(layers, CacheSettings(), 200, 16, context=200)] == [None, None]
+    assert [group.last_position for group in make_groups(layers, sliding, 1000, 16, context=200)] == [199, None]
+    assert [group.last_position for group in make_groups(layers, sliding, 200, 16, context=200)] == [None, None]
+    assert [group.last_position for group in make_groups(layers, CacheSettings(), 200, 16, context=200)] == [None, None]
 
 
 def test_answers_beyond_the_context_do_not_depend_on_the_steps(llama: Path) -> None:

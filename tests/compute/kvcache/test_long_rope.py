@@ -217,10 +217,12 @@ def only(table: RopeTable, index: int) -> RopeTable:
     return RopeTable(table.cos[index : index + 1].clone(), table.sin[index : index + 1].clone())
 
 
-def layer_of(sets: list[int], furthest: int | None) -> LayerCache:
+def layer_of(sets: list[int], last_position: int | None) -> LayerCache:
     layer = make_layer(heads_of(make_table(4)), len(sets), LENGTH, window=90)
     sinks = torch.full((len(sets),), 4)
-    return replace(layer, pages=replace(layer.pages, sinks=sinks, rope_sets=torch.tensor(sets), furthest=furthest))
+    return replace(
+        layer, pages=replace(layer.pages, sinks=sinks, rope_sets=torch.tensor(sets), last_position=last_position)
+    )
 
 
 def qkv_of(row: int) -> Tensor:
@@ -239,18 +241,18 @@ def attend_all(layer: LayerCache, heads: Heads, rows: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "half", "furthest"),
+    ("kernels", "half", "last_position"),
     slow_except([("cpu", 5, 99)], [("cpu", 16, None), ("cpu", 5, 99), ("reference", 5, None), ("reference", 16, 99)]),
 )
-def test_each_row_turns_by_its_own_set(kernels: str, half: int, furthest: int | None) -> None:
+def test_each_row_turns_by_its_own_set(kernels: str, half: int, last_position: int | None) -> None:
     table = make_table(half)
     with ops.using(kernels):
-        found = attend_all(layer_of(SETS, furthest), heads_of(table), list(range(len(SETS))))
+        found = attend_all(layer_of(SETS, last_position), heads_of(table), list(range(len(SETS))))
         for row, index in enumerate(SETS):
-            alone = attend_all(layer_of([0], furthest), heads_of(only(table, index)), [row])[0]
+            alone = attend_all(layer_of([0], last_position), heads_of(only(table, index)), [row])[0]
             assert torch.allclose(found[row], alone, atol=1e-6)
             assert kernels == "reference" or torch.equal(found[row], alone)
-            other = attend_all(layer_of([0], furthest), heads_of(only(table, 1 - index)), [row])[0]
+            other = attend_all(layer_of([0], last_position), heads_of(only(table, 1 - index)), [row])[0]
             assert (found[row] - other).abs().max() > 1e-3
 
 

@@ -28,7 +28,7 @@ from infer.compute.quantization.kv_layout import (
 def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
     q, k, v = split_heads(qkv.floats, heads)
     pages, kv_type = layer.pages, layer.kv_type
-    q, far = rotate_queries(q, heads, pages, step)
+    q, for_sinks = rotate_queries(q, heads, pages, step)
     slots = step.positions - pages.shifts[step.rows]
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
     if heads.has_keys:
@@ -44,7 +44,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
         decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
         are_sinks = held < pages.sinks[row]
         near = q[mine]
-        queries = near, near if far is q else far[mine]
+        queries = near, near if for_sinks is q else for_sinks[mine]
         out[mine] = attend_row(queries, *decoded, seen[:, held], are_sinks, heads)
     attended = out.flatten(1)
     if heads.gate_start is not None:
@@ -108,10 +108,10 @@ def attention_shares(
     heads: Heads,
 ) -> Float[Tensor, "kv_heads group tokens positions"]:
     # Several query heads share one of keys and values.
-    near, far = (q.view(len(q), keys.shape[0], -1, q.shape[-1]) for q in queries)
+    near, for_sinks = (q.view(len(q), keys.shape[0], -1, q.shape[-1]) for q in queries)
     scores = torch.einsum("tkgd,kpd->kgtp", near, keys)
     if queries[1] is not queries[0]:
-        scores = torch.where(are_sinks, torch.einsum("tkgd,kpd->kgtp", far, keys), scores)
+        scores = torch.where(are_sinks, torch.einsum("tkgd,kpd->kgtp", for_sinks, keys), scores)
     scores = softcapped(scores.mul(heads.scale), heads.softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     if heads.sinks is None:
@@ -142,15 +142,15 @@ def rotate_queries(
     q: Float[Tensor, "tokens heads dim"], heads: Heads, pages: Pages, step: Step
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
     """Return the queries rotated and scaled for the window's keys, and for the sinks' keys."""
-    near = far = rotate(q, heads.q_norm, heads, pages, step)
-    if pages.furthest is not None:
-        from_there = replace(step, positions=step.positions.clamp(max=pages.furthest))
-        far = rotate(q, heads.q_norm, heads, pages, from_there)
+    near = for_sinks = rotate(q, heads.q_norm, heads, pages, step)
+    if pages.last_position is not None:
+        from_there = replace(step, positions=step.positions.clamp(max=pages.last_position))
+        for_sinks = rotate(q, heads.q_norm, heads, pages, from_there)
     if heads.query_scales is None:
-        return near, far
+        return near, for_sinks
     scales = heads.query_scales[step.positions][:, None, None]
     scaled = near * scales
-    return scaled, scaled if far is near else far * scales
+    return scaled, scaled if for_sinks is near else for_sinks * scales
 
 
 def rotate(

@@ -36,7 +36,7 @@ class PageGroup:
     num_fixed: int  # pages that contain the sinks
     pages_per_row: int
     is_late: bool  # True if they apply only after some time; until then all slots are visible
-    furthest: int | None = None  # later tokens read the sinks as if from this position; None: rows never reach it
+    last_position: int | None = None  # later tokens read the sinks as if from this position; None: rows never reach it
     is_recurrent: bool = False
     has_states: bool = False
     chunk: int | None = None
@@ -96,8 +96,8 @@ def make_groups(
         most_seen = window if chunk is None else chunk
         if most_seen is not None and not is_late:
             share = min(share, num_fixed + num_pages(most_seen + step_tokens, page_tokens) + 1)
-        furthest = context - 1 if is_evicting and context is not None and capacity > context else None
-        groups.append(PageGroup(tuple(indices), sinks, window, num_fixed, share, is_late, furthest, chunk=chunk))
+        last_position = context - 1 if is_evicting and context is not None and capacity > context else None
+        groups.append(PageGroup(tuple(indices), sinks, window, num_fixed, share, is_late, last_position, chunk=chunk))
     if recurrent:
         groups.append(_recurrent_group(layers, recurrent, settings, num_pages(capacity, page_tokens)))
     return tuple(groups)

@@ -225,7 +225,7 @@ def _in_blocks(x: Shaped[Tensor, "pages heads tokens *size"]) -> Shaped[Tensor, 
 def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:
     arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
     table, shifts, sinks, windows = (torch.tensor(array, device=rope_sets.device) for array in arrays)
-    return Pages(rows.table.page_tokens, table, shifts, sinks, windows, rope_sets, rows.group.furthest)
+    return Pages(rows.table.page_tokens, table, shifts, sinks, windows, rope_sets, rows.group.last_position)
 
 
 def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -> None:

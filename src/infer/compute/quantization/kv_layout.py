@@ -51,8 +51,9 @@ class Pages:
     page_tokens / 16 blocks.
 
     From slot t, a slot s ≤ t is visible if s < sinks or s > t − window. If the window is 0, all slots s ≤ t are
-    visible. A window of −n means chunks of n slots: s ≥ t − t mod n is visible. If `furthest` is given, slots s < sinks
-    are read as if from position min(p, furthest), because a model was not trained for distances beyond its context.
+    visible. A window of −n means chunks of n slots: s ≥ t − t mod n is visible. If `last_position` is given, the end of
+    the model's context, slots s < sinks are read as if from position min(p, last_position): the model was not trained
+    for distances beyond its context.
 
     `rope_sets` is 1 for rows that use the second set of a `RopeTable` with two sets, otherwise 0.
 
@@ -66,7 +67,7 @@ class Pages:
     sinks: Int64[Tensor, "rows"]
     windows: Int64[Tensor, "rows"]
     rope_sets: Int64[Tensor, "rows"]
-    furthest: int | None = None
+    last_position: int | None = None
     ends: Int64[Tensor, "rows"] | None = None
 
 

@@ -1,4 +1,13 @@
-"""A record of quantised activations, as `arithmetic` reads it."""
+"""A record of quantised activations, as `arithmetic` reads it: 32 inputs of one token.
+
+    form 2 (exact): 80 bytes          form 1 (fast): 48 bytes       form 6 (words): 80 bytes
+    0   hi, i8 × 32                   0   A, i8 × 32                0   A of inputs 0–15, i16, even ones of a quad first
+    32  s f32, s ΣA f32               32  s f32, s ΣA f32           32  s f32, s ΣA f32
+    40  lo, i8 × 32: A = 256 hi + lo  40  −ΣA of each half, i32 × 2  40  A of inputs 16–31
+    72  −ΣA of each half, i32 × 2                                   72  −ΣA of each half, i32 × 2
+
+Records are aligned to 16 bytes. The records of a panel's tokens follow each other (`activations`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +26,7 @@ Dots = list[list[list[Value]]]  # i32 × 16 rows, by group, column and part of t
 @final
 @dataclass(frozen=True)
 class ActivationRecord:
-    """A record of some columns' activations, as `dots` reads it. `vector_tiles` describes its contents."""
+    """The records of some columns, which are neighbouring tokens, for the same 32 inputs."""
 
     b: Builder
     layout: Layout  # of the weights
@@ -62,14 +71,14 @@ class ActivationRecord:
         return [[[dot(group, column, part) for part in parts] for column in self.columns] for group in range(groups)]
 
     def less_offset(self, dots: Dots, offset: int) -> Dots:
-        """Return dots − offset ΣA."""
+        """Return dots − offset ΣA: the sums of q A from those of (q + offset) A."""
         if not offset:
             return dots
         less = [self.negative_offset(column, offset) for column in self.columns]
         return [[[*map(self.b.add, *both)] for both in zip(group, less, strict=True)] for group in dots]
 
     def negative_sum(self, column: int, half: int) -> Value:
-        """Return −ΣA of half of the record."""
+        """Return −ΣA of half of the record, an i32."""
         return load(self.b, self.at(column, 4 * half - 8), I32, 4)
 
     def negative_offset(self, column: int, offset: int) -> list[Value]:

@@ -46,7 +46,10 @@ _SMALLEST = np.float32(1e-33)  # a block below this counts as this, so that its 
 
 @operation(types.float32, f32x16, f32x16)
 def _largest_magnitude(b: Builder, x: Value, y: Value) -> Value:
-    """Return max |x| of both, NaN if there is one: as integers, the bits of |x| have its order, with NaN on top."""
+    """Return max |x| over the 32 lanes of both, NaN if one is NaN.
+
+    As integers, the bits of |x| have its order, with NaN on top.
+    """
 
     def larger(left: Value, right: Value) -> Value:
         return b.select(b.icmp_signed(">", left, right), left, right)
@@ -78,6 +81,7 @@ def _lane(b: Builder, x: Value, lane: Value) -> Value:
 
 @njit(forceinline=True)
 def record_address(base, token, num_tokens, num_records, record, record_bytes):
+    """Return the address of a token's record in panels that begin at `base`. `num_records` is that of a token."""
     panel = token // PANEL * PANEL
     width = min(PANEL, num_tokens - panel)
     return base + (panel * num_records + record * width + token - panel) * record_bytes
@@ -95,7 +99,10 @@ def _store_words(b: Builder, where: Value, x: Value) -> None:
 
 @njit(forceinline=True)
 def quantize_block(first, second, form, at):
-    """Quantise 32 values into the record at `at`."""
+    """Store an activation record at `at`: the integers, scale and sums of 32 values, as `activation_record` draws it.
+
+    `first` and `second` are f32 × 16: inputs 0–15 and 16–31. With NaN or infinity among them, the scale is not finite.
+    """
     unit = np.float32(32512.0) if form % WORDS == 2 else np.float32(127.0)
     largest = _largest_magnitude(first, second)
     if largest < _SMALLEST:
@@ -140,6 +147,10 @@ def inverse_rms(x, features, eps):
 
 @njit
 def quantize_row(x, weight, factor, args, token, num_tokens, out):
+    """Store x × factor × weight as a token's records of `args.form`, in panels at `out`.
+
+    Reads f32 [features], a multiple of 32, at the address `x` and at `weight`, which is 0 for none.
+    """
     num_records = args.features // BLOCK
     record_bytes = quantized_size(args.form)
     scale, form = splat_f32(factor), args.form
@@ -156,6 +167,10 @@ def quantize_row(x, weight, factor, args, token, num_tokens, out):
 
 @njit
 def keep_row(x, weight, factor, args, token, num_tokens, out):
+    """Store x × factor × weight as a token's records of 8 floats, in panels at `out`; zeros after the last input.
+
+    Reads f32 [features] at the address `x` and at `weight`, which is 0 for none.
+    """
     num_records = (args.features + UNIT - 1) // UNIT
     for i in range(num_records * UNIT):
         value = np.float32(0)
@@ -181,10 +196,13 @@ def _factor_of(args, state, token):
 
 
 def normalize(args, state, thread, num_threads):
-    """Store x × weight / rms(x), quantised.
+    """Store x × weight / rms(x) as activation records. Without a weight, store x.
+
+    Reads f32 [tokens, features] at `x`, the rows of `state.logit_indices` if `of_logits`, and f32 [features] at
+    `weight`. Writes panels of records of `form` at `out`.
 
     Neighbouring tokens go to one thread, because their records share cache lines. If `private_bytes` is set, every
-    thread computes a single token itself.
+    thread computes a single token itself, into a copy that many bytes after the previous thread's.
     """
     num_tokens = state.num_logits if args.of_logits else state.num_tokens
     first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
@@ -204,7 +222,8 @@ def normalize(args, state, thread, num_threads):
 def add_rows(args, state, thread, num_threads):
     """Add y, or y × weight / rms(y), to residual, or to residual × own weight / rms(residual), and scale the sum.
 
-    A token has one row or several. Rows are divided among the threads.
+    Reads f32 [tokens × rows_per_token, features] at `y`, and f32 [features] at the weights, which are 0 for none.
+    Changes f32 of the same shape at `residual`. Rows are divided among the threads.
     """
     scale = splat_f32(args.scale)
     for row in range(thread, state.num_tokens * args.rows_per_token, num_threads):
@@ -222,7 +241,7 @@ def add_rows(args, state, thread, num_threads):
 
 
 def clear_rows(args, state, thread, num_threads):
-    """Set residual to 0. Tokens are divided among the threads."""
+    """Set f32 [tokens, features] at `residual` to 0. Tokens are divided among the threads."""
     zero = splat_f32(np.float32(0))
     for token in range(thread, state.num_tokens, num_threads):
         for i in range(0, args.features, LANES):

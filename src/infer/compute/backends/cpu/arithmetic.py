@@ -18,7 +18,8 @@ from infer.compute.backends.cpu.isa import InstructionSet
 from infer.compute.backends.cpu.layouts import LANES, WORDS, Layout
 from infer.compute.backends.cpu.simd import F32X16, I8, I8X64, I16, I32, I32X16, Value, call, constant
 
-Quads = Callable[[int], Value]  # of a group's record, each computed where it is asked for
+# quads(n) emits quad n of a group's record: 64 bytes, 4 inputs × 16 rows, each computed where it is asked for.
+Quads = Callable[[int], Value]
 _Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group and column
 
 
@@ -35,7 +36,11 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
-        """Return Σ q A less the offset of q, of each group's quads × each column of activations."""
+        """Emit Σ q A of a record, without the offset of q, of each group's quads × each column of activations.
+
+        Returns:
+            i32 × 16 rows, by group, column and part of the record.
+        """
 
     @property
     def permutes_bytes(self) -> bool:
@@ -43,7 +48,7 @@ class Arithmetic(ABC):
         return self.width == 64 and self.shuffle is not None and simd.has_byte_permutation()
 
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
-        """Replace each byte by the entry of a table, from 0 to 255, whose number is in the byte's lowest bits.
+        """Replace each of 64 bytes by the entry of a table, from 0 to 255, whose number is in the byte's lowest bits.
 
         A table has 2, 4, 8, 16 or 32 entries, or 64 if the set permutes bytes. The bits above are ignored.
         """

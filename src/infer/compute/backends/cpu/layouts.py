@@ -17,6 +17,20 @@ K and IQ types have 8 records after the super-block's f16 scale (and minimum), a
 
     [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
+A super-block of Q4_K, which is 256 inputs of 16 rows in 2,368 bytes (a record begins at a multiple of 32 bytes):
+
+    at 0    d: f16 of row 0, 1 … 15                                               32 bytes
+       32   dmin: f16 of row 0, 1 … 15                                            32
+       64   record 0, inputs 0–31                                                288
+              byte    0      4      8           60
+              at 0    row 0 | row 1 | row 2 | … | row 15     inputs 0–3 in the low nibbles, 16–19 in the high ones
+                 64   row 0 | row 1 | row 2 | … | row 15     inputs 4–7 and 20–23
+                 128  row 0 | row 1 | row 2 | … | row 15     inputs 8–11 and 24–27
+                 192  row 0 | row 1 | row 2 | … | row 15     inputs 12–15 and 28–31
+                 256  scale, u8 of row 0, 1 … 15                                  16
+                 272  minimum, u8 of row 0, 1 … 15                                16
+       352  record 1, inputs 32–63, and so on up to record 7
+
 Q1_0, Q2_0 and ternary types have 4, 2 or 8 records after a scale, and none in the records. The two scales of a record
 of IQ1_M, IQ2_XS and IQ2_S share a byte. After d some IQ types have 32 bits for each row, of which record i has the
 four from 4 i on: its scale and sign (IQ1_S), or a bit for each 8 inputs, the sign of their delta (IQ1_M) or the ninth

@@ -265,7 +265,7 @@ def append_keys(kv: Activations, heads: Heads, layer: LayerCache, step: Step) ->
 
 def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
     features, pages, kv_type = heads.num_heads * heads.head_dim, layer.pages, layer.kv_type
-    has_far = pages.furthest is not None and heads.rope is not None
+    has_sink_queries = pages.last_position is not None and heads.rope is not None
     chunks = -(-pages.table.shape[1] * pages.page_tokens // CHUNK)
     with scope("attend", step=step) as run:
         arguments = _attend_arguments(heads, layer)
@@ -279,8 +279,8 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
             arguments.set(gates=floats.data_ptr() + 4 * heads.gate_start, are_gates_of_heads=heads.are_gates_of_heads)
             arguments.set(is_gate_softplus=heads.gate_curve == "softplus")
         arguments.set(
-            queries=run.tensor("queries", run.capacity * (2 if has_far else 1), features),
-            far_bytes=4 * run.capacity * features if has_far else 0,
+            queries=run.tensor("queries", run.capacity * (2 if has_sink_queries else 1), features),
+            sink_queries_at=4 * run.capacity * features if has_sink_queries else 0,
             partials=run.tensor("partials", heads.num_heads, split, chunks, heads.head_dim + LANES),
             num_chunks=chunks,
             scratch=run.tensor("attention scratch", run.max_threads, scratch_bytes, dtype=torch.uint8),
@@ -352,7 +352,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments.set(values=values.data_ptr(), value_page_stride=values.stride(1), value_stride=values.stride(0))
     arguments.set(table=pages.table, table_stride=pages.table.shape[1], page_bits=pages.page_tokens.bit_length() - 1)
     arguments.set(shifts=pages.shifts, sinks=pages.sinks, windows=pages.windows, rope_sets=pages.rope_sets)
-    arguments.set(furthest=-1 if pages.furthest is None else pages.furthest)
+    arguments.set(last_position=-1 if pages.last_position is None else pages.last_position)
     return arguments
 
 

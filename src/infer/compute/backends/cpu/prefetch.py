@@ -3,8 +3,7 @@
 A core's own prefetcher stops at the end of each page, and starts again with each head: docs/dev/log.md.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import final
 
 from llvmlite import ir
@@ -14,12 +13,17 @@ from numba.core import cgutils
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.simd import I8, I32, I64, Value, constant
 
+LoopPrefetch = Callable[[], None]  # emits what one iteration of a loop prefetches
+
 _LINE = 64
 _SECOND_CACHE = 2  # of LLVM's four degrees of nearness
 
 
 def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
-    """Prefetch into the second cache: the first has no room for so many requests."""
+    """Emit prefetches of the cache lines of `num_bytes` from `where` on, into the second cache.
+
+    The first cache has no room for so many requests. The address may lie outside of any memory.
+    """
     hints = constant(I32, 0), constant(I32, _SECOND_CACHE), constant(I32, 1)
     for line in range(0, num_bytes, _LINE):
         pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
@@ -28,10 +32,11 @@ def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
 
 @final
 class Ahead:
-    """The distance from a tile's records to those that it reads so many bytes later.
+    """How far ahead to prefetch: bytes from the record that a tile reads now to the one it reads `num_bytes` later.
 
-    A tile of two streams reads two neighbouring groups, then the next two. So a stream passes over the other one's
-    group when its own ends.
+    A tile of one group reads its groups one after the other, so the distance is constant. A tile of two groups reads
+    two neighbouring groups at the same time, then the next two. So near a group's end the distance also passes over the
+    other group.
     """
 
     def __init__(self, b: Builder, streams: Sequence[Value], num_bytes: int) -> None:
@@ -44,40 +49,31 @@ class Ahead:
             self._near = b.add(self._near, passed)
 
     def of(self, record: Value) -> Value:
-        """Emit the distance of the first stream's record, which is that of the other stream's too."""
+        """Emit the distance in bytes for a record of the first group, which is that of the other group's record too."""
         if self._border is None:
             return self._near
         is_near = self._b.icmp_unsigned("<", record, self._border)
         return self._b.select(is_near, self._near, self._b.add(self._near, self._group_bytes))
 
 
-@final
-@dataclass(frozen=True)
-class Prefetch:
-    """A prefetch address that advances beside the tiles of a region. The region's columns share its bytes."""
-
-    at: Value  # a variable
-
-    @staticmethod
-    def begin(b: Builder, where: Value) -> "Prefetch":
-        variable = cgutils.alloca_once(b, I64)
-        b.store(where, variable)
-        return Prefetch(variable)
-
-    def share(self, b: Builder, num_bytes: int, width: int, columns: Value) -> "Share":
-        """Return the share of a loop of a tile of `width` columns that reads `num_bytes` per iteration."""
-        step = b.udiv(b.add(constant(I64, num_bytes * width - 1), columns), columns)
-        return Share(self.at, step, num_bytes)
+def begin_region(b: Builder, where: Value) -> Value:
+    """Emit a variable that holds the address to prefetch next while a region is computed. It begins at `where`."""
+    variable = cgutils.alloca_once(b, I64)
+    b.store(where, variable)
+    return variable
 
 
-@final
-@dataclass(frozen=True)
-class Share:
-    at: Value
-    step: Value
-    most_bytes: int
+def make_loop_prefetch(b: Builder, at: Value, num_bytes: int, width: int, columns: Value) -> LoopPrefetch:
+    """Return an emitter of the prefetch of one iteration of a tile's loop, which advances the region's variable `at`.
 
-    def prefetch(self, b: Builder) -> None:
-        where = b.load(self.at)
-        prefetch(b, where, self.most_bytes)
-        b.store(b.add(where, self.step), self.at)
+    The loop reads `num_bytes` per iteration for a tile of `width` columns. An iteration advances by num_bytes × width /
+    columns, rounded up, so that all columns of the region together prefetch each byte once.
+    """
+    step = b.udiv(b.add(constant(I64, num_bytes * width - 1), columns), columns)
+
+    def emit() -> None:
+        where = b.load(at)
+        prefetch(b, where, num_bytes)
+        b.store(b.add(where, step), at)
+
+    return emit

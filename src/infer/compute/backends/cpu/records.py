@@ -165,9 +165,9 @@ ATTEND = np.dtype(
         ("num_ahead", np.int64),  # slots after its own that a token sees, before the end of its row
         ("ends", pointer(np.int64)),  # likewise, of rows; read if num_ahead is not 0
         ("rope_sets", pointer(np.int64)),
-        ("furthest", np.int64),  # sinks are seen as from there by those after it, or −1
+        ("last_position", np.int64),  # of the model's context: later queries see the sinks as if from there; or −1
         ("queries", np.int64),  # f32, as above
-        ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
+        ("sink_queries_at", np.int64),  # bytes from the queries to those for the sinks; 0: they are the same
         ("partials", np.int64),  # f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], as queries
         ("num_chunks", np.int64),
         ("fewest_for_many", np.int64),  # queries with the same keys that `attend_many` takes; 0: it takes none

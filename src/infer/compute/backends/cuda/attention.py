@@ -29,7 +29,7 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     size, group = max(16, triton.next_power_of_2(dim)), heads.num_heads // kv_heads
     group_size = triton.next_power_of_2(group)
     half = 0 if heads.rope is None else heads.rope.cos.shape[-1]
-    shape = {"DIM": dim, "SIZE": size, "KV_TYPE": kv_type, "HAS_FAR": pages.furthest is not None}
+    shape = {"DIM": dim, "SIZE": size, "KV_TYPE": kv_type, "HAS_FAR": pages.last_position is not None}
     queries = max(QUERIES, group_size)
 
     near = torch.empty(num_tokens, heads.num_heads, dim, device=floats.device)
@@ -91,7 +91,7 @@ def _rotation(heads: Heads, pages: Pages, anything: Tensor) -> Rotation:
         set_size=0 if rope is None else rope.cos.stride(0),
         num_sets=1 if rope is None else len(rope.cos),
         rope_sets=pages.rope_sets,
-        furthest=0 if pages.furthest is None else pages.furthest,
+        last_position=0 if pages.last_position is None else pages.last_position,
         v_eps=heads.v_eps or 0.0,
         query_scales=anything if heads.query_scales is None else heads.query_scales,
         HAS_V_NORM=tl.constexpr(heads.v_eps is not None),

@@ -30,7 +30,7 @@ class Rotation(NamedTuple):
     set_size: Any  # of a set of angles
     num_sets: Any
     rope_sets: Any
-    furthest: Any
+    last_position: Any
     v_eps: Any  # of the norm of each head of v
     query_scales: Any  # by position
     HAS_V_NORM: tl.constexpr
@@ -95,7 +95,7 @@ def _rotate_token(
     q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
     _store_queries(near + at, q, position, rotation, is_mine, GROUP_SIZE, SIZE, KV_TYPE)
     if HAS_FAR:
-        capped = angles + tl.minimum(position, rotation.furthest) * HALF
+        capped = angles + tl.minimum(position, rotation.last_position) * HALF
         q = _rotated(x, rotation.q_norm, heads, scale, rotation, capped, i, is_mine, DIM, HALF, Q_NORM)
         _store_queries(far + at, q, position, rotation, is_mine, GROUP_SIZE, SIZE, KV_TYPE)
     if columns.HAS_KEYS:

@@ -13,7 +13,7 @@ BLOCKS = np.dtype([(name, np.int64) for name in ("first", "page", "head", "block
 LAYER = np.dtype(
     [("keys", BLOCKS), ("values", BLOCKS), ("far_at", np.int64)]
     + [(name, np.int32) for name in ("heads", "kv_heads", "table_stride", "page_bits", "half_dim")]
-    + [(name, np.int32) for name in ("rope_positions", "rope_sets", "furthest", "q_norm_stride", "k_norm_stride")]
+    + [(name, np.int32) for name in ("rope_positions", "rope_sets", "last_position", "q_norm_stride", "k_norm_stride")]
     + [(name, np.float32) for name in ("scale", "softcap", "q_eps", "k_eps")],
     align=True,
 )
@@ -26,7 +26,7 @@ def layer_record(heads: Heads, layer: LayerCache, far_at: int) -> npt.NDArray[An
         head, page, size, _ = blocks.stride()
         assert size == blocks.shape[3], "a head's blocks lie one after another"
         record[name] = blocks.storage_offset(), page, head, size
-    record["far_at"], record["furthest"] = far_at, pages.furthest or 0
+    record["far_at"], record["last_position"] = far_at, pages.last_position or 0
     record["heads"], record["kv_heads"] = heads.num_heads, heads.num_kv_heads
     record["table_stride"], record["page_bits"] = pages.table.shape[1], pages.page_tokens.bit_length() - 1
     record["scale"], record["softcap"] = heads.scale, heads.softcap or 0

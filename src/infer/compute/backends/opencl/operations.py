@@ -81,7 +81,7 @@ class Operations:
 
     def attend(self, qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
         features, pages, rope = heads.num_heads * heads.head_dim, layer.pages, heads.rope
-        has_far = pages.furthest is not None and rope is not None
+        has_far = pages.last_position is not None and rope is not None
         macros = {"HEAD_DIM": heads.head_dim, f"KV_{layer.kv_type}": 1}
         with scope(self._runtime, len(qkv.floats)) as run:
             queries = run.tensor("queries", 2 if has_far else 1, run.capacity, features)

@@ -36,7 +36,7 @@ from infer.compute.backends.cpu.attention.partition import (
     weight_of_chunks,
     weight_of_queries,
 )
-from infer.compute.backends.cpu.attention.rotation import make_put_queries
+from infer.compute.backends.cpu.attention.rotation import make_store_queries
 from infer.compute.backends.cpu.attention.tiles import REGION
 from infer.compute.backends.cpu.layouts import BLOCK, LANES
 from infer.compute.backends.cpu.records import BUNDLE, CHUNK, MAX_HEAD_DIM, MOST_COLUMNS, SCORE_BYTES
@@ -207,13 +207,13 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
 
     It attends for tokens from this one on, which share their first chunks.
     """
-    put_queries, process_chunks = make_put_queries(kv_type), _make_process_chunks(kv_type, is_wide)
+    store_queries, process_chunks = make_store_queries(kv_type), _make_process_chunks(kv_type, is_wide)
 
     @njit
     def attend_columns(columns, args, state, token, kv, num_shared, after, scratch):
         dim, group, size = args.dim, args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
         left, right = columns.first, columns.first + columns.num
-        put_queries(args, state, kv, token * group + left, token * group + right)
+        store_queries(args, state, kv, token * group + left, token * group + right)
         results = scratch + args.scratch_bytes - (MOST_COLUMNS + left) * size  # of query 0
         if num_shared > 0:  # as if the tokens stood where the prefix ends
             slot = num_shared * CHUNK - 1 - left // group

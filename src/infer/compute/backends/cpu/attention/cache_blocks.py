@@ -20,12 +20,12 @@ _FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 mix_32 = operation(types.void, address)(emit_mix)
 
 
-def _make_put_16(kv_type: str, apart: int) -> Any:
+def _make_store_16(kv_type: str, apart: int) -> Any:
     """Return put(where, x), which stores 16 floats in the cache's type, each `apart` elements after the one before."""
     size = _FLOAT_BYTES[kv_type]
 
     @operation(types.void, address, simd.f32x16)
-    def put_16(b: Builder, where: Value, stored: Value) -> None:
+    def store_16(b: Builder, where: Value, stored: Value) -> None:
         if kv_type != "f32":
             stored = simd.narrow_f16(b, stored) if kv_type == "f16" else simd.narrow_bf16(b, stored)
         if apart == 1:
@@ -35,7 +35,7 @@ def _make_put_16(kv_type: str, apart: int) -> Any:
             element = b.extract_element(stored, simd.constant(simd.I32, lane))
             simd.store(b, simd.offset(b, where, lane * apart * size), element, size)
 
-    return put_16
+    return store_16
 
 
 @njit(forceinline=True)
@@ -63,42 +63,42 @@ def make_mix(kv_type: str) -> Any:
     return mix
 
 
-def make_put_key(kv_type: str) -> Any:
+def make_store_key(kv_type: str) -> Any:
     """Return put(block, lane, dim, x), which stores the key of `dim` floats at x, mixed, as the block's position
     `lane`.
     """
     if kv_type in QUANTIZED:
-        return _make_put_codes(_quantize_8, KEYS[kv_type], 1, LANES)
-    return _make_put_floats(kv_type, LANES)
+        return _make_store_codes(_quantize_8, KEYS[kv_type], 1, LANES)
+    return _make_store_floats(kv_type, LANES)
 
 
-def make_put_value(kv_type: str) -> Any:
+def make_store_value(kv_type: str) -> Any:
     """Return put(block, lane, dim, x), which stores a value as the block's position `lane`."""
     if kv_type in QUANTIZED:
         quantize, form = _quantize_8 if kv_type == "q8" else _quantize_4, VALUES[kv_type]
-        return _make_put_codes(quantize, form, form.codes_bytes // LANES, 1)
-    return _make_put_floats(kv_type, 1)
+        return _make_store_codes(quantize, form, form.codes_bytes // LANES, 1)
+    return _make_store_floats(kv_type, 1)
 
 
-def _make_put_floats(kv_type: str, apart: int) -> Any:
+def _make_store_floats(kv_type: str, apart: int) -> Any:
     """Return put for float types. An element of a position is `apart` elements after the previous one.
 
     `apart` is 16 if positions are neighbours (keys), or 1 (values).
     """
-    size, is_f16, put_16 = _FLOAT_BYTES[kv_type], kv_type == "f16", _make_put_16(kv_type, apart)
+    size, is_f16, store_16 = _FLOAT_BYTES[kv_type], kv_type == "f16", _make_store_16(kv_type, apart)
 
     @njit
     def put(block, lane, dim, x):
         to, whole = block + lane * size * (dim if apart == 1 else 1), dim // LANES * LANES
         for i in range(0, whole, LANES):
-            put_16(to + i * apart * size, simd.load_f32(x + 4 * i))
+            store_16(to + i * apart * size, simd.load_f32(x + 4 * i))
         for i in range(whole, dim):
             _put(to + i * apart * size, size, is_f16, simd.load_scalar_f32(x + 4 * i))
 
     return put
 
 
-def _make_put_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int) -> Any:
+def _make_store_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int) -> Any:
     """Return put for codes. Byte i of a position's codes is at lane × lane_bytes + i × byte_bytes of each record."""
     codes_bytes, record_bytes = form.codes_bytes, form.record_bytes
     bytes_per_lane = codes_bytes // LANES

@@ -64,7 +64,7 @@ def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
                 asked, _ = block_at(args, columns.row, kv, start + min(following, end - 1))
                 if following >= end:
                     _, asked = block_at(args, columns.row, kv, start + (0 if gap > 0 else first))
-            q = columns.queries + args.far_bytes if at < gap else columns.queries
+            q = columns.queries + args.sink_queries_at if at < gap else columns.queries
             score_run(columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, asked)
             at = first if run == gap else run
 
@@ -118,8 +118,8 @@ def _make_add_rest(form: Form) -> Any:
                 to = out + column * stride + 4 * i
                 total = load_scalar_f32(to)
                 for position in range(num_positions):
-                    share = load_scalar_f32(p + 4 * CHUNK * column + 4 * position)
-                    total += share * float_value(values, position * dim + i)
+                    weight = load_scalar_f32(p + 4 * CHUNK * column + 4 * position)
+                    total += weight * float_value(values, position * dim + i)
                 store_scalar_f32(to, total)
 
     return add_rest

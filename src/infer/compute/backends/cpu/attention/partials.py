@@ -123,7 +123,11 @@ class Columns(NamedTuple):
 
 @njit
 def parts_for(columns, args, chunk):
-    """Return (the parts of a chunk that the columns see, (sinks, high)): only [0, sinks) and [.., high) are seen."""
+    """Return the slots of a chunk that any of the queries sees.
+
+    They are the parts as `parts_of_chunk` gives them, and (sinks, high). Slots below `sinks` are seen, and those from
+    the window's start up to `high`.
+    """
     group = args.num_heads // args.num_kv_heads
     first_slot = columns.slot + columns.first // group
     last_slot = columns.slot + (columns.first + columns.num - 1) // group
@@ -160,9 +164,7 @@ def clear(partial, dim):
 
 @njit
 def merge(into, partial, dim):
-    """Merge the partial of the next chunk into that of the chunks so far. The share with the larger m is multiplied by
-    e^0.
-    """
+    """Merge the partial of the next chunk into that of the chunks so far: the one with the smaller m is rescaled."""
     m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
     if m_right == _NEVER:
         return
@@ -200,19 +202,19 @@ def divide(partial, args, token, head, out):
 
     It is multiplied by the token's gates, if there are any.
     """
-    dim, share = args.dim, np.float32(1)
+    dim, factor = args.dim, np.float32(1)
     total = load_scalar_f32(partial + 4 * dim + 4)
     if args.sink_logits != 0:
         m, sink = load_scalar_f32(partial + 4 * dim), load_scalar_f32(args.sink_logits + 4 * head)
         if sink > m:
-            share = exp_scalar(m - sink)
-            total = total * share + np.float32(1)
+            factor = exp_scalar(m - sink)
+            total = total * factor + np.float32(1)
         else:
             total += exp_scalar(sink - m)
     for i in range(0, dim, LANES):
         value = load_upto(partial + 4 * i, dim - i)
         if args.sink_logits != 0:
-            value = value * splat_f32(share)
+            value = value * splat_f32(factor)
         value = value / splat_f32(total)
         if args.gates != 0:
             value = value * _gate(args, token, head, i)

@@ -14,14 +14,14 @@ from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.attention import registers
 from infer.compute.backends.cpu.attention.cached_forms import Form
 from infer.compute.backends.cpu.layouts import BLOCK, LANES
-from infer.compute.backends.cpu.prefetch import Share
+from infer.compute.backends.cpu.prefetch import LoopPrefetch
 from infer.compute.backends.cpu.simd import F32X16, I32X16, I64, Value, constant, multiply, offset
 
 _ZERO = constant(F32X16, 0.0)
 
 
 def emit_mix(b: Builder, where: Value) -> None:
-    """Emit `kv_layout.mix` of the 32 floats at `where`, in place."""
+    """Emit `kv_layout.mix` of the 32 floats at `where`, in place: a Hadamard rotation, divided by √32."""
     places = [where, offset(b, where, 4 * LANES)]
     left, right = (simd.load_f32(b, place) for place in places)
     mixed, apart = [b.fadd(left, right), b.fsub(left, right)], LANES // 2
@@ -35,9 +35,15 @@ def emit_mix(b: Builder, where: Value) -> None:
 
 
 def emit_scores(
-    b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, share: Share
+    b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, ahead: LoopPrefetch
 ) -> list[Value]:
-    """Emit a tile's scores, and return the variables that hold their sums."""
+    """Emit a tile's scores: `queries`, addresses of f32 [dim], × `blocks`, addresses of 16 cached keys each.
+
+    A block has dim / 32 records of 32 dims × 16 positions of codes, and a scale per position.
+
+    Returns:
+        Variables of f32 × 16 positions, by query and block: index query × number of blocks + block.
+    """
     width, count = len(queries), len(blocks)
     totals = registers.variables(b, [_ZERO] * (width * count))
     with cgutils.for_range(b, b.udiv(dim, constant(I64, BLOCK))) as loop:
@@ -45,7 +51,7 @@ def emit_scores(
         first = multiply(b, loop.index, 4 * BLOCK)
         sums = registers.variables(b, [_ZERO] * (width * count))
         with cgutils.for_range(b, constant(I64, BLOCK)) as row:
-            share.prefetch(b)
+            ahead()
             codes = [form.load(b, b.add(record, multiply(b, row.index, form.row_bytes))) for record in records]
             element = b.add(first, multiply(b, row.index, 4))
             for column, query in enumerate(queries):
@@ -58,9 +64,22 @@ def emit_scores(
 
 def emit_values(
     b: Builder, form: Form, p: Sequence[Value], values: Value, dim: Value, vector: Value, num_vectors: int,
-    num_positions: Value, out: Sequence[Value], share: Share,
+    num_positions: Value, out: Sequence[Value], ahead: LoopPrefetch,
 ) -> None:  # fmt: skip
-    """Emit a tile of whole records, or of half of one."""
+    """Emit out[column] += Σ weight × value over the positions, for `num_vectors` × 16 dims from `vector` on.
+
+    Args:
+        b: The builder.
+        form: The form of the cached values.
+        p: Addresses of each column's softmax weights, f32 by position.
+        values: Address of the first block: for each 16 positions dim / 32 records of 16 positions × 32 dims of codes.
+        dim: Number of dims of a head.
+        vector: The first of the tile's vectors of 16 dims. Two vectors are a record, so one is half of one.
+        num_vectors: Number of the tile's vectors, 1 or even.
+        num_positions: Number of positions. What the last block has after them may be anything.
+        out: Addresses of the tile's first dims of each column's sums, f32.
+        ahead: The prefetch of each position.
+    """
     places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
     sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
     per_record = min(2, num_vectors)
@@ -72,13 +91,13 @@ def emit_values(
         inside = b.select(b.icmp_signed("<", left, constant(I64, LANES)), left, constant(I64, LANES))
         at = b.add(start, b.mul(block.index, multiply(b, dim, form.dim_bytes)))
         records = [offset(b, at, form.record_bytes * r) for r in range(len(scaled))]
-        shares = [simd.load_f32(b, b.add(where, multiply(b, block.index, 4 * LANES))) for where in p]
+        weights = [simd.load_f32(b, b.add(where, multiply(b, block.index, 4 * LANES))) for where in p]
         for record, row in zip(records, scaled, strict=True):
             scale = form.load_scales(b, record)
-            for to, x in zip(row, shares, strict=True):
+            for to, x in zip(row, weights, strict=True):
                 simd.store_f32(b, to, b.fmul(x, scale))
         with cgutils.for_range(b, inside) as position:
-            share.prefetch(b)
+            ahead()
             element = multiply(b, position.index, 4)
             for r, record in enumerate(records):
                 codes = [form.load_half(b, record, position.index, half) for half in halves]
@@ -87,17 +106,17 @@ def emit_values(
                     registers.add_products(b, sums[first:], simd.broadcast(b, b.add(where, element)), codes)
         if form.has_minima:
             for r, record in enumerate(records):
-                for column, added in enumerate(_of_minima(b, form, record, shares, inside)):
+                for column, added in enumerate(_of_minima(b, form, record, weights, inside)):
                     first = column * num_vectors + r * per_record
                     for slot in sums[first : first + per_record]:
                         b.store(b.fadd(b.load(slot), added), slot)
     registers.store_variables(b, sums, places)
 
 
-def _of_minima(b: Builder, form: Form, record: Value, shares: Sequence[Value], inside: Value) -> list[Value]:
+def _of_minima(b: Builder, form: Form, record: Value, weights: Sequence[Value], inside: Value) -> list[Value]:
     """Return the minima's contribution of the block's first `inside` positions.
 
     The values after them may be anything, even infinite or NaN.
     """
     seen, minima = simd.first_lanes(b, inside), form.load_minima(b, record)
-    return [simd.splat(b, simd.sum_f32(b, b.select(seen, b.fmul(x, minima), _ZERO))) for x in shares]
+    return [simd.splat(b, simd.sum_f32(b, b.select(seen, b.fmul(x, minima), _ZERO))) for x in weights]

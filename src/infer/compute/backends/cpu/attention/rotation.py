@@ -8,7 +8,7 @@ from numba import njit
 
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.activations import inverse_rms
-from infer.compute.backends.cpu.attention.cache_blocks import make_mix, make_put_key, make_put_value
+from infer.compute.backends.cpu.attention.cache_blocks import make_mix, make_store_key, make_store_value
 from infer.compute.backends.cpu.attention.cache_slots import make_block_at, slot_of
 from infer.compute.backends.cpu.attention.partition import is_split
 from infer.compute.backends.cpu.layouts import LANES
@@ -60,7 +60,7 @@ def _rotate_head(x, weight, factor, is_after, cos, sin, half, dim, scale, out):
 
 
 @njit
-def _put_finite(x, dim, factor, out):
+def _store_finite(x, dim, factor, out):
     """Store x × factor at out, and 0 for elements that are not finite."""
     for i in range(0, dim, LANES):
         store_upto(out + 4 * i, dim - i, simd.finite(load_upto(x + 4 * i, dim - i) * splat_f32(factor)))
@@ -86,7 +86,7 @@ def _of_token(args, state, token):
     return position, 0 if args.cos == 0 else args.cos + at, args.sin + at
 
 
-def make_put_queries(kv_type: str) -> Any:
+def make_store_queries(kv_type: str) -> Any:
     """Return put(args, state, kv, first, end), which makes queries [first, end) of a kv head.
 
     Queries are numbered as [token, query head of the group].
@@ -94,7 +94,7 @@ def make_put_queries(kv_type: str) -> Any:
     mix = make_mix(kv_type)
 
     @njit
-    def put_queries(args, state, kv, first, end):
+    def store_queries(args, state, kv, first, end):
         dim, group = args.dim, args.num_heads // args.num_kv_heads
         of_all, of_token = np.float32(1), -1
         for column in range(first, end):
@@ -112,12 +112,12 @@ def make_put_queries(kv_type: str) -> Any:
             is_after = args.are_norms_after
             _rotate_head(x, weight, factor, is_after, cos, sin, args.half, dim, scale, to)
             mix(to, dim)
-            if args.far_bytes != 0:
-                far, also = 4 * args.half * min(0, args.furthest - position), to + args.far_bytes
-                _rotate_head(x, weight, factor, is_after, cos + far, sin + far, args.half, dim, scale, also)
-                mix(also, dim)
+            if args.sink_queries_at != 0:
+                back, to = 4 * args.half * min(0, args.last_position - position), to + args.sink_queries_at
+                _rotate_head(x, weight, factor, is_after, cos + back, sin + back, args.half, dim, scale, to)
+                mix(to, dim)
 
-    return put_queries
+    return store_queries
 
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
@@ -146,8 +146,8 @@ def _make_rotate_share(kv_type: str) -> Any:
 
     For each 16 tokens, q's heads come first, then k's and v's.
     """
-    mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
-    put_queries, block_at = make_put_queries(kv_type), make_block_at(kv_type)
+    mix, store_key, store_value = make_mix(kv_type), make_store_key(kv_type), make_store_value(kv_type)
+    store_queries, block_at = make_store_queries(kv_type), make_block_at(kv_type)
 
     @njit
     def rotate_share(args, state, num_queries, begin, stop):
@@ -158,7 +158,7 @@ def _make_rotate_share(kv_type: str) -> Any:
             first = token // LANES * of_16
             for head in range(max(0, begin - first), min(num_queries, stop - first)):
                 column = token * group + head % group
-                put_queries(args, state, head // group, column, column + 1)
+                store_queries(args, state, head // group, column, column + 1)
             if kv_heads == 0:
                 continue
             first += num_queries
@@ -176,12 +176,12 @@ def _make_rotate_share(kv_type: str) -> Any:
                     if _times_0(rotated, dim) + _times_0(v + at, dim) != np.float32(0):
                         store_scalar_f32(rotated, np.float32(np.nan))  # as `kv_layout.storable`
                     mix(rotated, dim)
-                    put_key(keys, slot % LANES, dim, rotated)
+                    store_key(keys, slot % LANES, dim, rotated)
                 else:
                     factor = np.float32(1)
                     if args.v_eps >= 0:
                         factor = inverse_rms(v + at, dim, args.v_eps)
-                    _put_finite(v + at, dim, factor, rotated)
-                    put_value(values, slot % LANES, dim, rotated)
+                    _store_finite(v + at, dim, factor, rotated)
+                    store_value(values, slot % LANES, dim, rotated)
 
     return rotate_share

@@ -18,7 +18,7 @@ from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.attention import quantized_tiles, registers
 from infer.compute.backends.cpu.attention.cached_forms import Form
 from infer.compute.backends.cpu.layouts import LANES
-from infer.compute.backends.cpu.prefetch import Prefetch, Share
+from infer.compute.backends.cpu.prefetch import LoopPrefetch, begin_region, make_loop_prefetch
 from infer.compute.backends.cpu.records import CHUNK
 from infer.compute.backends.cpu.simd import F32, F32X16, I64, Value, address, constant, multiply, offset, operation
 
@@ -44,17 +44,17 @@ def _for_each_region(
         emit(first, count, at, following if asked is None else b.add(after, b.mul(loop.index, asked)))
 
 
-def _share(
-    b: Builder, prefetch: Prefetch, form: Form, cached: Form | None, vectors: int, width: int, columns: Value
-) -> Share:
-    """Return the prefetches of a tile's iteration: as many bytes as it reads.
+def _loop_prefetch(
+    b: Builder, prefetch: Value, form: Form, cached: Form | None, vectors: int, width: int, columns: Value
+) -> LoopPrefetch:
+    """Return the prefetches of a tile's iteration: as many bytes as it reads. `prefetch` is the region's variable.
 
     If blocks are widened, a region prefetches one block of the cached form in total.
     """
     num_bytes = vectors * form.row_bytes
     if cached is not None:
         num_bytes = num_bytes * cached.dim_bytes // (REGION * form.dim_bytes)
-    return prefetch.share(b, num_bytes, width, columns)
+    return make_loop_prefetch(b, prefetch, num_bytes, width, columns)
 
 
 def make_score_run(form: Form, cached: Form | None = None) -> Any:
@@ -73,7 +73,7 @@ def make_score_run(form: Form, cached: Form | None = None) -> Any:
         block_bytes = multiply(b, dim, form.dim_bytes)
 
         def region(first: Value, count: Value, at: Value, following: Value) -> None:
-            prefetch, to = Prefetch.begin(b, following), b.add(out, multiply(b, first, 4 * LANES))
+            prefetch, to = begin_region(b, following), b.add(out, multiply(b, first, 4 * LANES))
 
             def tiles(width: int, vectors: int, column: Value) -> None:
                 numbers = [b.add(column, constant(I64, c)) for c in range(width)]
@@ -81,10 +81,10 @@ def make_score_run(form: Form, cached: Form | None = None) -> Any:
                 row = b.add(to, multiply(b, column, STRIDE))
 
                 def tile(num_blocks: int, block: Value) -> None:
-                    share = _share(b, prefetch, form, cached, num_blocks, width, columns)
+                    ahead = _loop_prefetch(b, prefetch, form, cached, num_blocks, width, columns)
                     own = b.add(at, b.mul(block, block_bytes))
                     blocks = [b.add(own, multiply(b, block_bytes, k)) for k in range(num_blocks)]
-                    sums, scores = emit_tile(b, form, q, blocks, dim, share), b.add(row, multiply(b, block, 4 * LANES))
+                    sums, scores = emit_tile(b, form, q, blocks, dim, ahead), b.add(row, multiply(b, block, 4 * LANES))
                     places = [
                         offset(b, scores, STRIDE * c + 4 * LANES * k) for c in range(width) for k in range(num_blocks)
                     ]
@@ -101,11 +101,16 @@ def make_score_run(form: Form, cached: Form | None = None) -> Any:
 
 
 def emit_scores(
-    b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, share: Share
+    b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, ahead: LoopPrefetch
 ) -> list[Value]:
+    """Emit a tile's scores: `queries`, addresses of f32 [dim], × `blocks`, addresses of [dim, 16 positions] of keys.
+
+    Returns:
+        Variables of f32 × 16 positions, by query and block: index query × number of blocks + block.
+    """
     sums = registers.variables(b, [constant(F32X16, 0.0)] * (len(queries) * len(blocks)))
     with cgutils.for_range(b, dim) as loop:
-        share.prefetch(b)
+        ahead()
         row, element = multiply(b, loop.index, form.row_bytes), multiply(b, loop.index, 4)
         keys = [form.load(b, b.add(block, row)) for block in blocks]
         for column, query in enumerate(queries):
@@ -127,17 +132,17 @@ def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
         stride: Value, after: Value,
     ) -> None:  # fmt: skip
         def region(first: Value, count: Value, at: Value, following: Value) -> None:
-            prefetch, p_at = Prefetch.begin(b, following), b.add(p, multiply(b, first, 4))
+            prefetch, p_at = begin_region(b, following), b.add(p, multiply(b, first, 4))
 
             def tiles(width: int, vectors: int, column: Value) -> None:
                 numbers = [b.add(column, constant(I64, c)) for c in range(width)]
-                shares_at = [b.add(p_at, multiply(b, number, STRIDE)) for number in numbers]
+                weights_at = [b.add(p_at, multiply(b, number, STRIDE)) for number in numbers]
                 rows = [b.add(out, b.mul(number, stride)) for number in numbers]
 
                 def tile(num_vectors: int, vector: Value) -> None:
-                    share = _share(b, prefetch, form, cached, num_vectors, width, columns)
+                    ahead = _loop_prefetch(b, prefetch, form, cached, num_vectors, width, columns)
                     to = [b.add(row, multiply(b, vector, 4 * LANES)) for row in rows]
-                    emit_tile(b, form, shares_at, at, dim, vector, num_vectors, count, to, share)
+                    emit_tile(b, form, weights_at, at, dim, vector, num_vectors, count, to, ahead)
 
                 registers.for_each_vector(b, b.udiv(dim, constant(I64, LANES)), vectors, tile)
 
@@ -152,8 +157,9 @@ def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
 
 def emit_values(
     b: Builder, form: Form, p: Sequence[Value], values: Value, dim: Value, vector: Value, num_vectors: int,
-    num_positions: Value, out: Sequence[Value], share: Share,
+    num_positions: Value, out: Sequence[Value], ahead: LoopPrefetch,
 ) -> None:  # fmt: skip
+    """Emit out[column] += Σ weight × value, as `quantized_tiles.emit_values` does, of [position, dim] of floats."""
     places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
     sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
     first, position_bytes = (
@@ -161,7 +167,7 @@ def emit_values(
         multiply(b, dim, form.row_bytes // LANES),
     )
     with cgutils.for_range(b, num_positions) as loop:
-        share.prefetch(b)
+        ahead()
         row, element = b.add(first, b.mul(loop.index, position_bytes)), multiply(b, loop.index, 4)
         cached = [form.load(b, offset(b, row, form.row_bytes * v)) for v in range(num_vectors)]
         for column, at in enumerate(p):

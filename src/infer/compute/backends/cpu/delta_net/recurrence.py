@@ -47,7 +47,7 @@ class Scratch(NamedTuple):
     dots: int  # [tokens, 2, page_tokens]: k and q times the page's keys
     values: int  # [tokens, value_dim]
     sums: int  # [tokens, 2, value_dim]: Sᵀk and Sᵀq
-    shares: int  # [8, page_tokens]: decayed dots of four tokens
+    decayed: int  # [8, page_tokens]: the dots of four tokens, decayed: e^(G − G_j) × k·k_j, then of q
     log_alphas: int  # [tokens]
     betas: int  # [tokens]
     totals: int  # f64 [page_tokens]: Σ log α from the page's start to each token, of a value head
@@ -61,9 +61,9 @@ def scratch_at(args, at):
     dots = at + 2 * row * max(args.key_dim, args.page_tokens)
     values = dots + 2 * row * args.page_tokens
     sums = values + row * args.value_dim
-    shares = sums + 2 * row * args.value_dim
-    log_alphas = shares + 8 * row
-    return Scratch(at, dots, values, sums, shares, log_alphas, log_alphas + row, log_alphas + 2 * row, at)
+    decayed = sums + 2 * row * args.value_dim
+    log_alphas = decayed + 8 * row
+    return Scratch(at, dots, values, sums, decayed, log_alphas, log_alphas + row, log_alphas + 2 * row, at)
 
 
 _TILE = 4  # tokens whose sums over the tokens before them are computed together
@@ -161,9 +161,9 @@ def _begin_page(args, tokens, index, key_head, arrays):
         scaled = arrays.scaled
         keys = _in_page(args, args.keys, before, key_head, key_dim * page_tokens)
         for j in range(0, row, 4 * LANES):
-            share = exp_up_to_0(subtract_f64(last, arrays.totals + 2 * j))
+            decay = exp_up_to_0(subtract_f64(last, arrays.totals + 2 * j))
             for at in range(j, j + row * key_dim, row):
-                store_f32(scaled + at, load_f32(keys + at) * share)
+                store_f32(scaled + at, load_f32(keys + at) * decay)
         old, factor = _in_page(args, args.states, before, head, size), exp_up_to_0(splat_f32(np.float32(last)))
         for at in range(0, 4 * size, 4 * LANES):
             store_f32(new + at, load_f32(old + at) * factor)
@@ -211,17 +211,17 @@ def _append(args, tokens, value_head, arrays):
         count, past = min(_TILE, tokens.num - begin), place + begin
         for t in range(begin, begin + count):
             _decay(args, place + t, t, t - begin, arrays)
-        own, share_row = sums + 2 * row * begin, 4 * args.page_tokens
-        add_products(2 * count, arrays.shares, share_row, updates, row, past, own, row, num_vectors)
+        own, decayed_row = sums + 2 * row * begin, 4 * args.page_tokens
+        add_products(2 * count, arrays.decayed, decayed_row, updates, row, past, own, row, num_vectors)
         for t in range(count):
-            shares, at = arrays.shares + 2 * share_row * t + 4 * past, own + 2 * row * t
+            decayed, at = arrays.decayed + 2 * decayed_row * t + 4 * past, own + 2 * row * t
             u, in_tile = updates + row * (past + t), updates + row * past
-            add_products(1, shares, 0, in_tile, row, t, at, row, num_vectors)
+            add_products(1, decayed, 0, in_tile, row, t, at, row, num_vectors)
             beta = splat_f32(load_scalar_f32(arrays.betas + 4 * (begin + t)))
             value = arrays.values + row * (begin + t)
             for i in range(0, row, 4 * LANES):
                 store_f32(u + i, beta * (load_f32(value + i) - load_f32(at + i)))
-            add_products(1, shares + share_row, 0, in_tile, row, t + 1, at + row, row, num_vectors)
+            add_products(1, decayed + decayed_row, 0, in_tile, row, t + 1, at + row, row, num_vectors)
 
 
 @njit(forceinline=True)
@@ -231,11 +231,11 @@ def _decay(args, place, t, in_tile, arrays):
     factor = exp_up_to_0(splat_f32(np.float32(now)))
     for at in range(arrays.sums + 2 * width * t, arrays.sums + 2 * width * (t + 1), 4 * LANES):
         store_f32(at, load_f32(at) * factor)
-    dots, shares = arrays.dots + 2 * row * t, arrays.shares + 2 * row * in_tile
+    dots, decayed = arrays.dots + 2 * row * t, arrays.decayed + 2 * row * in_tile
     for j in range(0, 4 * (place + 1), 4 * LANES):
-        share = exp_up_to_0(subtract_f64(now, arrays.totals + 2 * j))
-        store_f32(shares + j, load_f32(dots + j) * share)
-        store_f32(shares + row + j, load_f32(dots + row + j) * share)
+        decay = exp_up_to_0(subtract_f64(now, arrays.totals + 2 * j))
+        store_f32(decayed + j, load_f32(dots + j) * decay)
+        store_f32(decayed + row + j, load_f32(dots + row + j) * decay)
 
 
 @njit

@@ -27,24 +27,31 @@ from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_u
 from infer.compute.backends.cpu.weights.unpacking import make_unpack
 
 _FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked once
-# In front of it: first token, number of tokens, number of groups, first row that is written, tokens in all, first bias.
+# A buffer: i64 × 6 (first token, number of tokens, number of groups, first row that is written, tokens in all, first
+# bias), then from here on f32 [tiles ≤ 4, 16 tokens, 16 rows]: gate's groups, then up's.
 _HEADER = 64
 BUFFER_BYTES = _HEADER + 4 * TILE_BYTES
 
 
 @njit(inline="always")
 def _tile_weights(args, shift, unit, groups, index):
+    """Return the address of the packed group of a unit's tile. From `groups` on, tiles are those of `up`."""
     weights = args.first_weights if index < groups else args.second_weights
     return weights + shift + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
 @njit(inline="always")
 def _tile_row(buffer, index, token):
+    """Return the address of 16 rows' results for a token of a buffer's panel."""
     return buffer + _HEADER + index * TILE_BYTES + token * 64
 
 
 def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
-    """Return a function that multiplies a panel with a unit's tiles, two groups at a time."""
+    """Return compute(args, shift, unit, groups, num_tiles, panel, width, out, scratch).
+
+    It multiplies a panel of `width` tokens with a unit's packed tiles, two groups at a time. It reads the panel's
+    records at `panel`, and stores f32 [num_tiles, 16 tokens, 16 rows] at `out`.
+    """
     multiply_one, multiply_two = (make_multiply_panel(layout, form, isa, num_groups) for num_groups in (1, 2))
 
     @njit(inline="always")
@@ -103,7 +110,7 @@ def _make_strips(layout: Layout, form: int, isa: InstructionSet) -> Any:
 
 @njit(inline="always")
 def _scale_rows(args, shift, unit, groups, num_tiles, width, buffer):
-    """Multiply a panel's sums by the scales of their rows, which end each group of weights."""
+    """Multiply a panel's sums in the buffer by the scales of their rows, f32 × 16 at the end of each group."""
     for index in range(num_tiles):
         end = _tile_weights(args, shift, unit, groups, index) + args.group_bytes
         scales = load_f32(end - 4 * LANES)
@@ -113,7 +120,7 @@ def _scale_rows(args, shift, unit, groups, num_tiles, width, buffer):
 
 
 def _make_finish(layout: Layout) -> Any:
-    """Return a function that passes a panel's results to the epilogue."""
+    """Return finish(…), which writes a buffer's header and calls the epilogue of its panel with the buffer."""
     has_row_scales = layout.row_scale_bytes > 0
 
     @njit(inline="always")
@@ -192,7 +199,12 @@ def fewest_on_matrices(layout: Layout, form: int, isa: InstructionSet) -> int:
 
 
 def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
-    """Return the command of a projection. `isa` names the instruction set."""
+    """Return the command of a projection: y = x Wᵀ, each panel's results of a unit passed to an epilogue.
+
+    It reads packed groups at `first_weights` (and `second_weights`, if gate and up are computed together) and panels of
+    activation records at `activations`. It writes only buffers on its stack, and `unpacked`, its thread's memory for a
+    matrix unit. `isa` names the instruction set, and `planes` is the precision.
+    """
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
     multiply_unit, configure = make_unit(layout, form, instructions), make_configure(layout)
@@ -225,7 +237,10 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
 
 
 def make_store(kind: str) -> Callable[..., None]:
-    """Return the epilogue of this kind.
+    """Return the epilogue of this kind, store(args, state, buffer, first_row).
+
+    It reads a buffer (`_HEADER`) with the results of rows from `first_row` on, and changes f32 [tokens, row_stride] at
+    `args.out`, from `first_column` on.
 
     plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
     activation: out = activation(out, y + bias); "gate_" before it: out = activation(y + bias, factor); "only_" before
@@ -273,7 +288,11 @@ def make_store(kind: str) -> Callable[..., None]:
 
 
 def make_gate(activation: str) -> Callable[..., None]:
-    """Return the epilogue out = activation(gate + bias, up + bias), which also quantises on request."""
+    """Return the epilogue out = activation(gate + bias, up + bias).
+
+    It reads and overwrites a buffer of gate's tiles and then up's. It writes f32 [tokens, row_stride] at `args.out`,
+    and activation records of the same values at `args.quantized`. Either may be 0: it is not written then.
+    """
     activate = GATED[activation]
 
     def gate(args, state, buffer, first_row):

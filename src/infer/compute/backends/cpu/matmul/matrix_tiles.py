@@ -220,7 +220,8 @@ class MatrixTile:
 def make_matrix_tile(layout: Layout, planes: int, isa: InstructionSet) -> Any:
     """Return tile(first, second, activations, stride, num_records, out, out_stride, scratch).
 
-    It stores out[group][token] = 16 rows × the token's activations, of two unpacked groups × 16 tokens.
+    It reads two unpacked groups, aligned to 64 bytes, and 16 tokens' records, `stride` bytes from block to block. It
+    stores f32 [group, token, 16 rows] at `out`, with `out_stride` bytes from group to group.
     """
 
     @operation(types.void, *(address,) * 8)

@@ -20,7 +20,8 @@ TILE_BYTES = COLUMN_BYTES * PANEL  # from a group's results to the next one's
 def make_multiply_panel(layout: Layout, form: int, isa: InstructionSet, num_groups: int) -> Any:
     """Return multiply(first_weights, second_weights, activations, width, num_records, out, scratch).
 
-    It stores out[group][token] = 16 rows × the token's activations, of one group (the second is ignored) or of two.
+    It reads one packed group (the second is ignored) or two neighbouring ones, and `width` × `num_records` activation
+    records of a panel. It stores f32 [group, token, 16 rows] at `out`, with `TILE_BYTES` from group to group.
 
     `scratch` is for `matrix_tiles`. A tile may also compute tokens beyond the last, from the memory there; their
     results are ignored.
@@ -56,6 +57,7 @@ def emit_tile(
     b: Builder, layout: Layout, form: int, isa: InstructionSet, shape: Shape, operands: Operands, out: Value,
     scratch: Value,
 ) -> None:  # fmt: skip
+    """Emit a tile of this shape, and the stores of its sums at `out`, which is the place of its first token."""
     if shape.on_matrices:
         weights, activations, stride, num_records = operands
         all_operands = [*weights, activations, stride, out, constant(I64, TILE_BYTES), scratch]
@@ -74,7 +76,7 @@ def place_of(b: Builder, group: Value, token: Value) -> Value:
 
 
 def store_sums(b: Builder, sums: list[list[Value]], out: Value) -> None:
-    """Store a tile's sums, by group and column."""
+    """Emit the stores of a tile's sums, f32 × 16 rows by group and column."""
     for group, totals in enumerate(sums):
         for column, total in enumerate(totals):
             simd.store_f32(b, simd.offset(b, out, TILE_BYTES * group + COLUMN_BYTES * column), total)

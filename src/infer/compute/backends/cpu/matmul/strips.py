@@ -37,8 +37,8 @@ def scratch_bytes(layout: Layout) -> int:
 def make_multiply_strips(layout: Layout, form: int, isa: InstructionSet, panel_bytes: int) -> Any:
     """Return multiply(first_weights, second_weights, activations, num_records, num_panels, out, scratch).
 
-    It stores out[panel][group][token] = 16 rows × the token's activations, of two groups × full panels. `panel_bytes`
-    is the distance between the results of panels, and `scratch` has `scratch_bytes`.
+    It reads two packed groups and `num_panels` full panels of activation records. It stores f32 [panel, group, token,
+    16 rows] at `out`, with `panel_bytes` from panel to panel. `scratch` has `scratch_bytes`, aligned to 64.
     """
     unpack, multiply_panel = make_unpack(layout, isa, keeps_offset=True), _make_multiply_panel(layout, form, isa)
     record_bytes, group_bytes = PANEL * layout.activation_bytes(form), _RECORDS * layout.unpacked_bytes

@@ -1,7 +1,15 @@
 """The inner loop: one or two groups of 16 rows of a packed weight × `columns` tokens of activations, in registers.
 
-Two groups share each broadcast activation: on an Ice Lake Xeon, one dot per cycle runs with a broadcast from memory,
-and two per cycle between registers.
+A tile of 2 groups × 4 tokens. Each sum is a vector of 16 rows, a register of AVX-512 or two of AVX2:
+
+                          token 0     token 1     token 2     token 3
+                          A[4 inputs] A[4 inputs] A[4 inputs] A[4 inputs]    4 bytes of a record, in every lane
+    group 0  q[4 × 16]    sums[0][0]  sums[0][1]  sums[0][2]  sums[0][3]     a quad: 4 inputs × 16 rows
+    group 1  q[4 × 16]    sums[1][0]  sums[1][1]  sums[1][2]  sums[1][3]
+
+Eight quads are a record. A tile reads its groups' records once, from the first input to the last, beside the records
+of the same inputs of its tokens. Two groups share each broadcast activation: on an Ice Lake Xeon, one dot per cycle
+runs with a broadcast from memory, and two per cycle between registers.
 
 For each record of 32 inputs, row r, token t, with activation a = s × A (A an integer of 16 or 8 bits):
 
@@ -29,8 +37,7 @@ from infer.compute.backends.cpu.layouts import LAYOUTS, SCALE_AT, UNIT, Layout
 from infer.compute.backends.cpu.prefetch import Ahead, prefetch
 from infer.compute.backends.cpu.simd import F32, F32X16, I32, I64, Value, constant, load
 from infer.compute.backends.cpu.weight_streams import FAR, bytes_ahead
-from infer.compute.backends.cpu.weights.float_records import float_scale, floats_of
-from infer.compute.backends.cpu.weights.unpacking import PackedRecords, UnpackedRecords
+from infer.compute.backends.cpu.weights.unpacking import PackedRecords, UnpackedRecords, float_scale, floats_of
 
 Chain = list[list[Value]]  # a variable for the sum of each group and column
 
@@ -41,9 +48,13 @@ def num_chains(layout: Layout) -> int:
 
 
 class Operands(NamedTuple):
-    """Addresses of each group of weights and of the first column's activations.
+    """Operands of a tile: packed groups of weights, and a panel's activation records.
 
-    `stride` is the distance between records of activations, and `num_records` their number.
+    Attributes:
+        weights: Address of each group, one or two. A group is aligned to 16 bytes.
+        activations: Address of the first record of the tile's first token. The records of the other tokens follow.
+        stride: Bytes from a token's record to its next one: the panel's width × the size of a record.
+        num_records: Number of records of a row, a multiple of the records of a super-block.
     """
 
     weights: list[Value]
@@ -60,7 +71,11 @@ def _zeros(b: Builder, columns: int, operands: Operands) -> Chain:
 def emit_block_tile(
     b: Builder, layout: Layout, form: int, isa: InstructionSet, columns: int, operands: Operands
 ) -> list[list[Value]]:
-    """Emit a tile of a block type, and return the sums of each group and column."""
+    """Emit a tile of packed weights of a block type × `columns` tokens.
+
+    Returns:
+        f32 × 16 rows, by group and column. Memory is only read.
+    """
     weights, activations, stride, num_records = operands
     records, arithmetic, per_super = PackedRecords(b, layout, isa), arithmetic_of(isa), layout.records_per_super
     sums, ahead = _zeros(b, columns, operands), Ahead(b, weights, bytes_ahead(len(weights), columns))
@@ -85,7 +100,11 @@ def emit_block_tile(
 def emit_unpacked_tile(
     b: Builder, layout: Layout, form: int, isa: InstructionSet, operands: Operands, sums: list[Chain]
 ) -> None:
-    """Emit a tile of unpacked weights, which continues the chains of its sums."""
+    """Emit a tile of unpacked weights, which continues the chains of its sums.
+
+    The weights are records as `unpacking` writes them, aligned to 64 bytes. `sums` are variables: one chain for a block
+    type, chains of even and of odd inputs for floats.
+    """
     if layout.is_float:
         _emit_float_records(b, LAYOUTS["F32"], operands, sums)
         return
@@ -103,6 +122,7 @@ def emit_unpacked_tile(
 def _add_records(
     activations: ActivationRecord, sums: Chain, dots: Dots, scales: list[tuple[list[Value], list[Value]]]
 ) -> None:
+    """Add a record to the tile's sums, which are variables. `scales` has (scales, minima) of each group."""
     b = activations.b
     for slots, of_group, dots_of_group in zip(sums, scales, dots, strict=True):
         for column, slot in enumerate(slots):
@@ -117,7 +137,10 @@ def add_record(
     scales: list[Value],
     minima: list[Value],
 ) -> Value:
-    """Return total + d s Σ q A + m s ΣA, of the whole record or of each half."""
+    """Return total + d s Σ q A + m s ΣA for 16 rows × one token, of the whole record or of each half.
+
+    `dots` are i32 × 16, `scales` and `minima` f32 × 16, one of each per part. s and s ΣA are read from the record.
+    """
     b = activations.b
     scale = load(b, activations.at(column, SCALE_AT), F32, 4)
     factor = simd.splat(b, scale)

@@ -45,13 +45,16 @@ def _normalize(args, out):
 
 
 def make_embed(type_: str, inputs: int) -> Callable[..., None]:
-    """Return the command that stores the tokens' rows × scale. `inputs` is the instruction set's."""
+    """Return the command that stores the tokens' rows × scale. `inputs` is the instruction set's.
+
+    It reads packed groups at `table` and `state.tokens`, and writes f32 [tokens, in_features] at `out`.
+    """
     layout = LAYOUTS[type_]
     if layout.is_float:
         return _make_embed_scaled_floats(layout) if layout.super_header else _make_embed_floats(layout)
     unpack, read = (
         make_unpack(layout, replace(BY_NAME["portable"], inputs=inputs)),
-        make_read_unpacked(layout, is_paired=inputs == 8),
+        make_read_unpacked(layout, is_interleaved=inputs == 8),
     )
     per_super, record_bytes = layout.records_per_super, layout.unpacked_bytes
     buffer_bytes, has_row_scales = per_super * record_bytes, layout.row_scale_bytes > 0
@@ -73,14 +76,14 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
     return embed
 
 
-def make_read_unpacked(layout: Layout, *, is_paired: bool = False) -> Any:
-    """Return read(record, lane, within): one of the 32 values of a lane in an unpacked record."""
+def make_read_unpacked(layout: Layout, *, is_interleaved: bool = False) -> Any:
+    """Return read(record, lane, within): value `within` of the 32 of a row, as an f32, from an unpacked record."""
     has_minimum, parts = layout.has_minimum, layout.parts
 
     @njit(forceinline=True)
     def read(record, lane, within):
         at = 64 * (within // 4) + 4 * lane + within % 4
-        if is_paired:
+        if is_interleaved:
             at = 128 * (within // 8) + 8 * lane + within % 8
         scale_at = record + QUADS_BYTES + 4 * (within * parts // BLOCK * LANES + lane)
         value = load_scalar_f32(scale_at) * np.float32(load_i8(record + at))

@@ -23,15 +23,19 @@ from infer.compute.quantization.ggml_grids import grid, pattern_words
 
 
 class Record(NamedTuple):
-    """A record: its address, that of its super-block, and its number there."""
+    """A packed record of 16 rows × 32 inputs."""
 
-    where: Value
-    base: Value
-    index: Value
+    where: Value  # its address
+    base: Value  # address of its super-block
+    index: Value  # its number in the super-block
 
 
 def nibbles(b: Builder, layout: Layout, record: Record) -> Value:
-    """Return an i32 per row whose lowest four bits are the record's (`layouts`)."""
+    """Load 16 × i32, one per row.
+
+    The lowest four bits are the row's number for this record: its delta, or its scale, see `Layout.nibbles`. The other
+    bits are not cleared.
+    """
     words = load(b, simd.offset(b, record.base, layout.nibbles_at), I32X16, 16)
     return b.lshr(words, simd.splat(b, b.shl(b.trunc(record.index, I32), constant(I32, 2))))
 
@@ -47,7 +51,10 @@ class LowCodes(ABC):
 
     @abstractmethod
     def quad(self, quad: int) -> Value:
-        """Return a quad's low codes, with others' bits above; of trits the values and the layout's offset."""
+        """Emit a quad's low codes: 64 bytes in an i32 × 16, with bits of other quads above them.
+
+        Trits are returned as values, with the layout's offset.
+        """
 
     def shifted(self, vector: Value, shift: int) -> Value:
         """Return bytes whose lowest bits are those from `shift` on. The bits above are any."""
@@ -60,6 +67,8 @@ class LowCodes(ABC):
 
 @final
 class BitCodes(LowCodes):
+    """Codes of 1, 2, 4 or 8 bits, several quads in a vector: `layouts` has the picture of 4 bits."""
+
     _loaded: Sequence[Value] = ()
 
     def load(self) -> None:
@@ -92,6 +101,8 @@ class Fused(LowCodes):
 
 @final
 class TritCodes(Fused):
+    """Codes 0, 1 and 2, three in 5 bits."""
+
     def quad(self, quad: int) -> Value:
         power = 3 ** (quad % 3)
         table = [self.layout.codes[code // power % 3] + self.layout.offset for code in range(32)]

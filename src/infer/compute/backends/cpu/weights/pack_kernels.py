@@ -1,4 +1,9 @@
-"""GGML's blocks → groups of 16 rows (`layouts`). Each number is moved, and none is changed."""
+"""GGML's blocks → groups of 16 rows (`layouts`, which draws a record). Each number is moved, and none is changed.
+
+A function that packs handles one row at a time. `source` is the address of a block of the row in the file's form, and
+`lane` is the row's place in its group, 0 to 15. `number` is that of the first of a record's 32 values in the block. A
+`word` is four neighbouring values as four bytes of a u32 (`block_fields`), which is what a quad has of one row.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,16 +26,17 @@ from infer.compute.quantization.ggml_grids import UE4M3_HALVES
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 
 
-def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
-    """Return put(source, number, to), which stores `width` bits of each value of a row's record in their vectors.
+def _make_store_bits(word: Any, first_bit: int, width: int) -> Any:
+    """Return store(source, number, to): it stores `width` bits of each of a row's 32 values, from bit `first_bit` on.
 
-    The record has the 32 values from `number` on.
+    It writes 4 bytes to each of `width` vectors, 64 bytes apart. `to` is the row's place in the first of them: with
+    4 bits, values 0–3 and 16–19 share the first.
     """
     mask, per_vector = np.uint32(((1 << width) - 1) * ONE), 8 // max(width, 1)
     step, apart = (1, 4) if width == 4 else (per_vector, 1)  # from vector to vector, and from quad to quad within one
 
     @njit(forceinline=True)
-    def put_bits(source, number, to):
+    def store_bits(source, number, to):
         for vector in range(width):
             bits = np.uint32(0)
             for i in range(per_vector):
@@ -38,34 +44,39 @@ def _make_put_bits(word: Any, first_bit: int, width: int) -> Any:
                 bits |= (values & mask) << np.uint32(width * i)
             store_u32(to + 64 * vector, bits)
 
-    return put_bits
+    return store_bits
 
 
-def _make_put_patterns(layout: Layout) -> Any:
-    """Return put(source, number, to), which stores the low bytes of the numbers of a row's patterns in a record."""
+def _make_store_patterns(layout: Layout) -> Any:
+    """Return store(source, number, to): it stores the low bytes of the numbers of a row's patterns in a record.
+
+    It writes 4 bytes to each of 1 or 2 vectors, 64 bytes apart, from the row's place `to` on.
+    """
     index = make_index(BLOCK_FIELDS[layout.type])
     width_bits, num_words = layout.pattern_width.bit_length() - 1, 8 // layout.pattern_width
 
     @njit(forceinline=True)
-    def put_patterns(source, number, to):
+    def store_patterns(source, number, to):
         for word in range(num_words):
             numbers = np.int64(0)
             for i in range(4):
                 numbers |= (index(source, (number >> width_bits) + 4 * word + i) & 255) << (8 * i)
             store_u32(to + 64 * word, np.uint32(numbers))
 
-    return put_patterns
+    return store_patterns
 
 
-def _make_put_trits(word: Any) -> Any:
-    """Return put_trits(source, number, to, lane), which stores the trits of a record of row `lane` (`low_codes`).
+def _make_store_trits(word: Any) -> Any:
+    """Return store_trits(source, number, to, lane), which stores a row's 32 trits in the record that begins at `to`.
 
-    Four bytes are added at a time: no sum is larger than 26.
+    Three trits t of quads 0–2 become t₀ + 3 t₁ + 9 t₂ ≤ 26, so in 5 bits, and so do those of quads 3–5. It writes their
+    low 4 bits in 4 bytes, and what is left in the row's 3 bytes behind the vector (`low_codes` has the places). Four
+    inputs, a byte each, are computed at a time.
     """
     nine, three = np.uint32(9), np.uint32(3)
 
     @njit(forceinline=True)
-    def put_trits(source, number, to, lane):
+    def store_trits(source, number, to, lane):
         first = word(source, number) + three * word(source, number + 4) + nine * word(source, number + 8)
         second = word(source, number + 12) + three * word(source, number + 16) + nine * word(source, number + 20)
         low = (first & np.uint32(15 * ONE)) | (second & np.uint32(15 * ONE)) << np.uint32(4)
@@ -78,23 +89,30 @@ def _make_put_trits(word: Any) -> Any:
         store_u16(to + 64 + 2 * lane, np.uint16(bits & np.uint32(0xFFFF)))
         store_u8(to + 96 + lane, np.uint8(bits >> np.uint32(16)))
 
-    return put_trits
+    return store_trits
 
 
-def _make_put_low(layout: Layout, word: Any) -> Any:
-    """Return put(source, number, record, lane), which stores the low codes of the 32 values from `number` on."""
+def _make_store_low_codes(layout: Layout, word: Any) -> Any:
+    """Return store(source, number, record, lane): it stores the low codes of a row's 32 values in the record."""
     if layout.has_trits:
-        return _make_put_trits(word)
-    put = _make_put_patterns(layout) if layout.grid else _make_put_bits(word, 0, layout.low_bits)
-    return njit(forceinline=True)(lambda source, number, record, lane: put(source, number, record + 4 * lane))
+        return _make_store_trits(word)
+    store = _make_store_patterns(layout) if layout.grid else _make_store_bits(word, 0, layout.low_bits)
+    return njit(forceinline=True)(lambda source, number, record, lane: store(source, number, record + 4 * lane))
 
 
 def make_pack_block(layout: Layout) -> Any:
-    """Return pack(source, out, lane), which packs one block of a row."""
+    """Return pack(source, out, lane), which packs one block of a row.
+
+    `out` is the first super-block of the group that the block goes to, or its first record if records have their own
+    scales. Only the row's bytes of it are written.
+    """
     fields, minimum_from = BLOCK_FIELDS[layout.type], BLOCK_FIELDS[layout.type].minimum_at or 0
     word, own_scale = make_word(fields, has_deltas=layout.nibbles == "deltas"), make_scale(fields)
-    put_low, put_high = _make_put_low(layout, word), _make_put_bits(word, layout.low_bits, layout.high_bits)
-    put_scales, put_nibbles = _make_put_scales(layout), _make_put_nibbles(layout)
+    store_low_codes, store_high_bits = (
+        _make_store_low_codes(layout, word),
+        _make_store_bits(word, layout.low_bits, layout.high_bits),
+    )
+    store_scales, store_nibbles = _make_store_scales(layout), _make_store_nibbles(layout)
     has_half, has_exponent, has_minimum = layout.has_half, layout.has_exponent, layout.has_minimum
     high_at, header, record_bytes, num_records = (
         layout.high_at,
@@ -112,44 +130,44 @@ def make_pack_block(layout: Layout) -> Any:
             store_u16(out + scale_at + 2 * lane, own_scale(source))
         if has_minimum:
             store_u16(out + minimum_at + 2 * lane, load_u16(source + minimum_from))
-        put_nibbles(source, out, lane)
+        store_nibbles(source, out, lane)
         for index in range(num_records):
             record = out + header + index * record_bytes
-            put_low(source, BLOCK * index, record, lane)
-            put_high(source, BLOCK * index, record + high_at + 4 * lane)
-            put_scales(source, index, record, lane)
+            store_low_codes(source, BLOCK * index, record, lane)
+            store_high_bits(source, BLOCK * index, record + high_at + 4 * lane)
+            store_scales(source, index, record, lane)
 
     return pack
 
 
-def _make_put_nibbles(layout: Layout) -> Any:
-    """Return put(source, out, lane), which stores a row's four bits for each record of a super-block."""
+def _make_store_nibbles(layout: Layout) -> Any:
+    """Return store(source, out, lane), which stores a row's four bits for each record of a super-block."""
     at, contents = layout.nibbles_at, layout.nibbles
     if not contents:
         return njit(forceinline=True)(lambda source, out, lane: None)
     nibble = make_nibble(BLOCK_FIELDS[layout.type], contents)
 
     @njit(forceinline=True)
-    def put_nibbles(source, out, lane):
+    def store_nibbles(source, out, lane):
         bits = np.int64(0)
         for index in range(8):
             bits |= nibble(source, index) << (4 * index)
         store_u32(out + at + 4 * lane, np.uint32(bits))
 
-    return put_nibbles
+    return store_nibbles
 
 
-def _make_put_scales(layout: Layout) -> Any:
-    """Return put(source, index, record, lane), which stores a record's small scales and minima, or E4M3 ones as f16."""
+def _make_store_scales(layout: Layout) -> Any:
+    """Return store(source, index, record, lane): it stores a record's small scales and minima, or E4M3 ones as f16."""
     if layout.has_nibbles:
-        return _make_put_two_scales(layout)
+        return _make_store_scale_pair(layout)
     fields, parts, per_super = BLOCK_FIELDS[layout.type], layout.parts, layout.records_per_super
     scale_at, minimum_at, has_minimum = layout.scale_at, layout.minimum_at, layout.has_minimum
     has_small, has_halves = layout.has_small_scales and layout.nibbles != "scales", fields.scale_form == "UE4M3"
     small: Any = make_small(fields) if has_small else None
 
     @njit(forceinline=True)
-    def put_scales(source, index, record, lane):
+    def store_scales(source, index, record, lane):
         if has_small:
             for part in range(parts):
                 number = parts * index + part
@@ -162,19 +180,19 @@ def _make_put_scales(layout: Layout) -> Any:
                 half = UE4M3_HALVES[load_u8(source + parts * index + part)]
                 store_u16(record + scale_at + 2 * LANES * part + 2 * lane, half)
 
-    return put_scales
+    return store_scales
 
 
-def _make_put_two_scales(layout: Layout) -> Any:
-    """Return put(source, index, record, lane), which stores a record's two scales as they are stored in the block."""
+def _make_store_scale_pair(layout: Layout) -> Any:
+    """Return store(source, index, record, lane), which stores a record's two scales as they are stored in the block."""
     stored, scale_at = make_stored_scale(BLOCK_FIELDS[layout.type]), layout.scale_at
 
     @njit(forceinline=True)
-    def put_two(source, index, record, lane):
+    def store_scale_pair(source, index, record, lane):
         both = np.int64(stored(source, 2 * index)) | np.int64(stored(source, 2 * index + 1)) << 4
         store_u8(record + scale_at + lane, np.uint8(both))
 
-    return put_two
+    return store_scale_pair
 
 
 def _make_pack_float(width: int) -> Any:
@@ -210,16 +228,24 @@ def _make_pack_source(layout: Layout) -> Any:
     return _make_pack_scaled_floats(layout) if layout.super_header else _make_pack_float(layout.low_bits // 8)
 
 
-def _make_pair_quads(layout: Layout) -> Any:
-    """Return a function that reorders a record's pairs of quads to 8 inputs × 8 rows."""
+def _make_interleave_quads(layout: Layout) -> Any:
+    """Return interleave_quads(record), which reorders a packed record in place, for instructions of 8 inputs.
+
+    Before, a pair of vectors has inputs 0–3 of rows 0–15, then inputs 4–7 of rows 0–15. Afterwards it has inputs 0–7 of
+    row 0, row 1 … row 7, then those of rows 8–15.
+    """
     low_width, high_width = layout.low_bits, layout.high_bits
     low_bits_end, high_bits_end = layout.high_at, layout.scale_at
     is_reordered = not (layout.grid or layout.has_trits)  # else `PackedRecords` does it
     bytes_end = layout.high_at if low_width >= 4 and is_reordered else 0
 
     @njit
-    def pair_bits(vectors, end, width):
-        """Reorder vectors whose bytes hold several quads' values, of `width` bits each."""
+    def interleave_bits(vectors, end, width):
+        """Reorder vectors whose bytes hold values of several quads, of `width` bits each.
+
+        A pair of quads is in neighbouring bits of one vector, so bits move between the 8 words of rows 0–7 and those of
+        rows 8–15.
+        """
         even = np.uint32(0x55555555 if width == 1 else 0x33333333)
         width, copy = np.uint32(width), stack(64)
         for at in range(vectors, end, 64):
@@ -230,7 +256,7 @@ def _make_pair_quads(layout: Layout) -> Any:
                 store_u32(at + 8 * row + 4, upper >> width & even | lower & ~even)
 
     @njit
-    def pair_quads(record):
+    def interleave_quads(record):
         copy = stack(128)
         for at in range(record, record + bytes_end, 128):
             _copy_words(at, copy, 32)
@@ -238,10 +264,10 @@ def _make_pair_quads(layout: Layout) -> Any:
                 store_u32(at + 8 * row, load_u32(copy + 4 * row))
                 store_u32(at + 8 * row + 4, load_u32(copy + 64 + 4 * row))
         if is_reordered:
-            pair_bits(record + bytes_end, record + low_bits_end, low_width)
-        pair_bits(record + low_bits_end, record + high_bits_end, high_width)
+            interleave_bits(record + bytes_end, record + low_bits_end, low_width)
+        interleave_bits(record + low_bits_end, record + high_bits_end, high_width)
 
-    return pair_quads
+    return interleave_quads
 
 
 @njit
@@ -253,14 +279,16 @@ def _copy_words(source, out, count):
 def make_pack(type_: str, inputs: int) -> Callable[..., None]:
     """Return the command that packs rows. `inputs` is the instruction set's.
 
-    One thread packs all of a command's rows, so that the pages it writes first are in its node of memory.
+    It reads `rows` rows of blocks at `source`, `source_row_bytes` apart, and writes whole groups at `out`,
+    `group_bytes` apart. One thread packs all of a command's rows, so that the pages it writes first are in its node of
+    memory.
     """
     layout, block_size, source_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_size, BLOCK_TYPES[type_].block_bytes
     super_bytes, per_super = layout.super_bytes, layout.records_per_super
     packed_bytes = LANES * source_bytes if layout.is_float else layout.per_block // per_super * super_bytes
     header, record_bytes, has_row_scales = layout.super_header, layout.record_bytes, layout.row_scale_bytes > 0
     pack_block = _make_pack_source(layout)
-    pair_quads, is_paired = _make_pair_quads(layout), inputs == 8 and not layout.is_float
+    interleave_quads, is_interleaved = _make_interleave_quads(layout), inputs == 8 and not layout.is_float
 
     def pack(args, state, thread, num_threads):
         if thread != args.thread % num_threads:
@@ -273,9 +301,9 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
                 out += packed_bytes
             if has_row_scales:
                 store_u32(out + 4 * (row % LANES), load_u32(source))
-        for group in range((args.rows + LANES - 1) // LANES if is_paired else 0):
+        for group in range((args.rows + LANES - 1) // LANES if is_interleaved else 0):
             for record in range(args.in_features // BLOCK):
                 start = args.out + group * args.group_bytes + record // per_super * super_bytes + header
-                pair_quads(start + record % per_super * record_bytes)
+                interleave_quads(start + record % per_super * record_bytes)
 
     return pack

@@ -1,4 +1,4 @@
-"""A packed weight's records of a block type: read by a tile, or unpacked in memory.
+"""A packed weight's records: read by a tile, or unpacked in memory.
 
 An unpacked record has one byte per value, with or without its offset, and its scales and minima as floats:
 
@@ -7,7 +7,7 @@ An unpacked record has one byte per value, with or without its offset, and its s
 Unpacked, a record of floats is a record of F32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,13 @@ from numba.core import cgutils
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.arithmetic import Quads, arithmetic_of
 from infer.compute.backends.cpu.isa import InstructionSet
-from infer.compute.backends.cpu.layouts import LANES, QUADS_BYTES, Layout
+from infer.compute.backends.cpu.layouts import LANES, QUADS_BYTES, UNIT, Layout
 from infer.compute.backends.cpu.prefetch import prefetch
 from infer.compute.backends.cpu.simd import (
     F32X16,
     I8,
     I8X64,
+    I16X16,
     I32X16,
     I64,
     Value,
@@ -35,10 +36,10 @@ from infer.compute.backends.cpu.simd import (
     store,
 )
 from infer.compute.backends.cpu.weight_streams import FAR
-from infer.compute.backends.cpu.weights.float_records import unpack_floats
 from infer.compute.backends.cpu.weights.low_codes import LowCodes, Record, make_low_codes, nibbles
 
 Emitter = Callable[[], None]
+_I8X32 = ir.VectorType(I8, 2 * LANES)
 
 
 def alternate(*series: Sequence[Emitter]) -> None:
@@ -49,18 +50,21 @@ def alternate(*series: Sequence[Emitter]) -> None:
 
 
 class PackedRecords:
+    """Reads packed records of a block type, for emitters of tiles and for `make_unpack`."""
+
     def __init__(self, b: Builder, layout: Layout, isa: InstructionSet) -> None:
         self.b, self.layout, self.arithmetic, self.inputs = b, layout, arithmetic_of(isa), isa.inputs
         self.offset = self.arithmetic.offset(layout)
 
     def quads(self, record: Record) -> Quads:
+        """Return quads(n), which emits a quad of the record with the offset that `arithmetic` wants."""
         return partial(self.quad, self.low_codes(record), record)
 
     def low_codes(self, record: Record) -> LowCodes:
         return make_low_codes(self.b, self.layout, self.arithmetic, record)
 
     def quad(self, low: LowCodes, record: Record, quad: int) -> Value:
-        """Return 64 stored values as bytes."""
+        """Emit a quad: 64 values as bytes in an i32 × 16, lane r the 4 inputs of row r, codes looked up."""
         b, layout, bits = self.b, self.layout, self.layout.low_bits
         values = self._low(low, quad)
         if bits == 8:
@@ -112,11 +116,12 @@ class PackedRecords:
         return b.and_(filled, constant(I32X16, 0x02020202))
 
     def _bytes(self, where: Value) -> Value:
-        """Return a byte of each row as an integer."""
+        """Load a byte of each row as an i32, signed if scales are."""
         widen = self.b.sext if self.layout.has_signed_scales else self.b.zext
         return widen(load(self.b, where, ir.VectorType(I8, LANES), 16), I32X16)
 
     def super_scales(self, base: Value) -> tuple[Value, Value]:
+        """Load d × the type's factor and dmin of a super-block, f32 × 16 each; None if the type has none."""
         b, layout = self.b, self.layout
         if layout.records_per_super == 1:
             return None, None
@@ -148,20 +153,23 @@ class PackedRecords:
         return scales, [b.fneg(b.fmul(whole(minimum_at, i), super_minimum)) for i in range(layout.minima)]
 
     def record(self, base: Value, index: Value) -> Record:
-        """Return a record of a super-block."""
+        """Return the record `index` of the super-block that begins at `base`."""
         b, layout = self.b, self.layout
         within = simd.offset(b, b.mul(index, constant(I64, layout.record_bytes)), layout.super_header)
         return Record(b.add(base, within), base, index)
 
     def place(self, weights: Value, index: Value) -> Record:
-        """Return a record of a group."""
+        """Return the record `index` of the group that begins at `weights`."""
         b, layout = self.b, self.layout
         per_super = constant(I64, layout.records_per_super)
         base = b.add(weights, b.mul(b.sdiv(index, per_super), constant(I64, layout.super_bytes)))
         return self.record(base, b.srem(index, per_super))
 
     def unpack(self, record: Record, ahead: Value, to: Value, *, keeps_offset: bool = False) -> list[Emitter]:
-        """Return what unpacks a record, and prefetches what is so many bytes ahead of it."""
+        """Return emitters that unpack a record to the address `to`, which is aligned to 64 bytes.
+
+        The first also prefetches the record that lies `ahead` bytes later. `keeps_offset` stores q + offset.
+        """
         b = self.b
         low, offset = self.low_codes(record), 0 if keeps_offset else self.offset
 
@@ -182,6 +190,8 @@ class PackedRecords:
 
 
 class UnpackedRecords:
+    """Reads records that `PackedRecords.unpack` has stored."""
+
     def __init__(self, b: Builder, layout: Layout) -> None:
         self.b, self.layout = b, layout
 
@@ -197,8 +207,9 @@ class UnpackedRecords:
 
 
 def make_unpack(layout: Layout, isa: InstructionSet, *, keeps_offset: bool = False) -> Any:
-    """Return unpack(weights, first, count, out): it unpacks some of a group's records.
+    """Return unpack(weights, first, count, out), which unpacks records [first, first + count) of a group.
 
+    It reads the packed group at `weights`, and stores `count` unpacked records at `out`, aligned to 64 bytes.
     `matrix_tiles` and `embed` take values without their offset, and `strips` with it.
     """
 
@@ -222,3 +233,35 @@ def _load_exponent(b: Builder, where: Value) -> Value:
     normal = b.shl(b.sub(exponent, constant(I32X16, 1)), constant(I32X16, 23))
     subnormal = b.shl(constant(I32X16, 0x00200000), b.and_(exponent, constant(I32X16, 1)))
     return b.bitcast(b.select(b.icmp_unsigned("<", exponent, constant(I32X16, 2)), subnormal, normal), F32X16)
+
+
+def float_scale(b: Builder, base: Value) -> Value:
+    """Return the scale of a super-block's numbers as `floats_of` yields them."""
+    return b.fmul(load(b, base, F32X16, 16), constant(F32X16, simd.E4M3_BY_HALF))
+
+
+def floats_of(b: Builder, layout: Layout, record: Value) -> Iterator[Value]:
+    """Yield the numbers of 16 rows for each input, loaded when they are used. E4M3's lack `simd.E4M3_BY_HALF`."""
+    size = layout.record_bytes // UNIT
+    if layout.type == "F8_E4M3":
+        for at in range(0, layout.record_bytes, 2 * size):
+            halves = simd.half_of_e4m3(b, load(b, simd.offset(b, record, at), _I8X32, 32))
+            for first in (0, LANES):
+                lanes = ir.Constant(I32X16, list(range(first, first + LANES)))
+                yield simd.widen_f16(b, b.shuffle_vector(halves, halves, lanes))
+        return
+    for at in range(0, layout.record_bytes, size):
+        where = simd.offset(b, record, at)
+        if layout.type == "F32":
+            yield load(b, where, F32X16, 16)
+        else:
+            bits = load(b, where, I16X16, 16)
+            yield simd.widen_f16(b, bits) if layout.type == "F16" else simd.widen_bf16(b, bits)
+
+
+def unpack_floats(b: Builder, layout: Layout, record: Record, to: Value) -> None:
+    """Store a record's numbers as a record of F32, multiplied by their scales."""
+    scale = float_scale(b, record.base) if layout.super_header else None
+    prefetch(b, simd.offset(b, record.where, FAR), layout.record_bytes)
+    for index, value in enumerate(floats_of(b, layout, record.where)):
+        simd.store_f32(b, simd.offset(b, to, 4 * LANES * index), value if scale is None else b.fmul(value, scale))

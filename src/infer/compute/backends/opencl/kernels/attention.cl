@@ -37,7 +37,7 @@ typedef struct {
 typedef struct {
     Blocks keys, values;
     long far_at;  // in floats: from queries to those that see the sinks; 0: the same ones
-    int heads, kv_heads, table_stride, page_bits, half_dim, rope_positions, rope_sets, furthest;
+    int heads, kv_heads, table_stride, page_bits, half_dim, rope_positions, rope_sets, last_position;
     int q_norm_stride, k_norm_stride;  // 0: each head by itself
     float scale, softcap, q_eps, k_eps;
 } Layer;
@@ -213,7 +213,7 @@ kernel void rotate_append(
     for (int i = 0; i < HEAD_DIM; i++)
         queries[i] = rotated[i];
     if (layer.far_at) {
-        at += min(0L, layer.furthest - position) * layer.half_dim;
+        at += min(0L, layer.last_position - position) * layer.half_dim;
         rotate_head(x, weight, factor, cosines + at, sines + at, layer.half_dim, layer.scale, mark, rotated);
         for (int i = 0; i < HEAD_DIM; i++)
             queries[layer.far_at + i] = rotated[i];

@@ -33,8 +33,7 @@ from transformers.generation.logits_process import (
 from harness import compare, make_parser, print_head, write_report
 from infer import LLM, SamplingParams
 from infer.compute.backends.cpu.recording import EagerRun
-from infer.compute.backends.cpu.sampling.launch import commands
-from infer.compute.backends.cpu.sampling.rows import SampleArguments
+from infer.compute.backends.cpu.sampling.launch import SampleArguments, commands
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.compute.sampling import sampler

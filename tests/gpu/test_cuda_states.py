@@ -29,9 +29,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from gpu_twins import assert_left_in_planes
 from infer.compute.backends import cuda
 from infer.compute.backends.cuda import experts as cuda_experts
-from infer.compute.backends.cuda.activations import Twin
+from infer.compute.backends.cuda.activations import BF16_PLANES, F16_PLANES, Twin
 from infer.compute.backends.cuda.expert_choice import TILE, choose, tiles_of
-from infer.compute.backends.cuda.float_planes import BF16_PLANES, F16_PLANES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_interpreter")]
 

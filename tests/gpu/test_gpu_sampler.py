@@ -33,8 +33,8 @@ from infer.compute.backends.cuda.sampling.kernel_arguments import Selection, Sta
 from infer.compute.backends.cuda.sampling.keys_and_weights import key_of, logit_of, weights  # noqa: E402
 from infer.compute.backends.cuda.sampling.logprobs import Logprobs  # noqa: E402
 from infer.compute.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, rough_gumbel  # noqa: E402
+from infer.compute.backends.cuda.sampling.recorded_sampler import SelectedRows  # noqa: E402
 from infer.compute.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, choose_selected, tiling_of  # noqa: E402
-from infer.compute.backends.cuda.sampling.selected_rows import SelectedRows  # noqa: E402
 
 HERE = Path(__file__).parent
 

@@ -14,15 +14,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from infer.compute.backends.cuda.activations import Quantized, normalize_rows, quantize_rows
+from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized, normalize_rows, quantize_rows
 from infer.compute.backends.cuda.blocks import Matrix, constants_of
 from infer.compute.backends.cuda.dense import DEPTHS, TILES, DenseTile, dense, num_stages
 from infer.compute.backends.cuda.embed import embed_floats, embed_rows
 from infer.compute.backends.cuda.epilogue import Output
-from infer.compute.backends.cuda.float_planes import NUM_PLANES
 from infer.compute.backends.cuda.layouts import LAYOUTS, Layout
-from infer.compute.backends.cuda.matmul import matmul
-from infer.compute.backends.cuda.matvec import MAX_LANES, matvec
+from infer.compute.backends.cuda.matmul import MAX_LANES, matmul, matvec
 from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATVEC_TILE, matmul_tile
 from infer.compute.backends.cuda.sampling import filters, logprobs, unfiltered
 from infer.compute.backends.cuda.sampling.kernel_arguments import Batch

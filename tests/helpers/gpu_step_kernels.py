@@ -13,23 +13,20 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from gpu_compiler import AMD, LEFT, SHARED_BYTES, TARGETS, code_of, compiled, cuobjdump, matrix_of, warps_of
-from infer.compute.backends.cuda.activations import Quantized
+from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized
 from infer.compute.backends.cuda.attention import tuning_of
 from infer.compute.backends.cuda.attention_chunks import attend_chunks
 from infer.compute.backends.cuda.attention_items import Items
-from infer.compute.backends.cuda.attention_merge import ChunkParts
-from infer.compute.backends.cuda.attention_results import Results
-from infer.compute.backends.cuda.delta_net import HEADS
+from infer.compute.backends.cuda.attention_merge import ChunkParts, Results
+from infer.compute.backends.cuda.delta_net import HEADS, gate_heads, mix_runs
 from infer.compute.backends.cuda.delta_net import TILE as STATE_TILE
 from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens
-from infer.compute.backends.cuda.delta_net_recurrence import gate_heads, mix_runs
 from infer.compute.backends.cuda.dense import DEPTHS, FEW, num_stages
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.expert_choice import TILE, Tiles, choose_experts, fill_tiles, plan_tiles
 from infer.compute.backends.cuda.expert_products import Stacks, add_pairs, expert_dense, expert_matmul, expert_matvec
-from infer.compute.backends.cuda.float_planes import NUM_PLANES
 from infer.compute.backends.cuda.kv_blocks import Blocks
-from infer.compute.backends.cuda.matvec import MAX_LANES
+from infer.compute.backends.cuda.matmul import MAX_LANES
 from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATMUL_TILE, MATVEC_TILE
 from infer.compute.backends.cuda.recurrent_pages import ConvPages, DeltaNetPages
 from infer.compute.backends.cuda.rotation import Columns, Rotation, rotate_append

@@ -16,7 +16,7 @@ from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.state import STATE
 from infer.compute.backends.cpu.thread_records import MAX_THREADS
-from infer.compute.backends.cpu.threads import adaptive, atomics, pool, stack_size
+from infer.compute.backends.cpu.threads import adaptive, atomics, pool
 from infer.compute.backends.cpu.threads.adaptive import AdaptiveThreads, Outcome
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import ThreadPool, aligned, set_num_threads, thread_pool
@@ -291,7 +291,7 @@ def test_workers_have_stack_enough_whatever_the_program_gives_its_threads(three:
     before, counter = threading.stack_size(128 << 10), Counter()
     counter.run(three, 3)
     given, sizes = threading.stack_size(), list[int | None]()
-    worker = threading.Thread(target=lambda: sizes.append(stack_size.stack_bytes()))
+    worker = threading.Thread(target=lambda: sizes.append(pool.stack_bytes()))
     start_thread(worker)
     worker.join()
     threading.stack_size(before)

@@ -16,8 +16,15 @@ from infer.compute.quantization.ggml_blocks import Numbers
 from infer.compute.quantization.ggml_grids import UE4M3_HALVES
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.grid_search import GRID_TYPES, search_grid
-from infer.compute.quantization.levels import Levels, consecutive, levels_of
-from infer.compute.quantization.scale_search import best_scales, fit_scales, fit_scales_and_minima, inverse
+from infer.compute.quantization.scale_search import (
+    Levels,
+    best_scales,
+    consecutive,
+    fit_scales,
+    fit_scales_and_minima,
+    inverse,
+    levels_of,
+)
 from infer.compute.quantization.super_blocks import SuperForm, levels_for, search
 from infer.errors import ModelError, UnsupportedModelError
 

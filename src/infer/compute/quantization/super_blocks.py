@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.quantization.levels import Levels
-from infer.compute.quantization.scale_search import fit_scales, fit_scales_and_minima, inverse
+from infer.compute.quantization.scale_search import Levels, fit_scales, fit_scales_and_minima, inverse
 
 Values = Float[Tensor, "size groups blocks"]
 PerGroup = Float[Tensor, "groups blocks"]

@@ -66,7 +66,7 @@ class CpuBackend(TorchBackend):
     def make_stages(self, stages: Sequence[Stage], capacity: int, *, capture: bool) -> Stages:
         if not capture:
             return super().make_stages(stages, capacity, capture=False)
-        captured: Stages = import_module("infer.compute.backends.cpu.capture.stages").CapturedStages(stages, capacity)
+        captured: Stages = import_module("infer.compute.backends.cpu.capture.forward").CapturedStages(stages, capacity)
         return captured
 
     def make_group(self, rank: int, size: int, memory: mmap.mmap) -> MemoryGroup:

@@ -5,7 +5,8 @@ is one plane. x is the nearest multiple of the scale: an integer of 16 bits in t
 low. Beside the integers are the sums of each half block. They are multiplied with what a type subtracts from its codes
 or adds to a block.
 
-Weights of 16 bits are multiplied with floats of 16 bits, which tensor cores take. For BF16, x is the sum of three bf16
+Weights of 16 bits are multiplied with floats of 16 bits, which tensor cores multiply exactly and add in float32. What
+remains after one plane is exact, so the next plane holds it. For BF16, x is the sum of three bf16
 numbers, which have all 24 bits. For F16, x is a scale times the sum of two f16 numbers, which have 22 bits. The scale
 is a power of two that lifts the block's largest value to 2¹⁴ or above.
 
@@ -21,13 +22,45 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.compute.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, lifted, store_planes
 from infer.compute.backends.cuda.layouts import BLOCK
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.backends.reference_parts import gathered
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.group import Shares
 from infer.compute.operands.weights import Norm
+
+BF16_PLANES = tl.constexpr(3)
+F16_PLANES = tl.constexpr(4)  # the form's number
+NUM_PLANES = {0: 1, 1: 1, 2: 2, BF16_PLANES.value: 3, F16_PLANES.value: 2}  # by form; 0: float32
+
+
+@triton.jit
+def store_planes(codes, value, tokens, inputs, width, mask, FORM: tl.constexpr):
+    """Store a value in the planes of a form of 16 bits; for f16, the value is lifted.
+
+    `tokens` and `inputs` broadcast to the value's shape. A plane of a token has `width` numbers.
+    """
+    count: tl.constexpr = 3 if FORM == BF16_PLANES else 2
+    dtype: tl.constexpr = tl.bfloat16 if FORM == BF16_PLANES else tl.float16
+    to = codes + tokens * (width * count) + inputs
+    for _ in tl.static_range(count):
+        part = value.to(dtype)
+        tl.store(to, part, mask=mask)
+        value -= part.to(tl.float32)
+        to += width
+
+
+@triton.jit
+def lifted(value, AXIS: tl.constexpr):
+    """Return value / scale and the scale of each block, whose values lie along `AXIS`.
+
+    The scale is the power of two that brings the block's largest value to at least 2¹⁴ and below 2¹⁵.
+    """
+    bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS, keep_dims=True)
+    exponent = tl.maximum(bits >> 23, 15)  # so that the scale is a normal number
+    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return value * inverse, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
 
 _BLOCKS = 32  # that a program has at once
 SMALLEST = tl.constexpr(1e-33)  # a block below this counts as this, so that its scale is a normal number

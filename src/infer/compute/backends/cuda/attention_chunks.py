@@ -25,8 +25,18 @@ from infer.compute.backends.cuda.attention_items import (
     seen_turns,
     turn_of,
 )
-from infer.compute.backends.cuda.attention_merge import INFINITY, finite, merged, merged_parts, nothing, store_part
-from infer.compute.backends.cuda.attention_results import LOG2_E, gated, mean_of, store_results
+from infer.compute.backends.cuda.attention_merge import (
+    INFINITY,
+    LOG2_E,
+    finite,
+    gated,
+    mean_of,
+    merged,
+    merged_parts,
+    nothing,
+    store_part,
+    store_results,
+)
 from infer.compute.backends.cuda.kv_blocks import LANES, TURN, load_keys, load_values, locate_turn
 from infer.compute.backends.cuda.operand_parts import parts_of, product, query_factors, weight_shift
 

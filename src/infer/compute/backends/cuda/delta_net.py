@@ -1,18 +1,185 @@
-"""`gated_delta_net` on the host: the launches of its four kernels, and the buffers between them."""
+"""The gated delta rule over pages: a warp walks a row's tokens for some columns of a value head's state.
+
+`gated_delta_net` launches the four kernels of the op. `DeltaNetCache` has the definition. A page's first token makes
+the page's S from the page before. Within a page
+
+    Sᵀx of token t = e^{G_t} S₀ᵀx + Σ_j (k_j · x) e^{G_t − G_j} u_j        G_t = Σ_{i ≤ t} log α_i
+
+for x = k with j < t, which gives u_t, then for x = q with j ≤ t, which gives o_t. All tokens are computed this way, in
+steps of one token or of many. S₀ and the page's u are in registers. If the step begins within a page, they come from
+the page's memory. Sums have one shape, in which later tokens are zeros. So the bits depend neither on the number of
+tokens in a step, nor on other rows. G_t − G_j is the sum of the log α after j, from the last one on. No large numbers
+cancel in it.
+"""
 
 import torch
 import triton
+import triton.language as tl
 
-from infer.compute.backends.cuda.activations import Quantized, Twin, room_for, twin_of
-from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens
-from infer.compute.backends.cuda.delta_net_recurrence import gate_heads, mix_runs
-from infer.compute.backends.cuda.recurrent_pages import delta_net_pages
+from infer.compute.backends.cuda.activations import Quantized, Twin, room_for, store_quantized, twin_of
+from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens, token_of
+from infer.compute.backends.cuda.epilogue import sigmoid
+from infer.compute.backends.cuda.recurrent_pages import RECENT, delta_net_pages, page_start
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import GatedDeltaNet
 from infer.compute.operands.recurrent_cache import DeltaNetCache
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import DeltaNetWeights
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def mix_runs(
+    pages, buffers, rows, positions, num_tokens,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, ARE_TILED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store Sᵀq of a run's tokens for some columns of a head, u in place of v, and the pages' u and S."""
+    blocks: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
+    head, block, run = tl.program_id(0) // blocks, tl.program_id(0) % blocks, buffers.runs + 2 * tl.program_id(1)
+    key_head = head % KEY_HEADS if ARE_TILED else head // (VALUE_HEADS // KEY_HEADS)
+    first = tl.load(run)
+    if first >= 0:
+        end, row, start = tl.load(run + 1), tl.load(rows + first), tl.load(positions + first)
+        j, columns = tl.arange(0, pages.TOKENS), block * COLUMNS + tl.arange(0, COLUMNS)
+        is_column, gates = columns < VALUE_DIM, head * num_tokens
+        state, updates, later, opening = _before(
+            pages, row, start, head, columns, KEY_DIM, KEY_SIZE, VALUE_DIM, COLUMNS
+        )
+        for token in range(first, end):
+            position = start + (token - first)
+            place = (position % pages.TOKENS).to(tl.int32)
+            log_alpha, beta = tl.load(buffers.log_alphas + gates + token), tl.load(buffers.betas + gates + token)
+            is_stored = (position - place < start) | (token + RECENT * pages.TOKENS >= end)
+            page = page_start(pages, row, position // pages.TOKENS)
+            if place == 0:
+                if position > 0:
+                    state = _next_state(
+                        state, pages, buffers, row, position, token, token - first, head, key_head, columns, gates,
+                        KEY_HEADS, KEY_DIM, KEY_SIZE, VALUE_HEADS, VALUE_DIM, COLUMNS,
+                    )  # fmt: skip
+                updates, later, opening = tl.zeros_like(updates), tl.zeros_like(later), log_alpha
+                if is_stored:
+                    at, is_there = _state_places(head, columns, KEY_DIM, KEY_SIZE, VALUE_DIM)
+                    tl.store(pages.states + page + at, state, mask=is_there)
+            later = tl.where(j == place - 1, log_alpha, later)
+            k, q, line = token_of(buffers, token, key_head, KEY_HEADS, KEY_DIM, KEY_SIZE)
+            left, decays = tl.exp(opening + tl.sum(later)), tl.exp(tl.cumsum(later, reverse=True))
+            shares = buffers.dots + line * pages.TOKENS + j
+            at = (tl.cast(token, tl.int64) * VALUE_HEADS + head) * VALUE_DIM + columns
+            v = tl.load(buffers.new_values + at, mask=is_column, other=0.0)
+            u = beta * (v - _read(state, updates, k, left, tl.load(shares) * decays))
+            updates = tl.where((j == place)[:, None], u[None, :], updates)
+            o = _read(state, updates, q, left, tl.load(shares + pages.TOKENS) * decays)
+            tl.store(buffers.new_values + at, u, mask=is_column)
+            tl.store(buffers.mixed + at, o, mask=is_column)
+            if is_stored:
+                to = pages.updates + page + (head * pages.TOKENS + place) * VALUE_DIM + columns
+                tl.store(to, u, mask=is_column)
+
+
+@triton.jit
+def _read(state, updates, x, left, shares):
+    """Return left × Sᵀx + Σ_j shares_j u_j."""
+    return left * tl.sum(state * x[:, None], axis=0) + tl.sum(updates * shares[:, None], axis=0)
+
+
+@triton.jit
+def _state_places(head, columns, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Return the places of a head's columns in the states of a page, and which of them exist."""
+    i = tl.arange(0, KEY_SIZE)[:, None]
+    return (head * KEY_DIM + i) * VALUE_DIM + columns[None, :], (i < KEY_DIM) & (columns < VALUE_DIM)[None, :]
+
+
+@triton.jit
+def _before(
+    pages, row, start, head, columns,
+    KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return what the token before position `start` has left in its page: S at the page's start, u and log α.
+
+    The first log α is apart, and element j of the others is that of the token at place j + 1. All are 0 before the
+    first token.
+    """
+    j, last = tl.arange(0, pages.TOKENS), tl.maximum(start - 1, 0)
+    count = tl.where(start > 0, (last % pages.TOKENS).to(tl.int32) + 1, 0)
+    page = page_start(pages, row, last // pages.TOKENS)
+    at, is_there = _state_places(head, columns, KEY_DIM, KEY_SIZE, VALUE_DIM)
+    is_there &= (columns < tl.where(start > 0, VALUE_DIM, 0))[None, :]
+    state = tl.load(pages.states + page + at, mask=is_there, other=0.0)
+    at = (head * pages.TOKENS + j)[:, None] * VALUE_DIM + columns[None, :]
+    is_there = (j < count)[:, None] & (columns < VALUE_DIM)[None, :]
+    updates = tl.load(pages.updates + page + at, mask=is_there, other=0.0)
+    decays = pages.decays + page + head * pages.TOKENS
+    later = tl.load(decays + j + 1, mask=j + 1 < count, other=0.0)
+    return state, updates, later, tl.load(decays, mask=start > 0, other=0.0)
+
+
+@triton.jit
+def _next_state(
+    state, pages, buffers, row, position, token, num_before, head, key_head, columns, gates,
+    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return S before the first token of a page: e^G S + Σ_j e^{G − G_j} k_j u_jᵀ of the page before.
+
+    The sum begins with the last token. The last `num_before` tokens before this one belong to the step.
+    """
+    tl.debug_barrier()  # the u of other threads can be read
+    added, total = tl.zeros((KEY_SIZE, COLUMNS), tl.float32), 0.0
+    i, is_column = tl.arange(0, KEY_SIZE), columns < VALUE_DIM
+    split = tl.minimum(num_before, pages.TOKENS)
+    for back in range(split):
+        earlier = tl.cast(token - 1 - back, tl.int64)
+        k, _, _ = token_of(buffers, earlier, key_head, KEY_HEADS, KEY_DIM, KEY_SIZE)
+        at = (earlier * VALUE_HEADS + head) * VALUE_DIM + columns
+        added = _plus(added, k, tl.load(buffers.new_values + at, mask=is_column, other=0.0), total)
+        total += tl.load(buffers.log_alphas + gates + earlier)
+    page = page_start(pages, row, position // pages.TOKENS - 1)
+    for back in range(split, pages.TOKENS):
+        place = pages.TOKENS - 1 - back
+        at = (key_head * KEY_DIM + i) * pages.TOKENS + place
+        k = tl.load(pages.keys + page + at, mask=i < KEY_DIM, other=0.0)
+        at = (head * pages.TOKENS + place) * VALUE_DIM + columns
+        added = _plus(added, k, tl.load(pages.updates + page + at, mask=is_column, other=0.0), total)
+        total += tl.load(pages.decays + page + head * pages.TOKENS + place)
+    return state * tl.exp(total) + added
+
+
+@triton.jit
+def _plus(added, k, u, total):
+    """Return added + k uᵀ e^total."""
+    rows, columns = tl.broadcast(k[:, None], added), tl.broadcast((u * tl.exp(total))[None, :], added)
+    return tl.fma(rows[0], columns[0], added)
+
+
+@triton.jit
+def gate_heads(
+    mixed, z, width, weight, eps, out, left, rows,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    LEAVES: tl.constexpr,
+):  # fmt: skip
+    """Store norm(o) × silu(z) of some heads of a token. A padding token gets NaN."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, VALUE_SIZE)
+    at, is_there = heads[:, None] * VALUE_DIM + i[None, :], (heads < VALUE_HEADS)[:, None] & (i < VALUE_DIM)[None, :]
+    value = tl.full((HEADS, VALUE_SIZE), float("nan"), tl.float32)
+    if tl.load(rows + token) >= 0:
+        o = tl.load(mixed + token * (VALUE_HEADS * VALUE_DIM) + at, mask=is_there, other=0.0)
+        factor = 1.0 / tl.sqrt_rn(tl.sum(o * o, axis=1) / VALUE_DIM + eps)
+        gate = tl.load(z + token * width + at, mask=is_there, other=0.0)
+        scale = tl.load(weight + i, mask=i < VALUE_DIM, other=0.0)
+        value = o * factor[:, None] * scale[None, :] * (gate * sigmoid(gate))
+    tl.store(out + token * (VALUE_HEADS * VALUE_DIM) + at, value, mask=is_there)
+    if LEAVES:
+        count: tl.constexpr = HEADS * VALUE_SIZE // 32
+        per_token: tl.constexpr = VALUE_HEADS * VALUE_DIM // 32
+        block = tl.arange(0, VALUE_SIZE // 32)
+        blocks = tl.reshape(heads[:, None] * (VALUE_DIM // 32) + block[None, :], (count,))
+        is_block = tl.reshape((heads < VALUE_HEADS)[:, None] & (block < VALUE_DIM // 32)[None, :], (count,))
+        value = tl.reshape(value, (count, 32))
+        store_quantized(left, value, token + blocks * 0, blocks, per_token, is_block, LEAVES, count)
+
 
 # Bits depend on no tile's size. The interpreter takes about as long for many columns as for one.
 COLUMNS = 256 if triton.knobs.runtime.interpret else 8  # of S, that a warp has

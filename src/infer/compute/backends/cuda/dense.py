@@ -13,9 +13,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from infer.compute.backends.cuda.activations import is_none
+from infer.compute.backends.cuda.activations import BF16_PLANES, F16_PLANES, NUM_PLANES, is_none, lifted, store_planes
 from infer.compute.backends.cuda.epilogue import biased, gated, store
-from infer.compute.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, NUM_PLANES, lifted, store_planes
 
 DEPTHS = {0: 128, BF16_PLANES.value: 64, F16_PLANES.value: 64}  # inputs of a trip, by form
 BYTES = {0: 4, BF16_PLANES.value: 2, F16_PLANES.value: 2}  # of a number, by form

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from infer.compute.backends.cuda.activations import store_quantized
+from infer.compute.backends.cuda.activations import F16_PLANES, lifted, store_planes, store_quantized
 from infer.compute.backends.cuda.dense import weight_sums
 from infer.compute.backends.cuda.epilogue import biased, gated, sigmoid, store
-from infer.compute.backends.cuda.float_planes import F16_PLANES, lifted, store_planes
-from infer.compute.backends.cuda.matmul import tile_sums
-from infer.compute.backends.cuda.matvec import row_sums
+from infer.compute.backends.cuda.matmul import row_sums, tile_sums
 
 
 class Stacks(NamedTuple):

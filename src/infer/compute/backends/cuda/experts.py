@@ -11,15 +11,14 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.backends.cuda.activations import Quantized, normalized, room_for
+from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized, normalized, room_for
 from infer.compute.backends.cuda.blocks import matrix_of
 from infer.compute.backends.cuda.dense import DEPTHS, FEW, TILES, num_stages
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.expert_choice import TILE, Choice, Tiles, choose, tiles_of
 from infer.compute.backends.cuda.expert_products import Stacks, add_pairs, expert_dense, expert_matmul, expert_matvec
-from infer.compute.backends.cuda.float_planes import NUM_PLANES
 from infer.compute.backends.cuda.layouts import BLOCK, PackedWeight
-from infer.compute.backends.cuda.matvec import num_lanes
+from infer.compute.backends.cuda.matmul import num_lanes
 from infer.compute.backends.cuda.projection import (
     BLOCK_TILE,
     FORMS,

@@ -9,6 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.compute.backends.cuda.activations import (
+    BF16_PLANES,
+    F16_PLANES,
+    NUM_PLANES,
     Quantized,
     Twin,
     activations_of_all,
@@ -21,10 +24,8 @@ from infer.compute.backends.cuda.activations import (
 from infer.compute.backends.cuda.blocks import matrix_of
 from infer.compute.backends.cuda.dense import DEPTHS, SHARED_BYTES, dense, dense_tile, num_stages
 from infer.compute.backends.cuda.epilogue import Output
-from infer.compute.backends.cuda.float_planes import BF16_PLANES, F16_PLANES, NUM_PLANES
 from infer.compute.backends.cuda.layouts import BLOCK, Layout, PackedWeight
-from infer.compute.backends.cuda.matmul import matmul
-from infer.compute.backends.cuda.matvec import matvec, num_lanes
+from infer.compute.backends.cuda.matmul import matmul, matvec, num_lanes
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.backends.reference_parts import gated, gathered
 from infer.compute.operands.activation_values import Activations

@@ -3,6 +3,8 @@
 The table reads the numbers of tokens and of logits, and the step's arrays, from fixed slots each time it runs
 (`backends.cpu.state`). Nothing else changes between runs. So there is one recording per model and cache, and its
 results equal those of the same ops run one by one, to the bit.
+
+`CapturedStages` records a forward in stages, of which any range runs as one table.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.backends.base import Captured, Generated, PendingStep, check_multi_step, check_verified
+from infer.compute.backends.base import (
+    Captured,
+    Generated,
+    PendingStep,
+    Stage,
+    Stages,
+    check_multi_step,
+    check_verified,
+)
 from infer.compute.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.compute.backends.cpu.recording import arrays_of, record
 from infer.compute.backends.cpu.state import fields_of
@@ -141,3 +151,39 @@ class CapturedForward(Captured):
         for slot, column in zip(self._slots, columns, strict=True):
             slot[: len(column)] = column
         self._state.num_tokens, self._state.num_logits = len(columns[0]), len(columns[-1])
+
+
+@final
+class CapturedStages(Stages):
+    """Stages that read and change one residual stream of `capacity` tokens. The stages share all other buffers."""
+
+    def __init__(self, stages: Sequence[Stage], capacity: int) -> None:
+        self.capacity, self._ends, x = capacity, [0], None
+        with record(capacity, 1) as self._recording:
+            for stage in stages:
+                x = stage(x, self._recording.step)
+                self._ends.append(len(self._recording.commands))
+        assert x is not None
+        self._x = x
+        self._slots = [np.ctypeslib.as_ctypes(array.numpy()) for array in arrays_of(self._recording.step).values()]
+        self._state = fields_of(self._recording.state)
+        self._tables = dict[tuple[int, int], DispatchTable]()
+
+    def run(self, first: int, end: int, x: Tensor | None, step: Step) -> Float[Tensor, "tokens hidden"]:
+        count = len(step.tokens)
+        if count > self.capacity:
+            raise InvalidRequestError(f"a step takes up to {self.capacity} tokens, got {count}")
+        if x is not None:
+            self._x[:count] = x
+        columns = [array.tolist() for array in arrays_of(step).values()]
+        for slot, column in zip(self._slots[:3], columns[:3], strict=True):
+            slot[:count] = column
+        self._state.num_tokens, self._state.num_logits = count, 0
+        thread_pool().run(self._table(first, end), self._recording.state)
+        return self._x[:count]
+
+    def _table(self, first: int, end: int) -> DispatchTable:
+        if (first, end) not in self._tables:
+            commands = self._recording.commands[self._ends[first] : self._ends[end]]
+            self._tables[first, end] = DispatchTable(commands)
+        return self._tables[first, end]

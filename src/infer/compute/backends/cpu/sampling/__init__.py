@@ -10,6 +10,6 @@
                              advance       after a step of a multi-step: make its tokens the next step's input
                              accept        after an entry of a step with drafts: continue if the draft was right
 
-`launch` makes the commands, and `rows` has their arguments. `filters` has the filters of stages 2 and 3, and all stages
-share `exact_math` and `selection`.
+`launch` makes the commands and their arguments. `filters` has the filters of stages 2 and 3, and all stages share
+`exact_math`.
 """

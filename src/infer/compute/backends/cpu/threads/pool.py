@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from contextlib import nullcontext, suppress
+from functools import cache, partial
 from typing import Any, final
 
 import numpy as np
@@ -26,9 +26,44 @@ from infer.compute.backends.cpu.state import Words, fields_of
 from infer.compute.backends.cpu.thread_records import FLAG, JOB, MAX_THREADS, TABLE
 from infer.compute.backends.cpu.threads.adaptive import AdaptiveThreads, Choice, Outcome
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
-from infer.compute.backends.cpu.threads.stack_size import check_stack
 from infer.errors import InferError
 from infer.system.cores import default_num_threads, keep_on_node, node_of_thread, start_thread, visit
+
+_NEEDED_BYTES = 512 << 10
+_ATTRIBUTE_BYTES = 256  # more than a pthread_attr_t of any system
+
+
+def check_stack() -> None:
+    """Raise InferError if the calling thread's stack is too small: it would end the process without a message."""
+    size = stack_bytes()
+    if size is not None and size < _NEEDED_BYTES:
+        raise InferError(
+            f"this thread has a stack of {size >> 10} KB, and running a model takes {_NEEDED_BYTES >> 10}: "
+            "call threading.stack_size(1 << 20) before the thread is started"
+        )
+
+
+def stack_bytes() -> int | None:
+    """Return the stack size of the calling thread; None if the system does not report it."""
+    library = _libc()
+    this = ctypes.c_void_p(threading.get_ident())
+    with suppress(AttributeError):
+        if sys.platform == "darwin":
+            library.pthread_get_stacksize_np.restype = ctypes.c_size_t
+            return int(library.pthread_get_stacksize_np(this))
+        attributes, size = (ctypes.c_char * _ATTRIBUTE_BYTES)(), ctypes.c_size_t()
+        if library.pthread_getattr_np(this, attributes) == 0:
+            is_known = library.pthread_attr_getstacksize(attributes, ctypes.byref(size)) == 0
+            library.pthread_attr_destroy(attributes)
+            return size.value if is_known else None
+    return None
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Return the process's C library, without loading it again: each thread asks it before its first run."""
+    return ctypes.CDLL(None)
+
 
 _SPINS_AFTER_RUN = 3000  # pauses, 40 to 100 µs
 _LARGE_STEP = 16  # tokens; a larger one costs in proportion to them

@@ -1,7 +1,7 @@
 """Arguments of every sampling kernel: the logits, each row's parameters as one line of 64-bit fields, the edits.
 
 A field holds an integer, or the bits of a float. One short line per row replaces a dozen columns in as many places. The
-lines are made on the host, once per selection. `selected_rows` keeps them at one address for captured graphs.
+lines are made on the host, once per selection. `SelectedRows` keeps them at one address for captured graphs.
 """
 
 from typing import Any, NamedTuple, Self

@@ -66,8 +66,8 @@ def test_only_rows_with_a_penalty_have_a_history_slot() -> None:
 def test_ragged_lists_belong_to_their_rows() -> None:
     last = {"logit_bias": {1: 3.0, 5: INF}, "min_new_tokens": 4, "stop_token_ids": [9]}
     columns = pack({"logit_bias": {7: 1.0, 2: -INF}}, {}, last, end_ids=[3])
-    expected = {"bias_starts": [0, 2, 2, 3], "bias_ids": [2, 7, 1], "biases": [-INF, 1.0, 3.0]}
-    expected |= {"end_starts": [0, 0, 0, 2], "end_ids": [3, 9], "mask_index": [-1, -1, 0]}
+    assert [starts.tolist() for starts in columns.starts_on_host] == [[0, 2, 2, 3], [0, 0, 0, 2]]
+    expected = {"bias_ids": [2, 7, 1], "biases": [-INF, 1.0, 3.0], "end_ids": [3, 9], "mask_index": [-1, -1, 0]}
     assert {name: getattr(columns, name).tolist() for name in expected} == expected
     assert torch.equal(columns.masks, pack_masks([[5]], 10))
 

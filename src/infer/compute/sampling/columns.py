@@ -225,14 +225,6 @@ class SamplingColumns:
         """Starts of the rows' biases and of their ends on the host. Both have one entry more than there are rows."""
         return self._bias_starts[: len(self) + 1], self._end_starts[: len(self) + 1]
 
-    @property
-    def bias_starts(self) -> Int[Tensor, "starts"]:
-        return self.whole["bias_starts"][: len(self) + 1]
-
-    @property
-    def end_starts(self) -> Int[Tensor, "starts"]:
-        return self.whole["end_starts"][: len(self) + 1]
-
     # Stages that any row needs.
 
     @property

@@ -12,11 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.compute.backends.cpu.compile.addresses import compiled_address
-from infer.compute.backends.cpu.delta_net.commands import gated_delta_net
+from infer.compute.backends.cpu.delta_net.commands import gated_delta_net as gated_delta_net
 from infer.compute.backends.cpu.experts.commands import add_down, exchange_sums, gate_and_up, route, weigh_shared
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import LANES
-from infer.compute.backends.cpu.per_layer_inputs import gate_inputs, per_layer_inputs
+from infer.compute.backends.cpu.per_layer_inputs import gate_inputs as gate_inputs
+from infer.compute.backends.cpu.per_layer_inputs import per_layer_inputs as per_layer_inputs
 from infer.compute.backends.cpu.projections import (
     activations_of,
     add_rows,
@@ -42,12 +43,12 @@ from infer.compute.backends.cpu.records import (
     SUM_NORM,
     attend_scratch_bytes,
 )
-from infer.compute.backends.cpu.sampling.launch import choose_tokens
+from infer.compute.backends.cpu.sampling.launch import choose_tokens as choose_tokens
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, NO_BARRIER, Arguments
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
-from infer.compute.backends.cpu.weights.prepare_weights import prepare
-from infer.compute.backends.reference_attention import attention_weights
-from infer.compute.backends.reference_parts import normalize
+from infer.compute.backends.cpu.weights.prepare_weights import prepare as prepare
+from infer.compute.backends.reference_attention import attention_weights as attention_weights
+from infer.compute.backends.reference_parts import normalize as normalize
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.recurrent_cache import ConvCache
@@ -56,28 +57,6 @@ from infer.compute.operands.weights import ConvWeights, ExpertWeights, Heads, No
 from infer.compute.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
 from infer.compute.quantization.kv_layout import LayerCache
 from infer.errors import InvalidRequestError
-
-__all__ = [
-    "add_experts",
-    "add_text_inputs",
-    "append_keys",
-    "attend",
-    "attention_weights",
-    "choose_tokens",
-    "embed",
-    "gate_inputs",
-    "gated_delta_net",
-    "head",
-    "norm_activate",
-    "norm_gate",
-    "norm_project",
-    "normalize",
-    "per_layer_inputs",
-    "prepare",
-    "project_add",
-    "project_add_norm",
-    "short_conv",
-]
 
 
 def embed(

@@ -192,10 +192,9 @@ def _choose_token(args, row, num_threads):
 
 def choose(args, state, thread, num_threads):
     begin_units(state, thread)
-    row, end = take_units(state, thread, num_threads, args.num_rows)
-    while row < end:
-        if args.alive[row] != 0:
-            args.sampled[row] = _choose_token(args, row, num_threads)
-        row += 1
-        if row == end:
-            row, end = take_units(state, thread, num_threads, args.num_rows)
+    begin, end = take_units(state, thread, num_threads, args.num_rows)
+    while begin < end:
+        for row in range(begin, end):
+            if args.alive[row] != 0:
+                args.sampled[row] = _choose_token(args, row, num_threads)
+        begin, end = take_units(state, thread, num_threads, args.num_rows)

@@ -99,10 +99,9 @@ def score(args, state, thread, num_threads):
 
 def merge(args, state, thread, num_threads):
     begin_units(state, thread)
-    row, end = take_units(state, thread, num_threads, args.num_rows)
-    while row < end:
-        if _is_asked(args, row):
-            _merge(args, row, num_threads)
-        row += 1
-        if row == end:
-            row, end = take_units(state, thread, num_threads, args.num_rows)
+    begin, end = take_units(state, thread, num_threads, args.num_rows)
+    while begin < end:
+        for row in range(begin, end):
+            if _is_asked(args, row):
+                _merge(args, row, num_threads)
+        begin, end = take_units(state, thread, num_threads, args.num_rows)

@@ -239,18 +239,6 @@ def test_a_row_that_cannot_be_sampled_fails_alone_with_its_code(choose: Choose, 
     assert ("nothing is sampled" if code == NOT_A_NUMBER else "no token of this row") in sampler.message_of(code)
 
 
-@pytest.mark.parametrize("fault", FAILING)
-def test_a_failed_row_leaves_its_neighbours_log_probabilities_alone_to_the_bit(fault: str) -> None:
-    good = [row(plain_logits(seed=i), **EVERYTHING, logprobs=3, logprobs_mode=mode) for i, mode in enumerate(MODES)]
-    bad = FAILING[fault][0]
-    alone, beside = (sampler.sample(*make_batch(rows).arguments()) for rows in (good, [bad, *good]))
-    for index in range(len(good)):
-        assert all(map(same_bits, taken(beside, index + 1, 3), taken(alone, index, 3)))
-
-
-MODES = ("raw", "processed", "raw")
-
-
 # The rules of the documentation
 
 

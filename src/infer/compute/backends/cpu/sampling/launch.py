@@ -148,8 +148,9 @@ def choose_tokens(
 
 def commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
     """Return scan, narrow and choose: `sampled` then holds a token or a negative code for each of the step's logits."""
-    makers = ("stage_1_edit:scan", "stage_2_candidates:narrow", "stage_3_filter_and_draw:choose")
-    return [command(f".sampling.{maker}", arguments, keeps) for maker in makers]
+    scan, narrow = ".sampling.stage_1_edit:scan", ".sampling.stage_2_candidates:narrow"
+    makers = scan, narrow, ".sampling.stage_3_filter_and_draw:choose"
+    return [command(maker, arguments, keeps) for maker in makers]
 
 
 def scoring(arguments: SampleArguments) -> list[Command]:

@@ -59,8 +59,8 @@ rest: assets ## the tests that `make test` leaves out
 # Ray comes first, which takes longest and mostly waits, and two others are beside it. What they need comes before: two at
 # once would install into one environment. Intel's runtime also checks OpenCL's kernels where PoCL does not know the CPU.
 .PHONY: more
-more: $(VENV)/.docs $(VENV)/.fuzz $(VENV)/.ray ## wheel, docs, fuzz, ray, emulate; with INFER_TESTS=all intel and triton
-	@checks="ray wheel docs fuzz"; if [ "$$INFER_TESTS" = all ]; then $(MAKE) $(VENV)/.triton || exit 1; checks="$$checks triton"; fi; \
+more: $(VENV)/.docs $(VENV)/.fuzz $(VENV)/.ray ## wheel, docs, fuzz, ray, emulate, mac-types; with INFER_TESTS=all intel and triton
+	@checks="ray wheel docs fuzz mac-types"; if [ "$$INFER_TESTS" = all ]; then $(MAKE) $(VENV)/.triton || exit 1; checks="$$checks triton"; fi; \
 	if [ "$$INFER_TESTS" = all ] || ! INFER_OPENCL=pocl $(BIN)/python tests/helpers/opencl_platform.py; then \
 		if $(MAKE) $(VENV)/.intel; then checks="$$checks intel"; else echo "Intel's OpenCL runtime cannot be installed"; fi; fi; \
 	if command -v qemu-aarch64 >/dev/null; then checks="$$checks emulate"; else echo "no kernel is emulated: qemu-user is not installed"; fi; \
@@ -98,6 +98,10 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts, English and names of code, t
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_sources.py
+
+.PHONY: mac-types
+mac-types: $(VENV)/.dev ## mypy as on macOS: half a minute of processor time
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 .PHONY: docs
 docs: $(VENV)/.docs ## the site of the pages in docs/, in site/

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from infer.system import macos
+
 _ROOT = Path("/")
 _BUFFER_BYTES = 128 << 20  # more than the caches of most processors
 _PIECES_PER_THREAD, _TRIES = 8, 5
@@ -25,11 +27,15 @@ _MOST_BYTES = 1 << 20  # most bytes of a file that is read here
 
 def available_memory_bytes(root: Path = _ROOT) -> int | None:
     """Return the bytes that this process may use before the system swaps or ends its container. None if unknown."""
+    if macos.IS_MACOS:
+        return macos.free_memory_bytes()
     return _least(_meminfo(root, "MemAvailable"), memory_left_bytes(root))
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int | None:
     """Return the memory of the machine or of the container in bytes, or None if it is unknown."""
+    if macos.IS_MACOS:
+        return macos.sysctl("hw.memsize")
     return _least(_meminfo(root, "MemTotal"), memory_limit_bytes(root))
 
 

@@ -3,10 +3,14 @@
 Question and answer are one line of JSON each. The process is started when it is first needed. It is started again if it
 has ended, or if a fork of this process asks. A `Lane` has a few processes of one program. A tenant with a name leaves
 one of them to the others, so that they need not wait.
+
+A program limits its own memory by RLIMIT_DATA. macOS does not enforce this limit. There, the process that asks watches
+the memory of the process that answers.
 """
 
 import atexit
 import json
+import math
 import os
 import select
 import signal
@@ -22,8 +26,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, final
 
+from infer.system import macos
+
 _START_SECONDS = 120.0  # for a busy machine, and for libraries that load torch
 _PART_BYTES = 1 << 16
+_WATCH_SECONDS = 0.02  # between two looks at the memory of a process, on macOS
 MOST_PROCESSES = 3
 
 _tenant = ContextVar("tenant", default="")
@@ -45,7 +52,8 @@ class Child:
     another thread held is replaced.
     """
 
-    def __init__(self, program: Path, *arguments: str) -> None:
+    def __init__(self, program: Path, *arguments: str, memory_bytes: float = math.inf) -> None:
+        self._most_bytes = memory_bytes
         self._command = [sys.executable, "-P", str(program), *arguments]
         # -P: modules next to the program have the names of libraries
         self._lock = Lock()
@@ -86,13 +94,23 @@ class Child:
         deadline = time.monotonic() + seconds
         try:
             _write(process, line, deadline)
-            return _answer(process, deadline)
+            return self._answer_of(process, deadline)
         except (EOFError, BrokenPipeError):
             self.close()
             raise ChildError(-process.returncode if process.returncode < 0 else None) from None
         except BaseException:  # timeout or Ctrl-C: the answer must not be read for the next question
             self.close()
             raise
+
+    def _answer_of(self, process: subprocess.Popen[bytes], deadline: float) -> Any:
+        """Return the next answer. On macOS, kill the process when it has more memory than it may have."""
+        while macos.IS_MACOS and time.monotonic() < deadline:
+            assert process.stdout is not None
+            if _is_ready(process.stdout.fileno(), select.POLLIN, time.monotonic() + _WATCH_SECONDS):
+                break
+            if (macos.footprint_bytes(process.pid) or 0) > self._most_bytes:
+                process.kill()
+        return _answer(process, deadline)
 
     def _ready(self) -> subprocess.Popen[bytes]:
         """Return the process when it is ready, which it reports with an empty answer.
@@ -175,11 +193,16 @@ def _answer(process: subprocess.Popen[bytes], deadline: float) -> Any:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """Raise TimeoutError unless the descriptor is ready before the deadline. `select` allows none above 1,023."""
+    """Raise TimeoutError unless the descriptor is ready before the deadline."""
+    if not _is_ready(descriptor, event, deadline):
+        raise TimeoutError
+
+
+def _is_ready(descriptor: int, event: int, deadline: float) -> bool:
+    """Return True as soon as the descriptor is ready, or False at the deadline. `select` allows none above 1,023."""
     poll = select.poll()
     poll.register(descriptor, event)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise TimeoutError
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
 def receive_all(receive: Callable[[], Any], put: Callable[[Any], None]) -> None:
@@ -229,8 +252,8 @@ def asking_tenant() -> str:
 class Lane:
     """Processes that any thread may ask. They start when needed, or at `start`; a fork of this process has its own."""
 
-    def __init__(self, program: Path, *arguments: str) -> None:
-        self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
+    def __init__(self, program: Path, *arguments: str, memory_bytes: float = math.inf) -> None:
+        self._free = [Child(program, *arguments, memory_bytes=memory_bytes) for _ in range(MOST_PROCESSES)]
         self._children = tuple(self._free)
         self._asking = list[str]()  # the tenant of each question that is being answered
         self._changed = threading.Condition()

@@ -3,7 +3,7 @@
 Several processes that compute at the same time reserve cores, because they would wait on shared ones. Threads that run
 dispatch tables start with a sufficient stack. Signals arrive only on the main thread. Each memory node has cores that
 reach it faster than the other cores (Linux), so threads are pinned to nodes. `root` is the folder that contains
-`/sys`. It differs from `/` only in tests.
+`/sys`. It differs from `/` only in tests. macOS pins no threads, and has slow cores beside fast ones.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from infer.errors import InvalidRequestError
 from infer.system.available_memory import cpu_quota
+from infer.system.macos import IS_MACOS, sysctl, sysctl_text
 
 MOST_THREADS = 256  # that a team has room for
 _ALWAYS_ALLOWED, _PER_PROCESSOR = 64, 4
@@ -34,8 +35,12 @@ _ROOT = Path("/")
 def default_num_threads() -> int:
     """Return the number of physical cores that the process may use, at most `MOST_THREADS`.
 
-    Its affinity and the quota of its control groups limit them.
+    Its affinity and the quota of its control groups limit them. On a Mac only the performance cores count: at each
+    barrier, all threads wait for the slowest one.
     """
+    if IS_MACOS:
+        fast = sysctl("hw.perflevel0.physicalcpu") or sysctl("hw.physicalcpu") or os.cpu_count() or 1
+        return min(fast, MOST_THREADS)
     cores = {_siblings(cpu) for cpu in _allowed()}
     return min(_within_quota(len(cores)), MOST_THREADS)
 
@@ -60,6 +65,8 @@ def processor_name() -> str:
 
     If the machine has several kinds of cores, it is the name of the first one.
     """
+    if IS_MACOS:
+        return sysctl_text("machdep.cpu.brand_string") or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             lines = file.read(1 << 14).splitlines()
@@ -70,7 +77,15 @@ def processor_name() -> str:
 
 
 def _allowed() -> set[int]:
-    return os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
+    return _affinity() or set(range(os.cpu_count() or 1))
+
+
+def _affinity() -> set[int] | None:
+    """Return the processors that the calling thread may use. None if the system pins no threads."""
+    allowed: set[int] | None = None
+    if sys.platform == "linux":
+        allowed = os.sched_getaffinity(0)
+    return allowed
 
 
 def _within_quota(count: int) -> int:
@@ -109,8 +124,11 @@ def _siblings(cpu: int) -> str:
 def take_cores(num_threads: int) -> list[int]:
     """Pin this thread, and the threads that it starts, to `num_threads` processors that no other process has reserved.
 
-    They are reserved until the process ends. If there are too few, the list is empty, and threads run anywhere.
+    They are reserved until the process ends. If there are too few, or if the system pins no threads, the list is empty,
+    and threads run anywhere.
     """
+    if _affinity() is None:
+        return []
     locks = dict[int, int]()
     for processor in processors_by_core():
         if len(locks) < num_threads and (lock := _try_lock(processor)) is not None:
@@ -119,7 +137,8 @@ def take_cores(num_threads: int) -> list[int]:
         for lock in locks.values():
             os.close(lock)
         return []
-    os.sched_setaffinity(0, locks)
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, locks)
     return list(locks)
 
 
@@ -201,7 +220,8 @@ def cpus_of_rank(rank: int, num_ranks: int, num_threads: int, allowed: Set[int],
 
 def node_of_thread(thread: int, num_threads: int) -> Set[int] | None:
     """Return the processors of a thread's node, of those that the calling thread may use. None if there is one node."""
-    return cpus_of_thread(thread, num_threads, os.sched_getaffinity(0)) if sys.platform == "linux" else None
+    allowed = _affinity()
+    return None if allowed is None else cpus_of_thread(thread, num_threads, allowed)
 
 
 def keep_on_node(thread: int, num_threads: int) -> None:
@@ -212,7 +232,7 @@ def keep_on_node(thread: int, num_threads: int) -> None:
 @contextmanager
 def visit(cpus: Set[int]) -> Iterator[None]:
     """Pin the calling thread to those of the processors that it may use. Afterwards it runs wherever it did before."""
-    allowed: Set[int] = os.sched_getaffinity(0) if sys.platform == "linux" else set()
+    allowed = _affinity() or set()
     _keep_on(allowed & cpus or None)
     try:
         yield
@@ -222,8 +242,9 @@ def visit(cpus: Set[int]) -> Iterator[None]:
 
 def keep_rank_on_node(rank: int, num_ranks: int, num_threads: int) -> None:
     """Pin the calling thread, and all threads that a rank's process starts later, to the rank's node."""
-    if sys.platform == "linux":
-        _keep_on(cpus_of_rank(rank, num_ranks, num_threads, os.sched_getaffinity(0)))
+    allowed = _affinity()
+    if allowed is not None:
+        _keep_on(cpus_of_rank(rank, num_ranks, num_threads, allowed))
 
 
 def _keep_on(cpus: Set[int] | None) -> None:

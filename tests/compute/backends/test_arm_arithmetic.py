@@ -206,7 +206,7 @@ def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, m
 def test_the_features_of_an_arm_cpu_are_read_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_features.platform, "machine", lambda: "arm64")
     monkeypatch.setattr(host_features.sys, "platform", "darwin")
-    monkeypatch.setattr(host_features, "_sysctl", lambda name: name in ("hw.optional.arm.FEAT_DotProd",))
+    monkeypatch.setattr(host_features, "sysctl", lambda name: name in ("hw.optional.arm.FEAT_DotProd",))
     assert host_features.arm_features() == {"neon", "dotprod"}
     monkeypatch.setattr(host_features.sys, "platform", "linux")
     system = SimpleNamespace(getauxval=lambda kind: {16: 1 << 1 | 1 << 20, 26: 1 << 13}[kind])

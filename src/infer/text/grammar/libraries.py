@@ -288,7 +288,8 @@ def trial_lane(backend: str) -> Lane:
     Their program, in a package above this one, also prepares tools.
     """
     program = Path(infer.__file__).parent / "engine/prepare/preparing_child.py"
-    return Lane(program, backend, str(MEMORY_BYTES), str(READ_SECONDS), str(ANSWER_SECONDS))
+    seconds = str(READ_SECONDS), str(ANSWER_SECONDS)
+    return Lane(program, backend, str(MEMORY_BYTES), *seconds, memory_bytes=MEMORY_BYTES)
 
 
 def ask_trial(backend: str, question: Any, name: str) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class TemplateLimitError(InvalidRequestError):
 
 @cache
 def _lane() -> Lane:
-    return Lane(Path(__file__).with_name("template_child.py"), str(RENDER_SECONDS), str(MEMORY_BYTES))
+    program = Path(__file__).with_name("template_child.py")
+    return Lane(program, str(RENDER_SECONDS), str(MEMORY_BYTES), memory_bytes=MEMORY_BYTES)
 
 
 def start_rendering() -> None:

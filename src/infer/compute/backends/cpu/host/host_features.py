@@ -11,6 +11,7 @@ from importlib import import_module
 import llvmlite.binding as llvm
 
 from infer.compute.backends.cpu.host.kernel_cache import has_numba_settings
+from infer.system.macos import sysctl
 
 # LLVM's name of a feature: its bit in getauxval(AT_HWCAP) or (AT_HWCAP2) on Linux, its name in sysctl on macOS.
 _HWCAP, _HWCAP2 = 16, 26
@@ -28,20 +29,13 @@ def arm_features() -> frozenset[str]:
     if platform.machine().lower() not in ("aarch64", "arm64"):
         return frozenset()
     if sys.platform == "darwin":
-        known = (name for name, (*_, key) in _ARM_FEATURES.items() if _sysctl(f"hw.optional.arm.{key}"))
+        known = (name for name, (*_, key) in _ARM_FEATURES.items() if sysctl(f"hw.optional.arm.{key}"))
         return frozenset(known) | {"neon"}
     if sys.platform != "linux":
         return frozenset({"neon"})
     auxval = ctypes.CDLL(None).getauxval
     auxval.restype, auxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
     return frozenset(name for name, (kind, bit, _) in _ARM_FEATURES.items() if auxval(kind) >> bit & 1)
-
-
-def _sysctl(name: str) -> int:
-    """Return the value of a name; 0 if there is no such name."""
-    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    found = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
-    return value.value if found == 0 else 0
 
 
 def host() -> str:

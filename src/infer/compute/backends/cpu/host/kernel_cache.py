@@ -133,7 +133,8 @@ def fingerprint() -> str:
     for name, path in sources().items():
         digest.update(name.encode() + path.read_bytes())
     compiler = [_version(name) for name in ("numba", "llvmlite", "numpy")]
-    digest.update(repr((compiler, sys.version, platform.machine(), *numba_settings())).encode())
+    system = platform.machine(), platform.mac_ver()[0]  # an older macOS lacks functions that kernels call
+    digest.update(repr((compiler, sys.version, *system, *numba_settings())).encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:16]
 

@@ -1,9 +1,11 @@
 """Control of threads: calls through an address, atomic numbers in memory, waiting, clocks.
 
 A semaphore is the system's: POSIX's sem_t, on macOS a pointer to one of libdispatch's. `pool` makes them. A thread that
-waits for a number in memory sleeps in Linux's futex; elsewhere it yields its core again and again.
+waits for a number in memory sleeps in Linux's futex, or in `os_sync_wait_on_address` of macOS 14.4. On other systems it
+yields its core again and again.
 """
 
+import ctypes
 import platform
 import sys
 
@@ -23,6 +25,7 @@ _MOMENT_MICROSECONDS = 20
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # its call number
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # of this process alone
 _ALL = 2**31 - 1
+_WAITS_ON_ADDRESSES = _IS_MACOS and hasattr(ctypes.CDLL(None), "os_sync_wait_on_address")  # macOS 14.4 or newer
 words = types.CPointer(types.int64)
 _COMMAND = ir.FunctionType(ir.VoidType(), [_POINTER, _POINTER, I64, I64])
 
@@ -83,7 +86,9 @@ def pause(b: Builder) -> None:
 @operation(types.void, words, types.int64)
 def sleep_while(b: Builder, where: Value, x: Value) -> None:
     """Sleep until `wake_all` while the number is x. May also return immediately, or when a signal arrives."""
-    if _FUTEX is None:
+    if _WAITS_ON_ADDRESSES:
+        call_system(b, "os_sync_wait_on_address", I32, b.bitcast(where, _POINTER), x, I64(8), I32(0))
+    elif _FUTEX is None:
         yield_thread(b)
     else:
         _futex(b, where, _FUTEX_WAIT, b.trunc(x, I32))  # of a number that grows the lower half tells
@@ -92,7 +97,9 @@ def sleep_while(b: Builder, where: Value, x: Value) -> None:
 @operation(types.void, words)
 def wake_all(b: Builder, where: Value) -> None:
     """Wake the threads that sleep on the number at this address."""
-    if _FUTEX is not None:
+    if _WAITS_ON_ADDRESSES:
+        call_system(b, "os_sync_wake_by_address_all", I32, b.bitcast(where, _POINTER), I64(8), I32(0))
+    elif _FUTEX is not None:
         _futex(b, where, _FUTEX_WAKE, I32(_ALL))
 
 

@@ -282,10 +282,13 @@ class ExplainOptions(NamedModel, InspectionOptions):
 class DoctorOptions(NamedModel, InspectionOptions):
     """Search a model's files for faults: the tokenizer, the chat template, and the values of all tensors.
 
+    With --machine, report on this machine instead.
+
     Exit status: 0 without faults, 1 with faults, 2 or 3 if the files cannot be read.
     """
 
     html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
+    machine: bool = option(help="Show this machine instead: cores, memory, kernels, extras, and which models fit.")
 
 
 class QuantizeOptions(VerboseOption):

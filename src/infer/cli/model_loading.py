@@ -112,7 +112,7 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
     found.sort(key=lambda model: model.name != default)
     if len(found) == 1 or (has_default and not found):
         return found[0].name if found else default
-    at_hand = [_offer_at_hand(model.name, model.num_bytes, Path(model.path)) for model in found[:_MOST_LISTED]]
+    at_hand = [offer_at_hand(model.name, model.num_bytes, Path(model.path)) for model in found[:_MOST_LISTED]]
     offers = [*at_hand, *_offers_of_hub(probe, {offer.name for offer in at_hand})]
     if not offers:
         raise _no_model(default, "no model is on this machine, and the hub cannot be reached")
@@ -121,7 +121,8 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
     return name
 
 
-def _offer_at_hand(name: str, num_bytes: int, path: Path) -> ModelOffer:
+def offer_at_hand(name: str, num_bytes: int, path: Path) -> ModelOffer:
+    """Return a model of this machine with its memory and its speed, which are predicted from its headers."""
     from infer.files import open_checkpoint
     from infer.models.catalog.model_forecast import forecast
     from infer.models.families import make_architecture

@@ -18,6 +18,7 @@ import click
 import infer
 from infer.cli.bench.text_measures import Divergence, Perplexity, measure_divergence, measure_perplexity
 from infer.cli.command_options import CompareOptions, DoctorOptions, PerplexityOptions
+from infer.cli.commands.machine_command import run_machine
 from infer.cli.option_files import refusing
 from infer.cli.process_streams import exit_on_signal
 from infer.cli.prompts import is_given
@@ -100,7 +101,15 @@ def _perplexity_row(name: str, found: Perplexity) -> tuple[str, str]:
 
 
 def run_doctor(options: DoctorOptions) -> int:
-    """Write the findings, and a page to --html. Return the exit status: 1 if there are findings."""
+    """Write the findings, and a page to --html. Return the exit status: 1 if there are findings.
+
+    With --machine, write a report on this machine.
+    """
+    if options.machine:
+        if options.html is not None:
+            raise InvalidRequestError("--machine has no page: leave out --html")
+        run_machine(options)
+        return 0
     check_page(options.html)
     with exit_on_signal(), Spinner("reading") as spinner:
         found = examine(options.model, spinner.progress)

@@ -10,7 +10,6 @@ the memory of the process that answers.
 
 import atexit
 import json
-import math
 import os
 import select
 import signal
@@ -32,6 +31,7 @@ _START_SECONDS = 120.0  # for a busy machine, and for libraries that load torch
 _PART_BYTES = 1 << 16
 _WATCH_SECONDS = 0.02  # between two looks at the memory of a process, on macOS
 MOST_PROCESSES = 3
+MEMORY_BYTES = 1 << 30  # of a process
 
 _tenant = ContextVar("tenant", default="")
 
@@ -52,7 +52,7 @@ class Child:
     another thread held is replaced.
     """
 
-    def __init__(self, program: Path, *arguments: str, memory_bytes: float = math.inf) -> None:
+    def __init__(self, program: Path, *arguments: str, memory_bytes: int = MEMORY_BYTES) -> None:
         self._most_bytes = memory_bytes
         self._command = [sys.executable, "-P", str(program), *arguments]
         # -P: modules next to the program have the names of libraries
@@ -252,8 +252,8 @@ def asking_tenant() -> str:
 class Lane:
     """Processes that any thread may ask. They start when needed, or at `start`; a fork of this process has its own."""
 
-    def __init__(self, program: Path, *arguments: str, memory_bytes: float = math.inf) -> None:
-        self._free = [Child(program, *arguments, memory_bytes=memory_bytes) for _ in range(MOST_PROCESSES)]
+    def __init__(self, program: Path, *arguments: str) -> None:
+        self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
         self._children = tuple(self._free)
         self._asking = list[str]()  # the tenant of each question that is being answered
         self._changed = threading.Condition()

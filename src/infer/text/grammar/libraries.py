@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import infer
 from infer.errors import InvalidRequestError, SchemaError
-from infer.system.child_process import ChildError, Lane
+from infer.system.child_process import MEMORY_BYTES, ChildError, Lane
 from infer.system.processor_limit import OverLimitError, limited
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.json_schema import SEARCH_SECONDS, SchemaSearch, build_schema, pointed
@@ -275,7 +275,6 @@ def read_within(
         raise InvalidRequestError(f"{grammar.where}: takes too much memory: make it smaller") from None
 
 
-MEMORY_BYTES = 1 << 30
 READ_SECONDS = 4.0  # processor seconds for one grammar
 ANSWER_SECONDS = 10.0  # processor seconds for all tools of a request and the text around them
 _WAIT_SECONDS = 120.0  # for a process that waits for a free processor
@@ -288,8 +287,7 @@ def trial_lane(backend: str) -> Lane:
     Their program, in a package above this one, also prepares tools.
     """
     program = Path(infer.__file__).parent / "engine/prepare/preparing_child.py"
-    seconds = str(READ_SECONDS), str(ANSWER_SECONDS)
-    return Lane(program, backend, str(MEMORY_BYTES), *seconds, memory_bytes=MEMORY_BYTES)
+    return Lane(program, backend, str(MEMORY_BYTES), str(READ_SECONDS), str(ANSWER_SECONDS))
 
 
 def ask_trial(backend: str, question: Any, name: str) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InvalidRequestError
-from infer.system.child_process import ChildError, Lane
+from infer.system.child_process import MEMORY_BYTES, ChildError, Lane
 
 RENDER_SECONDS = 2.0  # processor seconds
-MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
 _WAIT_SECONDS = 120.0  # for a process that waits for a free processor
 
@@ -29,8 +28,7 @@ class TemplateLimitError(InvalidRequestError):
 
 @cache
 def _lane() -> Lane:
-    program = Path(__file__).with_name("template_child.py")
-    return Lane(program, str(RENDER_SECONDS), str(MEMORY_BYTES), memory_bytes=MEMORY_BYTES)
+    return Lane(Path(__file__).with_name("template_child.py"), str(RENDER_SECONDS), str(MEMORY_BYTES))
 
 
 def start_rendering() -> None:

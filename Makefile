@@ -59,16 +59,24 @@ rest: assets ## the tests that `make test` leaves out
 # Ray comes first, which takes longest and mostly waits, and two others are beside it. What they need comes before: two at
 # once would install into one environment. Intel's runtime also checks OpenCL's kernels where PoCL does not know the CPU.
 .PHONY: more
-more: $(VENV)/.docs $(VENV)/.fuzz $(VENV)/.ray ## wheel, docs, fuzz, ray, emulate, mac-types; with INFER_TESTS=all intel and triton
-	@checks="ray wheel docs fuzz mac-types"; if [ "$$INFER_TESTS" = all ]; then $(MAKE) $(VENV)/.triton || exit 1; checks="$$checks triton"; fi; \
+more: $(VENV)/.docs $(VENV)/.fuzz $(VENV)/.ray ## wheel-check, docs, fuzz, ray, emulate, mac-types; with INFER_TESTS=all intel and triton
+	@checks="ray wheel-check docs fuzz mac-types"; if [ "$$INFER_TESTS" = all ]; then $(MAKE) $(VENV)/.triton || exit 1; checks="$$checks triton"; fi; \
 	if [ "$$INFER_TESTS" = all ] || ! INFER_OPENCL=pocl $(BIN)/python tests/helpers/opencl_platform.py; then \
 		if $(MAKE) $(VENV)/.intel; then checks="$$checks intel"; else echo "Intel's OpenCL runtime cannot be installed"; fi; fi; \
 	if command -v qemu-aarch64 >/dev/null; then checks="$$checks emulate"; else echo "no kernel is emulated: qemu-user is not installed"; fi; \
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target FUZZ_SECONDS=6 $$checks
 
 .PHONY: wheel
-wheel: $(VENV)/.dev ## a wheel has every file, and serves
+wheel: $(VENV)/.dev ## build a wheel for Linux on x86-64 with compiled kernels, in dist/: minutes
+	$(BIN)/python scripts/build_wheel.py
+
+.PHONY: wheel-check
+wheel-check: $(VENV)/.dev ## a wheel has every file, and serves
 	$(BIN)/python scripts/check_wheel.py
+
+.PHONY: release-check
+release-check: $(VENV)/.dev ## what a release gives: wheels, licences, an installation in an empty environment, a first answer
+	$(BIN)/python scripts/check_release.py --twice --torch "$(TORCH)"
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader

@@ -79,8 +79,11 @@ def _distrust(folder: Path, *, follows: bool) -> str | None:
     return None
 
 
-def read_own(path: Path, most_bytes: int) -> bytes | None:
-    """Return a file's bytes. None if it is absent, larger, not a regular file, or if others may write to it."""
+def read_own(path: Path, most_bytes: int, owner: int | None = None) -> bytes | None:
+    """Return a file's bytes. None if it is absent, larger, not a regular file, or if others may write to it.
+
+    The file may also be that of another user, `owner`, who is trusted already.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except (OSError, ValueError):
@@ -89,8 +92,10 @@ def read_own(path: Path, most_bytes: int) -> bytes | None:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
             return None
-        if sys.platform != "win32" and (found.st_uid not in (0, os.geteuid()) or found.st_mode & _WRITABLE_BY_OTHERS):
-            return None
+        if sys.platform != "win32":
+            owners = (0, os.geteuid()) if owner is None else (0, os.geteuid(), owner)
+            if found.st_uid not in owners or found.st_mode & _WRITABLE_BY_OTHERS:
+                return None
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(most_bytes)
     except OSError:

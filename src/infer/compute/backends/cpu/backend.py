@@ -19,7 +19,7 @@ from infer.compute.backends.cpu import isa, operations
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.delta_net.commands import check_net
-from infer.compute.backends.cpu.host import kernel_cache
+from infer.compute.backends.cpu.host import kernel_cache, shipped_kernels
 from infer.compute.backends.cpu.needed_kernels import needed_kernels
 from infer.compute.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.compute.backends.cpu.threads import pool
@@ -95,6 +95,8 @@ class CpuBackend(TorchBackend):
         kernels = _needed(models)
         labels = [kernel.label for kernel in addresses.missing(kernels)]
         kept_in, trouble = kernel_cache.cache_folder(), kernel_cache.trouble()
+        if all(shipped_kernels.is_kept(kernel.file_name) for kernel in kernels):
+            kept_in = shipped_kernels.folder()
         return KernelStore(isa.instruction_set().name, labels, len(set(kernels)), kept_in, trouble)
 
 

@@ -29,6 +29,13 @@ def prefers_near() -> bool:
     return _core_name() in {f"znver{generation}" for generation in range(1, 5)}
 
 
+def way_of_reading() -> str:
+    """Return a name for what this file says of the cores: two streams, or one with a near or a far prefetch."""
+    if not _core_name().startswith("znver"):
+        return "two"
+    return "near" if prefers_near() else "far"
+
+
 def bytes_ahead(groups: int, columns: int) -> int:
     """Return the prefetch distance of a tile, in bytes after a record.
 

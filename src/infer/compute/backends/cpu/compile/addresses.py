@@ -19,7 +19,7 @@ import numpy as np
 from infer.compute.backends.cpu.compile import linked_code
 from infer.compute.backends.cpu.compile.kernel import Kernel, records_by_name
 from infer.compute.backends.cpu.compile.parallel import Compilation, how_often, seconds_of
-from infer.compute.backends.cpu.host import kernel_cache
+from infer.compute.backends.cpu.host import kernel_cache, shipped_kernels
 from infer.system.status_line import StatusLine, write_notice
 
 _WORTH_SECONDS = 4.0  # of compiling: for less, processes of its own would take longer to start
@@ -48,11 +48,9 @@ def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) 
 
 def missing(needed: Iterable[Kernel]) -> list[Kernel]:
     """Return the kernels that are neither loaded nor stored, each once: layers need the same ones."""
-    return [
-        kernel
-        for kernel in dict.fromkeys(needed)
-        if kernel not in _address_by_kernel and not kernel_cache.is_kept(kernel.file_name)
-    ]
+    new = (kernel for kernel in dict.fromkeys(needed) if kernel not in _address_by_kernel)
+    stores = kernel_cache, shipped_kernels
+    return [kernel for kernel in new if not any(store.is_kept(kernel.file_name) for store in stores)]
 
 
 @contextmanager
@@ -99,9 +97,9 @@ def _try_take(kernel: Kernel) -> int | None:
 
 
 def _try_load(kernel: Kernel) -> int | None:
-    """Load the kernel from the disk, and return its address; None if that fails."""
-    content = kernel_cache.read(kernel.file_name)
-    return None if content is None else _load(content)
+    """Load the kernel from the cache or from the package, and return its address; None if that fails."""
+    contents = (store.read(kernel.file_name) for store in (kernel_cache, shipped_kernels))
+    return next((address for content in contents if content is not None and (address := _load(content))), None)
 
 
 def _load(content: bytes) -> int | None:

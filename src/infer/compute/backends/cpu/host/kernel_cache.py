@@ -129,14 +129,20 @@ CONSTANTS = (  # modules of other packages whose constants the kernels contain
 
 @cache
 def fingerprint() -> str:
-    digest = hashlib.sha256()
-    for name, path in sources().items():
-        digest.update(name.encode() + path.read_bytes())
+    digest = hashlib.sha256(sources_digest().encode())
     compiler = [_version(name) for name in ("numba", "llvmlite", "numpy")]
     system = platform.machine(), platform.mac_ver()[0]  # an older macOS lacks functions that kernels call
     digest.update(repr((compiler, sys.version, *system, *numba_settings())).encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:16]
+
+
+@cache
+def sources_digest() -> str:
+    digest = hashlib.sha256()
+    for name, path in sources().items():
+        digest.update(name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def sources() -> dict[str, Path]:

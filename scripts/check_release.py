@@ -56,7 +56,7 @@ def new_environment(folder: Path) -> Path:
 
 
 def install(python: Path, *packages: str | Path) -> None:
-    """Raises SkippedError if the index does not answer."""
+    """Install packages. Raises SkippedError if the index does not answer."""
     try:
         run(python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages)
     except AssertionError as error:

@@ -7,6 +7,7 @@
 Names are loaded on first use, so that `import infer` and the command line's help do not wait for torch.
 """
 
+import sys
 import warnings
 from importlib import import_module
 
@@ -60,6 +61,8 @@ def __getattr__(name: str) -> object:
         name = current
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'infer' has no attribute {name!r}")
+    if sys.platform == "win32":
+        raise ImportError(import_module("infer.errors").NO_WINDOWS)
     return getattr(import_module(_MODULE_BY_NAME[name]), name)
 
 

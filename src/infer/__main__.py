@@ -16,6 +16,12 @@ def run() -> None:
     leaves_quietly = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if leaves_quietly:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    import sys
+
+    if sys.platform == "win32":
+        from infer.errors import NO_WINDOWS
+
+        sys.exit(NO_WINDOWS)
     from infer.cli import main
     from infer.cli.process_streams import end_process, prepare_streams
 

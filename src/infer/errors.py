@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+NO_WINDOWS = "infer does not run on Windows itself: install it in WSL 2, as docs/how-to/windows.md shows"
 # Characters of a file's name or contents that would end a line or control a terminal.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
 

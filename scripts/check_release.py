@@ -138,7 +138,7 @@ def check_installation(wheel: Path, folder: Path, torch: str) -> str:
         python.with_name("infer"),
         "generate",
         "--chat",
-        "The capital of France?",
+        "What is the capital of France?",
         "--temperature",
         "0",
         "-n",

@@ -1,9 +1,10 @@
 """The `infer` command as a process: quiet if it is interrupted early, and fast to exit.
 
-Only `os` and `signal` are imported before Ctrl-C has a handler: an interrupted import prints a traceback.
+Only `os`, `sys` and `signal` are imported before Ctrl-C has a handler: an interrupted import prints a traceback.
 """
 
 import os
+import sys
 
 try:
     import signal
@@ -16,8 +17,6 @@ def run() -> None:
     leaves_quietly = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if leaves_quietly:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-    import sys
-
     if sys.platform == "win32":
         from infer.errors import NO_WINDOWS
 

@@ -18,7 +18,7 @@ from infer.compute.backends.cpu.isa import instruction_set, target_features
 from infer.compute.backends.cpu.weight_streams import way_of_reading
 from infer.system.user_cache import read_own
 
-PACKAGE = "infer.compute.backends.kernel_images"
+PACKAGE = f"{__name__.partition('.cpu.')[0]}.kernel_images"  # only a wheel has it
 _FILE = "way-of-reading"
 _MOST_BYTES = 16 << 20  # of a file: it has about a megabyte
 

@@ -25,7 +25,7 @@ _MOMENT_MICROSECONDS = 20
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # its call number
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # of this process alone
 _ALL = 2**31 - 1
-_WAITS_ON_ADDRESSES = _IS_MACOS and hasattr(ctypes.CDLL(None), "os_sync_wait_on_address")  # macOS 14.4 or newer
+_WAITS_ON_ADDRESSES = getattr(ctypes.CDLL(None), "os_sync_wait_on_address", None) is not None  # macOS 14.4 or newer
 words = types.CPointer(types.int64)
 _COMMAND = ir.FunctionType(ir.VoidType(), [_POINTER, _POINTER, I64, I64])
 

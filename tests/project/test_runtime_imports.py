@@ -27,9 +27,9 @@ FORBIDDEN = UNPICKLING | NETWORK | PROCESSES | EVALUATING | {"huggingface_hub"}
 RANKS = ("engine/tensor_parallel/ranks", "engine/tensor_parallel/follower")
 # Modules that are forbidden elsewhere, and the only files that may use them, by folder.
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
-    "subprocess": {  # git for the commit of a clone, compilers, strangers' grammars, ranks, and the user's clients
+    "subprocess": {  # git, compilers, strangers' grammars, ranks, the user's clients, and a Mac's free memory
         "cli/commands/": ("bench_report", "server_commands"),
-        "": ("compute/backends/cpu/compile/parallel", "system/child_process", RANKS[0]),
+        "": ("compute/backends/cpu/compile/parallel", "system/child_process", "system/macos", RANKS[0]),
     },
     # Rows and calls, through pipes to processes that this one started
     "multiprocessing": {"serving/batch_file/": ("workers",)},

@@ -24,7 +24,7 @@ from infer.compute.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, Instructio
 from infer.compute.backends.cpu.layouts import LAYOUTS
 from infer.compute.backends.cpu.matmul import panels
 from infer.compute.backends.cpu.matmul.vector_tiles import Operands
-from infer.compute.backends.cpu.prefetch import Prefetch
+from infer.compute.backends.cpu.prefetch import begin_region, make_loop_prefetch
 from infer.compute.backends.cpu.simd import I32X16, I64, constant, multiply
 from infer.compute.quantization.ggml_types import IQ4_VALUES
 from machine_code import call_native, optimised_assembly
@@ -93,15 +93,15 @@ def loop_with_most_products(kind: str, cpu: str, width: int, vectors: int) -> li
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 6), "tile")
     b = ir.IRBuilder(function.append_basic_block())
     operands, stored, dim, out, columns, count = function.args
-    share = Prefetch.begin(b, stored).share(b, 64, width, columns)
+    prefetch = make_loop_prefetch(b, begin_region(b, stored), 64, width, columns)
     rows = [b.add(operands, multiply(b, dim, 4 * column)) for column in range(width)]
     places = [b.add(out, constant(I64, 1024 * column)) for column in range(width)]
     if kind == "scores":
         blocks = [b.add(stored, multiply(b, dim, 32 * block)) for block in range(vectors)]
-        sums = emit_scores(b, KEYS["f16"], rows, blocks, dim, share)
+        sums = emit_scores(b, KEYS["f16"], rows, blocks, dim, prefetch)
         registers.store_variables(b, sums, [simd.offset(b, at, 64 * v) for at in places for v in range(vectors)])
     else:
-        emit_values(b, VALUES["f16"], rows, stored, dim, constant(I64, 0), vectors, count, places, share)
+        emit_values(b, VALUES["f16"], rows, stored, dim, constant(I64, 0), vectors, count, places, prefetch)
     b.ret_void()
     code = optimised_assembly(str(module), module.triple, cpu)
     blocks = re.split(r"^\.L\w+:.*$", code, flags=re.MULTILINE)

@@ -11,7 +11,7 @@ from extent import IS_WHOLE
 from infer.compute.backends.cpu.compile.linked_code import NEVER_CALLED
 from watched import script_command
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(rest=0)  # it compiles for a minute
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "mac_kernels.py"
 # Of macOS's C library; of Python, which numba's wrapper would call for an error; and those that are never called.

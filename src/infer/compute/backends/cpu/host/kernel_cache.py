@@ -124,6 +124,7 @@ CONSTANTS = (  # modules of other packages whose constants the kernels contain
     "infer.compute.quantization.kv_formats",
     "infer.request_limits",
     "infer.compute.sampling.constants",
+    "infer.sampling_params",
 )
 
 

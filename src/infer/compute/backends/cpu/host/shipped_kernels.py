@@ -1,4 +1,4 @@
-"""Kernels that a wheel has brought along, in `infer.compute.backends.kernel_images`. `make wheel` makes this package.
+"""Kernels that a wheel has brought along, in its package `kernel_images`. `make wheel` makes it, beside `backends.cpu`.
 
 A file of images is for one instruction set and one way of reading memory, and needs named features of the processor. It
 is trusted if it has the owner of the package, nobody else can write to it, and its digest is in the package's table.

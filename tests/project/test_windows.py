@@ -16,6 +16,7 @@ def test_the_library_names_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_names_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delitem(sys.modules, "infer.__main__", raising=False)  # another test may have imported it
     with pytest.raises(SystemExit, match="WSL 2") as ended:
         runpy.run_module("infer", run_name="__main__")
     assert "\n" not in str(ended.value)

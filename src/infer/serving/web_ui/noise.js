@@ -70,17 +70,16 @@ export class Noise {
 	}
 }
 
-const EDITS = /^(raw|allowed|logit_bias|min_new_tokens|\w+_penalty)$/; // stages of a trace whose results are taken from it
+const EDITS = /^(raw|allowed|logit_bias|min_new_tokens|\w+_penalty)$/; // the trace has their results
 export const FILTERS = ["temperature", "top_k", "top_p", "min_p", "temperature_last"];
 
-// Returns the sampler's settings of a trace.
 export function settingsOf({ stages, seed }) {
 	const value = (name) => stages.find((stage) => stage.name === name)?.value;
 	const temperature = value("temperature") ?? value("temperature_last") ?? (seed === null ? 0 : 1);
 	return { temperature, top_k: value("top_k") ?? 0, top_p: value("top_p") ?? 1, min_p: value("min_p") ?? 0, seed };
 }
 
-// Returns the candidate that other settings would choose, or null if only the server knows: too few candidates, a new filter.
+// Returns the candidate that other settings would choose, or null if only the server knows.
 export function chosenWith(trace, { temperature, top_k, top_p, min_p, seed }, vocabSize) {
 	if (trace.stages.some(({ name }) => !EDITS.test(name) && !FILTERS.includes(name))) return null;
 	const filter = trace.stages.findIndex((stage) => FILTERS.includes(stage.name));
@@ -91,8 +90,7 @@ export function chosenWith(trace, { temperature, top_k, top_p, min_p, seed }, vo
 		.sort((a, b) => b.logit - a.logit || a.token_id - b.token_id);
 	if (!sure.length) return null;
 	if (temperature === 0) return sure[0];
-	const isLast = trace.stages.some((stage) => stage.name === "temperature_last");
-	const divisor = isLast ? 1 : temperature;
+	const divisor = trace.stages.some((stage) => stage.name === "temperature_last") ? 1 : temperature;
 	const numOthers = trace.stages[base].num_kept - sure.length;
 	const kept = top_k > 0 ? sure.slice(0, top_k) : sure;
 	const hasOthers = numOthers > 0 && !(top_k > 0 && top_k <= sure.length);
@@ -100,7 +98,7 @@ export function chosenWith(trace, { temperature, top_k, top_p, min_p, seed }, vo
 	const bounds = hasOthers ? others(sure[0], rest, numOthers, Math.exp(most - sure[0].logit), divisor) : [0, 0];
 	const options = top_p < 1 ? nucleus(kept, bounds, top_p, divisor) : [null];
 	const found = options.map((count) => pick(count === null ? kept : kept.slice(0, count), hasOthers && count === null));
-	return found.every((each) => each !== null && each === found[0]) ? found[0] : null;
+	return found.every((each) => each === found[0]) ? found[0] : null;
 
 	function pick(left, mayMore) {
 		const lowest = min_p > 0 ? left[0].logit / divisor + Math.log(min_p) : -Infinity;

@@ -196,8 +196,9 @@ def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: in
     prompts = drawn.num_prompt_tokens.tolist()
     columns = SamplingColumns.of(params, vocab_size, num_prompt_tokens=prompts, end_ids=[0, vocab_size // 2])
     history = History(9, 64, vocab_size)
-    for slot in columns.history_slot[columns.history_slot >= 0].tolist():
-        history.begin(slot, [generator.randrange(vocab_size) for _ in range(20)], 5)
+    for row, slot in enumerate(columns.history_slot.tolist()):
+        if slot >= 0:
+            history.begin(slot, generator.choices(range(vocab_size), k=int(positions[row])), prompts[row])
     logprobs = Logprobs(torch.device("cpu"), Repeats())
     records = logprobs.records(columns, 9, torch.zeros(1, dtype=torch.int64))
     token_ids = choose_by(tiling, logits, columns, history, positions, allowed, None, records).tolist()

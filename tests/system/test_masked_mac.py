@@ -19,7 +19,6 @@ TESTS = """
 cli/test_cli.py::test_a_prompt_comes_from_a_file_or_stdin
 cli/test_cli.py::test_a_signal_ends_quietly_with_the_text
 cli/test_cli.py::test_bad_input_is_one_line_and_status_2
-cli/test_chat_commands.py::test_regenerate_takes_another_seed_or_the_one_that_is_given
 cli/test_chat_terminal.py::test_ctrl_c_stops_the_answer_and_a_second_one_at_an_empty_prompt_leaves
 cli/test_streams.py::test_a_reader_that_has_gone_is_status_141
 cli/test_quantize.py::test_a_written_file_has_the_metadata_and_nearly_the_values

@@ -148,7 +148,7 @@ def test_a_replica_that_hangs_is_killed_when_its_checks_took_the_watchdog_s_seco
 def test_an_answer_whose_engine_fails_goes_on_in_another_process(tmp_path: Path) -> None:
     """A killed rank of tensor parallelism is such a failure, because the leader lives."""
     folder, fault = make_model(tmp_path / "model", context=1500), tmp_path / "fault"
-    slow = '        time.sleep(1000 if hangs == "step" else 0.05)\n'
+    slow = '        time.sleep(1000 if hangs == "step" else pace)\n'
     step = f"        if os.path.exists({str(fault)!r}):\n            os.remove({str(fault)!r})\n"
     step += '            raise RuntimeError("rank 1 ended by signal 9")\n'
     assert slow in CHILD

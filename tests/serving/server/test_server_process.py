@@ -108,11 +108,10 @@ class Process(NamedTuple):
     url: str
 
     def load(self) -> None:
-        self.child.stdin.write("\n")
-        self.child.stdin.flush()
+        self.press_enter()
         assert self.child.stdout.readline() == "ready\n"
 
-    def hurry(self) -> None:
+    def press_enter(self) -> None:
         self.child.stdin.write("\n")
         self.child.stdin.flush()
 
@@ -200,7 +199,7 @@ def test_a_draining_server_finishes_running_answers_and_refuses_waiting_ones(fol
         assert process.get("/ready").status_code == 503
         late = process.ask(SHORT)
         assert (late.status_code, late.headers["connection"]) == (503, "close")
-        process.hurry()
+        process.press_enter()
         assert running.result().text.endswith("data: [DONE]\n\n")
         assert '"error"' not in running.result().text
         assert "ended 0" in process.ends()

@@ -27,6 +27,6 @@ def pack_bits(bits: Bool[Tensor, "masks padded"]) -> Int[Tensor, "masks words"]:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def unpack_bits(words: Int[Tensor, "masks words"], vocab_size: int) -> Bool[Tensor, "masks vocab"]:
+def unpack_bits(words: Int[Tensor, "*masks words"], vocab_size: int) -> Bool[Tensor, "*masks vocab"]:
     shifts = torch.arange(MASK_BITS, device=words.device, dtype=torch.int32)
     return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :vocab_size]

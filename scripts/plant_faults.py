@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests" / "data" / "planted-faults.toml"
-COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "README.md", "pyproject.toml")
+FOLDERS = ("src", "tests", "benchmarks", "scripts", "docs", "deploy", "examples", ".ci", ".github")
+COPIED = (*FOLDERS, ".dockerignore", "CHANGELOG.md", "Dockerfile", "LICENSE", "Makefile", "README.md", "pyproject.toml")
 SECONDS = 600
 _TESTS_FAILED = 1  # pytest's exit status; from 2 on, it has no verdict
 _NO_TESTS = (4, 5)  # `make test` leaves out the file, or all of its tests that are named

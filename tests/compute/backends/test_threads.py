@@ -357,21 +357,42 @@ class Machine:
 
     def __init__(self, alone: float, together: float, lost_share: float) -> None:
         self.alone, self.together, self.lost_share = alone, together, lost_share
-        self.now, self.num_trials, self.seconds_alone = 0.0, 0, 0.0
+        self.now, self.num_trials = 0.0, 0
+
+    def cost(self, num_threads: int) -> float:
+        return self.alone if num_threads == 1 else self.together
+
+    def share(self, num_threads: int) -> float:
+        """Return the share of the threads' time that is lost in waits."""
+        return 0.0 if num_threads == 1 else self.lost_share
 
     def run(self, chooser: AdaptiveThreads, seconds: float, kinds: int = 1) -> float:
         """Return the runs per second. If `kinds` is 0, each run is of another kind."""
         end, begun, runs = self.now + seconds, self.now, 0
         while self.now < end:
             choice = chooser.choose(self.now)
-            cost = self.alone if choice.num_threads == 1 else self.together
-            lost = 0.0 if choice.num_threads == 1 else self.lost_share * cost * choice.num_threads
+            cost = self.cost(choice.num_threads)
+            lost = self.share(choice.num_threads) * cost * choice.num_threads
             self.now += cost
             self.num_trials += choice.is_trial
             runs += 1
             kind = (runs % kinds if kinds else runs, 1)
             chooser.learn(kind, choice, Outcome(self.now, cost, lost, cost))
         return runs / (self.now - begun)
+
+
+class SharedMachine(Machine):
+    """A machine with `num_free` cores: more threads wait for each other at each of a run's barriers."""
+
+    def __init__(self, num_free: int) -> None:
+        super().__init__(alone=0.04, together=0, lost_share=0)
+        self.num_free = num_free
+
+    def cost(self, num_threads: int) -> float:
+        return self.alone / num_threads if num_threads <= self.num_free else 3 * self.alone / self.num_free
+
+    def share(self, num_threads: int) -> float:
+        return 0.05 if num_threads <= self.num_free else 0.6
 
 
 def test_a_calm_machine_is_never_tried_with_one_thread() -> None:
@@ -394,17 +415,28 @@ def test_a_pool_that_waits_much_and_is_still_faster_stays() -> None:
     chooser = AdaptiveThreads(32)
     machine.run(chooser, 10)
     assert machine.run(chooser, 100) >= 0.97 / machine.together
-    assert not chooser.is_alone
+    assert chooser.num_threads == 32
+
+
+@pytest.mark.parametrize(("num_free", "best"), [(1, 1), (3, 1), (8, 8), (10, 8), (17, 16), (32, 32)])
+@pytest.mark.parametrize("kinds", [0, 1])
+def test_the_pool_keeps_as_many_threads_as_there_are_cores_for(num_free: int, best: int, kinds: int) -> None:
+    machine, chooser = SharedMachine(num_free), AdaptiveThreads(32)
+    machine.run(chooser, 60, kinds)
+    assert machine.run(chooser, 200, kinds) >= 0.9 / machine.cost(best)
+    machine.num_free = 32
+    machine.run(chooser, 10, kinds)
+    assert chooser.num_threads == 32
 
 
 @pytest.mark.parametrize("kinds", [0, 1])
 def test_the_pool_uses_all_threads_again_soon_after_the_neighbour_ended(kinds: int) -> None:
     machine, chooser = Machine(alone=0.04, together=0.2, lost_share=0.6), AdaptiveThreads(2)
     machine.run(chooser, 60, kinds)
-    assert chooser.is_alone
+    assert chooser.num_threads == 1
     machine.together, machine.lost_share = 0.02, 0.05
     machine.run(chooser, 10, kinds)
-    assert not chooser.is_alone
+    assert chooser.num_threads == 2
 
 
 def test_runs_that_compare_with_nothing_are_judged_by_their_waits() -> None:

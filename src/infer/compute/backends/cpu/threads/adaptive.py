@@ -1,8 +1,9 @@
-"""Number of threads for the next run: all, or one while other processes use the cores.
+"""Number of threads for the next run: all, or half, a quarter or one while other processes use the cores.
 
-Waits raise a suspicion, and times decide. A trial runs once with the other number, and compares the cost with that of
-the same kind of run just before. Failed trials become ever rarer, and never cost more than a fiftieth of the time.
-Results never depend on any of this.
+Waits raise a suspicion, and times decide. A trial runs once with the next number above or, if waits are suspicious,
+with a number below: each in turn, because the slowest of too many threads decides for all. It compares the cost with
+that of the same kind of run just before. Failed trials become ever rarer, and never cost more than a fiftieth of the
+time. Results never depend on any of this.
 """
 
 from dataclasses import dataclass
@@ -49,20 +50,24 @@ class AdaptiveThreads:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self.is_alone = False
+        self._numbers = sorted({1, max(1, num_threads // 4), max(1, num_threads // 2), num_threads})
+        self._present = len(self._numbers) - 1  # index of the present number
+        self._num_lower = 1  # how far below the present number the next trial is
         self._is_suspicious = False
         self._cost_by_kind: dict[Kind, float] = {}  # with the present number of threads
         self._next_trial, self._pause = 0.0, _FIRST_PAUSE
 
+    @property
+    def num_threads(self) -> int:
+        """The number of threads of runs that are no trials."""
+        return self._numbers[self._present]
+
     def choose(self, now: float) -> Choice:
-        if self.num_threads == 1:
-            return Choice(1)
         is_judged = now < self._next_trial  # the present number was the better one a moment ago
-        if self.is_alone:
-            return Choice(1) if is_judged else Choice(self.num_threads, _TRIAL_PATIENCE, is_trial=True)
-        if self._is_suspicious and not is_judged:
-            return Choice(1, is_trial=True)
+        if not is_judged and self._is_suspicious:
+            return Choice(self._numbers[self._present - self._num_lower], _TRIAL_PATIENCE, is_trial=True)
+        if not is_judged and self.num_threads != self._numbers[-1]:
+            return Choice(self._numbers[self._present + 1], _TRIAL_PATIENCE, is_trial=True)
         return Choice(self.num_threads, 0.0 if is_judged else _PATIENCE)
 
     def learn(self, kind: Kind, choice: Choice, outcome: Outcome) -> None:
@@ -72,9 +77,9 @@ class AdaptiveThreads:
             lost > _BAD_SECONDS and lost > _BAD_SHARE * outcome.seconds * choice.num_threads
         )
         if choice.is_trial:
-            self._judge(kind, cost, outcome, is_bad)
+            self._judge(kind, choice.num_threads, outcome, is_bad)
             return
-        if not self.is_alone:
+        if choice.num_threads > 1:
             self._is_suspicious = is_bad
             if is_bad and cost is not None and outcome.cost > _CHANGE * cost:
                 self._next_trial = outcome.ended
@@ -82,20 +87,21 @@ class AdaptiveThreads:
                 self._pause = max(_FIRST_PAUSE, self._pause - outcome.seconds / 2)
         self._keep(kind, outcome.cost if cost is None else cost + _WEIGHT * (outcome.cost - cost))
 
-    def _judge(self, kind: Kind, cost: float | None, outcome: Outcome, is_bad: bool) -> None:
-        """Decide a trial. Without a cost to compare with, the waits decide."""
+    def _judge(self, kind: Kind, num_threads: int, outcome: Outcome, is_bad: bool) -> None:
+        """Decide a trial with this number of threads. Without a cost to compare with, the waits decide."""
         self._is_suspicious = False
-        excess = 0.0
+        cost, excess = self._cost_by_kind.get(kind), 0.0
         if outcome.cost < _GAIN * cost if cost is not None else not is_bad:
-            self.is_alone = not self.is_alone
+            is_raised = num_threads > self.num_threads
+            self._present, self._num_lower = self._numbers.index(num_threads), 1
             self._cost_by_kind.clear()
             self._keep(kind, outcome.cost)
-            if not self.is_alone:
+            if is_raised:
                 return
-        elif cost is not None:
-            excess = outcome.seconds * (1 - cost / outcome.cost)
         else:
-            excess = outcome.lost_seconds
+            if num_threads < self.num_threads:
+                self._num_lower = self._num_lower % self._present + 1
+            excess = outcome.lost_seconds if cost is None else outcome.seconds * (1 - cost / outcome.cost)
         self._next_trial = outcome.ended + max(self._pause, excess / _BUDGET)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 

@@ -1,4 +1,4 @@
-"""A thread pool that runs dispatch tables: asleep when idle, one thread when the machine is busy.
+"""A thread pool that runs dispatch tables: asleep when idle, fewer threads when the machine is busy.
 
 A run is one call of compiled code, which takes the turn, wakes the workers, computes thread 0's part and releases the
 turn. So an exception between any two lines of Python leaves a usable pool. Between two runs a worker spins for a

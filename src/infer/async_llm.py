@@ -303,12 +303,16 @@ class AsyncLLM:
         *,
         truncate: bool = False,
         may_compare: bool = False,
+        is_raw: bool = False,
     ) -> Computed:
         """Return the score of each query and document with the texts' ids, for servers. See `LLM.rerank`.
 
-        With `may_compare`, a model that was not made for scores or embeddings compares its vectors.
+        With `may_compare`, a model that was not made for scores or embeddings compares its vectors. With `is_raw`, a
+        reranker's scores are logits.
         """
-        task = text_tasks.score_pairs(self.host, pairs, instruction, truncate=truncate, may_compare=may_compare)
+        task = text_tasks.score_pairs(
+            self.host, pairs, instruction, truncate=truncate, may_compare=may_compare, is_raw=is_raw
+        )
         return await task.compute()
 
     @_as_in(LLM.classify)

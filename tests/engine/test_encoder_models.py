@@ -275,7 +275,7 @@ def test_a_document_above_the_limit_is_cut_at_its_end(ranker: LLM) -> None:
     with pytest.warns(TruncationWarning, match=f"1 of 2 texts were cut to {CONTEXT} tokens"):
         found = ranker.rerank(QUERY, ["x", long], truncate=True)
     assert len(found) == 2
-    first = f"document 0: the first text of the pair has .* tokens .* holds {CONTEXT}: only the second text is cut"
+    first = f"query has .* tokens .* holds {CONTEXT}: only the second text is cut"
     check_refused(lambda: ranker.rerank(long, ["x"], truncate=True), first, ContextLengthError)
     message = "instruction must be left out: this model's prompt has none"
     check_refused(lambda: ranker.rerank(QUERY, ["x"], instruction="find"), message)

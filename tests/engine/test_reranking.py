@@ -171,7 +171,10 @@ def test_a_document_is_cut_before_the_end_of_the_prompt(judge: LLM) -> None:
         found = judge.rerank(QUERY, ["a", long], truncate=True)
     room = CONTEXT - len(reranker_of(judge._opened).encode(judge.tokenizer, None, QUERY, "").ids)
     assert scores_of(found)[1] == judge.rerank(QUERY, ["x" * room])[0].score
-    check_refused(lambda: judge.rerank("q" * 5000, ["a"], truncate=True), "document 0: the first text of the pair has")
+    for truncate in (False, True):
+        problem = "^query has (at least )?5... tokens with its prompt and .* so shorten query or raise max_seq_len$"
+        check_refused(lambda truncate=truncate: judge.rerank("q" * 5000, ["a"], truncate=truncate), problem)
+    check_refused(lambda: judge.rerank("q" * CONTEXT, ["a", long]), "query has")
 
 
 @cases(

@@ -150,7 +150,7 @@ async def use_async_llm(llm: AsyncLLM, params: SamplingParams, options: RequestO
 async def use_calls_of_the_server(llm: AsyncLLM, request: Request, options: VectorOptions) -> None:
     assert_type(await llm.compute_vectors(["text"], options), Computed)
     assert_type(await llm.compute_labels(["text"], truncate=True), Computed)
-    assert_type(await llm.score_pairs([("one", "two")], may_compare=True), Computed)
+    assert_type(await llm.score_pairs([("one", "two")], may_compare=True, is_raw=True), Computed)
     assert_type(await llm.trace_answer(request, [1], first=1, last=1), list[SampleTrace])
 
 

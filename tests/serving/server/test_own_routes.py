@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,12 +304,32 @@ def test_documents_come_by_relevance(ranked: Served, judge: LLM, path: str, docu
 
 
 def test_names_of_other_servers_are_taken(ranked: Served, judge: LLM) -> None:
-    body = {"query": QUERY, "texts": DOCUMENTS, "top_k": 1, "return_text": True, "instruct": "find", "max_chunks": 3}
-    answer = ranked.ask("/rerank", **body)
+    own = {"top_k": 1, "return_text": True, "instruct": "find", "max_chunks": 3}
+    answer = ranked.ask("/rerank", query=QUERY, documents=DOCUMENTS, **own)
     (expected,) = judge.rerank(QUERY, DOCUMENTS, 1, "find")
     found = {"index": expected.index, "relevance_score": expected.score, "document": {"text": expected.document}}
     assert answer["results"] == [found]
     assert "max_chunks" in answer["infer"]["warnings"][0]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
+def test_a_body_of_text_embeddings_inference_gets_its_list(ranked: Served, judge: LLM, path: str) -> None:
+    body = {"query": QUERY, "texts": DOCUMENTS, "truncate": False, "raw_scores": False, "return_text": False}
+    expected = judge.rerank(QUERY, DOCUMENTS)
+    assert ranked.ask(path, **body) == [{"index": each.index, "score": each.score} for each in expected]
+    whole = ranked.ask(path, **body | {"return_text": True})
+    assert [each["text"] for each in whole] == [each.document for each in expected]
+    raw = ranked.ask(path, **body | {"raw_scores": True})
+    assert [each["index"] for each in raw] == [each.index for each in expected]
+    for one, other in zip(raw, expected, strict=True):
+        assert 1 / (1 + math.exp(-one["score"])) == pytest.approx(other.score, rel=1e-12)
+    answer = ranked.ask(path, query=QUERY, documents=DOCUMENTS, raw_scores=True)
+    assert [each["relevance_score"] for each in answer["results"]] == [each["score"] for each in raw]
+
+
+def test_raw_scores_of_vectors_are_their_cosines(compared: Served) -> None:
+    body = {"query": QUERY, "texts": DOCUMENTS}
+    assert compared.ask("/rerank", **body, raw_scores=True) == compared.ask("/rerank", **body)
 
 
 def test_pairs_are_scored_in_their_order(ranked: Served, judge: LLM) -> None:
@@ -354,7 +375,12 @@ def test_an_embedder_refuses_what_only_rerankers_read(compared: Served) -> None:
         assert compared.refusal(path, **body, instruction="find")["param"] == "instruction"
     long = {"text_1": "a", "text_2": ["b", "x" * 999]}
     refused = compared.refusal("/v1/score", **long)
-    assert (refused["code"], refused["message"][:8]) == ("context_length_exceeded", "text 1: ")
+    assert (refused["code"], refused["message"][:12]) == ("context_length_exceeded", "document 1: ")
+    refused = compared.refusal("/v1/rerank", query="x" * 999, documents=["a", "b"])
+    assert (refused["param"], refused["code"]) == ("query", "context_length_exceeded")
+    assert refused["message"].startswith("query: the text has ")
+    refused = compared.refusal("/v1/score", text_1="x" * 999, text_2="a")
+    assert (refused["param"], refused["message"][:8]) == ("text_1", "text_1: ")
     answer = compared.ask("/v1/score", **long, truncate=True)
     assert answer["infer"]["warnings"] == [f"1 of 3 texts were cut to {embedding_model.CONTEXT} tokens"]
 
@@ -386,13 +412,26 @@ def test_a_long_document_is_refused_or_cut(ranked: Served) -> None:
     ("/v1/rerank", {"documents": []}, "documents"),
     ("/v1/rerank", {"documents": "b"}, "documents"),
     ("/v1/rerank", {"documents": [5]}, "documents[0]"),
+    ("/v1/rerank", {"documents": None, "texts": []}, "texts"),
+    ("/v1/rerank", {"documents": None, "texts": ["b", 5]}, "texts[1]"),
+    ("/v1/rerank", {"texts": ["b"]}, "texts"),
+    ("/v1/rerank", {"documents": None, "texts": ["x" * 9999]}, "texts"),
     ("/v1/rerank", {"top_n": 0}, "top_n"),
+    ("/v1/rerank", {"query": None}, "query"),
+    ("/v1/rerank", {"query": 5}, "query"),
+    ("/v1/rerank", {"query": "x" * 9999}, "query"),
+    ("/v1/rerank", {"query": "x" * 9999, "truncate": True}, "query"),
     ("/v1/rerank", {"model": "other"}, "model"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+    ("/v1/score", {"text_1": "x" * 9999}, "text_1"),
+    ("/v1/score", {"text_2": "x" * 9999}, "text_2"),
     ("/v1/score", {"model": "other"}, "model"),
 )
 def test_documents_that_cannot_be_ranked_are_refused(ranked: Served, path: str, change: Any, param: str) -> None:
-    assert ranked.refusal(path, status=404 if param == "model" else 400, **BODIES[path] | change)["param"] == param
+    refused = ranked.refusal(path, status=404 if param == "model" else 400, **BODIES[path] | change)
+    assert refused["param"] == param
+    if param in ("query", "text_1"):
+        assert refused["message"].startswith(param)
 
 
 def test_a_model_for_neither_says_what_to_do(llm: LLM) -> None:

@@ -325,6 +325,26 @@ def test_a_schema_that_is_not_strict_drops_unenforceable_keywords(compiler: Comp
     assert not any(accepts(compiler, loose, value) for value in forbidden)
 
 
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"patternProperties": {r"^\u0061": NULL}}, [r"\u0061", r"\u0061b"]),
+        ({"patternProperties": {r"^\u0061": NULL}, "properties": {"b": NULL}}, [r"\u0061", r"\u0062"]),
+        ({"properties": {"b": NULL}, "additionalProperties": {"anyOf": [{"const": 1}, {"const": 2}]}}, [r"\u0062"]),
+    ],
+)
+def test_an_escape_spells_no_name_that_has_a_schema_of_its_own(
+    compiler: Compiler, schema: dict[str, Any], names: list[str]
+) -> None:
+    def is_whole(text: str) -> bool:
+        return compiler.compile(grammar_of({**OBJECT, **schema})).accept([*text.encode(), EOS]) > len(text)
+
+    for name in names:
+        assert not is_whole(f'{{"{name}": 1}}'), name
+    assert is_whole('{"c": 1}')
+    assert is_whole('{"\\n": 1}')
+
+
 def test_a_name_of_two_places_is_refused(compiler: Compiler) -> None:
     parts = {"a": {"$anchor": "x", **NULL}, "b": {"$anchor": "x"}, "c": {"$anchor": "y", **NULL}}
     with pytest.raises(InvalidRequestError, match="'\\$ref' must stay in the schema"):

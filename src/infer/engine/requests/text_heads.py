@@ -98,10 +98,15 @@ class Reranker:
             messages.insert(0, {"role": "system", "content": instruction or ""})
         return EncodedPair.of_one(tokenizer.encode_chat(messages, chat_template=self.template))
 
-    def score(self, state: Float[Tensor, "hidden"]) -> float:
-        """Return the probability that the document is relevant, or its logit, from a float64 state."""
+    def logit(self, state: Float[Tensor, "hidden"]) -> float:
+        """Return the logit of the document's relevance from a float64 state."""
         yes, *no = self.head.of(state).tolist()
         logit: float = yes - sum(no)
+        return logit
+
+    def score(self, state: Float[Tensor, "hidden"]) -> float:
+        """Return the probability that the document is relevant, or its logit, from a float64 state."""
+        logit = self.logit(state)
         if self.scale == "raw":
             return logit
         return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))

@@ -160,11 +160,18 @@ class PooledStates:
 
 
 def read_texts(
-    host: Host, given: Iterable[Any], read: Callable[[Any], ReadText], check: Check, name: str = "text"
+    host: Host,
+    given: Iterable[Any],
+    read: Callable[[Any], ReadText],
+    check: Check,
+    name: str = "text",
+    num_texts: int | None = None,
 ) -> TextIds:
     """Return what the model reads for each text. `check` is called before each, and may raise.
 
-    Raises the errors of `read` and of `check_prompt` with the number of the text. `name` is the word for a text there.
+    Raises the errors of `read` and of `check_prompt` with the number of the text, unless another argument is too
+    long, which the error names as `param`. `name` is the word for a text there. Texts after the first `num_texts` are
+    queries.
     """
     limits, texts = host.requests.limits, list[ReadText]()
     for index, each in enumerate(given):
@@ -173,6 +180,10 @@ def read_texts(
             text = read(each)
             texts.append(text._replace(ids=check_prompt(limits, text.ids, room=0)))
         except InvalidRequestError as error:
+            if isinstance(error, ContextLengthError) and error.param is not None:
+                raise
+            if num_texts is not None and index >= num_texts:
+                raise type(error)(f"query: {error}", param="query") from error
             raise type(error)(f"{name} {index}: {error}") from error
     return TextIds(texts, limits.max_seq_len)
 
@@ -195,31 +206,43 @@ def read_text(host: Host, text: Prompt, *, truncate: bool) -> ReadText:
 
 
 def read_pair(
-    host: Host, encode: Callable[[str, str], EncodedPair], first: str, second: str, *, truncate: bool
+    host: Host,
+    encode: Callable[[str, str], EncodedPair],
+    first: str,
+    second: str,
+    *,
+    truncate: bool,
+    argument: str | None = None,
 ) -> ReadText:
     """Return what `encode` makes of two texts, with the second text cut to the context.
 
     Raises ContextLengthError for a pair that does not fit the context, or, with `truncate`, if the first is too long.
+    An error about the first text names its `argument`.
     """
     tokenizer, most = host.tokenizer, host.requests.limits.max_seq_len
     if not truncate and (least := tokenizer.least_num_tokens(first + second)) > most:
+        if (of_first := tokenizer.least_num_tokens(first)) > most:
+            raise _first_too_long(argument, f"at least {of_first}", most)
         raise _too_long(f"at least {least}", most)
     pair = encode(first, second)
     if len(pair.ids) <= most:
         return ReadText(pair.ids, second_start=pair.second_start)
-    if not truncate:
-        raise _too_long(str(len(pair.ids)), most)
     own = tokenizer.encode(second, add_special_tokens=False, parse_special=False)
+    if not truncate and len(pair.ids) - len(own) <= most:
+        raise _too_long(str(len(pair.ids)), most)
     while (surplus := len(pair.ids) - most) > 0:
         if len(own) < surplus:
-            problem = f"the first text of the pair has {len(pair.ids) - len(own)} tokens with its prompt"
-            raise ContextLengthError(
-                f"{problem} and the context holds {most}: only the second text is cut, so shorten the first or raise "
-                "max_seq_len"
-            )
+            raise _first_too_long(argument, str(len(pair.ids) - len(own)), most)
         own = own[: len(own) - surplus]
         pair = encode(first, tokenizer.decode(own, skip_special_tokens=False))
     return ReadText(pair.ids, is_cut=True, second_start=pair.second_start)
+
+
+def _first_too_long(argument: str | None, count: str, most: int) -> ContextLengthError:
+    name = argument or "the first text of the pair"
+    message = f"{name} has {count} tokens with its prompt and the context holds {most}"
+    fix = f"only the second text is cut, so shorten {argument or 'the first'} or raise max_seq_len"
+    return ContextLengthError(f"{message}: {fix}", param=argument)
 
 
 def _too_long(count: str, most: int) -> ContextLengthError:

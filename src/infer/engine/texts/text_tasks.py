@@ -88,17 +88,20 @@ def together(asked: Sequence[tuple[TextTask[Result], TextIds]]) -> Work[list[Res
     return [task.finish(values[end - len(ids.texts) : end]) for (task, ids), end in zip(asked, ends, strict=True)]
 
 
-def embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) -> TextTask[Float[Tensor, "texts size"]]:
+def embed(
+    host: Host, texts: Sequence[Prompt], options: VectorOptions, num_documents: int | None = None
+) -> TextTask[Float[Tensor, "texts size"]]:
     """Return the task of `LLM.embed`: one float32 vector per text.
 
     After pooling, the vectors pass the layers in the model's files. Then they are cut to `dimensions` and normalised.
-    Raises InvalidRequestError for an option that cannot be served.
+    For errors, the first `num_documents` texts are documents, and the others are their queries. Raises InvalidRequestError for an option that cannot be served.
     """
     heads, tokenizer = host.facts.heads, host.tokenizer
     embedder = heads.embedder or Embedder(host.model.architecture.hidden_size)
     options.check(embedder.size)
     host.check_has_states()
     before, num_first = heads.prompts.text_of(options.prompt_name), 0
+    name = "text" if num_documents is None else "document"
     if before and embedder.skips_prompt:  # but not a special token at the prompt's end, like sentence-transformers
         ids = tokenizer.encode(before)
         num_first = len(ids[:-1] if ids and ids[-1] in tokenizer.special_token_ids else ids)
@@ -118,7 +121,7 @@ def embed(host: Host, texts: Sequence[Prompt], options: VectorOptions) -> TextTa
 
     return TextTask(
         host,
-        lambda check: read_texts(host, (text for text, _ in pairs_of(texts, None)), read, check),
+        lambda check: read_texts(host, (text for text, _ in pairs_of(texts, None)), read, check, name, num_documents),
         partial(values_of, host, options.pooling or embedder.pooling, embedder.head.of),
         finish,
         (embed, options.pooling),
@@ -132,37 +135,38 @@ def score_pairs(
     *,
     truncate: bool = False,
     may_compare: bool = False,
+    is_raw: bool = False,
 ) -> TextTask[list[float]]:
     """Return the task that scores queries with documents: by a reranker, or by the cosine of their vectors.
 
-    A model that is not a reranker compares vectors if its files were made for embeddings, or with `may_compare`. Raises
-    InvalidRequestError for a model of neither kind, and for an instruction that the model's prompt cannot have.
+    A model that is not a reranker compares vectors if its files were made for embeddings, or with `may_compare`. If
+    `is_raw`, a reranker's score is its logit. Raises InvalidRequestError for a model of neither kind, and for an
+    instruction that the model's prompt cannot have.
     """
     heads = host.facts.heads
     if heads.reranker is None and (heads.embedder or may_compare):
-        if instruction is not None:
-            problem = "instruction must be left out: this model compares vectors, without a prompt"
-            raise InvalidRequestError(problem, param="instruction")
+        _check_no_instruction(instruction, "this model compares vectors, without a prompt")
         texts = [*(second for _, second in pairs), *dict.fromkeys(first for first, _ in pairs)]
-        return embed(host, texts, VectorOptions(normalize=True, truncate=truncate)).then(partial(_cosines, pairs))
+        vectors = embed(host, texts, VectorOptions(normalize=True, truncate=truncate), len(pairs))
+        return vectors.then(partial(_cosines, pairs))
     reranker = reranker_of(host)
     host.check_has_states()
     _check_text("instruction", instruction if instruction is not None else "")
-    if instruction is not None and not reranker.takes_instruction:
-        raise InvalidRequestError("instruction must be left out: this model's prompt has none", param="instruction")
-    encode = partial(reranker.encode, host.tokenizer, instruction)
+    if not reranker.takes_instruction:
+        _check_no_instruction(instruction, "this model's prompt has none")
 
     def read(pair: TextPair) -> ReadText:
-        return read_pair(host, encode, *pair, truncate=truncate)
+        encode = partial(reranker.encode, host.tokenizer, instruction)
+        return read_pair(host, encode, *pair, truncate=truncate, argument="query")
 
     # A decoder reads the common beginning of a query's pairs once, so pairs of other queries are not among them.
-    has_beginning = len(pairs) > 1 and not host.reads_whole_texts
+    beginning = (instruction, pairs[0][0]) if len(pairs) > 1 and not host.reads_whole_texts else ()
     return TextTask(
         host,
         lambda check: read_texts(host, _checked(pairs), read, check, "document"),
-        partial(values_of, host, reranker.pooling, reranker.score),
+        partial(values_of, host, reranker.pooling, reranker.logit if is_raw else reranker.score),
         list,
-        (score_pairs, instruction, pairs[0][0]) if has_beginning else score_pairs,
+        (score_pairs, is_raw, *beginning),
     )
 
 
@@ -189,6 +193,11 @@ def _check_text(name: str, value: object, where: str = "") -> None:
         raise InvalidRequestError(f"{name}{where} must be a text, got {type(value).__name__}", param=name)
 
 
+def _check_no_instruction(instruction: str | None, reason: str) -> None:
+    if instruction is not None:
+        raise InvalidRequestError(f"instruction must be left out: {reason}", param="instruction")
+
+
 def _cosines(pairs: Sequence[TextPair], vectors: Float[Tensor, "texts size"]) -> list[float]:
     """Return the cosine of each pair, from −1 to 1.
 
@@ -212,6 +221,7 @@ def rerank(
     instruction: str | None = None,
     *,
     truncate: bool = False,
+    is_raw: bool = False,
 ) -> TextTask[list[RankedDocument]]:
     """Return the task of `LLM.rerank`: documents by their scores. Raises InvalidRequestError, as `score_pairs` does."""
     if isinstance(documents, str) or not isinstance(documents, Sequence):
@@ -219,7 +229,8 @@ def rerank(
         raise InvalidRequestError(problem, param="documents")
     if top_n is not None and (type(top_n) is not int or top_n < 1):
         raise InvalidRequestError(f"top_n must be a whole number of at least 1, got {top_n!r:.40}", param="top_n")
-    scoring = score_pairs(host, [(query, each) for each in documents], instruction, truncate=truncate)
+    pairs = [(query, each) for each in documents]
+    scoring = score_pairs(host, pairs, instruction, truncate=truncate, is_raw=is_raw)
     return scoring.then(lambda scores: ranked(scores, documents, top_n))
 
 

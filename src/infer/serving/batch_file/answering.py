@@ -142,7 +142,8 @@ def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
     if isinstance(body, ClassifyBody):
         return classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
     documents, truncate = body.document_texts(), bool(body.truncate)
-    return rerank(host, body.query, documents, body.top_n, body.instruction, truncate=truncate)
+    options = {"truncate": truncate, "is_raw": bool(body.raw_scores)}
+    return rerank(host, body.query, documents, body.top_n, body.instruction, **options)
 
 
 def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:

@@ -166,12 +166,17 @@ def template_variables(
     return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
 
 
-def refusal(error: InvalidRequestError, prompt_name: str) -> BodyError:
-    """Return the library's error with the names of a body's fields. `prompt_name` is the field with the prompt."""
+def refusal(error: InvalidRequestError, prompt_name: str, query_name: str = "query") -> BodyError:
+    """Return the library's error with the names of a body's fields.
+
+    `prompt_name` is the field with the prompt, or with the texts; `query_name` is the field with their query.
+    """
     if isinstance(error, BodyError):
         return error
     message, param = str(error), error.param or ""
     if isinstance(error, ContextLengthError):
+        if param == "query":
+            return refuse(message.replace(param, query_name), query_name, "context_length_exceeded")
         return refuse(message, prompt_name, "context_length_exceeded")
     if isinstance(error, UnknownParameterError):
         return refuse(message, "chat_template_kwargs")
@@ -184,14 +189,14 @@ def refusal(error: InvalidRequestError, prompt_name: str) -> BodyError:
 
 
 @contextmanager
-def refusing(prompt_name: str) -> Iterator[None]:
+def refusing(prompt_name: str, query_name: str = "query") -> Iterator[None]:
     """Raise the library's refusals with the names of a body's fields, as `refusal` returns them."""
     try:
         yield
     except ClosedError:
         raise
     except InvalidRequestError as error:
-        raise refusal(error, prompt_name) from error
+        raise refusal(error, prompt_name, query_name) from error
 
 
 def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:

@@ -65,26 +65,52 @@ class RerankResult(Struct):
     document: RerankDocument | UnsetType = UNSET
 
 
+class RankedText(Struct):
+    """A text of an answer to a body of Text Embeddings Inference."""
+
+    index: _Index
+    score: float
+    text: str | UnsetType = UNSET
+
+
 @final
 class RerankBody(Body, kw_only=True):
-    """Cohere's and Jina's fields, and those of `LLM.rerank`."""
+    """The fields of Cohere, of Jina and of `LLM.rerank`, or those of Text Embeddings Inference, which has `texts`."""
 
     foreign: ClassVar[Mapping[str, Foreign]] = {
-        "texts": Foreign(same_as=("documents",)),
         "return_text": Foreign(same_as=("return_documents",)),
         "instruct": Foreign(same_as=("instruction",)),
         "top_k": Foreign(same_as=("top_n",)),
     }
 
     query: str
-    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_TEXTS)]
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1, max_length=MAX_TEXTS)] | None = None
+    texts: Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)] | None = None
     top_n: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     return_documents: bool | None = None
+    raw_scores: bool | None = None
     instruction: str | None = None
     truncate: bool | None = None
 
+    @property
+    def documents_name(self) -> str:
+        """Name of the field that has the documents."""
+        return "documents" if self.texts is None else "texts"
+
     def document_texts(self) -> list[str]:
-        return [each if isinstance(each, str) else each.text for each in self.documents]
+        """Return the texts of the documents. Raises BodyError if no field has them, or both."""
+        if self.texts is not None and self.documents is not None:
+            raise refuse("texts must be left out beside documents, which has the same texts", "texts")
+        given = self.documents if self.texts is None else self.texts
+        if given is None:
+            raise refuse("documents is missing: it is required", "documents", "missing_required_parameter")
+        return [each if isinstance(each, str) else each.text for each in given]
+
+    def ranked_texts(self, documents: Sequence[RankedDocument]) -> list[RankedText]:
+        """Return the answer to a body with `texts`, with the texts themselves if the body asks for them."""
+        return [
+            RankedText(each.index, each.score, each.document if self.return_documents else UNSET) for each in documents
+        ]
 
     def items(self, documents: Sequence[RankedDocument]) -> list[RerankResult]:
         """Return the items of the answer, with the documents' texts if the body asks for them."""

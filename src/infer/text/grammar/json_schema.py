@@ -30,6 +30,8 @@ MAX_OPTIONAL = 256
 MAX_ASKED = 40
 ASKING_SECONDS = 1.0
 _MAX_WARNINGS = 10
+ESCAPES = "json_allowed_escapes"  # an option of llguidance, in a built schema
+_SHORT_ESCAPES = 'nrbtf\\"'  # of JSON, without `\\u`
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class BuiltSchema:
     """A schema in the compiler's form.
 
     `warnings` name the keywords that assert nothing, and the parts that were left out of a schema that is not strict.
-    The latter are only in `omissions` if the schema is of a tool.
+    The latter are only in `omissions` if the schema is of a tool. If not `spells_freely`, no text has an escape `\\u`,
+    which could spell a name that the schema describes as one of the other names.
     """
 
     root: SchemaPart
@@ -46,6 +49,7 @@ class BuiltSchema:
     is_strict: bool
     ignored: tuple[str, ...]
     omissions: Omissions
+    spells_freely: bool
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -63,6 +67,8 @@ class BuiltSchema:
         if self.definitions:
             found = {"allOf": [found]} if isinstance(found, bool) else found
             found["$defs"] = {name.rpartition("/")[2]: each.written() for name, each in self.definitions.items()}
+        if not (self.spells_freely or isinstance(found, bool)):
+            found[ESCAPES] = _SHORT_ESCAPES
         return json.dumps(found)
 
     def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[str, str]:
@@ -120,7 +126,8 @@ def build_schema(
     definitions = {name: part for name, part in definitions.items() if name not in empty}
     if keywords is None:
         _spell_other_names(nodes)
-    return BuiltSchema(root, definitions, where, is_strict, tuple(rewriter.ignored), omissions)
+    spells_freely = keywords is not None or not any(map(_has_open_names, nodes))
+    return BuiltSchema(root, definitions, where, is_strict, tuple(rewriter.ignored), omissions, spells_freely)
 
 
 def rewrite_schema(text: str, where: str, omissions: Omissions) -> tuple[Rewriter, SchemaPart]:
@@ -149,6 +156,12 @@ def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
             pattern = pattern_without([*node["properties"]] if other else [])
             if pattern is not None:
                 node["patternProperties"], node["additionalProperties"] = {pattern: other}, false_part("")
+
+
+def _has_open_names(node: SchemaPart) -> bool:
+    """Return True for an object that describes some names, and lets escapes spell them again as other names."""
+    other = node.get("additionalProperties")
+    return bool(node.keys() & {"properties", "patternProperties"}) and not (other is not None and other.is_false)
 
 
 def _read_of_tool(text: str, where: str, omissions: Omissions) -> Any:

@@ -20,7 +20,7 @@ from infer.errors import InvalidRequestError, SchemaError
 from infer.system.child_process import MEMORY_BYTES, ChildError, Lane
 from infer.system.processor_limit import OverLimitError, limited
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.json_schema import SEARCH_SECONDS, SchemaSearch, build_schema, pointed
+from infer.text.grammar.json_schema import ESCAPES, SEARCH_SECONDS, SchemaSearch, build_schema, pointed
 from infer.text.grammar.lark import check_grammar
 from infer.text.grammar.patterns import check_pattern, encoded, without_anchors
 
@@ -55,11 +55,13 @@ def llguidance_source(library: Any, grammar: Grammar) -> Source:
 
 def schema_source(library: Any, text: str) -> Source:
     """Return the source of a built schema, with the spaces of Python's `json.dumps`."""
-    separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     schema = json.loads(text)
     if not isinstance(schema, dict):  # true: any JSON; false was refused before
         schema = {}
-    return Source("", library.LLMatcher.grammar_from_json_schema(schema, overrides=separators))
+    if ESCAPES in schema:
+        options[ESCAPES] = schema.pop(ESCAPES)
+    return Source("", library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
 
 
 def llguidance_limits(library: Any, text: str) -> Any:

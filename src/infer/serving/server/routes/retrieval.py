@@ -25,6 +25,7 @@ from infer.serving.protocols.retrieval import (
     Embeddings,
     EmbeddingsBody,
     EmbeddingsUsage,
+    RankedText,
     RerankBody,
     RerankOutput,
     Score,
@@ -38,6 +39,7 @@ from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import check_model, enter, json_response, post, text_tokens, while_connected
 from infer.serving.server.server_state import ServerState
 
+_RERANKED = RerankOutput | list[RankedText]
 _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
 
 
@@ -59,7 +61,7 @@ async def embed(
     if not (state.settings.allow_embeddings or host.facts.heads.embedder):
         message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
         raise refuse(message, "model", "unsupported_model")
-    computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_vectors(texts, options))
+    computed = await _compute(request, state, texts, ("input",), lambda llm: llm.compute_vectors(texts, options))
     answer = partial(make_answer, computed.found.numpy(), computed.texts.num_tokens)
     # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
     encoded = host.loop.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call.warnings)))
@@ -69,15 +71,18 @@ async def embed(
 async def rerank(request: Request, state: ServerState, body: RerankBody) -> Response:
     documents, call = body.document_texts(), call_of(request)
     check_model(request, state, body.model)
-    scores, num_tokens = await _score(request, state, body, [(body.query, each) for each in documents], "documents")
-    results, usage = body.items(ranked(scores, documents, body.top_n)), EmbeddingsUsage(num_tokens, num_tokens)
-    answer = RerankOutput(id="rerank-" + call.id.removeprefix("req-"), model=call.model, results=results, usage=usage)
-    return json_response(answer, call)
+    pairs, names = [(body.query, each) for each in documents], (body.documents_name, "query")
+    scores, num_tokens = await _score(request, state, body, pairs, names, is_raw=bool(body.raw_scores))
+    best, usage = ranked(scores, documents, body.top_n), EmbeddingsUsage(num_tokens, num_tokens)
+    if body.texts is not None:
+        return json_response(body.ranked_texts(best), call)
+    own_id = "rerank-" + call.id.removeprefix("req-")
+    return json_response(RerankOutput(id=own_id, model=call.model, results=body.items(best), usage=usage), call)
 
 
 async def score(request: Request, state: ServerState, body: ScoreBody) -> Response:
     check_model(request, state, body.model)
-    scores, num_tokens = await _score(request, state, body, body.pairs(), "text_2")
+    scores, num_tokens = await _score(request, state, body, body.pairs(), ("text_2", "text_1"))
     return _list_response(request, ScoreOutput, "score", list(starmap(Score, enumerate(scores))), num_tokens)
 
 
@@ -87,15 +92,27 @@ async def classify(request: Request, state: ServerState, body: ClassifyBody) -> 
     texts, truncate = texts_or_pairs_of(body.input), bool(body.truncate)
     if classifier is None:
         raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
-    computed = await _compute(request, state, texts, "input", lambda llm: llm.compute_labels(texts, truncate=truncate))
+    computed = await _compute(
+        request, state, texts, ("input",), lambda llm: llm.compute_labels(texts, truncate=truncate)
+    )
     data = body.items(computed.found, classifier.labels)
     return _list_response(request, ClassifyOutput, "classify", data, computed.texts.num_tokens)
 
 
 async def _score(
-    request: Request, state: ServerState, body: RerankBody | ScoreBody, pairs: list[tuple[str, str]], name: str
+    request: Request,
+    state: ServerState,
+    body: RerankBody | ScoreBody,
+    pairs: list[tuple[str, str]],
+    names: tuple[str, str],
+    *,
+    is_raw: bool = False,
 ) -> tuple[list[float], int]:
-    """Return the scores of pairs, and their number of tokens. `name` is the field with the texts, for errors."""
+    """Return the scores of pairs, and their number of tokens.
+
+    `names` are the fields with the texts and with the queries, for errors. If `is_raw`, a reranker's score is its
+    logit.
+    """
     heads, may_compare = state.llm().host.facts.heads, state.settings.allow_embeddings
     if not (heads.reranker or heads.embedder or may_compare):
         message = (
@@ -106,16 +123,17 @@ async def _score(
 
     async def scored(llm: "infer.AsyncLLM") -> Any:
         truncate = bool(body.truncate)
-        return await llm.score_pairs(pairs, body.instruction, truncate=truncate, may_compare=may_compare)
+        options = {"truncate": truncate, "may_compare": may_compare, "is_raw": is_raw}
+        return await llm.score_pairs(pairs, body.instruction, **options)
 
-    computed = await _compute(request, state, pairs, name, scored)
+    computed = await _compute(request, state, pairs, names, scored)
     return computed.found, computed.texts.num_tokens
 
 
-async def _compute(request: Request, state: ServerState, texts: Any, name: str, call: _Call) -> Any:
-    """Return the `Computed` of a call. `texts` count at the door; `name` is their field, for errors."""
+async def _compute(request: Request, state: ServerState, texts: Any, names: tuple[str, ...], call: _Call) -> Any:
+    """Return the `Computed` of a call. `texts` count at the door; `names` are the fields of texts, for errors."""
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
-    with refusing(name):
+    with refusing(*names):
         computed = await while_connected(request, call(state.llm()))
     call_of(request).warnings += [computed.texts.warning] if computed.texts.warning else []
     return computed
@@ -132,7 +150,7 @@ def _list_response(
 ROUTES = [
     post("/v1/embeddings", embeddings, "Convert texts to vectors", EmbeddingsBody, Embeddings, "embeddings"),
     *(
-        post(path, rerank, "Rank documents by their relevance to a query", RerankBody, RerankOutput, "rerank")
+        post(path, rerank, "Rank documents by their relevance to a query", RerankBody, _RERANKED, "rerank")
         for path in ("/v1/rerank", "/v2/rerank")
     ),
     post("/v1/score", score, "Score how relevant texts are to others", ScoreBody, ScoreOutput, "rerank"),

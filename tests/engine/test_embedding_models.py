@@ -135,6 +135,14 @@ def test_dimensions_cut_a_vector_and_normalise_it_again(llm: LLM) -> None:
         assert torch.equal(llm.embed(TEXTS, dimensions=size, normalize=False), whole[:, :size])
 
 
+def test_the_files_may_name_the_number_of_dimensions(tmp_path: Path, llm: LLM) -> None:
+    make_embedding_model(tmp_path, truncate_dim=24)
+    with LLM(tmp_path, kv_type="f32") as other, serving(other) as served:
+        assert torch.equal(other.embed(TEXTS), llm.embed(TEXTS, dimensions=24))
+        assert torch.equal(other.embed(TEXTS, dimensions=64), llm.embed(TEXTS))
+        assert len(served.ask("/v1/embeddings", input="hello")["data"][0]["embedding"]) == 24
+
+
 @pytest.mark.slow(cases=1)
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": False}, {"add_bos_token": False, "add_eos_token": True}])
 def test_the_end_of_a_text_is_the_file_s_unless_a_flag_says_otherwise(tmp_path: Path, flags: dict[str, bool]) -> None:
@@ -190,6 +198,8 @@ def test_broken_prompts_of_a_gguf_file_name_the_key(names: Any, texts: Any, defa
     ({"prompts": ["query"]}, "key 'prompts': expected texts by name"),
     ({"prompts": {"query": 5}}, "key 'prompts': expected texts by name"),
     ({"prompts": {}, "default_prompt_name": "query"}, "'query' is not the name of a prompt"),
+    ({"truncate_dim": 0}, "key 'truncate_dim': expected a whole number from 1, got 0"),
+    ({"truncate_dim": True}, "key 'truncate_dim': expected a whole number from 1, got True"),
     ("{", "JSON"),
 )
 def test_broken_prompts_are_an_error_of_the_model(tmp_path: Path, config: Any, message: str) -> None:

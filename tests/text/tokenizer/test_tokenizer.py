@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from assets import asset
+from byte_tokenizer import write_byte_tokenizer
 from cases import cases
 from infer.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
 from infer.files import resolve
@@ -53,6 +55,18 @@ def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
 
 def texts_of(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[str]:
     return [tokenizer.backend.id_to_token(i) for i in tokenizer.encode(text, add_special_tokens)]
+
+
+@pytest.mark.parametrize("own", [{}, {"eos_token": None}, {"eos_token": "<|im_end|>"}])
+def test_a_special_token_that_the_config_lacks_is_that_of_the_older_file(tmp_path: Path, own: dict[str, Any]) -> None:
+    write_byte_tokenizer(tmp_path, controls=["<stop>"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    is_lacking = own.get("eos_token") is None
+    assert (tokenizer.backend.token_to_id("<stop>") in tokenizer.eos_token_ids) == is_lacking
+    if is_lacking:
+        assert PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token == "<stop>"
 
 
 @given(st.text())

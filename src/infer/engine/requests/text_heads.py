@@ -34,7 +34,8 @@ _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 class Embedder:
     """How states become a vector of `size` values.
 
-    If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled.
+    If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled. A call that names
+    no number of dimensions keeps the first `dimensions`; None means all.
     """
 
     size: int
@@ -42,6 +43,7 @@ class Embedder:
     head: Head = field(default_factory=Head)
     normalizes: bool = True
     skips_prompt: bool = False
+    dimensions: int | None = None
 
 
 @final
@@ -150,7 +152,8 @@ def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: Rera
     embedder = classifier = None
     if (files := checkpoint.embedding) is not None:
         outputs = check_head(files.head, size)
-        embedder = Embedder(outputs, files.pooling, load_head(files.head), files.normalizes, files.skips_prompt)
+        head = load_head(files.head)
+        embedder = Embedder(outputs, files.pooling, head, files.normalizes, files.skips_prompt, files.dimensions)
     if (found := checkpoint.classifier) is not None:
         check_head(found.head, size)
         classifier = Classifier(load_head(found.head), found.labels, found.scale, found.pooling, found.pad_id)

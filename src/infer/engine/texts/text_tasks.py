@@ -94,14 +94,15 @@ def embed(
     """Return the task of `LLM.embed`: one float32 vector per text.
 
     After pooling, the vectors pass the layers in the model's files. Then they are cut to `dimensions` and normalised.
-    For errors, the first `num_documents` texts are documents, and the others are their queries. Raises InvalidRequestError for an option that cannot be served.
+    For errors, the first `num_documents` texts are documents, and the others are their queries. Raises
+    InvalidRequestError for an option that cannot be served.
     """
     heads, tokenizer = host.facts.heads, host.tokenizer
     embedder = heads.embedder or Embedder(host.model.architecture.hidden_size)
     options.check(embedder.size)
     host.check_has_states()
     before, num_first = heads.prompts.text_of(options.prompt_name), 0
-    name = "text" if num_documents is None else "document"
+    name, num_kept = "text" if num_documents is None else "document", options.dimensions or embedder.dimensions
     if before and embedder.skips_prompt:  # but not a special token at the prompt's end, like sentence-transformers
         ids = tokenizer.encode(before)
         num_first = len(ids[:-1] if ids and ids[-1] in tokenizer.special_token_ids else ids)
@@ -115,7 +116,7 @@ def embed(
         return read_text(host, text, truncate=options.truncate)
 
     def finish(values: list[Tensor]) -> Float[Tensor, "texts size"]:
-        vectors = (torch.stack(values) if values else torch.zeros(0, embedder.size))[:, : options.dimensions]
+        vectors = (torch.stack(values) if values else torch.zeros(0, embedder.size))[:, :num_kept]
         is_normalized = embedder.normalizes if options.normalize is None else options.normalize
         return (torch.nn.functional.normalize(vectors) if is_normalized else vectors).float()
 

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from infer.errors import UnsupportedModelError
 from infer.files.heads.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles, take_dense
-from infer.files.heads.sentence_modules import ARE_POOLED_KEY, SentenceModule, read_modules
+from infer.files.heads.sentence_modules import ARE_POOLED_KEY, SentenceModule, read_modules, vector_size_from_folder
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
 from infer.system.open_file import OpenFile
@@ -51,7 +51,7 @@ class EmbeddingFiles:
     """A pooling and the layers after it.
 
     If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled. `files` are the
-    files of the layers.
+    files of the layers. Vectors keep the first `dimensions`; None means all.
     """
 
     pooling: Pooling
@@ -59,6 +59,7 @@ class EmbeddingFiles:
     normalizes: bool = True
     skips_prompt: bool = False
     files: tuple[OpenFile, ...] = ()
+    dimensions: int | None = None
 
 
 def embedding_from_folder(folder: Path) -> EmbeddingFiles | None:
@@ -83,7 +84,8 @@ def embedding_from_folder(folder: Path) -> EmbeddingFiles | None:
         files.append(dense.weight.file)
     config = pooling.config()
     skips_prompt = config.get("include_prompt") is False
-    return EmbeddingFiles(_pooling_of(pooling, config), tuple(steps), normalizes, skips_prompt, tuple(files))
+    own = vector_size_from_folder(folder)
+    return EmbeddingFiles(_pooling_of(pooling, config), tuple(steps), normalizes, skips_prompt, tuple(files), own)
 
 
 def _pooling_of(module: SentenceModule, config: Mapping[str, Any]) -> Pooling:

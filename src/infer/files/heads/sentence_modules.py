@@ -19,7 +19,7 @@ _TRANSFORMER, _TOKENIZER = "sentence_*_config.json", "tokenizer_config.json"  # 
 _NO_LIMIT = 2**31  # tokenizers without a limit name 10^30
 
 
-_PROMPTS_FILE = "config_sentence_transformers.json"
+_SETTINGS_FILE = "config_sentence_transformers.json"
 NAMES_KEY, TEXTS_KEY, DEFAULT_KEY = "infer.prompts.names", "infer.prompts.texts", "infer.prompts.default"
 ARE_POOLED_KEY = "infer.prompts.are_pooled"
 
@@ -121,16 +121,25 @@ class TextPrompts:
 
 def prompts_from_folder(folder: Path) -> TextPrompts:
     """Return the prompts of a folder, or none if it has no such file. Raises ModelFormatError for a malformed file."""
-    path = folder / _PROMPTS_FILE
+    path = folder / _SETTINGS_FILE
     if not path.exists():
         return TextPrompts()
-    config = read_json_file(inside(folder, _PROMPTS_FILE))
+    config = read_json_file(inside(folder, _SETTINGS_FILE))
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(each, str) for each in prompts.values())):
         raise ModelFormatError(path, "key 'prompts'", "expected texts by name")
     if default is not None and default not in prompts:
         raise ModelFormatError(path, "key 'default_prompt_name'", f"{default!r:.80} is not the name of a prompt")
     return TextPrompts(prompts, default)
+
+
+def vector_size_from_folder(folder: Path) -> int | None:
+    """Return the `truncate_dim` of a folder: the number of first dimensions to keep. Raises ModelFormatError."""
+    path = folder / _SETTINGS_FILE
+    size = read_json_file(inside(folder, _SETTINGS_FILE)).get("truncate_dim") if path.exists() else None
+    if size is not None and (type(size) is not int or size < 1):
+        raise ModelFormatError(path, "key 'truncate_dim'", f"expected a whole number from 1, got {size!r:.60}")
+    return size
 
 
 def prompts_from_gguf(path: Path, metadata: Mapping[str, Any]) -> TextPrompts:

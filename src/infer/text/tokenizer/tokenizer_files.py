@@ -43,7 +43,7 @@ def read_folder(path: Path, num_rows: int | None = None) -> TokenizerParts:
 
     Raises ModelError if a file is missing or breaks its format.
     """
-    config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / _CONFIG_NAME)}
+    config = _read_config(path)
     is_vocab_txt = not os.path.lexists(path / "tokenizer.json") and os.path.lexists(path / "vocab.txt")
     if is_vocab_txt:
         config = with_bert_defaults(path, config)
@@ -147,6 +147,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     settings = read_json_file(path)
     check_json(path, settings)
     return settings
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return a tokenizer's settings. Tokens that they lack, or have as null, are those of the older file of tokens."""
+    own = _read_json(path / _CONFIG_NAME)
+    given = {name: value for name, value in own.items() if value is not None or name not in _NAMED_TOKENS}
+    return {**_read_json(path / "special_tokens_map.json"), **given}
 
 
 def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from commands import run
 from infer.cli.commands import machine_command
 from infer.cli.commands.machine_command import machine_lines
+from infer.compute.ops import backend_of
 from infer.system import available_memory
 from test_session import make_model
 
@@ -44,6 +46,7 @@ def test_the_models_of_a_folder_are_forecast(tmp_path: Path, monkeypatch: pytest
     assert tiny["tokens_per_second"] > 0
     assert found["available_bytes"] <= found["memory_bytes"]
     assert found["bytes_per_second"] > 0
+    assert found["kernels"] == backend_of(torch.device("cpu")).kernel_source()
 
 
 def test_a_machine_without_known_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

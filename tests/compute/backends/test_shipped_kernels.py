@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from build_wheel import TARGETS, joined
+from infer.compute.backends.cpu.backend import CpuBackend
 from infer.compute.backends.cpu.compile import addresses, linked_code
 from infer.compute.backends.cpu.compile.compiler import compile_command
 from infer.compute.backends.cpu.compile.kernel import Kernel
@@ -64,6 +66,19 @@ def test_a_shipped_kernel_runs_and_is_not_missing(package: Path, monkeypatch: py
     ]
     expected = int(np.arange(10)[::2].sum())
     assert run_sum(addresses._try_load(KERNEL)) == expected
+
+
+def test_a_report_says_if_kernels_come_from_the_wheel(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = CpuBackend(torch.device("cpu"))
+    kept = f"compiled here, kept in {kernel_cache.cache_folder()}"
+    assert image_of(package, monkeypatch) is not None
+    assert here.kernel_source() == f"1 from the wheel, in {package}; others {kept}"
+    write(package, {}, sources="0" * 64)
+    assert image_of(package, monkeypatch) is None
+    assert here.kernel_source() == kept
+    monkeypatch.setattr(kernel_cache, "trouble", lambda: "/cache cannot be written")
+    assert here.kernel_source() == "compiled here, not kept: /cache cannot be written"
+    assert here.description().endswith("; kernels compiled here, not kept: /cache cannot be written")
 
 
 def test_a_kernel_that_is_not_shipped_is_missing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

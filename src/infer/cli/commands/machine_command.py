@@ -54,7 +54,7 @@ def machine_record() -> dict[str, Any]:
         "memory_bytes": total_memory_bytes(),
         "available_bytes": available,
         "bytes_per_second": round(read_bandwidth(threads)),
-        "kernels": backend.description().partition("; kernels ")[2],
+        "kernels": backend.kernel_source(),
         "missing_extras": [extra for extra, module in _MODULES_BY_EXTRA.items() if find_spec(module) is None],
         "models": [_model_record(offer, available) for offer in offers],
     }

@@ -220,6 +220,10 @@ class Backend(ABC):
     def description(self) -> str:
         """Return one line for reports that names the device's properties that decide its speed."""
 
+    def kernel_source(self) -> str:
+        """Return the words for reports that say where the machine code of the kernels comes from."""
+        return "none of its own"
+
     def instruction_set(self) -> str | None:
         """Return the instruction set's name; None if kernels are not compiled for one of several."""
         return None

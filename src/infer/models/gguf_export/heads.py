@@ -81,9 +81,7 @@ def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:
     if not files.normalizes:
         warnings.warn(f"{path.name}: vectors of a GGUF file have length 1, unlike those of the folder", stacklevel=4)
     if files.dimensions is not None:
-        problem = (
-            f"GGUF has no key for truncate_dim: pass dimensions={files.dimensions} for vectors as of the folder"
-        )
+        problem = f"GGUF has no key for truncate_dim: pass dimensions={files.dimensions} for vectors as of the folder"
         warnings.warn(f"{path.name}: {problem}", stacklevel=4)
     tensors = _tensors(files.head, ("dense_2", "dense_3"))
     sizes = {f"{each.name.removesuffix('.weight')}_feat_{side}": each.shape[axis]

@@ -50,9 +50,13 @@ class CpuBackend(TorchBackend):
         used = isa.instruction_set()
         others = [other.name for other in isa.usable_instruction_sets() if other != used]
         also = f" (also {', '.join(others)})" if others else ""
+        return f"{used.name}{also}, {default_num_threads()} threads; kernels {self.kernel_source()}"
+
+    def kernel_source(self) -> str:
         trouble = kernel_cache.trouble()
-        kept = f"kernels are not kept: {trouble}" if trouble else f"kernels in {kernel_cache.cache_folder()}"
-        return f"{used.name}{also}, {default_num_threads()} threads; {kept}"
+        compiled = f"compiled here, {f'not kept: {trouble}' if trouble else f'kept in {kernel_cache.cache_folder()}'}"
+        count = shipped_kernels.num_kernels()
+        return f"{count} from the wheel, in {shipped_kernels.folder()}; others {compiled}" if count else compiled
 
     def instruction_set(self) -> str:
         return isa.instruction_set().name

@@ -32,6 +32,11 @@ def is_kept(name: str) -> bool:
     return name in _images()
 
 
+def num_kernels() -> int:
+    """Return the number of kernels that the wheel has for this machine."""
+    return len(_images())
+
+
 def folder() -> Path:
     """Return the folder of the package. Call it only if a kernel is kept there."""
     return Path(str(import_module(PACKAGE).__file__)).parent

@@ -69,6 +69,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv"], "num_attention_heads": 2, "num_key_value_heads": 1, "conv_L_cache": 3,
         "norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 256,
     },
+    "tiny LayerNorm": {  # attention in parallel to an MLP without a gate, norms with biases, a bias of the head
+        "model_type": "phi", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    },
     "tiny per-layer inputs": {  # shared keys, norms of values, per-layer inputs, layers with a scale
         "model_type": "gemma4_text", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -76,7 +80,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "global_head_dim": 64, "hidden_size_per_layer_input": 32, "max_position_embeddings": 256,
     },
 }  # fmt: skip
-PARTS = ("tiny experts", "tiny delta nets", "tiny convolutions", "tiny per-layer inputs")
+PARTS = ("tiny experts", "tiny delta nets", "tiny convolutions", "tiny LayerNorm", "tiny per-layer inputs")
 GREEDY = {"temperature": 0.0}
 STEPS = 16  # steps without a return to Python
 WARM_UP = 2  # steps before those that are timed

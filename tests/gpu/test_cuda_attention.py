@@ -123,6 +123,8 @@ def test_norms_softcaps_and_heads_without_rotation(norms: str, softcap: float | 
     q, k = (Norm(torch.rand(24 * (n if norms == "whole" else 1), generator=generator) + 0.5, 1e-5) for n in (3, 1))
     check(replace(heads, q_norm=q, k_norm=k), [3])
     check(replace(heads, rope=None, k_norm=k), [3])
+    if norms == "head":
+        check(replace(heads, q_norm=q, k_norm=k, are_norms_after=True), [3], last_position=2)
 
 
 def at_once(heads: Heads, layer: LayerCache, qkv: Tensor, start: int, sizes: Sequence[int]) -> Tensor:

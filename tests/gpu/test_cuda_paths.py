@@ -20,7 +20,7 @@ from infer.outputs import TokenLogprob
 from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
 from steps import load_network
 from test_families import expected_logits, load, make_reserved, random_ids, tolerance_of
-from tiny import BY_NAME, CENTRED, LONGROPE, TINY, Tiny, make_tiny
+from tiny import BY_NAME, LONGROPE, TINY, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -33,8 +33,9 @@ CPU = torch.device("cpu")
 LENGTHS = [7, 1, 1, 3]  # a chunk of a prompt, tokens and drafts: past the windows of tiny models
 REPLAYED = ("llama", "gemma2", "qwen2_moe", "gemma4_per_layer", "olmo_hybrid", "lfm2")
 OTHERS = ("gpt_oss", "qwen3_5_gates", "llama4_chunks", "laguna")
+OTHERS += ("cohere2", "gpt_neox_wide", "phi", "hunyuan_v1_dense_alpha")
 QUANTISED = ("gemma4_per_layer", "qwen2_moe")
-WHOLE = [*(tiny for tiny in TINY if tiny not in CENTRED), LONGROPE]
+WHOLE = [*TINY, LONGROPE]
 FAMILIES = WHOLE if IS_WHOLE else [BY_NAME[name] for name in (*REPLAYED, *OTHERS)]
 NAMES = ("greedy, free", "filtered, regex", "counted, schema", "ending, free", "stopped, choice", "seeded, free")
 

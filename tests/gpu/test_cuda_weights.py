@@ -247,6 +247,9 @@ def test_every_epilogue_is_that_of_the_definition(type_: str, tokens: int) -> No
     for activation in get_args(Activation):
         expected = reference.gated(y[:, :19], y[:, 19:], activation)
         assert_near(cuda.norm_gate(x, norm, prepared, activation).floats, expected)
+        if activation != "clamped_swiglu":
+            alone = cuda.norm_activate(x, norm, prepared, activation)
+            assert_near(alone.floats, reference.ACTIVATIONS[activation](y))
     residual, plain = torch.randn(tokens, 38), cuda.norm_project(x, None, prepared).floats
     assert torch.equal(cuda.project_add(residual.clone(), Activations(x), prepared, None), residual + plain)
     post_norm = norm_of(38)
@@ -257,6 +260,38 @@ def test_every_epilogue_is_that_of_the_definition(type_: str, tokens: int) -> No
     cap = float(y.abs().max()) / 2
     assert_near(cuda.head(x, indices, norm, prepared, cap), reference.softcapped(y[indices], cap))
     assert_near(cuda.normalize(x, norm), reference.normalize(x, norm), 1e-6)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norms_that_subtract_the_mean_are_the_references_in_every_op(has_bias: bool) -> None:
+    """Their rows are off their mean, and 1,100 columns are more than a program reads at a time."""
+    x, bias = activations(3, 1100) + 40, torch.randn(1100, generator=torch.manual_seed(1)) if has_bias else None
+    norm = replace(norm_of(1100), bias=bias, is_centred=True)
+    assert_near(cuda.normalize(x, norm), reference.normalize(x, norm))
+    for type_ in ("Q8_0", "F32"):
+        stored = Projection((weight_of(type_, 33, 1100 if type_ == "F32" else 1088),))
+        own = replace(
+            norm, weight=norm.weight[: stored.in_features], bias=bias if bias is None else bias[: stored.in_features]
+        )
+        given = x[:, : stored.in_features].contiguous()
+        y = cuda.norm_activate(given, own, cuda.prepare(stored, CPU), "gelu")
+        assert_near(y.floats, reference.norm_activate(given, own, stored, "gelu").floats, 1e-4)
+    residual = torch.randn(3, 1100)
+    prepared, stored = (
+        each(Projection((weight_of("F32", 1100, 40),)), CPU) for each in (cuda.prepare, reference.prepare)
+    )
+    expected = reference.project_add(residual, Activations(x[:, :40]), stored, norm)
+    assert_near(cuda.project_add(residual.clone(), Activations(x[:, :40]), prepared, norm), expected)
+
+
+@pytest.mark.parametrize("type_", ["Q8_0", "BF16"])
+def test_a_product_without_a_gate_leaves_what_the_next_product_takes(type_: str) -> None:
+    for tokens in (2, 11):
+        prepared, form = (
+            cuda.prepare(Projection((weight_of(type_, 64, 96),), torch.randn(64)), CPU),
+            FORMS.get(type_, 2),
+        )
+        assert_left_in_planes(cuda.norm_activate(activations(tokens, 96), norm_of(96), prepared, "relu_squared"), form)
 
 
 def test_parts_of_several_types_keep_them() -> None:

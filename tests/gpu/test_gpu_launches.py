@@ -80,6 +80,13 @@ def test_a_forward_with_per_layer_inputs_launches_their_kernels_in_each_layer(ty
     assert names.count("add_normalized_rows") == 3 * 3 + 1  # after each part of a layer, and of the inputs
 
 
+@pytest.mark.parametrize("type_", TYPES)
+def test_a_forward_of_parallel_parts_launches_no_more_than_one_of_parts_in_turn(type_: str) -> None:
+    product = "matvec" if type_ == "Q4_0" else "dense"
+    up, mixer = ["quantize_rows", product], ["quantize_rows", product, *MIXERS["two layers"], product]
+    assert forward_launches("tiny LayerNorm", type_, 1)[1:] == [*up, *mixer, product, "quantize_rows", product]
+
+
 @pytest.mark.parametrize("shape", ["two layers", *gpu_models.PARTS])
 def test_a_bucket_compiles_nothing_that_another_has_compiled(shape: str) -> None:
     _, _, captured = make_captured(shape, 256, (64, 64))

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized, normalize_rows, quantize_rows
+from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized, RowNorm, normalize_rows, quantize_rows
 from infer.compute.backends.cuda.blocks import Matrix, constants_of
 from infer.compute.backends.cuda.dense import DEPTHS, TILES, DenseTile, dense, num_stages
 from infer.compute.backends.cuda.embed import embed_floats, embed_rows
@@ -116,7 +116,7 @@ def has_wide_offsets(code: str) -> bool:
             wide |= {own for own, first in re.findall(r"(%\w+) = (%\w+)", arguments[1]) if first in wide}
         elif access := re.search(r"tt\.(?:load|store) (%\w+)", line):
             pointer = access[1]
-            if pointer not in wide and bases.get(pointer) != "%weight":
+            if pointer not in wide and bases.get(pointer) != "%norm":
                 return False
     return True
 
@@ -166,11 +166,12 @@ def constants_without_table(type_: str) -> Layout:
 
 
 def quantized_arguments(type_: str, unit: str, activations: str, gate: str) -> dict[str, Any]:
-    is_gated = gate != ""
+    is_gated, alone = gate != "", "" if gate else "gelu"
+    flags = map(tl.constexpr, (is_gated, not is_gated, is_gated, alone))
     return {
         "x": Quantized(activations, "*fp32!", "*i32!"), "matrix": matrix_of(type_, unit), "num_tokens": "i32",
         "left": LEFT, "LEAVES": is_gated,
-        "y": Output("*fp32!", "i32", "i32", "*fp32", "fp32", *map(tl.constexpr, (is_gated, not is_gated, is_gated))),
+        "y": Output("*fp32!", "i32", "i32", "*fp32", "fp32", *flags),
         "PLANES": 2, "LANES": MAX_LANES, "GATE": tl.constexpr(gate),
     }  # fmt: skip
 
@@ -203,10 +204,11 @@ def dense_code(type_: str, target: str | int, gate: str = "", size: int = -1) ->
 
 
 def rows_code(type_: str, target: str | int, gate: str = "") -> Iterator[CompiledKernel]:
+    norm = RowNorm("*fp32!", "*fp32!", "fp32", *map(tl.constexpr, (True, True, True)))
     arguments = {
-        "x": "*fp32!", "y": "*fp32!", "indices": "*i64!", "weight": "*fp32!", "to": LEFT, "features": "i32!",
-        "eps": "fp32", "matrix": matrix_of(type_, "*u8!"), "token_ids": "*i64!", "scale": "fp32", "table": "*bf16!",
-        "SIZE": 1024, "HAS_INDICES": True, "HAS_WEIGHT": True, "HAS_NORM": True, "PLANES": 2, "BLOCKS": 32,
+        "x": "*fp32!", "y": "*fp32!", "indices": "*i64!", "norm": norm, "to": LEFT, "features": "i32!",
+        "matrix": matrix_of(type_, "*u8!"), "token_ids": "*i64!", "scale": "fp32", "table": "*bf16!",
+        "SIZE": 1024, "HAS_INDICES": True, "HAS_NORM": True, "PLANES": 2, "BLOCKS": 32,
     }  # fmt: skip
     for kernel in (quantize_rows, normalize_rows, embed_rows, embed_floats):
         yield compiled(kernel, arguments, target)

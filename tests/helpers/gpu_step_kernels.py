@@ -51,7 +51,7 @@ _TAKE = {**dict.fromkeys(("tokens", "starts", "token_ids"), "*i64!"), "size": "i
 def rotation_kernel(kv_type: str, dim: int, target: int, *, is_unusual: bool = False) -> CompiledKernel:
     """Return the kernel for 32 query heads and 8 key heads.
 
-    An unusual one has norms of values, scaled queries and gates.
+    An unusual one has norms after the rotation, norms of values, scaled queries and gates.
     """
     flags = (tl.constexpr(is_unusual),) * 2
     columns = Columns(*map(tl.constexpr, ((80 if is_unusual else 48) * dim, 0, 32 * dim, 40 * dim, True)))
@@ -62,8 +62,9 @@ def rotation_kernel(kv_type: str, dim: int, target: int, *, is_unusual: bool = F
         **dict.fromkeys(("qkv", "near", "far"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
         "cache": blocks(kv_type), "items": Items("*i32!", "*i32!"), "capacity": "i32", "num_slots": "i32",
         "rotation": rotation, "columns": columns,
-        "NUM_HEADS": 32, "KV_HEADS": 8, "GROUP_SIZE": 4, "DIM": dim, "SIZE": dim, "HALF": dim // 2, "Q_NORM": 1,
-        "K_NORM": 1, "KV_TYPE": KV_TYPES.index(kv_type), "HAS_FAR": False, "SPLITS": 64, "TILE": 4,
+        "NUM_HEADS": 32, "KV_HEADS": 8, "GROUP_SIZE": 4, "DIM": dim, "SIZE": dim, "HALF": dim // 2,
+        **dict.fromkeys(("Q_NORM", "K_NORM"), 3 if is_unusual else 1), "KV_TYPE": KV_TYPES.index(kv_type),
+        "HAS_FAR": False, "SPLITS": 64, "TILE": 4,
     }  # fmt: skip
     return compiled(rotate_append, arguments, target, num_warps=4)
 
@@ -157,7 +158,7 @@ Target = str | int
 def pair_arguments(gate: str, *, has_bias: bool) -> dict[str, Any]:
     return {
         "experts": "*i32!", "tiles": Tiles("*i32!", "*i32!"), "per_line": "i32", "num_pairs": "i32", "left": LEFT,
-        "y": Output("*fp32!", "i32!", "i32!", "*fp32", "fp32", *map(tl.constexpr, (has_bias, False, False))),
+        "y": Output("*fp32!", "i32!", "i32!", "*fp32", "fp32", *map(tl.constexpr, (has_bias, False, False, ""))),
         "GATE": tl.constexpr(gate), "LEAVES": gate != "", "PLANES": 2, "LANES": MAX_LANES,
     }  # fmt: skip
 

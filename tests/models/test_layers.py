@@ -98,6 +98,12 @@ def test_only_layers_with_attention_take_memory_of_the_cache(tmp_path: Path) -> 
 PARTS = [
     (GATED[0], "output gates", ", q and k norms (head), output gates, "),
     (MINISTRAL3[0], "scaled queries", ", queries that grow every 16 tokens"),
+    (
+        BY_NAME["phi"],
+        "LayerNorm, attention in parallel to the MLP, feed-forwards without a gate",
+        "mlp beside attention",
+    ),
+    (BY_NAME["hunyuan_v1_dense"], "norms of q and k after their rotation", "q and k norms (head after)"),
     (BY_NAME["qwen3_moe"], "experts", ", experts, 3 of 20 chosen by softmax, mlp 64, silu"),
     (BY_NAME["llama4_chunks"], "attention in chunks, experts, scaled queries", "chunks of 23 tokens, "),
     (BY_NAME["llama4_chunks"], "attention in chunks, experts, scaled queries", "weighted inputs of experts"),

@@ -10,7 +10,14 @@ from infer.compute.backends.cuda.embed import embed
 from infer.compute.backends.cuda.experts import add_experts
 from infer.compute.backends.cuda.packing import prepare
 from infer.compute.backends.cuda.per_layer_inputs import gate_inputs, per_layer_inputs
-from infer.compute.backends.cuda.projection import head, norm_gate, norm_project, normalize, project_add
+from infer.compute.backends.cuda.projection import (
+    head,
+    norm_activate,
+    norm_gate,
+    norm_project,
+    normalize,
+    project_add,
+)
 from infer.compute.backends.cuda.sampling.sampler import choose_tokens
 from infer.compute.backends.cuda.short_conv import short_conv
 from infer.compute.backends.reference_attention import attention_weights
@@ -24,6 +31,7 @@ __all__ = [
     "gate_inputs",
     "gated_delta_net",
     "head",
+    "norm_activate",
     "norm_gate",
     "norm_project",
     "normalize",

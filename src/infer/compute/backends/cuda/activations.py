@@ -68,6 +68,27 @@ ROUNDER = tl.constexpr(12582912.0)  # 1.5 × 2²³: the sum's low bits are the n
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 
 
+class RowNorm(NamedTuple):
+    """A norm as kernels read it. Tensors that are not read are replaced by any existing one."""
+
+    weight: Any
+    bias: Any
+    eps: Any
+    HAS_WEIGHT: tl.constexpr
+    HAS_BIAS: tl.constexpr
+    IS_CENTRED: tl.constexpr  # LayerNorm, which subtracts the mean
+
+    @classmethod
+    def of(cls, norm: Norm | None, x: Tensor, eps: float = 0.0) -> "RowNorm":
+        """Return the norm; one without weights if it is None."""
+        if norm is None:
+            return cls(x, x, eps, *map(tl.constexpr, (False, False, False)))
+        has_bias = norm.bias is not None
+        return cls(
+            norm.weight, norm.bias if has_bias else x, norm.eps, *map(tl.constexpr, (True, has_bias, norm.is_centred))
+        )
+
+
 class Quantized(NamedTuple):
     """Activations of some tokens in planes."""
 
@@ -124,26 +145,23 @@ def normalized(
     """Return norm(x), or norm(x[indices]), in float32."""
     if norm is None:
         return x if indices is None else x[indices]
-    return _normalized(x, norm.weight, norm.eps, indices)
+    return _normalized(x, RowNorm.of(norm, x), indices)
 
 
 def divided_by_rms(x: Float[Tensor, "tokens in"], eps: float) -> Float[Tensor, "tokens in"]:
     """Return a norm of x without a weight, in float32."""
-    return _normalized(x, None, eps, None)
+    return _normalized(x, RowNorm.of(None, x, eps), None)
 
 
 def _normalized(
-    x: Float[Tensor, "tokens in"],
-    weight: Float[Tensor, "in"] | None,
-    eps: float,
-    indices: Int[Tensor, "logits"] | None,
+    x: Float[Tensor, "tokens in"], norm: RowNorm, indices: Int[Tensor, "logits"] | None
 ) -> Float[Tensor, "selected in"]:
     num_tokens = len(x) if indices is None else len(indices)
     y = torch.empty(num_tokens, x.shape[1], device=x.device)
     if num_tokens:
         normalize_rows[(num_tokens,)](
-            x, x if indices is None else indices, x if weight is None else weight, y, x.shape[1], eps,
-            HAS_INDICES=indices is not None, HAS_WEIGHT=weight is not None, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
+            x, x if indices is None else indices, norm, y, x.shape[1],
+            HAS_INDICES=indices is not None, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
         )  # fmt: skip
     return y
 
@@ -156,8 +174,7 @@ def quantized(
     found = _empty(num_tokens, num_blocks, planes, x.device)
     if num_tokens:
         quantize_rows[num_tokens, triton.cdiv(num_blocks, _BLOCKS)](
-            x, x if indices is None else indices, x if norm is None else norm.weight, found.in_bytes(),
-            x.shape[1], 0.0 if norm is None else norm.eps,
+            x, x if indices is None else indices, RowNorm.of(norm, x), found.in_bytes(), x.shape[1],
             HAS_INDICES=indices is not None, HAS_NORM=norm is not None, PLANES=planes, BLOCKS=_BLOCKS, num_warps=4,
             **EXACT,
         )  # fmt: skip
@@ -170,42 +187,39 @@ def add_normalized(
     """Replace residual by (residual + norm(y)) × scale, in place."""
     if len(y):
         add_normalized_rows[(len(y),)](
-            residual, y, norm.weight, y.shape[1], norm.eps, float(scale), BLOCKS=_BLOCKS, num_warps=4, **EXACT
+            residual, y, RowNorm.of(norm, y), y.shape[1], float(scale), BLOCKS=_BLOCKS, num_warps=4, **EXACT
         )
 
 
 @triton.jit
-def normalize_rows(
-    x, indices, weight, y, features, eps, HAS_INDICES: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCKS: tl.constexpr
-):
+def normalize_rows(x, indices, norm, y, features, HAS_INDICES: tl.constexpr, BLOCKS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     index = tl.load(indices + token) if HAS_INDICES else token
     row = x + tl.maximum(index, 0) * features
-    factor = tl.where(index < 0, float("nan"), inverse_rms(row, features, eps, BLOCKS))
+    mean, factor = mean_and_factor(row, norm, features, BLOCKS)
+    factor = tl.where(index < 0, float("nan"), factor)
     for start in range(0, features, BLOCKS * 32):
         at = start + tl.arange(0, BLOCKS * 32)
         mask = at < features
-        value = tl.load(row + at, mask=mask, other=0) * factor
-        if HAS_WEIGHT:
-            value *= tl.load(weight + at, mask=mask, other=0)
+        value = normalized_part(tl.load(row + at, mask=mask, other=0), norm, mean, factor, at, mask)
         tl.store(y + token * features + at, value, mask=mask)
 
 
 @triton.jit
-def add_normalized_rows(residual, y, weight, features, eps, scale, BLOCKS: tl.constexpr):
+def add_normalized_rows(residual, y, norm, features, scale, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * features
-    factor = inverse_rms(y + row, features, eps, BLOCKS)
+    mean, factor = mean_and_factor(y + row, norm, features, BLOCKS)
     for start in range(0, features, BLOCKS * 32):
         at = start + tl.arange(0, BLOCKS * 32)
         mask = at < features
-        value = tl.load(y + row + at, mask=mask, other=0) * factor * tl.load(weight + at, mask=mask, other=0)
+        value = normalized_part(tl.load(y + row + at, mask=mask, other=0), norm, mean, factor, at, mask)
         total = tl.load(residual + row + at, mask=mask, other=0) + value
         tl.store(residual + row + at, total * scale, mask=mask)
 
 
 @triton.jit
 def quantize_rows(
-    x, indices, weight, to, features, eps,
+    x, indices, norm, to, features,
     HAS_INDICES: tl.constexpr, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Quantise rows of norm(x). Every program of a row computes the whole row's norm itself."""
@@ -217,7 +231,8 @@ def quantize_rows(
     mask = at < features
     value = tl.where(index < 0, float("nan"), tl.load(row + at, mask=mask, other=0))
     if HAS_NORM:
-        value = value * inverse_rms(row, features, eps, BLOCKS) * tl.load(weight + at, mask=mask, other=0)
+        mean, factor = mean_and_factor(row, norm, features, BLOCKS)
+        value = normalized_part(value, norm, mean, factor, at, mask)
     store_quantized(to, value, token + blocks * 0, blocks, num_blocks, blocks < num_blocks, PLANES, BLOCKS)
 
 
@@ -270,11 +285,33 @@ def is_none(first, num_tokens, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def inverse_rms(x, features, eps, BLOCKS: tl.constexpr):
-    """Return 1 / sqrt(mean(x²) + eps)."""
+def normalized_part(value, norm, mean, factor, at, mask):
+    """Return a part of a row's values, which are at `at`, normalised."""
+    if norm.IS_CENTRED:
+        value = value - mean
+    value = value * factor
+    if norm.HAS_WEIGHT:
+        value = value * tl.load(norm.weight + at, mask=mask, other=0)
+    if norm.HAS_BIAS:
+        value = value + tl.load(norm.bias + at, mask=mask, other=0)
+    return value
+
+
+@triton.jit
+def mean_and_factor(x, norm, features, BLOCKS: tl.constexpr):
+    """Return the mean m of a row, or 0 if the norm is not centred, and 1 / sqrt(mean((x − m)²) + eps)."""
+    mean = 0.0
+    if norm.IS_CENTRED:
+        sums = tl.zeros((BLOCKS * 32,), tl.float32)
+        for start in range(0, features, BLOCKS * 32):
+            at = start + tl.arange(0, BLOCKS * 32)
+            sums += tl.load(x + at, mask=at < features, other=0)
+        mean = tl.sum(sums) / features
     squares = tl.zeros((BLOCKS * 32,), tl.float32)
     for start in range(0, features, BLOCKS * 32):
         at = start + tl.arange(0, BLOCKS * 32)
         value = tl.load(x + at, mask=at < features, other=0)
+        if norm.IS_CENTRED:
+            value = tl.where(at < features, value - mean, 0.0)
         squares += value * value
-    return 1.0 / tl.sqrt_rn(tl.sum(squares) / features + eps)
+    return mean, 1.0 / tl.sqrt_rn(tl.sum(squares) / features + norm.eps)

@@ -10,7 +10,15 @@ from infer.compute.backends.cuda.attention_chunks import attend_chunks
 from infer.compute.backends.cuda.attention_items import CHUNK, FIELDS, SLOTS, Items, num_splits
 from infer.compute.backends.cuda.attention_merge import LOG2_E, ChunkParts, Results
 from infer.compute.backends.cuda.kv_blocks import make_blocks
-from infer.compute.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Columns, Rotation, rotate_append
+from infer.compute.backends.cuda.rotation import (
+    HEAD_NORM,
+    NO_NORM,
+    NORM_AFTER,
+    WHOLE_NORM,
+    Columns,
+    Rotation,
+    rotate_append,
+)
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.step import Step
@@ -39,9 +47,9 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     rotate_append[num_tokens + 1, kv_heads](
         floats, near, far, items, len(items.fields), len(parts.sums), step.rows, step.positions,
         _rotation(heads, pages, near), cache, _columns(heads, floats.shape[1]),
-        NUM_HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, GROUP_SIZE=group_size, Q_NORM=_kind(heads.q_norm, dim),
-        K_NORM=_kind(heads.k_norm, dim), SPLITS=num_splits(kv_heads), TILE=queries // group_size, **shape,
-        num_warps=4, **EXACT,
+        NUM_HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, GROUP_SIZE=group_size,
+        Q_NORM=_kind(heads, heads.q_norm), K_NORM=_kind(heads, heads.k_norm), SPLITS=num_splits(kv_heads),
+        TILE=queries // group_size, **shape, num_warps=4, **EXACT,
     )  # fmt: skip
 
     out = torch.empty_like(near)
@@ -115,8 +123,10 @@ def _results(heads: Heads, qkv: Tensor) -> Results:
     )
 
 
-def _kind(norm: Norm | None, dim: int) -> int:
-    kind = NO_NORM if norm is None else HEAD_NORM if len(norm.weight) == dim else WHOLE_NORM
+def _kind(heads: Heads, norm: Norm | None) -> int:
+    if norm is None:
+        return int(NO_NORM.value)
+    kind = NORM_AFTER if heads.are_norms_after else HEAD_NORM if len(norm.weight) == heads.head_dim else WHOLE_NORM
     return int(kind.value)
 
 

@@ -18,11 +18,15 @@ from infer.compute.operands.unusual_parts import check_unusual_parts
 
 _COMPUTED_PARTS = frozenset(  # of `unusual_parts`
     {
+        "LayerNorm",
         "attention in chunks",
+        "attention in parallel to the MLP",
         "attention sinks",
         "experts",
+        "feed-forwards without a gate",
         "gated delta nets",
         "layers with a scale",
+        "norms of q and k after their rotation",
         "norms of values",
         "output gates",
         "per-layer inputs",

@@ -1,4 +1,4 @@
-"""Epilogue of a product before it is stored: bias, activation(gate) × up, residual, softcap; in float32."""
+"""Epilogue of a product before it is stored: bias, activation, gate × up, residual, softcap; in float32."""
 
 from typing import Any, NamedTuple
 
@@ -17,13 +17,16 @@ class Output(NamedTuple):
     HAS_BIAS: tl.constexpr
     ADD: tl.constexpr
     HAS_SOFTCAP: tl.constexpr
+    ACTIVATION: tl.constexpr  # of the product itself, if it has no gate; or ""
 
 
 @triton.jit
 def biased(value, y, rows):
-    """Return the value plus the bias of `rows`, which must all exist."""
+    """Return the value plus the bias of `rows`, which must all exist, with the activation applied to the sum."""
     if y.HAS_BIAS:
         value += tl.load(y.bias + rows)
+    if y.ACTIVATION != "":
+        value = activated(value, y.ACTIVATION)
     return value
 
 

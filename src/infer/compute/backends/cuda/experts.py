@@ -164,6 +164,7 @@ def _multiply(
             HAS_BIAS=triton.language.constexpr(stack.bias is not None),
             ADD=triton.language.constexpr(False),
             HAS_SOFTCAP=triton.language.constexpr(False),
+            ACTIVATION=triton.language.constexpr(""),
         )
         _launch(x, pairs, stacks, output, left, activation or "")
         row += weight.out_features

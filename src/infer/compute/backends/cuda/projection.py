@@ -87,6 +87,14 @@ def norm_gate(
     return activations_of_all(y, twin, gate_up.shares)
 
 
+def norm_activate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection, activation: Activation
+) -> Activations:
+    y = torch.empty(len(x), projection.out_features, device=x.device)
+    twin = multiply(Activations(x), norm, projection, y, activation=activation, has_gate=False)
+    return activations_of_all(y, twin, projection.shares)
+
+
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
     return normalized(x, norm)
 
@@ -111,11 +119,13 @@ def multiply(
     *,
     indices: Int[Tensor, "logits"] | None = None,
     activation: Activation | None = None,
+    has_gate: bool = True,
     add: bool = False,
     softcap: float | None = None,
 ) -> Twin | None:
     """Write projection(norm(x)), or projection(norm(x[indices])), to `y`. With `add`, add it instead.
 
+    An activation is for the first half of the rows, which multiplies the others; without a gate, for all rows.
     Return the twin of what was written.
     """
     if not len(y):
@@ -124,7 +134,7 @@ def multiply(
     forms: dict[int, Quantized] = {}
     if twin.quantized is not None and norm is None and indices is None:
         forms[twin.planes] = twin.quantized
-    made = None
+    made, gate = None, (activation or "") if has_gate else ""
     for weight in projection.parts:
         assert isinstance(weight, PackedWeight)
         form = FORMS.get(weight.layout.type, weight.planes)
@@ -133,15 +143,16 @@ def multiply(
         output = Output(
             out=y[:, column:],
             stride=y.stride(0),
-            num_rows=weight.out_features // (2 if activation else 1),
+            num_rows=weight.out_features // (2 if gate else 1),
             bias=y if bias is None else bias[column:],
             softcap=softcap or 0.0,
             HAS_BIAS=tl.constexpr(bias is not None),
             ADD=tl.constexpr(add),
             HAS_SOFTCAP=tl.constexpr(softcap is not None),
+            ACTIVATION=tl.constexpr("" if gate else activation or ""),
         )
         left = room_for(y, form) if activation else None
-        launch(forms[form], weight, output, left, len(y), activation or "")
+        launch(forms[form], weight, output, left, len(y), gate)
         made = Twin(form, left)
         column += output.num_rows
     return made

@@ -16,6 +16,7 @@ from infer.compute.backends.cuda.kv_blocks import Q8, mix, place_of, store_key, 
 NO_NORM = tl.constexpr(0)
 HEAD_NORM = tl.constexpr(1)
 WHOLE_NORM = tl.constexpr(2)
+NORM_AFTER = tl.constexpr(3)  # of each head, after its rotation
 
 
 class Rotation(NamedTuple):
@@ -92,11 +93,11 @@ def _rotate_token(
     scale = _scale(x, rotation.q_norm, heads, rotation.q_eps, i, is_mine, NUM_HEADS, DIM, Q_NORM)
     at = (token * NUM_HEADS + heads) * DIM + i
     angle = angles + position * HALF
-    q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
+    q = _rotated(x, rotation.q_norm, heads, scale, rotation.q_eps, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
     _store_queries(near + at, q, position, rotation, is_mine, GROUP_SIZE, SIZE, KV_TYPE)
     if HAS_FAR:
         capped = angles + tl.minimum(position, rotation.last_position) * HALF
-        q = _rotated(x, rotation.q_norm, heads, scale, rotation, capped, i, is_mine, DIM, HALF, Q_NORM)
+        q = _rotated(x, rotation.q_norm, heads, scale, rotation.q_eps, rotation, capped, i, is_mine, DIM, HALF, Q_NORM)
         _store_queries(far + at, q, position, rotation, is_mine, GROUP_SIZE, SIZE, KV_TYPE)
     if columns.HAS_KEYS:
         _append(own, head, row, position, angle, rotation, cache, columns, KV_HEADS, DIM, HALF, SIZE, K_NORM, KV_TYPE)
@@ -123,7 +124,7 @@ def _append(
     x, i = own + columns.K, tl.arange(0, SIZE)[None, :]
     one = tl.full((1, 1), 0, tl.int32) + head
     scale = _scale(x, rotation.k_norm, one, rotation.k_eps, i, i < DIM, KV_HEADS, DIM, K_NORM)
-    k = _rotated(x, rotation.k_norm, one, scale, rotation, angle, i, i < DIM, DIM, HALF, K_NORM)
+    k = _rotated(x, rotation.k_norm, one, scale, rotation.k_eps, rotation, angle, i, i < DIM, DIM, HALF, K_NORM)
     j = tl.arange(0, SIZE)
     v = tl.load(own + columns.V + head * DIM + j, mask=j < DIM, other=0.0)
     one_or_nan = 1.0 + tl.sum(k * 0.0) + tl.sum(v * 0.0)
@@ -154,7 +155,7 @@ def _scale(x, weight, heads, eps, i, is_mine, NUM_HEADS: tl.constexpr, DIM: tl.c
 
 @triton.jit
 def _rotated(
-    x, weight, heads, scale, rotation, angle, i, is_mine,
+    x, weight, heads, scale, eps, rotation, angle, i, is_mine,
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Return elements i of heads, normalised. Elements i and i + HALF rotate together, and the rest stay."""
@@ -167,6 +168,9 @@ def _rotated(
         cos = tl.load(rotation.cos + angle + pair, mask=is_turned, other=1.0)
         sin = tl.load(rotation.sin + angle + pair, mask=is_turned, other=0.0)
         own = own * cos + tl.where(i < HALF, -other, other) * sin
+    if NORM == NORM_AFTER:
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(own * own, axis=1, keep_dims=True) / DIM + eps))
+        own = own * scale * tl.load(weight + i, mask=is_mine, other=0.0)
     return own
 
 

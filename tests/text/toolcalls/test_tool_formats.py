@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from infer.text.toolcalls.tools import Kind, Tool, read_tool_choice, read_tools
 
 CONTROLS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]", "<escape>")
 THINK, THINK_CONTROL, *_ = REASONING_FORMATS
+(TAGGED,) = (form for form in REASONING_FORMATS if form.answer_opening)
 NAME = "get_weather"
 TYPES = {"city": "string", "days": "integer", "hourly": "boolean", "at": ["number", "null"]}
 PROPERTIES: dict[str, Any] = {name: {"type": kind} for name, kind in TYPES.items()}
@@ -260,6 +262,28 @@ def test_constraints_of_the_text_apply_after_the_reasoning(answer: Grammar, text
         assert allows(tokenizer, form, whole, answer)
         assert not allows(tokenizer, form, whole + "?", answer)
     assert allows(tokenizer, form, text, answer)
+
+
+@pytest.mark.parametrize("are_control", [False, True], ids=["text", "control"])
+def test_tags_around_an_answer_are_allowed_and_never_shown(are_control: bool, tmp_path: Path) -> None:
+    """Published tokenizers have them as tokens that are not special; other files as special ones."""
+    names = [f"<|{end}_{part}|>" for part in ("THINKING", "RESPONSE", "ACTION") for end in ("START", "END")]
+    tokenizer, form = make_tokenizer(tmp_path, names if are_control else ()), FORMATS["command-r7b"]
+    thought, rest = "<|START_THINKING|>I plan.<|END_THINKING|>", "<|START_RESPONSE|>Hi <b>\n there<|END_RESPONSE|>"
+    call, with_calls = form.written([("now", "{}")]), answer_format(tokenizer, form, reasoning=TAGGED)
+    answer = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "null"}}}')
+    for each in (with_calls, replace(with_calls, calls=None)):
+        for before, reasoning in (("", None), (thought, "I plan.")):
+            for text, shown in ((rest, "Hi <b>\n there"), ("Hi", "Hi")):
+                assert parsed_anyhow(each, marked(each, tokenizer, before + text)) == (shown, reasoning, ())
+            for text in ('{"a": null}', '<|START_RESPONSE|>{"a": null}<|END_RESPONSE|>'):
+                assert allows(tokenizer, each, before + text, answer, ends=True)
+            assert not allows(tokenizer, each, f"{before}<|START_RESPONSE|>Hi", answer)
+    assert all(allows(tokenizer, with_calls, text, ends=True) for text in (f"{thought}\n{rest}", rest, thought + call))
+    text, reasoning, (made,) = parsed_anyhow(with_calls, marked(with_calls, tokenizer, thought + call))
+    assert (text, reasoning, made.name) == ("", "I plan.", "now")
+    raw = AnswerFormat(None, TAGGED, is_apart=False)
+    assert parsed(raw, thought + rest) == (thought + rest, None, ())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])

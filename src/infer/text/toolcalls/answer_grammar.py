@@ -159,7 +159,7 @@ class _Builder:
 
     def _answer(self) -> str:
         calls = self._form.calls
-        text = "SPACES? @answer" if self._is_held else self._text()
+        text = self._tagged("SPACES? @answer" if self._is_held else self._text())
         if calls is None or calls.kind == "none":
             return text
         rest = self._calls(calls)
@@ -174,6 +174,14 @@ class _Builder:
         if len(calls.form.start) > 1:
             return f"{text} | /{_SPACES}{as_pattern(calls.form.start)}/ {rest}"
         return f"{text} | {self._calls_at_once(calls)}"
+
+    def _tagged(self, text: str) -> str:
+        """Return the rule of a text that may be between the tags of an answer."""
+        reasoning = self._form.reasoning
+        if reasoning is None or not reasoning.answer_opening:
+            return text
+        opening, closing = map(self._lark.literal, (reasoning.answer_opening, reasoning.answer_closing))
+        return f"(SPACES? {opening})? {text} ({closing})?"
 
     def _text(self) -> str:
         calls, excluded = self._form.calls, self._not_text()

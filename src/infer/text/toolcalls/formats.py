@@ -103,6 +103,8 @@ class ToolCallFormat:
 class ReasoningFormat:
     """Notation of reasoning: the text between `opening` and `closing`.
 
+    Models may write the answer's text between `answer_opening` and `answer_closing`, which are never shown.
+
     With a `body`, the whole answer consists of messages. A message is `start`, `role`, a header, `body`, a text and
     `closing`; the prompt ends after the first `start` and `role`. A header names a channel after `channel`; for
     reasoning it is in `opening`. It may name a type after `constrain`, and a tool as in `ToolCallFormat.before_name`.
@@ -111,6 +113,8 @@ class ReasoningFormat:
 
     opening: str
     closing: str
+    answer_opening: str = ""
+    answer_closing: str = ""
     start: str = ""
     role: str = ""
     channel: str = ""
@@ -150,6 +154,12 @@ REASONING_FORMATS = (
         aside_channel="commentary",
     ),
     ReasoningFormat("<|channel>thought", "<channel|>"),  # Gemma 4
+    ReasoningFormat(  # Command R7B and later
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        answer_opening="<|START_RESPONSE|>",
+        answer_closing="<|END_RESPONSE|>",
+    ),
 )
 
 _OBJECT = '{"name": "{name}", "arguments": {arguments}}'

@@ -217,6 +217,8 @@ class AnswerParser(Parser):
         self._literal, self._after = "", self._name
         opening = form.reasoning.opening if form.reasoning is not None and form.is_apart else ""
         self._later_opening = opening if MARKS.match(opening) else ""
+        tags = form.reasoning if form.is_apart else None
+        self._tags = () if tags is None else tuple(filter(None, (tags.answer_opening, tags.answer_closing)))
         if form.reasoning is None:
             self._state = self._beginning
         else:
@@ -312,19 +314,24 @@ class AnswerParser(Parser):
         return True
 
     def _content(self) -> bool:
-        known, end = known_before(self._held, self._later_opening)
+        known, end = known_before(self._held, self._later_opening, *self._tags)
         self._text += known
         self._held = self._held[len(known) :]
-        if end:
+        if end in self._tags:
+            self._held = self._held[len(end) :]
+        elif end:
             self._expect(end, self._reasoning)
         return bool(end)
 
     def _until_call(self) -> bool:
         assert self._form.calls is not None
-        known, end = known_before(self._held, self._form.calls.form.trigger)
-        shown = known.rstrip(SPACES)
+        known, end = known_before(self._held, self._form.calls.form.trigger, *self._tags)
+        shown = known if end in self._tags else known.rstrip(SPACES)
         self._text += shown
         self._held = self._held[len(known if end else shown) :]
+        if end in self._tags:
+            self._held = self._held[len(end) :]
+            return True
         return bool(end) and self._begin_call()
 
     def _begin_call(self) -> bool:

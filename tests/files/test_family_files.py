@@ -337,11 +337,12 @@ def test_parts_that_do_not_fit_together_are_named(change: Any, problem: str, tmp
 _NOT_IN_GGUF = {"llama_relu", "llama_relu2", "llama_quick_gelu", "llama_odd_sizes", "llama_yarn_mscale"}
 _NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows", "qwen3_moe_mixed", "gpt_oss_plain"}
 _NOT_IN_GGUF |= {"mellum_mixed", "muse_glimmer_listed", "llama4_chunks", "llama4_plain", "lfm2_biases"}
-_NOT_IN_GGUF |= {"lfm2_moe_plain", "qwen3_next_mixed", "olmo_hybrid", "olmo_hybrid_rotated"}
+_NOT_IN_GGUF |= {"lfm3", "lfm2_moe_plain", "qwen3_next_mixed", "olmo_hybrid", "olmo_hybrid_rotated"}
 _IN_GGUF_TOO = {"gemma", "glm4", "glm4_whole", "ernie4_5", "ernie4_5_biases", "arcee"}
 _IN_GGUF_TOO |= {"hunyuan_v1_dense", "starcoder2", "starcoder2_plain", "cohere", "cohere2"}
 _IN_GGUF_TOO |= {"minimax_m2", "afmoe", "exaone_moe", "hunyuan_v1_moe", "dots1_full"}
-_IN_GGUF_TOO |= {"stablelm", "nemotron", "phi", "olmo"}
+_IN_GGUF_TOO |= {"stablelm", "stablelm_parallel", "nemotron", "phi", "olmo", "exaone"}
+_IN_GGUF_TOO |= {"gpt_neox", "gpt_neox_in_turn", "gpt_neox_wide"}
 _NOT_IN_GGUF |= {tiny.name for tiny in (*ROWS, *CENTRED) if tiny.name not in _IN_GGUF_TOO}
 CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
 

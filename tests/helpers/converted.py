@@ -22,12 +22,12 @@ _ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe", "glm4_moe":
 _ARCHITECTURES |= {"muse_glimmer_text": "muse-glimmer", "llama4_text": "llama4", "llama_bidirec": "llama-embed"}
 _ARCHITECTURES |= {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _ARCHITECTURES |= {"hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r", "hunyuan_v1_moe": "hunyuan-moe"}
-_ARCHITECTURES |= {"minimax_m2": "minimax-m2", "exaone_moe": "exaone-moe", "phi": "phi2"}
+_ARCHITECTURES |= {"gpt_neox": "gptneox", "minimax_m2": "minimax-m2", "exaone_moe": "exaone-moe", "phi": "phi2"}
 # Architectures that the `gguf` package does not have.
 _NAMED_AS = {"mellum": "qwen3moe", "laguna": "afmoe", "muse-glimmer": "afmoe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
 _PERMUTED |= {"llama_bidirec", "arcee", "olmo"}
-_WITH_LAYER_NORM = {"cohere", "cohere2", "starcoder2", "stablelm", "nemotron", "phi", "olmo"}
+_WITH_LAYER_NORM = {"gpt_neox", "cohere", "cohere2", "starcoder2", "stablelm", "nemotron", "phi", "olmo"}
 _WITH_KINDS = {"gemma3_text", *_GEMMA4, "olmo3", "exaone4", "exaone_moe", "mellum", "muse_glimmer_text"}
 _WITH_KINDS |= {"cohere2", "afmoe"}
 _EPS_NAMES = ("norm_eps", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
@@ -78,6 +78,9 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
             values = permuted(values, heads[module] or config["num_attention_heads"])
         if family == "muse_glimmer_text" and name.endswith("layernorm.weight"):
             values = values + 1
+        if family == "gpt_neox" and module == "query_key_value":  # rows of each head → rows of q, k and v
+            heads_of_rows = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+            values = heads_of_rows.swapaxes(0, 1).reshape(values.shape)
         if family in _NORMS_PLUS_ONE and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             values = values + 1
         name = f"{name}.weight" if name.endswith("layer_scalar") else name
@@ -151,7 +154,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_feed_forward_length(sizes if config.get("use_double_wide_mlp") else size)
     by_layer = config.get("num_attention_heads_per_layer") or [heads]
     writer.add_head_count(heads if len(set(by_layer)) == 1 else by_layer)
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = heads if config["model_type"] == "gpt_neox" else config.get("num_key_value_heads") or heads
     if config["model_type"] in ("lfm2", "lfm2_moe"):
         writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
@@ -197,6 +200,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if has_kinds or config.get("use_sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     for key, add in (
+        ("use_parallel_residual", writer.add_parallel_residual),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
         ("attention_multiplier", writer.add_attention_scale),

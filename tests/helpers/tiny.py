@@ -228,6 +228,10 @@ RECURRENT = [
         conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False, norm_eps=1e-3,
     ),
     _tiny(
+        "lfm3", hf.models.lfm3.configuration_lfm3.Lfm3Config, num_hidden_layers=5, head_dim=32, sliding_window=8,
+        conv_L_cache=5,
+    ),
+    _tiny(
         "lfm2_moe", hf.Lfm2MoeConfig, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2,
         num_dense_layers=1, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
     ),
@@ -387,6 +391,30 @@ ROWS = [
         num_dense_layers=2, mup_enabled=True, sliding_window=8, route_scale=1.8, **_MOE,
     ),
     _tiny("afmoe_plain", hf.AfmoeConfig, head_dim=16, num_experts=4, num_dense_layers=0, **_MOE),
+    _tiny("exaone", hf.models.exaone.configuration_exaone.ExaoneConfig, rope_parameters=_LLAMA3_ROPE),
+    _tiny("cwm", hf.CwmConfig, num_hidden_layers=5, head_dim=32, sliding_window=8, rope_parameters=_LLAMA3_ROPE),
+    _tiny(
+        "hyperclovax", hf.models.hyperclovax.configuration_hyperclovax.HyperCLOVAXConfig, num_hidden_layers=3,
+        embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=0.5,
+        rms_norm_eps=1e-2,
+    ),
+    _tiny("nanochat", hf.NanoChatConfig, num_hidden_layers=3, rms_norm_eps=1e-4, final_logit_softcapping=2.0),
+    _tiny(
+        "sarvam_moe", hf.models.sarvam_moe.configuration_sarvam_moe.SarvamMoEConfig, head_dim=16, n_routed_experts=6,
+        n_shared_experts=1, **_MOE,
+    ),
+    _tiny(
+        "hy_v3", hf.models.hy_v3.configuration_hy_v3.HYV3Config, num_hidden_layers=3, head_dim=32, num_experts=6,
+        **_MOE,
+    ),
+    _tiny(
+        "flint", hf.models.flint.configuration_flint.FlintConfig, num_hidden_layers=5, head_dim=32, num_experts=6,
+        sliding_window=8, shared_expert_intermediate_size=32, mlp_only_layers=[1], **_MOE,
+    ),
+    _tiny(
+        "kolibri1", hf.models.kolibri1.configuration_kolibri1.Kolibri1Config, num_hidden_layers=5, head_dim=32,
+        num_experts=6, sliding_window=8, shared_expert_intermediate_size=32, norm_topk_prob=True, **_MOE,
+    ),
     _tiny(
         "exaone_moe", hf.ExaoneMoeConfig, num_hidden_layers=5, head_dim=32, num_experts=6, sliding_window=8, **_MOE,
     ),
@@ -405,8 +433,11 @@ CENTRED = [
     _tiny("starcoder2", hf.Starcoder2Config, sliding_window=8),
     _tiny("starcoder2_plain", hf.Starcoder2Config, use_bias=False, tie_word_embeddings=False),
     _tiny("stablelm", hf.StableLmConfig, use_qkv_bias=True),
+    _tiny("stablelm_parallel", hf.StableLmConfig, use_parallel_residual=True),
+    _tiny("jais2", hf.models.jais2.configuration_jais2.Jais2Config),
     _tiny("nemotron", hf.NemotronConfig),
     _tiny("gpt_neox", hf.GPTNeoXConfig),
+    _tiny("gpt_neox_in_turn", hf.GPTNeoXConfig, use_parallel_residual=False),
     _tiny("gpt_neox_wide", hf.GPTNeoXConfig, rotary_pct=1.0, attention_bias=False, tie_word_embeddings=True),
     _tiny("hunyuan_v1_dense", hf.HunYuanDenseV1Config, head_dim=32),
     _tiny(

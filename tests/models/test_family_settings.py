@@ -113,9 +113,15 @@ def test_every_default_is_that_of_the_class_of_transformers(tiny: Tiny) -> None:
 
 
 REFUSED = [
-    ("gpt2", {}, "model_type 'gpt2' is not supported"),
+    ("bloom", {}, "model_type 'bloom' is not supported"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported for cohere: it must be False"),
-    ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual=True is not supported for stablelm"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported for stablelm: it must be False"),
+    ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm=False is not supported for lfm3: it must be True"),
+    (
+        "nanochat",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type 'linear' is not supported for nanochat",
+    ),
     ("ernie4_5_moe", {"num_experts": 4, "use_bias": True, "num_key_value_heads": 2}, "its head would have a bias"),
     ("granite_swa", {"num_key_value_heads": 2, "layer_rope_theta": [0, 1, 1, 2]}, "it may have zeros and one theta"),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not supported"),

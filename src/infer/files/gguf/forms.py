@@ -17,6 +17,7 @@ from infer.files.gguf.gguf_values import (
     layers_of_two_kinds,
     layers_that_rotate_in_windows,
     learned_positions,
+    parts_in_parallel,
     rotated_positions,
     short_convolutions,
 )
@@ -77,6 +78,7 @@ class GGUFForm:
 
 
 _QKV, _GATE_UP, _LOCAL_BASE = "self_attn.qkv_proj", "mlp.gate_up_proj", "rope.freq_base_swa"
+_PARALLEL = "use_parallel_residual"
 _WINDOWED_HEADS = ("attention.key_length_swa", "attention.value_length_swa")
 _GATED_UP = {_GATE_UP: "ffn_up"}
 _AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}
@@ -139,7 +141,7 @@ _COHERE = GGUFForm(
 _QWEN35_MOE = replace(_QWEN35, model_type="qwen3_5_moe_text", model_types=("qwen3_5_moe",))
 
 # By names of architectures. If families are in several rows, the first is that of exports.
-FORMS = {name: GGUFForm(name) for name in ("exaone4", "olmoe", "qwen2", "qwen3")}
+FORMS = {name: GGUFForm(name) for name in ("exaone", "exaone4", "olmoe", "qwen2", "qwen3")}
 FORMS |= {name: GGUFForm(name, are_rows_paired=True) for name in ("granite", "granitemoe", "smollm3")}
 FORMS |= {
     "llama": GGUFForm(
@@ -197,7 +199,14 @@ FORMS |= {
     "arcee": GGUFForm("arcee", are_rows_paired=True),
     "hunyuan-dense": GGUFForm("hunyuan_v1_dense"),
     "starcoder2": GGUFForm("starcoder2", has_layer_norm=True),
-    "stablelm": GGUFForm("stablelm", has_layer_norm=True, only={"use_parallel_residual": False}),
+    "stablelm": GGUFForm(
+        "stablelm",
+        has_layer_norm=True,
+        keys=(_PARALLEL,),
+        settings={_PARALLEL: None},  # llama.cpp's converter writes true if a config has no such setting
+        derived=parts_in_parallel,
+    ),
+    "gptneox": GGUFForm("gpt_neox", has_layer_norm=True, keys=(_PARALLEL,), fused=(_QKV,)),
     "nemotron": GGUFForm("nemotron", has_layer_norm=True, are_norms_less_one=True),
     "phi2": GGUFForm("phi", has_layer_norm=True),
     "olmo": GGUFForm("olmo", has_layer_norm=True, are_rows_paired=True, only={"attention.clamp_kqv": None}),
@@ -289,7 +298,8 @@ FORMS |= {
 FOLDERS = {name: GGUFForm(name, paired_share=1.0) for name in ("helium", "ernie4_5_moe")}
 FOLDERS |= {"glm": GGUFForm("glm", paired_share=0.5)}
 FOLDERS |= {"vaultgemma": GGUFForm("vaultgemma", are_norms_less_one=True)}
-FOLDERS |= {"internlm3": GGUFForm("internlm3")}
+FOLDERS |= {name: GGUFForm(name) for name in ("internlm3", "cwm", "nanochat", "hyperclovax", "lfm3", "jais2")}
+FOLDERS |= {name: GGUFForm(name) for name in ("sarvam_moe", "hy_v3", "flint", "kolibri1")}
 _BY_FAMILY = {family: name for name, form in reversed(FORMS.items()) for family in form.families if family is not None}
 
 

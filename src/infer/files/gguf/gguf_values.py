@@ -199,6 +199,11 @@ def delta_nets(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "layer_types": kinds}
 
 
+def parts_in_parallel(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting of layers without a norm before the feed-forward, which is then in parallel to attention."""
+    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in values.file.tensors}
+
+
 def learned_positions(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of tables of positions and types. The context may be shorter than the table of positions."""
     tensors, length = values.file.tensors, config["max_position_embeddings"]

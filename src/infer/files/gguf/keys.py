@@ -53,6 +53,7 @@ KEYS = (  # in the order of a file
     Key("attention.sliding_window", "sliding_window"),
     Key("attention.sliding_window_pattern", "sliding_window_pattern"),
     Key("feed_forward_length", "intermediate_size"),
+    Key("use_parallel_residual", "use_parallel_residual", "flag", True, "form"),
     Key("expert_count", "num_experts", "count", needs="experts"),
     Key("expert_used_count", "num_experts_per_tok", "count", needs="experts"),
     Key("expert_feed_forward_length", "moe_intermediate_size"),

@@ -94,6 +94,13 @@ _TWO_NORMS = {
     "feedforward_layer_norm": "mlp_norm",
     "post_self_attn_layernorm": "post_attention_norm",  # GLM-4
     "post_mlp_layernorm": "post_mlp_norm",
+    "post_attn_norm": "post_attention_norm",  # Kolibri
+    "post_ffn_norm": "post_mlp_norm",
+    "post_operator_norm": "post_attention_norm",  # LFM3
+    "post_norm1": "post_attention_norm",  # HyperCLOVA X
+    "post_norm2": "post_mlp_norm",
+    "ln_1": "attention_norm",  # EXAONE 3
+    "ln_2": "mlp_norm",
 }
 _FOUR_NORMS = {
     "input_layernorm": "attention_norm",
@@ -119,6 +126,14 @@ _PARTS = _compiled(
     ),
     (r"\.mlp\.router\.gate\.", ".mlp.router."),
     (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
+    (r"\.self_attn\.(softmax_offset|attention_sink_bias)", ".self_attn.sinks"),
+    (r"\.attn\.attention\.", ".self_attn."),
+    (r"(model\.layers\.[0-9]+)\.attention\.query_key_value\.", r"\1.self_attn.qkv_proj."),
+    (r"(model\.layers\.[0-9]+)\.attention\.", r"\1.self_attn."),
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),
+    (r"\.moe\.router\.expert_bias", ".mlp.router.correction"),
+    (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
     (r"\.mlp\.(shared_experts|shared_mlp)\.", ".mlp.shared_expert."),
     (r"(model\.layers\.[0-9]+\.)shared_mlp\.input_linear", r"\1mlp.shared_expert.gate_up_proj"),
     (r"(model\.layers\.[0-9]+\.)shared_mlp\.output_linear", r"\1mlp.shared_expert.down_proj"),
@@ -162,6 +177,7 @@ _MODULE_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "a
 _USUAL: Mapping[str, str] = MappingProxyType({})
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
+_GPT = {"wte.": "model.embed_tokens.", "h.": "model.layers.", "ln_f.": "model.norm."}
 _NEOX = {"gpt_neox.": "model.", "embed_in.": "embed_tokens.", "embed_out.": "lm_head.", ".attention.": ".self_attn."}
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.(?:weight|bias))")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
@@ -279,6 +295,10 @@ def _without_prefix(name: str) -> str:
     if name.startswith(("gpt_neox.", "embed_out.")):
         for theirs, ours in _NEOX.items():
             name = name.replace(theirs, ours)
+    name = name.removeprefix("transformer.")
+    first = f"{name.partition('.')[0]}."
+    if first in _GPT:
+        return _GPT[first] + name.removeprefix(first)
     if _WITHOUT_MODEL.match(name):
         return f"model.{name}"
     text = _TEXT_PREFIX.sub("model.", name, count=1) if _TEXT_PREFIX.match(name) else name

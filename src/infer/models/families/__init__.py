@@ -113,6 +113,8 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
     dense = None if all(are_sparse) else _dense(config, family, activation)
     norms, sources = family.norms, family.shared_layers(config, kinds)
+    if family.parallel_setting is not None and not flag(config, family.parallel_setting):
+        norms = replace(norms, parallel=None)
     if family.eps_after_setting is not None:
         norms = replace(norms, eps_after=positive(config, family.eps_after_setting))
     own_input = family.per_layer_input(config, activation)

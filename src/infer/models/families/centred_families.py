@@ -5,7 +5,7 @@ from dataclasses import replace
 from infer.compute.operands.architecture import Norms
 from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
 from infer.models.families.layer_kinds import all_windowed, all_windowed_but_every, rotated_where_listed_as_windowed
-from infer.models.families.ropes import gpt_neox_rope, theta_rope, usual_rope
+from infer.models.families.ropes import theta_rope, usual_rope
 
 _COHERE = Family(
     usual_defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
@@ -50,8 +50,16 @@ CENTRED: dict[str, Family] = {
         reads=ATTENTION_BIAS,
         renamed={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "attention_bias"},
         rotates_partly=True,
+        norms=Norms(are_centred=True, have_bias=True, parallel="one"),
+        parallel_setting="use_parallel_residual",
+        refuses={"qk_layernorm": False},
+    ),
+    "jais2": Family(
+        usual_defaults(8192, eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True),
+        reads=ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        is_gated=False,
         norms=Norms(are_centred=True, have_bias=True),
-        refuses={"qk_layernorm": False, "use_parallel_residual": False},
     ),
     "nemotron": Family(
         usual_defaults(4096, eps=1e-5, hidden_act="relu2", partial_rotary_factor=0.5),
@@ -69,14 +77,15 @@ CENTRED: dict[str, Family] = {
         refuses={"clip_qkv": None},
     ),
     "gpt_neox": Family(
-        usual_defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, rotary_pct=0.25),
+        usual_defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, partial_rotary_factor=0.25)
+        | {"use_parallel_residual": True},
         fixed={"mlp_bias": True, "num_key_value_heads": None},
         reads=ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"layer_norm_eps": "rms_norm_eps"},
-        rope_settings=gpt_neox_rope,
+        renamed={"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor"}
+        | {"rotary_emb_base": "rope_theta"},
         rotates_partly=True,
         is_gated=False,
         norms=Norms(are_centred=True, have_bias=True, parallel="two"),
-        refuses={"use_parallel_residual": True},
+        parallel_setting="use_parallel_residual",
     ),
 }

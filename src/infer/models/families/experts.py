@@ -20,6 +20,19 @@ def qwen_experts(config: Config, activation: Activation) -> Experts:
     )
 
 
+def flint_experts(config: Config, activation: Activation) -> Experts:
+    """Return Flint's experts: chosen by a sigmoid, with a shared expert without a gate."""
+    router = _router(config, scores="sigmoid", is_normalized=flag(config, "norm_topk_prob"))
+    return replace(qwen_experts(config, activation), router=router, has_shared_gate=False)
+
+
+def kolibri_experts(config: Config, activation: Activation) -> Experts:
+    """Return Kolibri's experts: chosen by corrected logits, with a shared expert without a gate."""
+    router = _router(config, scores="sigmoid_of_chosen", is_normalized=flag(config, "norm_topk_prob"))
+    router = replace(router, has_correction=True)
+    return replace(qwen_experts(config, activation), router=router, has_shared_gate=False)
+
+
 def olmoe_experts(config: Config, activation: Activation) -> Experts:
     if config.get("clip_qkv") is not None:
         raise UnsupportedModelError(f"clip_qkv={config['clip_qkv']!r:.60} is not supported for olmoe: it must be null")

@@ -33,6 +33,11 @@ def sigmoid_without_bias(config: Config) -> tuple[GateCurve, bool]:
     return sigmoid_of_elements(config)
 
 
+def sigmoid_of_heads(config: Config) -> tuple[GateCurve, bool]:
+    """Return sigmoid, one gate per head without a bias."""
+    return sigmoid_without_bias(config)[0], True
+
+
 def laguna_gates(config: Config) -> tuple[GateCurve, bool]:
     """Return Laguna's gates: softplus, by default one per head; `gating` can set one per element."""
     sigmoid_without_bias(config)

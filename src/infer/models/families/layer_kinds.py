@@ -61,15 +61,25 @@ def all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]
     return kinds
 
 
-def windowed_but_every_fourth_from_the_first(config: Config, num_layers: int) -> Sequence[str]:
-    given = _given_kinds(config, num_layers)
-    return given or [SLIDING if layer % 4 else FULL for layer in range(num_layers)]
+def unless_given(
+    kind_of: Callable[[int, int], str], known: Collection[str] = (FULL, SLIDING)
+) -> Callable[[Config, int], Sequence[str]]:
+    """Return a reader of kinds. `kind_of` has the default kind of a layer, by its index and the number of layers."""
+
+    def kinds(config: Config, num_layers: int) -> Sequence[str]:
+        given = _given_kinds(config, num_layers, known)
+        return given or [kind_of(layer, num_layers) for layer in range(num_layers)]
+
+    return kinds
 
 
-def windowed_but_every_nth_from_the_end(config: Config, num_layers: int) -> Sequence[str]:
-    """Return windows for all layers except the last and every fourth one before it."""
-    given = _given_kinds(config, num_layers)
-    return given or [SLIDING if (num_layers - 1 - layer) % 4 else FULL for layer in range(num_layers)]
+windowed_but_every_fourth_from_the_first = unless_given(lambda layer, _: SLIDING if layer % 4 else FULL)
+windowed_but_every_nth_from_the_end = unless_given(lambda layer, count: SLIDING if (count - 1 - layer) % 4 else FULL)
+flint_kinds = unless_given(lambda layer, count: FULL if layer < 2 or layer % 4 == 1 or layer == count - 1 else SLIDING)
+lfm3_kinds = unless_given(
+    lambda layer, _: FULL if layer % 4 == 2 else CONVOLUTION if layer % 4 or not layer else SLIDING,
+    (FULL, SLIDING, CONVOLUTION),
+)
 
 
 def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
@@ -163,8 +173,12 @@ def rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
     return [kind == SLIDING or not has_windows for kind in exaone4_kinds(config, num_layers)]
 
 
-def rotated_where_listed_as_windowed(config: Config, num_layers: int) -> Sequence[bool]:
-    return [kind == SLIDING for kind in all_windowed_but_every(4)(config, num_layers)]
+def rotated_where(kinds: Callable[[Config, int], Sequence[str]]) -> Callable[[Config, int], Sequence[bool]]:
+    """Return a reader of the layers that rotate: those with a window."""
+    return lambda config, num_layers: [kind == SLIDING for kind in kinds(config, num_layers)]
+
+
+rotated_where_listed_as_windowed = rotated_where(all_windowed_but_every(4))
 
 
 def rotated_unless_listed_without_theta(config: Config, num_layers: int) -> Sequence[bool]:

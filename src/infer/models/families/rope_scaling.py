@@ -57,6 +57,10 @@ def _default(rope: Rope, given: Config, config: Config) -> Rope:
     return rope
 
 
+def _backwards(rope: Rope, given: Config, config: Config) -> Rope:
+    return replace(rope, frequency_factors=(-1.0,) * rope.half)
+
+
 def _proportional(rope: Rope, given: Config, config: Config) -> Rope:
     """Rotate only the first pairs of a head, with the frequencies that they would have if all pairs rotated."""
     partial = positive(given, "partial_rotary_factor", 1.0)
@@ -154,6 +158,7 @@ def _original_positions(given: Config, config: Config) -> int:
 
 _KINDS: dict[str, Callable[[Rope, Config, Config], Rope]] = {
     "default": _default,
+    "backwards": _backwards,
     "proportional": _proportional,
     "linear": _linear,
     "dynamic": _dynamic,

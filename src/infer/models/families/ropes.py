@@ -18,6 +18,9 @@ _GPT_OSS_YARN: dict[str, Any] = {
     "truncate": False,
 }
 _GPT_OSS_YARN |= {"original_max_position_embeddings": 4096}
+_CWM_ROPE: dict[str, Any] = {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+_CWM_ROPE |= {"original_max_position_embeddings": 8192}
+_LFM3_ROPES: dict[str, Any] = {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5}, SLIDING: {}}
 _LAGUNA_ROPE = {FULL: {"partial_rotary_factor": 0.5}, SLIDING: {"partial_rotary_factor": 1.0}}
 _MINISTRAL3_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384}
 _MINISTRAL3_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
@@ -57,11 +60,6 @@ def hunyuan_rope(config: Config, kind: str) -> Config:
     return found
 
 
-def gpt_neox_rope(config: Config, kind: str) -> Config:
-    theta, share = positive(config, "rotary_emb_base", 10_000.0), positive(config, "rotary_pct")
-    return {"partial_rotary_factor": share, **rope_settings(config, kind, theta=theta)}
-
-
 def granite_swa_rope(config: Config, kind: str) -> Config:
     """Return Granite's rope settings with the one theta of `layer_rope_theta`, if that lists any."""
     given = config.get("layer_rope_theta")
@@ -71,18 +69,20 @@ def granite_swa_rope(config: Config, kind: str) -> Config:
     return {**usual_rope(config, kind), **({"rope_theta": thetas.pop()} if thetas else {})}
 
 
-def gpt_oss_rope(config: Config, kind: str) -> Config:
-    """Return gpt-oss's rope settings. The default is the settings of the published models."""
-    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
-        config = {**config, "rope_scaling": _GPT_OSS_YARN}
-    return rope_settings(config, kind, theta=150_000.0)
+def _scaled_rope(theta: float, scaling: Config) -> Callable[[Config, str], Config]:
+    """Return a reader of the usual rope settings. The default is the settings of the published models."""
+
+    def read(config: Config, kind: str) -> Config:
+        if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+            config = {**config, "rope_scaling": scaling}
+        return rope_settings(config, kind, theta=theta)
+
+    return read
 
 
-def ministral3_rope(config: Config, kind: str) -> Config:
-    """Return Ministral 3's rope settings. The default is the settings of the published models."""
-    if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
-        config = {**config, "rope_scaling": _MINISTRAL3_YARN}
-    return rope_settings(config, kind, theta=1_000_000.0)
+cwm_rope = _scaled_rope(1_000_000.0, _CWM_ROPE)
+gpt_oss_rope = _scaled_rope(150_000.0, _GPT_OSS_YARN)
+ministral3_rope = _scaled_rope(1_000_000.0, _MINISTRAL3_YARN)
 
 
 def ministral3_scale(config: Config) -> QueryScale | None:
@@ -138,6 +138,21 @@ def rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, s
         return {"rope_theta": positive(config, "rope_local_base_freq", sliding_theta), **settings(given, kind)}
 
     return read
+
+
+def nanochat_rope(config: Config, kind: str) -> Config:
+    """Return nanochat's rope settings: pairs rotate backwards. No scaling is known, and a length must not change."""
+    found = usual_rope(config, kind)
+    name = found.get("rope_type", found.get("type", "default"))
+    if name != "default":
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for nanochat: use default")
+    return {**found, "rope_type": "backwards"}
+
+
+def lfm3_rope(config: Config, kind: str) -> Config:
+    """Return LFM3's rope settings. By default, layers with full attention rotate half of a head."""
+    given = config if settings(config, "rope_parameters") else {**config, "rope_parameters": _LFM3_ROPES}
+    return rope_by_kind(1_000_000.0, 10_000.0)(given, kind)
 
 
 def laguna_rope(config: Config, kind: str) -> Config:

@@ -7,6 +7,7 @@ from infer.models.families.experts import (
     afmoe_experts,
     ernie_experts,
     every_layer_is_sparse,
+    flint_experts,
     glm_experts,
     gpt_oss_experts,
     granite_experts,
@@ -17,6 +18,7 @@ from infer.models.families.experts import (
     is_sparse_in_laguna,
     is_sparse_in_lfm2,
     is_sparse_in_qwen,
+    kolibri_experts,
     laguna_experts,
     minimax_experts,
     mixtral_experts,
@@ -29,8 +31,10 @@ from infer.models.families.layer_kinds import (
     all_windowed,
     all_windowed_but_every,
     exaone4_kinds,
+    flint_kinds,
     full_unless_given,
     rotated_unless_listed_without_theta,
+    rotated_where,
     rotated_where_listed_as_windowed,
     rotated_where_windowed,
     windowed_but_every_fourth_from_the_first,
@@ -134,6 +138,48 @@ SPARSE: dict[str, Family] = {
         qk_norm=None,
         qk_norm_setting=None,
         is_sparse=every_layer_is_sparse,
+    ),
+    "sarvam_moe": replace(
+        _GLM4_MOE,
+        defaults=usual_defaults(131_072, num_key_value_heads=4, num_experts_per_tok=6, moe_intermediate_size=1024)
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+        | {"head_dim": 64, "use_qk_norm": True},
+        renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+        | {"use_qkv_bias": "attention_bias"},
+        rope_settings=theta_rope(8_000_000.0),
+    ),
+    "hy_v3": Family(
+        usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8)
+        | {"n_shared_experts": 1, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.826},
+        fixed={"norm_topk_prob": True},
+        reads=ATTENTION_BIAS,
+        renamed={"router_scaling_factor": "routed_scaling_factor", "num_shared_experts": "n_shared_experts"},
+        refuses={"mlp_bias": False},
+        rope_settings=theta_rope(11_158_840.0),
+        qk_norm="head",
+        experts=glm_experts,
+        is_sparse=is_sparse_in_exaone,
+    ),
+    "flint": Family(
+        usual_defaults(262_144, num_key_value_heads=4, head_dim=128, sliding_window=513, num_experts_per_tok=6)
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 1024}
+        | {"norm_topk_prob": True, "mlp_only_layers": [0, 1]},
+        reads=ATTENTION_BIAS,
+        layer_kinds=flint_kinds,
+        rotated_layers=rotated_where(flint_kinds),
+        qk_norm="head",
+        experts=flint_experts,
+        is_sparse=is_sparse_in_qwen,
+        has_sinks=True,
+    ),
+    "kolibri1": Family(
+        usual_defaults(262_144, num_key_value_heads=4, head_dim=128, sliding_window=513, num_experts_per_tok=6)
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+        layer_kinds=all_windowed_but_every(5),
+        rotated_layers=rotated_where(all_windowed_but_every(5)),
+        norms=Norms(after=True),
+        qk_norm="head",
+        experts=kolibri_experts,
     ),
     "dots1": Family(
         usual_defaults(2048, num_key_value_heads=32, sliding_window=4096, max_window_layers=62)

@@ -20,7 +20,13 @@ from infer.models.families.experts import (
 )
 from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
 from infer.models.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
-from infer.models.families.heads import llama4_of_kind, llama4_scale, muse_of_kind, sigmoid_without_bias
+from infer.models.families.heads import (
+    llama4_of_kind,
+    llama4_scale,
+    muse_of_kind,
+    sigmoid_of_heads,
+    sigmoid_without_bias,
+)
 from infer.models.families.layer_kinds import (
     CONVOLUTION,
     LINEAR,
@@ -31,6 +37,7 @@ from infer.models.families.layer_kinds import (
     exaone4_kinds,
     gemma4_kinds,
     last_share_keys,
+    lfm3_kinds,
     linear_but_every_fourth_or_the_last,
     linear_but_every_nth,
     llama4_rotated,
@@ -47,11 +54,14 @@ from infer.models.families.layer_kinds import (
 )
 from infer.models.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
 from infer.models.families.ropes import (
+    cwm_rope,
     granite_swa_rope,
     hunyuan_rope,
+    lfm3_rope,
     llama4_rope,
     ministral3_rope,
     ministral3_scale,
+    nanochat_rope,
     olmo3_rope,
     phi3_rope,
     theta_rope,
@@ -214,6 +224,19 @@ FAMILIES: dict[str, Family] = {
         renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     ),
     "iquestcoder": replace(_LLAMA, defaults=usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128)),
+    "exaone": replace(
+        _LLAMA,
+        defaults=usual_defaults(4096, eps=1e-5, num_key_value_heads=8),
+        renamed={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"}
+        | {"activation_function": "hidden_act"},
+        rope_settings=theta_rope(500_000.0),
+    ),
+    "cwm": Family(
+        usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128, sliding_window=8192),
+        reads=frozenset({"mlp_bias"}),
+        layer_kinds=windowed_but_every_fourth_from_the_first,
+        rope_settings=cwm_rope,
+    ),
     "mistral": Family(usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
     "ministral": Family(
         usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=windowed_unless_listed
@@ -299,6 +322,15 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
     ),
     "arcee": replace(_LLAMA, defaults=usual_defaults(4096, eps=1e-5, hidden_act="relu2"), is_gated=False),
+    "nanochat": Family(
+        usual_defaults(2048, hidden_act="relu2", final_logit_softcapping=15.0),
+        reads=ATTENTION_BIAS | {"final_logit_softcapping"},
+        rope_settings=nanochat_rope,
+        is_gated=False,
+        has_embedding_norm=True,
+        norms=Norms(have_weight=False),
+        qk_norm="head_unweighted",  # after the rotation, which keeps the length of a head
+    ),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": replace(
         _HUNYUAN, defaults={**_HUNYUAN.defaults, "num_experts": 1, "moe_topk": 1}, experts=hunyuan_experts
@@ -310,6 +342,15 @@ FAMILIES: dict[str, Family] = {
         renamed={"attention_out_bias": "attention_output_bias"},
     ),
     "granite": _GRANITE,
+    "hyperclovax": replace(
+        _GRANITE,
+        defaults=usual_defaults(2048),
+        reads=_GRANITE.reads - {"logits_scaling"} | {"output_multiplier"},
+        renamed={"logits_scaling": "output_multiplier"},
+        norms=Norms(after=True),
+        eps_after_setting="rms_norm_eps",
+        refuses={"use_post_norm": True},
+    ),
     "granite_swa": replace(
         _GRANITE,
         defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128}
@@ -347,6 +388,19 @@ FAMILIES: dict[str, Family] = {
         | {"use_expert_bias": True, "norm_topk_prob": True},
         experts=lfm2_experts,
         is_sparse=is_sparse_in_lfm2,
+    ),
+    "lfm3": replace(
+        _LFM2,
+        defaults={**_LFM2.defaults, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7}
+        | {"sliding_window": 256},
+        reads=ATTENTION_BIAS,
+        layer_kinds=lfm3_kinds,
+        rope_settings=lfm3_rope,
+        rotates_partly=True,
+        norms=Norms(after=True),
+        has_gate=True,
+        gates=sigmoid_of_heads,
+        refuses={"use_sandwich_norm": True, "use_attention_gate": True},
     ),
     "qwen3_5": _QWEN35,
     "qwen3_5_text": _QWEN35,

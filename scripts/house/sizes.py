@@ -148,7 +148,7 @@ def _add_other_files(counts: Counts, root: Path) -> None:
 def _growing_numbers(root: Path, sources: list[Source]) -> dict[str, int]:
     """Return the numbers that only rise."""
     faults = tomllib.loads((root / "tests" / "data" / "planted-faults.toml").read_text(encoding="utf-8"))["fault"]
-    page = (root / "docs" / "models.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
     table = page.partition("<!-- what loads: ")[2].partition("<!-- end of what loads -->")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     return {

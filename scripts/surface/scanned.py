@@ -35,7 +35,7 @@ def module_trees() -> Iterator[ast.Module]:
 def variable_rows(trees: Iterable[ast.Module]) -> Iterator[Row]:
     """Yield the environment variables that the code reads, and those that only the page names."""
     read = {name for tree in trees for name in _variables_of(tree)}
-    page = set(re.findall(r"[A-Z]+(?:_[A-Z]+)+", (DOCS / "environment.md").read_text(encoding="utf-8")))
+    page = set(re.findall(r"[A-Z]+(?:_[A-Z]+)+", (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")))
     for name in read | {name for name in page if _VARIABLE.fullmatch(name)}:
         yield name, f"{'read' if name in read else 'read by a library'}{', documented' * (name in page)}"
 
@@ -143,7 +143,7 @@ def text_rows() -> Iterator[Row]:
 
 def model_rows() -> Iterator[Row]:
     """Yield the rows of the tables in the page of models, and the block types of GGUF files."""
-    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "models.md").read_text(encoding="utf-8")
     for models, name, *others in _table_rows(page, "models"):
         yield name.strip("`"), " | ".join([models, *others])
     for files, sign in _table_rows(page, "files"):

@@ -1,4 +1,4 @@
-"""The table of docs/models.md, made from the lists of models in the tests. As a program, it writes the table."""
+"""The table of docs/reference/models.md, made from lists of the tests. As a program, this module writes the table."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from infer.models.families import make_architecture
 from test_family_files import CONVERTED
 from tiny import LONGROPE, TINY
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- what loads: written by tests/helpers/what_loads.py -->\n", "<!-- end of what loads -->\n"
 
 

@@ -25,7 +25,8 @@ from infer.llm import LLM
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = [ROOT / "docs" / "tutorial.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
-COMMANDS = [ROOT / "docs" / "command-line.md", ROOT / "docs" / "how-to" / "model-files.md"]
+_HOW_TO = ROOT / "docs" / "how-to"
+COMMANDS = [_HOW_TO / name for name in ("command-line.md", "examine-files.md", "judge-models.md", "quantize.md")]
 PAGES = [*TUTORIALS, ROOT / "README.md", *COMMANDS]
 MEASURED = re.compile(r"[\d,]+(?:\.\d+)? (?:ms|s|tokens/sec|rows/s|tok/s)\b")
 BLOCK = re.compile(r"(?:as `(?P<file>[\w.-]+)`[^\n]*:\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.S | re.M)
@@ -98,7 +99,7 @@ def test_a_page_shows_what_its_examples_print(
             main(shlex.split(source, comments=True)[1:])
             printed, num_run = capsys.readouterr(), num_run + 1
             assert lines_of(printed.out or printed.err) == lines_of(output), source
-    assert num_run or page.name in {"README.md", "editors-and-agents.md"}
+    assert num_run or page.name in {"README.md", "editors-and-agents.md", "judge-models.md", "quantize.md"}
 
 
 def needs_own_model(options: LoadOptions) -> bool:

@@ -79,7 +79,7 @@ def test_a_diagram_becomes_a_part_of_its_page(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_page_of_the_api_has_each_exported_name() -> None:
-    names = re.findall(r"^::: infer\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names = re.findall(r"^::: infer\.(\w+)$", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(names) == sorted(infer.__all__)
 
 

@@ -74,8 +74,7 @@ def keep_common(runner: Runner, lease: Lease, token_ids: Items[int], slot: int) 
 class Slots:
     """The owners of slots, for the engine only.
 
-    If slots or pages are short, idle leases lose theirs first, beginning with the least recently used one. Then
-    paused sequences lose theirs, and then running sequences (`Queue.victim_of`).
+    If slots or pages are short, `reclaim` and `preempt_one` take them in the order of `docs/reference/sharing.md`.
     """
 
     def __init__(self, runner: Runner, queue: Queue[Sequence], release: Callable[[int], None]) -> None:

@@ -2,12 +2,14 @@
 
     python benchmarks/bench_paths.py               five rounds of four tasks: some minutes
     python benchmarks/bench_paths.py --quick       two rounds, shorter answers
+    python benchmarks/bench_paths.py --model LARGE.gguf --draft-model SMALL.gguf
 
 Every path answers every task once per round, in turns, so that a busy machine slows all of them. Rates are the tokens
 after the first over their time. Each round asserts that speculation changes no token.
 
     greedy, sampled      plain: T 0, and T 0.8 with top-k 50, top-p 0.9, repetition penalty 1.05
     + ngram              the same with speculation
+    + draft              with speculation and a draft model
     + mask               the same under a grammar that allows any text: the cost of masks
     + schema             the task's JSON schema: other text than without, some of it forced
 """
@@ -39,10 +41,13 @@ class PathOf(NamedTuple):
     is_same: bool = False
 
 
-def paths(task: Task) -> Iterator[PathOf]:
+def paths(task: Task, *, has_draft_model: bool) -> Iterator[PathOf]:
     for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
-        yield PathOf(name, sampling)
+        yield PathOf(name, sampling, speculation="off")
         yield PathOf(f"{name} + ngram", sampling, name, "ngram", is_same=True)
+        if has_draft_model:
+            yield PathOf(f"{name} + draft", sampling, name, "draft", is_same=True)
+            continue
         yield PathOf(f"{name} + mask", sampling, name, grammar="mask")
         if task.schema is not None:
             yield PathOf(f"{name} + schema", sampling, name, grammar="schema")
@@ -67,8 +72,9 @@ def answer(
 class Answers:
     """The answers of one model, and for each path of each task its rates, its ratios to `base`, and its counts."""
 
-    def __init__(self, llm: LLM, num_tokens: int, num_drafts: int | None) -> None:
+    def __init__(self, llm: LLM, num_tokens: int, num_drafts: int | None, *, has_draft_model: bool) -> None:
         self._llm, self._num_tokens, self._num_drafts = llm, num_tokens, num_drafts
+        self._has_draft_model = has_draft_model
         self.rates = dict[tuple[str, str], list[float]]()
         self.ratios = dict[tuple[str, str], list[float]]()
         self.counts = dict[tuple[str, str], dict[str, int]]()
@@ -76,10 +82,11 @@ class Answers:
     def ask(self, task: Task, *, is_warm_up: bool) -> None:
         """Answer a task on every path. Raise AssertionError if speculation changes a token."""
         results, rates = dict[str, GenerationResult](), dict[str, float]()
-        for path in paths(task):
+        kinds = list(paths(task, has_draft_model=self._has_draft_model))
+        for path in kinds:
             found = answer(self._llm, task, path, self._num_tokens, self._num_drafts)
             results[path.name], rates[path.name] = found
-        for path in paths(task):
+        for path in kinds:
             result, key = results[path.name], (task.name, path.name)
             if path.is_same and result.token_ids != results[path.base].token_ids:
                 raise AssertionError(f"{task.name}: {path.name} gives other tokens than {path.base}")
@@ -110,10 +117,14 @@ def summary(ratios: dict[tuple[str, str], list[float]]) -> dict[str, float]:
     """Return the figures of docs/benchmarks.md, each made of the paths' median ratios."""
     ratio = {key: median(found) for key, found in ratios.items()}
     named = {f"greedy + ngram, {task}": value for (task, path), value in ratio.items() if path == "greedy + ngram"}
-    drafts = [value for (_, path), value in ratio.items() if path.endswith("ngram")]
+    drafts = [value for (_, path), value in ratio.items() if path.endswith(("ngram", "draft"))]
+    named |= {f"{path}, {task}": value for (task, path), value in ratio.items() if path.endswith("draft")}
     masks = [value for (_, path), value in ratio.items() if path.endswith("mask")]
     schemas = [value for (_, path), value in ratio.items() if path.endswith("schema")]
-    named |= {"speculation, least": min(drafts), "any text, least": min(masks), "any text, median": median(masks)}
+    named["speculation, least"] = min(drafts)
+    if not masks:
+        return named
+    named |= {"any text, least": min(masks), "any text, median": median(masks)}
     return named | ({"schema, least": min(schemas), "schema, most": max(schemas)} if schemas else {})
 
 
@@ -121,15 +132,18 @@ def main() -> None:
     parser = make_parser(__doc__, model="smollm2", threads=True, rounds=5)
     parser.add_argument("--num-tokens", type=int, default=192)
     parser.add_argument("--draft-tokens", type=int, help="drafts per step, at most")
+    parser.add_argument("--draft-model", help="a smaller model with the same vocabulary")
+    parser.add_argument("--precision", default="exact", choices=["exact", "fast"])
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
     parser.add_argument("--quick", action="store_true", help="two rounds of up to 96 tokens")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.num_tokens = 2, 96
     tasks = [task for task in TASKS if options.tasks is None or task.name in options.tasks]
-    llm = LLM(options.model, threads=options.threads, max_seq_len=2048)
+    settings = {"threads": options.threads, "draft_model": options.draft_model, "precision": options.precision}
+    llm = LLM(options.model, max_seq_len=2048, **settings)
     print_head(options, "tokens per second")
-    answers = Answers(llm, options.num_tokens, options.draft_tokens)
+    answers = Answers(llm, options.num_tokens, options.draft_tokens, has_draft_model=options.draft_model is not None)
     for turn in range(-1, options.rounds):  # the first one compiles grammars and fills caches
         for task in tasks:
             answers.ask(task, is_warm_up=turn < 0)

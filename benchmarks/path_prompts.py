@@ -65,6 +65,8 @@ TASKS = (
     Task("copy", f"Copy the following text exactly, word by word, without changing anything:\n\n{ARTICLE}"),
     Task("code edit", f"Here is a Python function:\n\n```python\n{CODE}```\n\nWrite the function again, with the "
          "parameter currency renamed to wanted_unit, and nothing else changed."),
+    Task("code", "Write a Python class named Settings with the fields host, port, user, password, timeout, retries, "
+         "verbose and path. Write a property with a getter and a setter with a check for each field. Only the code."),
     Task("JSON", "Write what this letter says as a JSON object with the keys sender_name, sender_email, "
          "telephone_number, number_of_people, date_of_the_booking, needs_a_projector, needs_coffee and equipment."
          f"\n\n{LETTER}", BOOKING),

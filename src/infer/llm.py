@@ -76,6 +76,7 @@ class _ModelKeywords(TypedDict, total=False):
     protected_prefix: int
     memory_threshold_mb: int | None
     state_memory_mb: int | None
+    draft_model: str | Path | None
     max_seq_len: int | None
     grammar_backend: GrammarBackend
     tensor_parallel: int
@@ -111,6 +112,9 @@ class LLM(TextCalls):
         dtype: "auto" keeps the weights in their file's format. A float type dequantises them at load.
         weights: "q8" or "q4" quantises float weights at load, "bf16" rounds them.
         precision: Precision of activations for quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
+        draft_model: A smaller model with the same vocabulary, which drafts tokens that this model verifies. Answers
+            have the same tokens, and are faster if drafts are often right. Drafts that take more time than they save
+            are not made.
         max_seq_len: Number of tokens of the context. None: the model's own, but at most 8,192.
         kv_type: This argument and those up to `state_memory_mb` are fields of `CacheSettings`.
         prefix_disk: Limit of the files in the user's cache folder that store the beginnings of prompts for later

@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from os import PathLike
 from typing import Any, Literal, Self, final, get_args, no_type_check
 
 from infer.compute.kvcache.cache_settings import CacheSettings
@@ -22,7 +23,7 @@ PrecisionName = Literal["exact", "fast"]
 KVType = Literal["auto", "f32", "f16", "bf16", "q8", "q4"]
 EvictionPolicy = Literal["none", "sliding", "snapkv"]
 GrammarBackend = Literal["llguidance", "xgrammar"]
-Speculation = Literal["ngram"]
+Speculation = Literal["ngram", "draft", "off"]
 Overflow = Literal["error", "truncate_left"]
 RerankerName = Literal["auto", "qwen3"]
 
@@ -51,6 +52,7 @@ def _one_of(kind: Any, prefix: str = "") -> OneOf:
 
 
 DEVICE = Other("checked where it is used", lambda value: True)  # a name, or a device of torch
+MODEL = Other("a model's name or path, or None", lambda value: value is None or isinstance(value, str | PathLike))
 TEMPLATE = Other("a template's text or None", lambda value: value is None or isinstance(value, str))
 
 
@@ -100,6 +102,10 @@ class ModelSettings:
     state_memory_mb: int | None = parameter(
         None, ANY, "Memory for states of recurrent layers, current and stored.  [default: a share of what is free]",
         group="cache", flags=("--state-memory-mb", "--state-memory"), metavar="MB")
+    draft_model: str | None = parameter(
+        None, MODEL, "A smaller model with the same vocabulary that drafts tokens: faster where they pay, same tokens.",
+        group="draft", flags=("-md", "--draft-model", "--model-draft"), metavar="NAME|PATH",
+        other_names=("model_draft", "draft", "speculative_model", "assistant_model"), takes="str | Path | None")
     max_seq_len: int | None = parameter(
         None, Whole(2, is_optional=True, is_range=False),
         "Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]",

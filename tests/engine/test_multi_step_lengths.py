@@ -55,9 +55,9 @@ def test_only_sequences_that_run_hold_the_index_of_their_prompt(world: World, mo
     waiting = [make_sequence(world, replace(CASE, name=str(index)), Way("adaptive")) for index in range(5)]
     begin, drafters, counts = NgramDrafter.begin, set[NgramDrafter](), list[int]()
 
-    def note(drafter: NgramDrafter, slot: int, token_ids: list[int]) -> None:
+    def note(drafter: NgramDrafter, slot: int, token_ids: list[int], params: SamplingParams) -> None:
         drafters.add(drafter)
-        begin(drafter, slot, token_ids)
+        begin(drafter, slot, token_ids, params)
         counts.append(len(drafter._drafts))
 
     monkeypatch.setattr(NgramDrafter, "begin", note)
@@ -82,24 +82,33 @@ class BatchDrafter:
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # the whole text, and the ids so far
         self.batches, self.guesses = list[set[int]](), list[Guess]()
 
-    def begin(self, slot: int, token_ids: list[int]) -> None:
+    def begin(self, slot: int, token_ids: list[int], params: SamplingParams) -> None:
         (text,) = (text for text in self._texts if text[: len(token_ids)] == token_ids)
         self.rows[slot], self._num_known[slot] = (text, token_ids), len(token_ids)
 
     def confidence(self, slot: int) -> int:
         return 2
 
+    def seconds(self, slot: int, count: int) -> float:
+        return 0.0
+
+    def trial(self, slot: int, room_seconds: float) -> int:
+        return 0
+
+    def account(self, gained: float, elapsed: float, pace: float) -> None:
+        pass
+
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         self.batches.append(set(counts))
         rows = {slot: self.rows[slot] for slot in counts}
         return {slot: text[len(ids) :][: counts[slot]] for slot, (text, ids) in rows.items()}
 
-    def observe(self, slot: int) -> list[Guess]:
+    def observe(self, slot: int) -> list[Guess | None]:
         text, ids = self.rows[slot]
         start, self._num_known[slot] = self._num_known[slot], len(ids)
         found = [Guess(2, text[index] == ids[index]) for index in range(start, len(ids))]
         self.guesses += found
-        return found
+        return list(found)
 
     def release(self, slot: int) -> None:
         del self.rows[slot]

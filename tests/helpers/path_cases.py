@@ -35,10 +35,10 @@ from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.runner import Runner, make_cache
 from infer.engine.speculation.policy import Guess
 from infer.engine.step.answer_parts import TextOutput
+from infer.engine.step.drafting import Drafting
 from infer.engine.step.request import Request
 from infer.engine.step.sequence import Lease
 from infer.engine.step.sequence import Sequence as Answering
-from infer.engine.step.steps import Drafting
 from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.text.grammar.constraint import Constraint
@@ -274,7 +274,9 @@ class Always:
     def tokens_between(self, times: object) -> int:
         return 4
 
-    def num_draft_tokens(self, times: object, confidence: int, num_known: int = 1) -> int:
+    speed = 1.0
+
+    def num_draft_tokens(self, times: object, confidence: int, num_known: int, seconds: object) -> int:
         return next(self._numbers)
 
     def observe(self, confidence: int, is_right: bool) -> None:
@@ -347,9 +349,9 @@ def _enter(drafting: Drafting, sequence: Any, enter: Any = Drafting.enter) -> No
     """Enter with the drafter and the policy that a test gave the sequence. They are used until it leaves its slot."""
     enter(drafting, sequence)
     if (policy := vars(sequence).get("test_policy")) is not None:
-        drafting._policies[sequence.slot] = policy
+        drafting._policies[sequence.slot] = [(drafting._ngrams, policy)]
     if (draft := vars(sequence).pop("test_draft", None)) is not None:
-        drafting._drafter._drafts[sequence.slot] = draft  # type: ignore[attr-defined]
+        drafting._ngrams._drafts[sequence.slot] = draft  # type: ignore[attr-defined]
 
 
 Drafting.enter = _enter  # type: ignore[method-assign]

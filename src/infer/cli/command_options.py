@@ -113,6 +113,12 @@ class DiskOption(Declared):
     disk: ClassVar = Group(ModelSettings, "disk")
 
 
+class DraftOption(Declared):
+    """The option for a draft model, for programs that generate."""
+
+    draft: ClassVar = Group(ModelSettings, "draft")
+
+
 class RerankerOption(Declared):
     reranker: ClassVar = Group(ModelSettings, "reranker")
 
@@ -133,11 +139,13 @@ class LoadOptions(ModelOption, NumberOptions, CacheOptions, RunningOptions):
     """The options of a command that loads a model and generates."""
 
 
-class ServedOptions(NumberOptions, EvictionOptions, RunningOptions, RerankerOption):
+class ServedOptions(NumberOptions, EvictionOptions, DraftOption, RunningOptions, RerankerOption):
     """The options of a server's models. The server itself decides if prefixes are reused."""
 
 
-class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, SamplingOptions, PathOptions, LoadOptions):
+class GenerateOptions(
+    PromptOptions, ManyPromptsOptions, ConstraintOptions, SamplingOptions, PathOptions, DraftOption, LoadOptions
+):
     decorators: ClassVar[Decorators] = (logprobs_options,)
     logprobs: int | None
     as_json: bool = option("--json", help="Print JSON instead of text: one object per answer.")
@@ -147,7 +155,7 @@ class GenerateOptions(PromptOptions, ManyPromptsOptions, ConstraintOptions, Samp
     permalink: bool = option(help="Print on stderr a link to this answer, for infer replay and the server's page.")
 
 
-class BatchOptions(SamplingOptions, LoadOptions, RerankerOption):
+class BatchOptions(SamplingOptions, DraftOption, LoadOptions, RerankerOption):
     source: Path = argument(metavar="IN.jsonl")
     output: Path = argument(metavar="OUT.jsonl")
     workers: int = option(type=AT_LEAST_1, default=1, help="Number of processes, each with the model.")
@@ -231,7 +239,7 @@ class ImatrixOptions(ProgressOptions):
     threads: int | None = option(type=AT_LEAST_1, help="Number of threads that compute.  [default: all cores]")
 
 
-class ChatOptions(ModelArgument, SamplingOptions, LoadOptions, DiskOption):
+class ChatOptions(ModelArgument, SamplingOptions, DraftOption, LoadOptions, DiskOption):
     system: str | None = option(metavar="TEXT", help="System message before the conversation.")
     plain: bool = option(help="Show answers without styles for their Markdown.")
     no_generation_config: bool
@@ -316,7 +324,7 @@ class QuantizeOptions(VerboseOption):
     quiet: bool = option("-q", "--quiet", help="Print nothing.")
 
 
-class EstimateOptions(NamedModel, CacheOptions, NumberOptions, InspectionOptions):
+class EstimateOptions(NamedModel, CacheOptions, DraftOption, NumberOptions, InspectionOptions):
     """Estimate from headers how much memory a model and its cache need, whether they fit here, and the speed."""
 
     max_seq_len: int | None = option(type=AT_LEAST_1, help="Tokens of a row.  [default: the model's own, at most 8192]")

@@ -22,13 +22,14 @@ from infer.engine.prefixes.prefix_disk import PrefixDisk
 from infer.engine.prefixes.prefix_ends import PrefixEnds
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.policy import Drafter
+from infer.engine.step.drafting import Drafting
 from infer.engine.step.fairness import Queue
 from infer.engine.step.faults import Faults, make_probe
 from infer.engine.step.scheduler import Scheduler
 from infer.engine.step.sequence import Lease, Sequence
 from infer.engine.step.slots import Slots
 from infer.engine.step.snapshot import EngineSnapshot, PoolState, SequenceState
-from infer.engine.step.steps import Drafting, LaunchedStep, Steps
+from infer.engine.step.steps import LaunchedStep, Steps
 from infer.errors import InferError, OutOfPagesError
 from infer.outputs import percentile
 
@@ -50,15 +51,17 @@ class Engine:
         *,
         max_steps: int | None = None,
         drafter: Drafter | None = None,
+        draft_model: Drafter | None = None,
         prefixes: PrefixDisk | None = None,
     ) -> None:
         """Make an engine without sequences.
 
         At most `max_steps` run without a return to Python; None allows as many as take a tenth of a second.
-        Without a `drafter`, n-grams are looked up. `prefixes` keeps beginnings of prompts on disk.
+        Without a `drafter`, n-grams are looked up. `draft_model` drafts, too, unless a request forbids it. `prefixes`
+        keeps beginnings of prompts on disk.
         """
         self.prefixes, self._prefix_ends = prefixes, PrefixEnds()
-        self._queue, self._drafting = Queue[Sequence](), Drafting(drafter)
+        self._queue, self._drafting = Queue[Sequence](), Drafting(drafter, draft_model)
         self.runner, self._slots = runner, Slots(runner, self._queue, self._drafting.release)
         sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
         self._sequences = sequences

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cases import cases
 from infer.engine.speculation.ngram import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, PRIORS, NgramDraft, NgramDrafter
 from infer.engine.speculation.policy import DraftPolicy, StepTimes
+from infer.sampling_params import SamplingParams
 
 
 def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:
@@ -339,7 +340,7 @@ def test_a_drafter_of_many_slots_guesses_as_each_draft_does_alone(prompt: list[i
     drafter, alone = NgramDrafter(), [NgramDraft(list(prompt[slot:])) for slot in range(2)]
     ids = [list(prompt[slot:]) for slot in range(2)]
     for slot in range(2):
-        drafter.begin(slot, ids[slot])
+        drafter.begin(slot, ids[slot], SamplingParams())
     for tokens in said:
         for slot, draft in enumerate(alone):
             ids[slot] += tokens

@@ -12,6 +12,7 @@ from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.models.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
 from infer.models.catalog.model_forecast import tokens_per_second
+from infer.models.draft_plan import plan_draft_bytes
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, largest_types
@@ -190,10 +191,11 @@ def run_estimate(options: EstimateOptions) -> None:
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
     budget = MemoryBudget.of(architecture, tensors, load, cache, num_tokens=num_tokens, pool_pages=options.pool_pages)
     found = replace(budget.with_step_that_fits(available), num_rows=num_rows)
-    rest = 0 if available is None else available - found.process
+    draft_bytes = plan_draft_bytes(replace(settings, device=options.device), num_tokens, load)
+    rest = 0 if available is None else available - found.process - draft_bytes
     most = max(own, num_tokens)
     kv_type, generates = found.kv_type, not architecture.reads_whole_texts
-    fits, option = None if available is None else found.total <= available, None
+    fits, option = None if available is None else found.total + draft_bytes <= available, None
     if fits is False and options.batch == 1:
         option = found.option_that_fits(max(0, rest))
     on_host = load.device == "cpu"  # only the host's memory can be measured
@@ -211,7 +213,8 @@ def run_estimate(options: EstimateOptions) -> None:
         "workspace_bytes": found.workspace,
         "step_tokens": found.load.step.tokens,
         "process_bytes": found.process,
-        "total_bytes": found.total,
+        "draft_bytes": draft_bytes,
+        "total_bytes": found.total + draft_bytes,
         "available_bytes": available,
         "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if on_host and generates else None,
         "read_bandwidth": read_bandwidth(threads) if on_host else None,
@@ -245,6 +248,8 @@ def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
     }
     if report["is_encoder"]:
         remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
+    if report["draft_bytes"]:
+        remarks["draft"] = "weights, cache and workspace of the draft model"
     if report["device"] == "cuda":
         del remarks["process"]  # it is in the host's memory, not in the GPU's
         remarks["workspace"] += ", twice, with kernels and the history of all rows"

@@ -45,6 +45,17 @@ def mix64(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
+def shifted_seed(seed: int, shift: int) -> int:
+    """Return the seed whose noise at position p is the noise of `seed` at position p + `shift`.
+
+    It is the inverse of SplitMix64 at `mix64(seed) + shift`. The result is from 0 to 2⁶⁴ − 1.
+    """
+    x = (int(mix64(torch.tensor(signed(seed)))) + shift) % 2**64
+    for bits, factor in ((31, 0x319642B2D24D8EC3), (27, 0x96DE1B173F119089), (30, 1)):
+        x = (x ^ x >> bits ^ x >> 2 * bits) * factor % 2**64
+    return (x - 0x9E3779B97F4A7C15) % 2**64
+
+
 def mix32(x: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     """Apply lowbias32 (Wellons 2018), a murmur3 finaliser with better constants, to int32 values with wraparound."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D

@@ -15,6 +15,7 @@ from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
 from infer.engine.requests.answer import once
+from infer.engine.requests.draft_models import load_draft_model, make_drafter
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
@@ -28,6 +29,7 @@ from infer.errors import InvalidRequestError, closed
 from infer.files import Checkpoint
 from infer.files.generation_config import defaults_of
 from infer.model_settings import ModelSettings
+from infer.models.draft_plan import DraftPlan
 from infer.models.from_checkpoint import load_checked
 from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
@@ -41,11 +43,18 @@ log = logging.getLogger("infer.server")
 @final
 class Host:
     def __init__(
-        self, loop: Loop, model: Transformer, settings: ModelSettings, facts: ModelFacts, ranks: Ranks | None
+        self,
+        loop: Loop,
+        model: Transformer,
+        settings: ModelSettings,
+        facts: ModelFacts,
+        ranks: Ranks | None,
+        draft: tuple[Transformer, DraftPlan] | None = None,
     ) -> None:
         """Give an engine to the loop that loaded the model.
 
-        `ranks` are the other processes of a model that is divided between processes. Each loads its part.
+        `ranks` are the other processes of a model that is divided between processes. Each loads its part. `draft` is
+        the model that drafts for it.
         """
         self.loop, self.settings, self.facts, self._ranks = loop, settings, facts, ranks
         self.tokenizer, limits = facts.tokenizer, limits_of(model, facts.tokenizer)
@@ -57,12 +66,17 @@ class Host:
         if self.reads_whole_texts:
             refusal = _refusal_of(model.architecture.family, facts.heads)
         else:
-            runner = loop.run(_make_runner, model, settings, ranks)
+            slots = model.step_limits.logits
+            drafter = None if draft is None else loop.run(make_drafter, *draft, slots, limits.vocab_size)
+            runner = loop.run(_make_runner, model, settings, ranks, 0 if drafter is None else drafter.unwritten_bytes)
             loop.run(_warm_up, runner, limits.vocab_size)
-            self.engine_if_any = Engine(runner, prefixes=self._open_prefixes(runner))
+            self.engine_if_any = Engine(runner, draft_model=drafter, prefixes=self._open_prefixes(runner))
             checkpoint_tokens = runner.checkpoint_tokens
         loop.own(self.engine_if_any, model.backend)
-        self.requests = RequestMaker(limits, facts, settings.grammar_backend, checkpoint_tokens, refusal)
+        has_draft_model = draft is not None
+        self.requests = RequestMaker(
+            limits, facts, settings.grammar_backend, checkpoint_tokens, refusal, has_draft_model=has_draft_model
+        )
 
     def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
         """Return the prefixes on disk, or None if they are off, or if the cache cannot use them."""
@@ -179,6 +193,7 @@ def load_host(
     group = None if ranks is None else ranks.group
     # Rows of weights are allocated on the memory node of the thread that packs them.
     network = loop.load(lambda show: load_checked(checkpoint, tokenizer, own, show, group=group), on_progress)
+    draft = loop.load(lambda show: load_draft_model(settings, network, tokenizer, show), None)
     facts = ModelFacts(
         tokenizer,
         f"{checkpoint.fingerprint()} {settings.weights} {settings.precision} {settings.dtype}",
@@ -186,7 +201,7 @@ def load_host(
         heads.of_network(network.architecture),
         tuple(file.modified_ns for file in checkpoint.files),
     )
-    return Host(loop, network, settings, facts, ranks)
+    return Host(loop, network, settings, facts, ranks, draft)
 
 
 def _refusal_of(family: str, heads: TextHeads) -> str:
@@ -195,8 +210,8 @@ def _refusal_of(family: str, heads: TextHeads) -> str:
     return f"{family} is an encoder and generates no text: use {use}, or load a decoder"
 
 
-def _make_runner(model: Transformer, settings: ModelSettings, ranks: Ranks | None) -> Runner:
-    limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages)
+def _make_runner(model: Transformer, settings: ModelSettings, ranks: Ranks | None, reserved_bytes: int) -> Runner:
+    limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages, reserved_bytes)
     sizes = {"capacity": model.max_seq_len, "num_slots": limits.logits, "step_tokens": limits.tokens}
     make = Runner if ranks is None else partial(LeadingRunner, ranks)
     runner = make(model, **sizes, settings=plan.settings, capture=settings.capture, pool_pages=plan.pool_pages)

@@ -60,13 +60,20 @@ class RequestMaker:
     """Makes requests of one model. For any thread."""
 
     def __init__(
-        self, limits: Limits, facts: ModelFacts, grammar_backend: str, checkpoint_tokens: int, refusal: str | None
+        self,
+        limits: Limits,
+        facts: ModelFacts,
+        grammar_backend: str,
+        checkpoint_tokens: int,
+        refusal: str | None,
+        *,
+        has_draft_model: bool = False,
     ) -> None:
         """Begin with the model's limits.
 
         `checkpoint_tokens` is the runner's value. `refusal` is the reason why no request can be answered.
         """
-        self._refusal = refusal
+        self._refusal, self._has_draft_model = refusal, has_draft_model
         self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # one step keeps all states of shorter prompts
         self.limits, self._sampling_defaults = limits, facts.sampling_defaults
         self._tokenizer = tokenizer = facts.tokenizer
@@ -158,6 +165,9 @@ class RequestMaker:
     def _settled(self, ask: Ask) -> Ask:
         """Return the ask with its template's variables apart. Raises InvalidRequestError for other keywords."""
         self.check_generates()
+        if ask.options.speculation == "draft" and not self._has_draft_model:
+            message = "speculation='draft' needs a draft model: load the model with draft_model, or use 'ngram'"
+            raise InvalidRequestError(message, param="speculation")
         if ask.has_variables:
             sampling, variables = split_keywords(ask.sampling, self._tokenizer.chat_templates)
             return replace(ask, sampling=sampling, variables=variables)

@@ -363,12 +363,12 @@ def make_cache(
         )
 
 
-def plan_rows(model: Transformer, settings: CacheSettings, pool_pages: int | None) -> MemoryBudget:
-    """Return the budget of a step's rows in the available memory, with `pool_pages` pages if these are given."""
+def plan_rows(model: Transformer, settings: CacheSettings, pool_pages: int | None, reserved: int = 0) -> MemoryBudget:
+    """Return the budget of a step's rows in the available memory but `reserved` bytes, with `pool_pages` if given."""
     # The ranks of a model share a host's memory, but each GPU belongs to one of them.
     layers = model.architecture.cached_mixers if model.backend.computes_on_host else model.own_mixers
     budget = _budget_of(model, layers, settings, model.step_limits, num_tokens=model.max_seq_len, pool_pages=pool_pages)
-    return budget.planned(model.backend.available_bytes())
+    return budget.planned(model.backend.available_bytes(), reserved)
 
 
 def record_step(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, final
 
 from infer.engine.speculation.policy import Guess, Priors
+from infer.sampling_params import SamplingParams
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2
@@ -146,16 +147,25 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._drafts: dict[int, NgramDraft] = {}
 
-    def begin(self, slot: int, token_ids: list[int]) -> None:
+    def begin(self, slot: int, token_ids: list[int], params: SamplingParams) -> None:
         self._drafts[slot] = NgramDraft(token_ids)
 
     def confidence(self, slot: int) -> int:
         return self._drafts[slot].match()
 
+    def seconds(self, slot: int, count: int) -> float:
+        return 0.0  # looking up is a part of the step
+
+    def trial(self, slot: int, room_seconds: float) -> int:
+        return 0  # every token is guessed without a trial
+
+    def account(self, gained: float, elapsed: float, pace: float) -> None:
+        pass
+
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         return {slot: self._drafts[slot].propose(count) for slot, count in counts.items()}
 
-    def observe(self, slot: int) -> list[Guess]:
+    def observe(self, slot: int) -> list[Guess | None]:
         draft = self._drafts[slot]
         return [draft.follow() for _ in range(draft.num_new)]
 

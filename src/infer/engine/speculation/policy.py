@@ -4,10 +4,12 @@ The number follows from measured step times and the rate of right guesses. Loads
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import exp, log
 from typing import NamedTuple, Protocol, final, runtime_checkable
+
+from infer.sampling_params import SamplingParams
 
 _COST_PER_TOKEN = 0.15  # assumed cost of a further token, relative to a step, until it is measured
 _LEAST_PER_TOKEN = 0.04  # smallest cost of a further token on any machine
@@ -32,9 +34,20 @@ class Priors:
     is below the first of `shares`, below the second, or higher.
     """
 
-    def __init__(self, shares: tuple[float, float], rates: Mapping[int, tuple[float, float, float]]) -> None:
-        """Begin with `rates`, which are by the first confidence of each range, in increasing order."""
+    def __init__(
+        self,
+        shares: tuple[float, float],
+        rates: Mapping[int, tuple[float, float, float]],
+        *,
+        share: float = 0.3,
+        is_steady: bool = False,
+    ) -> None:
+        """Begin with `rates`, which are by the first confidence of each range, in increasing order.
+
+        `share` is the expected share of right guesses. `is_steady` is True if a drafter's confidence never changes.
+        """
         self.shares, self._starts = shares, tuple(rates)
+        self.share, self.is_steady = share, is_steady
         self.rates: tuple[tuple[float, ...], ...] = tuple(zip(*rates.values(), strict=True))  # by share, then by range
 
     def range_of(self, confidence: int) -> int:
@@ -55,17 +68,35 @@ class Drafter(Protocol):
     def priors(self) -> Priors:
         """Expected rates of right guesses by this drafter's confidences."""
 
-    def begin(self, slot: int, token_ids: list[int]) -> None:
+    def begin(self, slot: int, token_ids: list[int], params: SamplingParams) -> None:
         """Begin to draft for the sequence in a slot. `token_ids` is the sequence's own list, which grows."""
 
     def confidence(self, slot: int) -> int:
         """Return the confidence of the next guess, or 0 if there is none. For each further guess it is one higher."""
 
+    def seconds(self, slot: int, count: int) -> float:
+        """Return the time in which `count` drafts are made. It is infinite if the drafter may not spend it now."""
+
+    def trial(self, slot: int, room_seconds: float) -> int:
+        """Return the number of drafts to make only to learn how often they are right, usually 0.
+
+        Without drafts, the rest of the answer takes `room_seconds`.
+        """
+
     def propose(self, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         """Return the drafts of each slot, at most `counts[slot]` tokens."""
 
-    def observe(self, slot: int) -> list[Guess]:
-        """Read the tokens that were appended to the sequence's ids, and return the guess for each."""
+    def observe(self, slot: int) -> list[Guess | None]:
+        """Read the tokens that were appended to the sequence's ids, and return the guess for each.
+
+        None stands for a token for which the drafter was not asked.
+        """
+
+    def account(self, gained: float, elapsed: float, pace: float) -> None:
+        """Record a step of `elapsed` seconds, in which drafts saved `gained` seconds, or lost them if negative.
+
+        `pace` is the time of a step without drafts, or 0 if it is unknown.
+        """
 
     def release(self, slot: int) -> None:
         """Free the state of a slot. A slot without a sequence is ignored."""
@@ -161,6 +192,7 @@ _COUNTED = 0.95  # factor of a guess's weight after each later guess of its kind
 _PLAIN_EVERY = 128  # steps, after which a step without a draft is measured again
 _SHARE_COUNTED = 0.87  # factor of a token's weight in the share of right guesses after each later token
 # The share of right guesses, and how many tokens without drafts may follow before the next search for a draft.
+_MOST_BETWEEN = 64
 _TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 64))
 
 
@@ -186,8 +218,9 @@ class DraftPolicy:
         self._priors = priors
         self._guessed = [[_PRIOR_WEIGHT] * len(rates) for rates in priors.rates]
         self._right = [[_PRIOR_WEIGHT * rate for rate in rates] for rates in priors.rates]
-        self._since_plain = 0
-        self._share = 0.3
+        self._since_plain = self._num_refused = 0
+        self._share = priors.share
+        self.speed = 0.0  # expected tokens per second of the last choice
 
     def acceptance(self, confidence: int) -> float:
         """Return the recent rate of right guesses with this confidence, at the current share of right guesses."""
@@ -207,16 +240,24 @@ class DraftPolicy:
         """Return the number of tokens to decode without a draft before the next search for a draft."""
         if not times.is_known(1):
             return 1
+        if self._priors.is_steady:
+            return min(1 << self._num_refused, _MOST_BETWEEN)
         return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
 
-    def num_draft_tokens(self, times: StepTimes, confidence: int, num_known: int = 1) -> int:
+    def num_draft_tokens(
+        self,
+        times: StepTimes,
+        confidence: int,
+        num_known: int = 1,
+        seconds: Callable[[int], float] = lambda count: 0.0,
+    ) -> int:
         """Return the number of drafts to request, for a step that has `num_known` tokens without drafts.
 
-        Call it once before each step that could be drafted.
+        The drafter makes `count` drafts in `seconds(count)`. Call it once before each step that could be drafted.
         """
         self._since_plain += 1
         if not self._sizes or not times.is_known(1) or self._since_plain >= _PLAIN_EVERY:
-            self._since_plain = 0
+            self._since_plain, self.speed = 0, 0.0
             return 0  # drafts are compared with such a step
         tokens, reached, at = 1.0, 1.0, 0
         best, speed = 0, (1 + _MARGIN) / times.seconds(num_known)
@@ -225,9 +266,42 @@ class DraftPolicy:
                 reached *= self.acceptance(confidence + index)
                 tokens += reached
             at = size
-            found = tokens / times.promised(num_known + size)
+            found = tokens / (times.promised(num_known + size) + seconds(size))
             if found > speed:
                 best, speed = size, found
+        self.speed = speed
+        self._num_refused = 0 if best else min(self._num_refused + 1, _MOST_BETWEEN)
         if not best:
             self._since_plain = 0
         return best
+
+
+_FIRST_STEPS = 12.0  # plain steps that an engine may lose before drafts have saved any time
+_MOST_STEPS = 32.0  # plain steps that drafts may lose after they saved many more
+_TRIED_SHARE = 0.01  # of the time of all steps, which trials may lose later
+
+
+@final
+class Stake:
+    """Seconds that a drafter may spend on reading and on drafts that may be wrong.
+
+    Drafts earn the seconds that they save. Each step adds one percent of its time, so that a drafter which has lost is
+    tried again later, with another text.
+    """
+
+    def __init__(self) -> None:
+        self.balance, self.pace = 0.0, 0.0  # pace: seconds of a step without drafts
+
+    def account(self, gained: float, elapsed: float, pace: float) -> None:
+        """Record a step of `elapsed` seconds in which drafts saved `gained` seconds, or lost them if negative.
+
+        `pace` is the time of a step without drafts, or 0 if it is unknown.
+        """
+        if pace and not self.pace:
+            self.balance += _FIRST_STEPS * pace
+        self.pace = pace or self.pace
+        self.balance = min(self.balance + gained + _TRIED_SHARE * elapsed, _MOST_STEPS * self.pace)
+
+    def allows(self, seconds: float) -> bool:
+        """Return True if these seconds may be spent. Nothing may be spent before the pace is known."""
+        return self.pace > 0 and self.balance >= seconds

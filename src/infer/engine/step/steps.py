@@ -4,7 +4,7 @@ At the end of a step each sequence accepts its tokens, the cache keeps the right
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -14,95 +14,13 @@ from typing import NamedTuple, final
 from infer.compute.operands.step import Chunk, Clock, Interrupt, StepEnd, sampled_after
 from infer.compute.ops import Generated, PendingStep
 from infer.engine.runner.runner import Runner
-from infer.engine.speculation.ngram import NgramDrafter
-from infer.engine.speculation.policy import Drafter, DraftPolicy, StepTimes
+from infer.engine.speculation.policy import StepTimes
+from infer.engine.step.drafting import Drafted, Drafting
 from infer.engine.step.grammar_masks import Filling, MaskFiller
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import Slots
 from infer.errors import OutOfPagesError
-
-
-@final
-class Drafting:
-    """The drafts of an engine's sequences: its drafter proposes them, and a policy per slot limits them.
-
-    A fault of the drafter ends only the sequence for which it drafts.
-    """
-
-    def __init__(self, drafter: Drafter | None = None) -> None:
-        self._drafter: Drafter = NgramDrafter() if drafter is None else drafter
-        self._policies: dict[int, DraftPolicy] = {}  # by the slots for which the drafter has begun
-
-    def enter(self, sequence: Sequence) -> None:
-        """Begin to draft for a sequence that has got its slot, if its request wants drafts."""
-        if (options := sequence.request.options).speculation:
-            self._policies[sequence.slot] = DraftPolicy(options.num_draft_tokens, self._drafter.priors)
-            sequence.attempt(partial(self._drafter.begin, sequence.slot, sequence.token_ids), None)
-
-    def drafted(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Return the sequences that are drafted for."""
-        return [each for each in sequences if each.slot in self._policies] if self._policies else []
-
-    def steps_to_draft(self, active: Iterable[Sequence], times: StepTimes) -> list[int]:
-        """Return the number of steps without drafts before the drafter is called again, per drafted sequence."""
-        return [self._policies[each.slot].tokens_between(times) for each in self.drafted(active)]
-
-    def propose(self, active: Iterable[Sequence], most: int, times: StepTimes) -> None:
-        """Give each sequence its drafts for the next step. Their number is the one that pays off at the measured times.
-
-        Each sequence gets at most `most` drafts, and never more than its room.
-        """
-        counts: dict[Sequence, int] = {}
-        for sequence in self.drafted(active):
-            sequence.take_drafts(())
-            if sequence.pieces and not sequence.must_end_prompt:
-                limit = min(most, sequence.room - 1)
-                if (count := sequence.attempt(partial(self._num_drafts, sequence, limit, times), 0)) > 0:
-                    counts[sequence] = count
-        for sequence, drafts in self._proposed(counts).items():
-            sequence.attempt(partial(sequence.take_drafts, drafts), None)
-
-    def _num_drafts(self, sequence: Sequence, limit: int, times: StepTimes) -> int:
-        confidence = self._drafter.confidence(sequence.slot)
-        if not confidence:
-            return 0
-        return min(self._policies[sequence.slot].num_draft_tokens(times, confidence, sequence.num_pending), limit)
-
-    def _proposed(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Items[int]]:
-        """Return the drafts of all sequences, made in one batch. If that raises, draft for each sequence separately."""
-        if not counts:
-            return {}
-        propose, drafts = self._drafter.propose, dict[int, Items[int]]()
-        nothing: Mapping[int, Items[int]] = {}
-        try:
-            drafts |= propose({sequence.slot: count for sequence, count in counts.items()})
-        except Exception:
-            for sequence, count in counts.items():
-                drafts |= sequence.attempt(partial(propose, {sequence.slot: count}), nothing)
-        return {sequence: drafts.get(sequence.slot, ()) for sequence in counts}
-
-    def observe(self, sequences: Iterable[Sequence]) -> None:
-        """Show the drafter the tokens that sequences accepted. Policies learn from those that were not forced."""
-        for sequence in self.drafted(sequences):
-            if not sequence.is_finished:
-                sequence.attempt(partial(self._observe, sequence), None)
-
-    def _observe(self, sequence: Sequence) -> None:
-        policy, guesses = self._policies[sequence.slot], self._drafter.observe(sequence.slot)
-        for guess, piece in zip(guesses, sequence.pieces[len(sequence.pieces) - len(guesses) :], strict=False):
-            if piece.origin != "forced":
-                policy.observe(*guess)
-
-    def release(self, slot: int) -> None:
-        """Forget the sequence that loses this slot."""
-        if self._policies.pop(slot, None) is not None:
-            self._drafter.release(slot)
-
-    def clear(self) -> None:
-        """Forget all sequences."""
-        for slot in tuple(self._policies):
-            self.release(slot)
 
 
 class Work(NamedTuple):
@@ -129,6 +47,7 @@ class LaunchedStep:
     filling: Filling | None  # of the masks of grammars
     parts: list[StepPart]  # parts of several tenants
     started: float  # time.perf_counter before the step was planned
+    draft_seconds: float  # in which drafts were computed, before the step
     is_multi_step: bool
     is_behind: bool  # it was planned while another one ran
     is_kept: bool = False  # the cache has already kept its chunks, because a step is planned while it runs
@@ -212,7 +131,8 @@ class Steps:
             pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
-        return LaunchedStep(plan, works, pending, filling, parts, started, is_multi_step, behind is not None)
+        spent = self._drafting.take_seconds()
+        return LaunchedStep(plan, works, pending, filling, parts, started, spent, is_multi_step, behind is not None)
 
     def _planned(self, active: list[Sequence]) -> tuple[Plan, list[Work]]:
         """Return a plan and its work, without sequences that failed meanwhile or got no pages."""
@@ -297,19 +217,24 @@ class Steps:
         times = self.step_times([sequence for sequence, _ in works])
         if times and not all(each.pieces and len(chunk.token_ids) == chunk.num_logits for each, chunk in works):
             times = None  # the table is of steps whose tokens are all sampled, as drafts are
-        self._scheduler.update(launched.plan, num_steps, clock.ended - clock.started, times, held_up)
+        seconds, drafted = clock.ended - clock.started - launched.draft_seconds, list[Drafted]()
+        self._scheduler.update(launched.plan, num_steps, seconds, times, held_up)
         each_held_up = held_up / max(1, sum([sequence.grammar is not None for sequence, _ in works]))
         for index, (sequence, chunk) in enumerate(works):
             settled = time.perf_counter() if parts else 0.0
             if counted[index]:
                 sampled = generated.token_ids[index], generated.logprobs[index]
                 num_right = sequence.collect(chunk, *sampled, clock, is_multi_step=launched.is_multi_step)
+                if chunk.num_drafts:
+                    num_accepted = num_right - (len(chunk.token_ids) - chunk.num_drafts)
+                    drafted.append(Drafted(sequence.slot, chunk.num_drafts, num_accepted))
                 if not launched.is_kept:
                     self._keep(sequence, num_right)
             if parts and sequence.grammar is not None:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
         if parts:
             self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
+        self._drafting.account(drafted, len(works), seconds - held_up, launched.draft_seconds, times)
         for row in cut:
             self._slots.params.renew(works[row].sequence)
         self._drafting.observe([sequence for sequence, chunk in compress(works, counted) if chunk.has_logits])

@@ -7,6 +7,7 @@ from infer.errors import ModelError
 from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
 from infer.models.catalog.header_facts import tasks_of
+from infer.models.draft_plan import plan_draft_bytes
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings
@@ -39,15 +40,17 @@ def plan_served(model: str, settings: ModelSettings, *, most_bytes: int, share_b
     headers = architecture, checkpoint.tensors, load, cache
     least = MemoryBudget.of(*headers, num_tokens=context, pool_pages=pool_pages)
     found = least if architecture.reads_whole_texts else least.planned(share_bytes)
+    draft_bytes = plan_draft_bytes(settings, context, load)
+    most_bytes -= draft_bytes
     if found.total > most_bytes:
         beside = found.total - least.model
         try:
             least.check(checkpoint.path.name, max(0, most_bytes - beside))
         except ModelError as error:
-            allowed, taken = most_bytes // 1_000_000, beside // 1_000_000
+            allowed, taken = (most_bytes + draft_bytes) // 1_000_000, (beside + draft_bytes) // 1_000_000
             raise ModelError(
                 f"{error}; {allowed:,} MB are allowed, and the process takes {taken:,} MB of them"
             ) from error
     tasks = tasks_of(checkpoint, is_encoder=architecture.reads_whole_texts)
     plan = None if architecture.reads_whole_texts else found
-    return ServedPlan(found.total, context, plan, tasks or ("generate",))
+    return ServedPlan(found.total + draft_bytes, context, plan, tasks or ("generate",))

@@ -223,8 +223,8 @@ class MemoryBudget:
 
         return bisect_left(range(1, most + 1), True, key=is_too_large)
 
-    def planned(self, available: int | None) -> "MemoryBudget":
-        """Return the budget of the rows of a step, with states and pages that fit.
+    def planned(self, available: int | None, reserved: int = 0) -> "MemoryBudget":
+        """Return the budget of the rows of a step, with states and pages that fit beside `reserved` bytes.
 
         Without `pool_pages` it has pages for 1 to 8 full rows, as many as fit. On a device whose memory is taken at
         once, it has all pages that fit: nothing else will use the memory.
@@ -233,6 +233,7 @@ class MemoryBudget:
         counts = [self.pool_pages or self._full_pages * count for count in range(MAX_FULL_CONTEXTS, 0, -1)]
         if available is None:
             return replace(plan._with_states(None), pool_pages=counts[0])
+        available -= reserved
         if takes_all := self._rules.IS_TAKEN_AT_ONCE:
             available -= available // _SPARE_SHARE + plan._vectors_bytes(available)
         least = replace(plan._with_states(0), pool_pages=counts[-1])

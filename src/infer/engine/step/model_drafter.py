@@ -1,0 +1,212 @@
+"""Drafts of a smaller model with the same vocabulary. It has a cache of its own, with a row per slot of the engine.
+
+A row has the end of a sequence's text: reading the whole of a long prompt would take longer than its drafts save. The
+draft model samples with the noise of the engine's own positions, so that its drafts are often right with a temperature,
+too. Penalties and grammars are left out: they change what is right, and the engine verifies every draft.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import inf
+from operator import eq
+from typing import Any, final
+
+from infer.compute.operands.step import Chunk
+from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.sampling.noise import shifted_seed
+from infer.engine.runner.runner import Runner
+from infer.engine.speculation.policy import Guess, Priors, Stake
+from infer.sampling_params import CONSTRAINTS, SamplingParams
+
+FIRST_TOKENS = 64  # at the end of a text, which are read before drafts have saved any time
+_READ_SECONDS, _LEAST_READ = 0.04, 16  # limit of reading beside one step, and the tokens that it may always have
+_MOST_PENDING = 8  # tokens that are read together with the first guess
+_NUM_TRIED = 3  # drafts of a trial
+_CONFIDENCE = 2
+_SHARES, _RATES = (0.35, 0.65), (0.3, 0.55, 0.8)
+_FIRST_SHARE, _SHARE_GAIN = 0.6, 0.03
+# Parameters with which a draft would take longer, or that only apply to a whole answer.
+_NOT_DRAFTED: dict[str, Any] = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+_NOT_DRAFTED |= {"min_new_tokens": 0, "stop_token_ids": None, "logprobs": None, **dict.fromkeys(CONSTRAINTS)}
+_GAIN = 0.3  # of a new measurement of the draft model's speed
+
+
+@dataclass
+class _Row:
+    """One sequence. The draft model's row has its tokens from position `start` on; None: it has none yet."""
+
+    token_ids: list[int]  # the sequence's own
+    params: SamplingParams
+    num_known: int
+    start: int | None = None
+    guesses: list[int] = field(default_factory=list)  # for the next tokens; all but the last are computed, too
+
+
+@final
+class ModelDrafter:
+    """A `Drafter` that runs a draft model. Steps of all sequences that are drafted for are one batch."""
+
+    def __init__(self, runner: Runner, vocab_size: int) -> None:
+        """Begin with empty rows. Ids from `vocab_size` on are never drafted."""
+        self.runner = runner
+        self._vocab_size = min(vocab_size, runner.model.architecture.vocab_size)
+        self._columns = SamplingColumns(runner.num_slots, self._vocab_size, device=runner.model.device)
+        self._rows: dict[int, _Row] = {}
+        self._stake, self._share = Stake(), _FIRST_SHARE
+        self._seconds_per_token = 0.0  # of reading
+        self._pass_seconds: dict[int, float] = {}  # of one draft for each row, by the number of rows
+
+    @property
+    def priors(self) -> Priors:
+        """The rates of a draft model, at the share of right guesses in earlier sequences."""
+        return Priors(_SHARES, {_CONFIDENCE: _RATES}, share=self._share, is_steady=True)
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """Bytes of the cache that take memory when they are first written; 0 if the device has taken them."""
+        model, cache = self.runner.model, self.runner.cache
+        return cache.num_bytes if model.backend.computes_on_host else 0
+
+    def begin(self, slot: int, token_ids: list[int], params: SamplingParams) -> None:
+        self._rows[slot] = _Row(token_ids, params, len(token_ids))
+
+    def confidence(self, slot: int) -> int:
+        return _CONFIDENCE if self._rows[slot].token_ids[-1] < self._vocab_size else 0
+
+    def seconds(self, slot: int, count: int) -> float:
+        if not self._stake.allows(self._num_unread(slot) * self._seconds_per_token):
+            return inf
+        num_rows = len(self._rows)
+        return count * self._pass_seconds.get(num_rows, self._pass_seconds.get(1, 0.0)) / num_rows
+
+    def trial(self, slot: int, room_seconds: float) -> int:
+        cost = self.seconds(slot, _NUM_TRIED) + self._num_unread(slot) * self._seconds_per_token
+        return _NUM_TRIED if self._stake.allows(2 * cost + self._stake.pace) and room_seconds > 4 * cost else 0
+
+    def account(self, gained: float, elapsed: float, pace: float) -> None:
+        self._stake.account(gained, elapsed, pace)
+
+    def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return the drafts of each slot. A slot whose text is still to be read gets none, and is read further."""
+        budget, ready = self._read_tokens(), dict[int, list[int]]()
+        for slot, count in counts.items():
+            self._rows[slot].guesses = []
+            pending = self._pending(slot, count)
+            if len(pending) > _MOST_PENDING:
+                budget -= self._read(slot, pending[:-1][: max(0, budget)])
+                pending = self._pending(slot, count)
+            if len(pending) <= _MOST_PENDING and not self.runner.try_reserve(slot, len(pending) + count):
+                ready[slot] = pending
+        if ready:
+            self._draft(ready, max(counts[slot] for slot in ready))
+        return {slot: self._rows[slot].guesses[: counts[slot]] for slot in ready}
+
+    def observe(self, slot: int) -> list[Guess | None]:
+        row = self._rows[slot]
+        new, guesses = row.token_ids[row.num_known :], row.guesses
+        row.num_known, row.guesses = len(row.token_ids), []
+        if guesses and new:
+            num_right = sum(1 for _ in takewhile(bool, map(eq, guesses, new)))
+            self.runner.commit(slot, min(num_right, len(guesses) - 1))
+            made = [Guess(_CONFIDENCE, left == right) for left, right in zip(guesses, new, strict=False)]
+            made = made[: num_right + 1]
+            for guess in made:
+                self._share += _SHARE_GAIN * (guess.is_right - self._share)
+            return [*made, *[None] * (len(new) - len(made))]
+        return [None] * len(new)
+
+    def release(self, slot: int) -> None:
+        if self._rows.pop(slot, None) is not None:
+            self.runner.truncate(slot, 0)
+        if not self._rows:
+            self.runner.reset()  # a step may have raised
+
+    # Reading
+
+    def _num_unread(self, slot: int) -> int:
+        """Return the number of tokens to read before the row's first guess, without the few that a guess reads."""
+        row = self._rows[slot]
+        num_tokens = len(row.token_ids) - self._first(row) if row.start is None else self._num_pending(slot, row.start)
+        return num_tokens if num_tokens > _MOST_PENDING else 0
+
+    def _num_pending(self, slot: int, start: int) -> int:
+        return len(self._rows[slot].token_ids) - start - self.runner.lengths[slot]
+
+    def _first(self, row: _Row) -> int:
+        """Return the position from which a text is read: more than its end, if earlier drafts have saved enough."""
+        most = FIRST_TOKENS
+        if self._seconds_per_token:
+            most = max(most, int(self._stake.balance / self._seconds_per_token / 4))
+        return max(0, len(row.token_ids) - min(most, self.runner.cache.capacity // 2))
+
+    def _pending(self, slot: int, count: int) -> list[int]:
+        """Return the tokens that the row lacks. It begins again if it is full, or at a token that only the model has.
+
+        The row begins with another seed, so that its noise is that of the sequence's positions.
+        """
+        row = self._rows[slot]
+        start, capacity = row.start, self.runner.cache.capacity
+        if start is not None and len(row.token_ids) + count - start > capacity:
+            start = None
+        begin = self._first(row) if start is None else start + self.runner.lengths[slot]
+        pending = row.token_ids[begin:]
+        if (num_foreign := next((i for i in range(len(pending), 0, -1) if pending[i - 1] >= self._vocab_size), 0)) > 0:
+            start, begin, pending = None, begin + num_foreign, pending[num_foreign:]
+        if start is None:
+            self.runner.truncate(slot, 0)
+            row.start = begin
+            self._columns.write(slot, self._draft_params(row.params, begin), 0)
+        return pending
+
+    def _draft_params(self, params: SamplingParams, start: int) -> SamplingParams:
+        """Return the parameters that choose the likeliest drafts of a row that begins at position `start`."""
+        allowed = params.allowed_token_ids
+        return replace(
+            params,
+            **_NOT_DRAFTED,
+            seed=shifted_seed(params.seed or 0, start),
+            logit_bias={each: bias for each, bias in (params.logit_bias or {}).items() if each < self._vocab_size}
+            or None,
+            allowed_token_ids=[each for each in allowed or () if each < self._vocab_size] or None,
+        )
+
+    def _read_tokens(self) -> int:
+        """Return how many tokens of texts may be read beside one step."""
+        if not self._seconds_per_token:
+            return FIRST_TOKENS
+        return max(_LEAST_READ, int(_READ_SECONDS / self._seconds_per_token))
+
+    def _read(self, slot: int, token_ids: Sequence[int]) -> int:
+        """Read tokens if there are pages for them, and return their number."""
+        if not token_ids or self.runner.try_reserve(slot, len(token_ids)):
+            return 0
+        started = time.perf_counter()
+        self.runner.extend(slot, token_ids)
+        self._seconds_per_token = _mean(self._seconds_per_token, (time.perf_counter() - started) / len(token_ids))
+        return len(token_ids)
+
+    # Drafts
+
+    def _draft(self, pending: Mapping[int, Sequence[int]], count: int) -> None:
+        """Guess `count` tokens for each slot, after reading its last tokens. All but the last guess are computed."""
+        started, runner = time.perf_counter(), self.runner
+        self._columns.select(list(pending))
+        chunks = [Chunk(slot, token_ids) for slot, token_ids in pending.items()]
+        first = runner.launch(chunks, self._columns, None).wait().token_ids
+        for chunk in chunks:
+            runner.commit(chunk.slot, len(chunk.token_ids))
+        if count > 1 and all(token_ids[0] >= 0 for token_ids in first):
+            chunks = [Chunk(chunk.slot, token_ids) for chunk, token_ids in zip(chunks, first, strict=True)]
+            further = runner.multi_step(chunks, count - 1, self._columns, None, ()).token_ids
+            first = [[*token_ids, *more] for token_ids, more in zip(first, further or [[]] * len(first), strict=True)]
+        for chunk, token_ids in zip(chunks, first, strict=True):
+            self._rows[chunk.slot].guesses = list(takewhile(lambda token_id: token_id >= 0, token_ids))
+        seconds = (time.perf_counter() - started) / max(map(len, first))
+        self._pass_seconds[len(pending)] = _mean(self._pass_seconds.get(len(pending), 0.0), seconds)
+
+
+def _mean(known: float, seconds: float) -> float:
+    """Return the mean of measured seconds, in which the last ones count most. 0 means that none is known."""
+    return seconds if not known else known + _GAIN * (seconds - known)

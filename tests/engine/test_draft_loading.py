@@ -1,0 +1,122 @@
+"""`draft_model`: in `LLM`, sessions, the command, a server and estimates; and the draft models that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from byte_tokenizer import write_byte_tokenizer
+from draft_trials import always_drafting
+from infer import LLM, ModelError, SamplingParams
+from infer.cli import main
+from infer.engine.step.model_drafter import ModelDrafter
+from infer.model_settings import ModelSettings
+from infer.models.catalog.served_plan import plan_served
+from refusals import check_refused
+from test_session import NUM_TOKENS, TEMPLATE, check_turn, make_model
+from tiny import Tiny, make_tiny
+
+PARAMS = [
+    SamplingParams(temperature=0, max_new_tokens=20),
+    SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, stop=["zq"], logprobs=2, max_new_tokens=20),
+    SamplingParams(regex="[a-f ]{12,30}", seed=1, temperature=0.9),
+]
+
+
+def make_draft(folder: Path, **tokenizer: Any) -> Path:
+    """Return a model with the vocabulary of the fixture `folder` and up to 60 rows of embeddings without tokens."""
+    folder.mkdir(exist_ok=True)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"vocab_size": NUM_TOKENS + 60, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, bos_token_id=None, eos_token_id=NUM_TOKENS - 2)
+    make_tiny(Tiny("draft", config), folder)
+    write_byte_tokenizer(folder, merges=[("a", "b"), ("e", " ")], chat_template=TEMPLATE, **tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_draft(tmp_path_factory.mktemp("draft"))
+
+
+def test_a_model_with_a_draft_model_gives_the_same_answers(llm: LLM, folder: Path, draft: Path) -> None:
+    """In batches, streams and sessions. Its context is longer than the draft model's."""
+    prompts = ["hello", "abc abc " * 12, "once upon a time"]
+    expected = [llm.generate(prompt, params) for prompt, params in zip(prompts, PARAMS, strict=True)]
+    with always_drafting(), LLM(folder, draft_model=draft) as other:
+        assert other.system_fingerprint == llm.system_fingerprint
+        results = other.generate_all(prompts, PARAMS)
+        streamed = [other.stream(prompt, params).run() for prompt, params in zip(prompts, PARAMS, strict=True)]
+        off = other.generate(prompts[0], PARAMS[0], speculation="off")
+        session = other.session()
+        for text in ("say ab ab ab", "and again"):
+            check_turn(llm, session, text, PARAMS[0], speculation="draft")
+    for found in (results, streamed):
+        assert [(each.token_ids, each.text, each.logprobs) for each in found] == [
+            (each.token_ids, each.text, each.logprobs) for each in expected
+        ]
+    assert results[0].stats.drafts_proposed > 0 == off.stats.drafts_proposed
+
+
+def test_the_command_and_a_served_model_take_a_draft_model(
+    folder: Path, draft: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[int]()
+    begin = ModelDrafter.begin
+    monkeypatch.setattr(
+        ModelDrafter, "begin", lambda self, slot, *other: (begun.append(slot), begin(self, slot, *other))
+    )
+    for flags in (["--draft-model", str(draft)], ["-md", str(draft)], []):
+        assert main(["generate", "-m", str(folder), "-p", "hello", "--temperature", "0", "-n", "8", "-q", *flags]) == 0
+    first, second, plain = capsys.readouterr().out.splitlines()
+    assert (first, second, len(begun)) == (plain, plain, 2)
+    alone, beside = (
+        plan_served(str(folder), ModelSettings(draft_model=name), most_bytes=10**10, share_bytes=10**9)
+        for name in (None, str(draft))
+    )
+    assert (
+        main(["estimate", str(folder), "--json"]) == main(["estimate", str(folder), "-md", str(draft), "--json"]) == 0
+    )
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    own = found[1]["draft_bytes"]
+    assert own > 4 * 32 * (NUM_TOKENS + 60)
+    assert (found[1]["total_bytes"], beside.num_bytes) == (found[0]["total_bytes"] + own, alone.num_bytes + own)
+    assert main(["estimate", str(folder), "-md", str(draft)]) == 0
+    assert "of the draft model" in capsys.readouterr().out
+
+
+def test_a_draft_model_that_cannot_draft_is_refused(folder: Path, draft: Path, tmp_path: Path) -> None:
+    merges: list[Any] = [("a", "b"), ("t", " ")]
+    other = make_model(tmp_path / "other")
+    write_byte_tokenizer(other, merges=merges, chat_template=TEMPLATE)
+    larger = make_draft(tmp_path / "larger", controls=[f"<|{number}|>" for number in range(9)])
+    same = "name a smaller model of the same family"
+    message = "other' has another vocabulary than the model: 260 tokens, not 260, and token 257 is b't ', not b'e ': "
+    check_refused(lambda: LLM(folder, draft_model=other), message + same)
+    check_refused(
+        lambda: LLM(folder, draft_model=str(larger)), "larger' has another vocabulary .*: 269 tokens, not 260"
+    )
+    check_refused(lambda: LLM(folder, draft_model=draft, tensor_parallel=2), "needs a model in one process")
+    encoder = make_draft(tmp_path / "encoder")
+    config = json.loads((encoder / "config.json").read_text())
+    (encoder / "config.json").write_text(json.dumps(config | {"is_causal": False}))
+    check_refused(lambda: LLM(folder, draft_model=encoder), "encoder' generates no text: name a smaller decoder")
+    check_refused(lambda: LLM(encoder, draft_model=draft), "draft_model: .* is an encoder and generates no text")
+    check_refused(lambda: LLM(folder, draft_model=3), "draft_model must be a model's name or path, or None, got 3")
+
+
+def test_without_a_draft_model_only_n_grams_are_drafted(llm: LLM) -> None:
+    check_refused(lambda: llm.generate("a", speculation="draft"), "load the model with draft_model, or use 'ngram'")
+    assert llm.generate("abab abab", PARAMS[0]).stats.drafts_proposed == 0
+
+
+def test_a_draft_model_that_does_not_fit_names_itself(
+    folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = iter([10**10])
+    monkeypatch.setattr(
+        "infer.compute.backends.torch_backend.TorchBackend.available_bytes", lambda self: next(sizes, 40_000)
+    )
+    check_refused(lambda: LLM(folder, draft_model=draft), f"{draft.name} needs", ModelError)

@@ -87,6 +87,7 @@ class _ModelKeywords(TypedDict, total=False):
     reranker: RerankerName
     pool_pages: int | None
     prefix_disk: int | str | None
+    experts_memory: int | str | None
 
 
 def _shows_settings(init: Callable[_P, None]) -> Callable[_P, None]:
@@ -121,6 +122,8 @@ class LLM(TextCalls):
             processes: bytes, or a size such as "8GB". Includes `reuse_prefixes`. None: nothing is stored.
         pool_pages: Number of pages of 64 tokens that all answers and sessions share. None: enough for 8 full contexts,
             or as many as fit in memory; with CUDA, all that fit.
+        experts_memory: Memory for a model's experts on a CPU, in bytes or as "6GB". The others are read from a file in
+            the user's cache folder when a token needs them, with the same answers. None: all are in memory.
         grammar_backend: Library that constrains answers to a schema, a pattern or a grammar.
         threads: Number of threads of the process, or of each process if `tensor_parallel` processes share the model.
         capture: False runs each op separately: slower, with the same tokens.

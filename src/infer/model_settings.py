@@ -137,6 +137,10 @@ class ModelSettings:
         "Size of the files that keep beginnings of prompts for use after a restart; 0 keeps none.  "
         "[default: 8GB, 0 with --api-key-file]",
         group="disk", metavar="SIZE", envvar="INFER_PREFIX_DISK", takes="int | str | None")
+    experts_memory: int | None = parameter(
+        None, Size(),
+        "Memory for a model's experts; those that it cannot hold are read from a file when they are needed.  "
+        "[default: all are in memory]", group="numbers", metavar="SIZE", takes="int | str | None")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -144,6 +148,10 @@ class ModelSettings:
         if importlib.util.find_spec(self.grammar_backend) is None:
             install = _INSTALL_BY_BACKEND[self.grammar_backend]
             raise InvalidRequestError(f"grammar_backend {self.grammar_backend} is not installed: {install}")
+        if self.experts_memory is not None and self.tensor_parallel > 1:
+            raise InvalidRequestError(
+                f"experts_memory works in one process, not with tensor_parallel={self.tensor_parallel}: leave one out"
+            )
         _ = self.cache  # which checks the others
 
     @classmethod

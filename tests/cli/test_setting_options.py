@@ -35,6 +35,7 @@ TYPED: dict[str, tuple[str, Any, Any]] = {
     "device": ("--device cuda:1", "cuda:1", None), "reranker": ("--reranker qwen3", "qwen3", "any"),
     "draft_model": ("--draft-model small", "small", None),
     "pool_pages": ("--pool-pages 20", 20, 0), "prefix_disk": ("--prefix-disk 2GB", 2 * 10**9, "much"),
+    "experts_memory": ("--experts-memory 6GB", 6 * 10**9, "much"),
 }  # fmt: skip
 
 

@@ -21,7 +21,13 @@ def make_outline(
     """Return the outline of a model that is loaded with these settings."""
     load = LoadSettings.of(settings)
     kv_type = kv_type_of(architecture, tensors, load, settings.cache)
-    return ModelOutline(architecture, loaded_types(architecture, tensors, load), kv_type, load.precision)
+    return ModelOutline(
+        architecture,
+        loaded_types(architecture, tensors, load),
+        kv_type,
+        load.precision,
+        settings.experts_memory is not None,
+    )
 
 
 @contextmanager

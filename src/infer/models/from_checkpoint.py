@@ -10,7 +10,7 @@ import torch
 
 from infer.compute import ops
 from infer.compute.kvcache.groups import check_layers
-from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.architecture import Architecture, ModelOutline
 from infer.compute.operands.group import Group
 from infer.errors import InvalidRequestError, ModelError
 from infer.files import Checkpoint, open_checkpoint
@@ -124,7 +124,8 @@ def load_checked(
     context = context_length(settings.max_seq_len, architecture, cache)
     step = backend.step_limits
     check_tensors(architecture, checkpoint.tensors)
-    with backend.compiling([make_outline(architecture, checkpoint.tensors, settings)]):
+    outline = make_outline(architecture, checkpoint.tensors, settings)
+    with backend.compiling([outline]):
         if tokenizer is not None:
             load = LoadSettings.of(settings, backend.num_threads(), backend.device.type)
             budget = MemoryBudget.of(
@@ -138,6 +139,7 @@ def load_checked(
             found = _fitting(checkpoint.path.name, budget, available, is_length_given=is_length_given)
             context, step = found.num_tokens, found.load.step
         give_back_freed()
+        experts = _open_experts(checkpoint, outline, backend, settings)
         with backend.threads():
             model = load_transformer(
                 architecture,
@@ -151,10 +153,25 @@ def load_checked(
                 on_progress=on_progress,
                 group=group,
                 on_input=on_input,
+                experts=experts,
             )
     checkpoint.check_unchanged()
     give_back_freed()
     return model
+
+
+def _open_experts(
+    checkpoint: Checkpoint, outline: ModelOutline, backend: ops.Backend, settings: ModelSettings
+) -> ops.ExpertStore | None:
+    """Return the store of the experts if they are to be read from a file."""
+    if settings.experts_memory is None:
+        return None
+    form = f"{settings.weights} {settings.dtype}"
+    made_of = f"{checkpoint.fingerprint()} {[file.modified_ns for file in checkpoint.files]} {form}"
+    store = backend.open_experts(outline, settings.experts_memory, f"{checkpoint.path.resolve()} {form}", made_of)
+    if store is None:
+        warnings.warn("experts_memory has no effect: the model has no experts", stacklevel=5)
+    return store
 
 
 def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:

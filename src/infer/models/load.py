@@ -1,6 +1,7 @@
 """Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
@@ -35,13 +36,15 @@ def load_transformer(
     on_progress: OnProgress | None = None,
     group: Group | None = None,
     on_input: OnInput | None = None,
+    experts: ops.ExpertStore | None = None,
 ) -> Transformer:
     """Return a model that is ready to run. If a `group` runs the model together, return this rank's part.
 
     If `dtype` is None, each weight keeps the type of its file; otherwise all weights become dense in `dtype`.
     `keep_floats_as` quantises matrices that are stored as floats. Matrices that the file stores quantised stay
     unchanged. If `step_limits` is None, a step has the backend's limits. `on_input` is called with the name and the
-    inputs of each matrix of a layer, before each product; only the reference backend calls it.
+    inputs of each matrix of a layer, before each product; only the reference backend calls it. With `experts`, experts
+    are read from this store's file while the model runs.
 
     Raises ModelError that lists every missing, extra and misshapen tensor, at most twenty.
     """
@@ -62,9 +65,11 @@ def load_transformer(
         rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},
         query_scales={each: make_query_scales(each, positions, backend.device) for each in architecture.query_scales},
         on_input=on_input,
+        experts=experts,
     )
     embedding, head = _ends(architecture, loader, is_shared=group is not None)
-    layers = tuple(_each_layer(architecture, loader, on_progress))
+    with nullcontext() if experts is None else experts.loading():
+        layers = tuple(_each_layer(architecture, loader, on_progress))
     per_layer = architecture.per_layer_input
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
     return Transformer(

@@ -4,7 +4,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,7 @@ from infer.compute.operands.group import Group, Shares
 from infer.compute.operands.mixers import KEPT_AS_FLOATS, QueryScale, Rope, Shapes
 from infer.compute.operands.weights import (
     ConvertedWeight,
+    ExpertFrames,
     FileWeight,
     Norm,
     ObservedWeight,
@@ -33,9 +34,19 @@ from infer.models.sharding import Range, part_ranges, row_starts, rows_of
 Weights = Mapping[str, FileWeight]
 
 FloatsAs = Literal["auto", "bf16", "q8", "q4"]
+EXPERT_PARTS = ("gate", "up", "down")
 OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, its inputs)
 
 _TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class ExpertMatrices(NamedTuple):
+    """The stacked matrices of a layer's experts. With frames, they are read from a file."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    frames: ExpertFrames | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +67,13 @@ class WeightLoader:
     query_scales: Mapping[QueryScale, Tensor]
     prefix: str = ""  # before the names of tensors
     label: str = ""  # before the names of projections in profiles
+    layer: int = -1  # -1: what belongs to no layer
+    experts: ops.ExpertStore | None = None  # if the experts are read from a file while the model runs
     on_input: OnInput | None = None  # called for the layers' matrices
 
     def of_layer(self, index: int) -> "WeightLoader":
         """Return a loader whose names are relative to a layer."""
-        return replace(self, prefix=f"model.layers.{index}.", label=f"L{index}.")
+        return replace(self, prefix=f"model.layers.{index}.", label=f"L{index}.", layer=index)
 
     def by_rows(self, *names: str, label: str) -> Projection:
         """Return this rank's rows of the matrices. The matrices are stacked, then divided by rows."""
@@ -77,6 +90,31 @@ class WeightLoader:
             return self.projection(*names, label=label)
         shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
         return replace(self.projection(*names, label=label, ranges=[shares.own] * len(names)), shares=shares)
+
+    def expert_records(self, num_experts: int) -> ExpertMatrices:
+        """Return gate, up and down of a layer's experts, of which some are in memory at a time."""
+        assert self.experts is not None
+        names = {part: [f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)] for part in EXPERT_PARTS}
+
+        def sources(expert: int) -> list[Weight]:
+            own = (of_part[expert] for of_part in names.values())
+            return [self._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))) for name in own]
+
+        loaded = self.experts.load(self.layer, sources)
+        gate, up, down = (
+            Projection((weight,), self._biases(names[part]), label=self.label + part)
+            for part, weight in zip(EXPERT_PARTS, loaded[:3], strict=True)
+        )
+        return ExpertMatrices(gate, up, down, loaded.frames)
+
+    def _biases(self, names: Sequence[str]) -> Tensor | None:
+        """Return the biases of matrices, one after another, or None if they have none."""
+        biases = [
+            self._bias(f"{self.prefix}{name}.bias", (0, self._num_rows(name)))
+            for name in names
+            if f"{self.prefix}{name}.bias" in self.expected
+        ]
+        return torch.cat(biases) if biases else None
 
     def table(self, name: str) -> Weight:
         """Return a matrix of which a step reads its tokens' rows, in the file's type.

@@ -89,19 +89,25 @@ def read_own(path: Path, most_bytes: int, owner: int | None = None) -> bytes | N
     except (OSError, ValueError):
         return None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+        if os.fstat(descriptor).st_size > most_bytes or not is_trusted(descriptor, owner):
             return None
-        if sys.platform != "win32":
-            owners = (0, os.geteuid()) if owner is None else (0, os.geteuid(), owner)
-            if found.st_uid not in owners or found.st_mode & _WRITABLE_BY_OTHERS:
-                return None
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(most_bytes)
     except OSError:
         return None
     finally:
         os.close(descriptor)
+
+
+def is_trusted(descriptor: int, owner: int | None = None) -> bool:
+    """Return True for a regular file of ours, of root's or of the user `owner`, which nobody else may write to."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        return False
+    if sys.platform == "win32":
+        return True
+    owners = (0, os.geteuid()) if owner is None else (0, os.geteuid(), owner)
+    return found.st_uid in owners and not found.st_mode & _WRITABLE_BY_OTHERS
 
 
 def write_own(path: Path, content: bytes) -> OSError | None:

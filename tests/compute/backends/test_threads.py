@@ -18,7 +18,7 @@ from infer.compute.backends.cpu.state import STATE
 from infer.compute.backends.cpu.thread_records import MAX_THREADS
 from infer.compute.backends.cpu.threads import adaptive, atomics, pool
 from infer.compute.backends.cpu.threads.adaptive import AdaptiveThreads, Outcome
-from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Command, DispatchTable
+from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, READ_BARRIER, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import ThreadPool, aligned, set_num_threads, thread_pool
 from infer.errors import InferError, InvalidRequestError
 from infer.models import from_checkpoint as load_settings
@@ -49,12 +49,15 @@ def make_count() -> Callable[..., None]:
 class Counter:
     """A table whose result shows whether each part of it ran once."""
 
-    def __init__(self, num_commands: int = 20, repeats: int = 1, num_rows: int = 50) -> None:
+    def __init__(
+        self, num_commands: int = 20, repeats: int = 1, num_rows: int = 50, barrier: int = BARRIER, lag: int = 0
+    ) -> None:
         self.sums, self.arguments = np.zeros(num_rows, np.int64), np.zeros(1, PARTS)
         self.arguments["sums"], self.arguments["num_rows"] = self.sums.ctypes.data, num_rows
+        self.arguments["lag"] = lag
         address = compiled_address("test_threads:make_count", PARTS)
         self.times = num_commands * repeats
-        self.table = DispatchTable([Command(address, self.arguments, BARRIER, "count")] * num_commands)
+        self.table = DispatchTable([Command(address, self.arguments, barrier, "count")] * num_commands)
         self.table.arguments["repeats"] = repeats
         self.state = aligned(1, STATE)
         self.state["num_tokens"] = 1
@@ -113,6 +116,19 @@ def test_each_part_of_a_run_runs_once_whatever_the_number_of_threads() -> None:
         counter.run(many, num_threads)
         assert counter.is_right()
     many.close()
+
+
+@pytest.mark.parametrize("is_reading", [True, False])
+def test_a_wait_for_a_slow_file_is_no_sign_of_a_busy_machine(three: ThreadPool, *, is_reading: bool) -> None:
+    counter = Counter(3, barrier=READ_BARRIER if is_reading else BARRIER, lag=300_000)  # milliseconds, as a disk
+    counter.run(three)
+    assert counter.is_right()
+    assert (counter.state["stalls"][0, 0] > 0) is not is_reading
+    assert (counter.state["reading"][0] > 0) is is_reading
+    costs = three._adaptive._cost_by_kind
+    assert three._adaptive._is_suspicious is not is_reading
+    if is_reading:
+        assert max(costs.values()) < three.run_seconds / 2
 
 
 @needs_linux

@@ -75,11 +75,16 @@ def lines(found: Explanation) -> Iterator[str]:
         *([("use", f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses)] if uses else []),
         *([] if found.is_encoder else _answers(found)),
         *((each.type, _stored(each)) for each in found.weights),
-        ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
+        ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights{_experts(found)}"),
         *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
         *([("state", _state(found.state_bytes))] if found.state_bytes else []),
     ]  # fmt: skip
     return columns_of_rows(rows, "<<")
+
+
+def _experts(found: Explanation) -> str:
+    share = f", {found.expert_bytes / 1e6:,.1f} of them in experts (--experts-memory needs less)"
+    return share if found.expert_bytes else ""
 
 
 def _answers(found: Explanation) -> Iterator[tuple[str, str]]:
@@ -199,6 +204,7 @@ def run_estimate(options: EstimateOptions) -> None:
     if fits is False and options.batch == 1:
         option = found.option_that_fits(max(0, rest))
     on_host = load.device == "cpu"  # only the host's memory can be measured
+    is_known = on_host and generates and load.experts_memory is None  # no file's share of the time is known
     report = {
         "model": options.model,
         "max_seq_len": num_tokens,
@@ -208,6 +214,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "pool_pages": options.pool_pages,
         "kv_type": kv_type,
         "weight_bytes": found.weights,
+        "experts_memory": load.experts_memory,
         "weight_types": largest_types(architecture, found.types or {}, options.device),
         "cache_bytes": found.cache,
         "workspace_bytes": found.workspace,
@@ -216,7 +223,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "draft_bytes": draft_bytes,
         "total_bytes": found.total + draft_bytes,
         "available_bytes": available,
-        "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if on_host and generates else None,
+        "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if is_known else None,
         "read_bandwidth": read_bandwidth(threads) if on_host else None,
         "fits": fits,
         "option_that_fits": option,
@@ -246,6 +253,8 @@ def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
         "workspace": f"of a step of {report['step_tokens']:,} tokens",
         "process": "Python, torch and the vocabulary",
     }
+    if report["experts_memory"] is not None:
+        remarks["weights"] += f", experts in {report['experts_memory'] / 1e6:,.1f} MB at most"
     if report["is_encoder"]:
         remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
     if report["draft_bytes"]:

@@ -21,6 +21,7 @@ from infer.compute.operands.architecture import Layer, ModelOutline
 from infer.compute.operands.group import Group
 from infer.compute.operands.limits import HOST_STEP, StepLimits
 from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.compute.operands.weights import ExpertFrames, Weight
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.errors import InvalidRequestError
@@ -181,6 +182,38 @@ def check_verified(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
         raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
 
 
+class LoadedRecords(NamedTuple):
+    """A layer's experts that are read from a file: their stacked matrices, and the frames that hold some of them."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    frames: ExpertFrames
+
+
+class ExpertStore(ABC):
+    """A model's experts in a file of the user's cache, and memory for some of them."""
+
+    @abstractmethod
+    def loading(self) -> AbstractContextManager[None]:
+        """Return the context in which all layers are loaded. At its end, the file is complete.
+
+        Raises ModelError if the file cannot be written.
+        """
+
+    @abstractmethod
+    def load(self, layer: int, sources: Callable[[int], Sequence[Weight]]) -> LoadedRecords:
+        """Return a layer's experts. `sources` returns gate, up and down of an expert, if they must be written.
+
+        Raises InvalidRequestError if the experts are not of one type, and OSError if they cannot be written.
+        """
+
+    @property
+    @abstractmethod
+    def counts(self) -> tuple[int, int]:
+        """How often a step needed an expert that was in memory, and how often one was read."""
+
+
 class KernelStore(NamedTuple):
     """Names of the models' kernels that are not stored yet, the folder they are stored in, and the reason if they
     cannot be.
@@ -215,6 +248,14 @@ class Backend(ABC):
     def check_layers(self, layers: Iterable[Layer]) -> None:
         """Raise UnsupportedModelError if the kernels do not compute a part of these layers."""
         return
+
+    def open_experts(self, outline: ModelOutline, most_bytes: int, name: str, made_of: str) -> ExpertStore | None:
+        """Return the store of a model's experts, of which at most `most_bytes` are in memory; None if it has none.
+
+        `name` names its file, and `made_of` identifies the weights and how they are converted. Raises
+        InvalidRequestError if that is too little, or if the kernels need all experts in memory.
+        """
+        raise InvalidRequestError(f"experts_memory works on device='cpu', not on {self.device}: leave it out")
 
     @abstractmethod
     def description(self) -> str:

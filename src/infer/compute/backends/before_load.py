@@ -40,6 +40,12 @@ class MemoryRules(Protocol):
     def table_bytes(self, type: str, rows: int, columns: int) -> int:
         """Return the bytes of a table of which a step reads some rows; 0 if it stays in its file."""
 
+    def expert_store_bytes(self, architecture: Architecture, types: Mapping[str, str], most_bytes: int) -> int:
+        """Return the memory of experts that are read from a file, of which `most_bytes` may be in memory.
+
+        Raises InvalidRequestError if that is too little, or if the kernels need all experts in memory.
+        """
+
     def workspace_bytes(
         self, architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
     ) -> tuple[int, int]:

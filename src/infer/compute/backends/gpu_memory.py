@@ -8,6 +8,7 @@ from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
+from infer.errors import InvalidRequestError
 
 CHUNK_SLOTS, SPLIT_TOKENS = 256, 16  # of attention
 MOST_PAIRS = 16_384  # of a token and one of its experts, that are computed at a time
@@ -37,6 +38,10 @@ def matrix_bytes(type: str, rows: int, columns: int) -> int:
 
 
 table_bytes = matrix_bytes
+
+
+def expert_store_bytes(architecture: Architecture, types: Mapping[str, str], most_bytes: int) -> int:
+    raise InvalidRequestError("experts_memory works on device='cpu', not on a GPU: leave it out")
 
 
 def workspace_bytes(

@@ -182,3 +182,4 @@ class ModelOutline(NamedTuple):
     types: Mapping[str, str]  # types of the loaded matrices, by name
     kv_type: str
     precision: str  # precision of the activations: exact or fast
+    reads_experts: bool = False  # from a file, while the model runs

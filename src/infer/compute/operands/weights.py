@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.compute.operands.feed_forwards import Activation, Router
@@ -219,10 +219,22 @@ class ExpertNorms:
     post_shared: Norm  # after the shared expert's result
 
 
+class ExpertFrames(ABC):
+    """Memory for some of a layer's experts, which are read from a file when a step needs them."""
+
+    @property
+    @abstractmethod
+    def frames(self) -> Int[Tensor, "experts"]:
+        """The frame of each expert of the layer, or -1."""
+
+
 @final
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts of a layer. gate, up and down have the rows of all experts, one expert below the other."""
+    """The experts of a layer. gate, up and down have the rows of all experts, one expert below the other.
+
+    With `frames` they have the rows of the experts that are in memory, where `frames` says.
+    """
 
     router: Router
     router_logits: Projection  # in float32
@@ -234,6 +246,7 @@ class ExpertWeights:
     shared: SharedExpert | None
     expert_scales: Float[Tensor, "experts"] | None = None
     norms: ExpertNorms | None = None
+    frames: ExpertFrames | None = None
 
 
 @final

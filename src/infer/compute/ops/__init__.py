@@ -13,7 +13,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.compute.backends.base import Backend, Captured, Generated, KernelStore, PendingStep, Precision, Recorded
+from infer.compute.backends.base import (
+    Backend,
+    Captured,
+    ExpertStore,
+    Generated,
+    KernelStore,
+    PendingStep,
+    Precision,
+    Recorded,
+)
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache
@@ -49,6 +58,7 @@ __all__ = [
     "Activations",
     "Backend",
     "Captured",
+    "ExpertStore",
     "Generated",
     "KernelStore",
     "PendingStep",

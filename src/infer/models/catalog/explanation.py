@@ -20,7 +20,7 @@ from infer.files.generation_config import defaults_of
 from infer.models.catalog.header_facts import tasks_of
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget
-from infer.models.memory.memory_estimate import LoadSettings, cache_bytes_per_token, weights_by_type
+from infer.models.memory.memory_estimate import LoadSettings, cache_bytes_per_token, expert_bytes, weights_by_type
 from infer.models.tensors import check_tensors
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder
@@ -82,6 +82,7 @@ class Explanation:
     sampling_defaults: Mapping[str, Any]
     weights: tuple[StoredWeights, ...]
     weight_bytes: int  # in memory
+    expert_bytes: int  # of these, those of experts, which may also be read from a file
     cache: tuple[CacheSize, ...]
     state_bytes: int  # of layers with a state: per page of 64 tokens that a sequence holds
     is_encoder: bool  # an encoder generates no text
@@ -118,6 +119,7 @@ def explain(model: str | Path) -> Explanation:
         sampling_defaults=dict(defaults_of(checkpoint)),
         weights=weights,
         weight_bytes=budget.matrix_bytes,
+        expert_bytes=expert_bytes(architecture, budget.types or {}),
         cache=tuple(_cache_size(kept, kv_type) for kv_type in _kv_types(kept)),
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)

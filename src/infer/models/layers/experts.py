@@ -12,7 +12,7 @@ from infer.compute.operands.architecture import Norms
 from infer.compute.operands.feed_forwards import Experts
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert
-from infer.models.weight_loader import WeightLoader
+from infer.models.weight_loader import EXPERT_PARTS, ExpertMatrices, WeightLoader
 
 
 @final
@@ -25,17 +25,9 @@ class LoadedExperts:
 
     @classmethod
     def load(cls, experts: Experts, norms: Norms, loader: WeightLoader, scale: float) -> Self:
-        names = [f"mlp.experts.{expert}" for expert in range(experts.router.num_experts)]
         used_share = experts.router.num_chosen / experts.router.num_experts
-        gate, up, down = (
-            replace(
-                loader.each_by_rows(
-                    *(f"{name}.{which}_proj" for name in names), label=which, are_blocks=which != "down"
-                ),
-                used_share=used_share,
-            )
-            for which in ("gate", "up", "down")
-        )
+        matrices = _load_matrices(experts.router.num_experts, loader)
+        gate, up, down = (replace(each, used_share=used_share) for each in matrices[:3])
         router_logits = loader.float_projection("mlp.router", label="router")
         weights = ExpertWeights(
             router=experts.router,
@@ -48,6 +40,7 @@ class LoadedExperts:
             shared=_load_shared(experts, loader) if experts.shared_size else None,
             expert_scales=loader.vector("mlp.router.expert_scales") if experts.router.has_expert_scales else None,
             norms=_load_norms(loader, router_logits.in_features) if experts.has_norms else None,
+            frames=matrices.frames,
         )
         return cls(
             norm=loader.norm("mlp_norm") if norms.before else None,
@@ -65,6 +58,20 @@ class LoadedExperts:
 
     def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         return ops.add_experts(x, self.norm, self.experts, self.post_norm, self.scale)
+
+
+def _load_matrices(num_experts: int, loader: WeightLoader) -> ExpertMatrices:
+    """Return gate, up and down of all experts, and their frames if they are read from a file."""
+    if loader.experts is not None:
+        return loader.expert_records(num_experts)
+    gate, up, down = (
+        loader.each_by_rows(
+            *(f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)),
+            label=part, are_blocks=part != "down",
+        )
+        for part in EXPERT_PARTS
+    )  # fmt: skip
+    return ExpertMatrices(gate, up, down)
 
 
 def _load_shared(experts: Experts, loader: WeightLoader) -> SharedExpert:

@@ -6,6 +6,7 @@ allocation.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Self, final
@@ -22,6 +23,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.models.memory.memory_estimate import (
     LoadSettings,
     StoredMatrix,
+    expert_bytes,
     kv_type_of,
     loaded_types,
     pool_bytes,
@@ -38,6 +40,7 @@ _VECTORS_SHARE, _SPARE_SHARE = 8, 64  # that the pool of a GPU leaves: for vecto
 _VECTORS_STEP, _VECTORS_PAGES = StepLimits(256, 33), 84  # of `hidden_states`, pages beside those of a full row
 _LEAST, _MULTIPLE = 512, 64  # smallest context that is cut to the memory, and its unit
 _FULL_MOST = 10**6  # megabytes
+_MEGABYTE = 10**6
 
 
 def context_length(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
@@ -94,7 +97,8 @@ class MemoryBudget:
         types = loaded_types(architecture, tensors, load)
         return cls(
             architecture, architecture.cached_mixers, kv_type_of(architecture, tensors, load, settings), load, settings,
-            num_tokens, num_rows, pool_pages, tensors, types, weight_bytes(architecture, types, load.device),
+            num_tokens, num_rows, pool_pages, tensors, types,
+            weight_bytes(architecture, types, load.device, load.experts_memory),
         )  # fmt: skip
 
     # Parts
@@ -285,7 +289,9 @@ class MemoryBudget:
 
     def option_that_fits(self, available: int) -> str | None:
         """Return an option with which the model and its cache fit, as a sentence, or None if none helps."""
-        return self._cache_that_fits(available) or self._weights_that_fit(available)
+        return (
+            self._cache_that_fits(available) or self._weights_that_fit(available) or self._experts_that_fit(available)
+        )
 
     def _cache_that_fits(self, available: int) -> str | None:
         plain = replace(self, settings=replace(self.settings, state_memory_mb=None))
@@ -322,6 +328,21 @@ class MemoryBudget:
                     return f"weights={kind} fits{without}"
                 if (tokens := other.largest_context(available, self.num_tokens)) >= _LEAST:
                     return f"weights={kind} with max_seq_len={tokens} fits{without}"
+        return None
+
+    def _experts_that_fit(self, available: int) -> str | None:
+        """Return the memory for experts with which the model fits, if they are read from a file on this device."""
+        if self.types is None or self.tensors is None or self.load.device != "cpu" or self.num_devices > 1:
+            return None
+        all_bytes = expert_bytes(self.architecture, self.types)
+        now = all_bytes if self.load.experts_memory is None else self.load.experts_memory
+        fitting = (now - (self.model - available)) // _MEGABYTE * _MEGABYTE
+        if not all_bytes or fitting <= 0:
+            return None
+        headers = self.architecture, self.tensors, replace(self.load, experts_memory=fitting), self.settings
+        with suppress(InvalidRequestError):  # less than a token needs
+            if replace(self, matrix_bytes=MemoryBudget.of(*headers, num_tokens=1).matrix_bytes).model <= available:
+                return f"experts_memory={fitting // _MEGABYTE}MB fits"
         return None
 
 

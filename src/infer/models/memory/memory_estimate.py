@@ -46,10 +46,12 @@ class LoadSettings:
     num_threads: int = 1
     device: str = "cpu"  # only the kind, without an index
     limits: StepLimits | None = None  # of a step, if they are not the device's
+    experts_memory: int | None = None  # bytes; None: all experts are in memory
 
     @classmethod
     def of(cls, settings: ModelSettings, num_threads: int = 1, device: str = "cpu") -> Self:
-        return cls(settings.dtype, settings.weights, settings.precision, num_threads, device)
+        kinds = settings.dtype, settings.weights, settings.precision
+        return cls(*kinds, num_threads, device, experts_memory=settings.experts_memory)
 
     @property
     def step(self) -> StepLimits:
@@ -104,10 +106,12 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
     return "Q4_1" if load.weights == "q4" and name not in _TABLES else "Q8_0"
 
 
-def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
+def weight_bytes(
+    architecture: Architecture, types: Mapping[str, str], device: str = "cpu", experts_memory: int | None = None
+) -> int:
     """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32.
 
-    A table that stays in its file uses no memory.
+    A table that stays in its file uses no memory, and experts use at most `experts_memory` if it is given.
     """
     rules = memory_rules(device)
     total = sum(
@@ -118,7 +122,17 @@ def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: s
         if isinstance(layer.mixer, Attention) and layer.mixer.has_keys and layer.mixer.are_values_keys:
             keys = types[f"model.layers.{index}.self_attn.k_proj.weight"]  # these are counted twice
             total += rules.matrix_bytes(keys, layer.mixer.kv_features, architecture.hidden_size)
+    if experts_memory is not None:
+        total -= expert_bytes(architecture, types, device)
+        total += rules.expert_store_bytes(architecture, types, experts_memory)
     return total
+
+
+def expert_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
+    """Return the bytes of the matrices of all experts."""
+    shapes = expected_shapes(architecture)
+    names = (name for name in types if ".mlp.experts." in name)
+    return sum(_matrix_bytes(memory_rules(device), name, types[name], shapes[name]) for name in names)
 
 
 def _matrix_bytes(rules: MemoryRules, name: str, type_: str, shape: tuple[int, ...]) -> int:

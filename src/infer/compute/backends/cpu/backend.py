@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infer.compute.backends.base import Captured, Forward, KernelStore, Stage, Stages
+from infer.compute.backends.base import Captured, ExpertStore, Forward, KernelStore, Stage, Stages
 from infer.compute.backends.cpu import isa, operations
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.delta_net.commands import check_net
+from infer.compute.backends.cpu.experts.pool_plan import plan_pools
 from infer.compute.backends.cpu.host import kernel_cache, shipped_kernels
 from infer.compute.backends.cpu.needed_kernels import needed_kernels
 from infer.compute.backends.cpu.ranks.memory_group import MemoryGroup
@@ -45,6 +46,15 @@ class CpuBackend(TorchBackend):
         for layer in layers:
             if isinstance(layer.mixer, GatedDeltaNet):
                 check_net(layer.mixer)
+
+    def open_experts(self, outline: ModelOutline, most_bytes: int, name: str, made_of: str) -> ExpertStore | None:
+        plans = plan_pools(outline.architecture, outline.types, most_bytes)
+        if not plans:
+            return None
+        store: ExpertStore = import_module("infer.compute.backends.cpu.experts.expert_store").CpuExpertStore(
+            plans, name, made_of, outline.precision
+        )
+        return store
 
     def description(self) -> str:
         used = isa.instruction_set()

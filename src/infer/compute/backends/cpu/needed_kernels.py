@@ -31,7 +31,7 @@ def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContext
 
 
 def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]:
-    architecture, types, kv_type, precision = model
+    architecture, types, kv_type, precision, reads_experts = model
     for name in ("serve", "run", "close"):
         yield Kernel(f".threads.worker_loop:{name}", (), "JOB")
     yield Kernel(".threads.worker_loop:publish", (), "FLAG")
@@ -47,6 +47,9 @@ def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]
         yield from _of_layer(layer, types, f"model.layers.{index}.")
         if isinstance(layer.feed_forward, Experts):
             yield from _of_experts(layer.feed_forward, types, f"model.layers.{index}.mlp", precision, isa)
+    if reads_experts and any(isinstance(layer.feed_forward, Experts) for layer in architecture.layers):
+        for name in ("choose", "fetch", "check"):
+            yield Kernel(f".experts.frames:{name}", (), "EXPERT_FETCH", "experts from a file")
     yield from kernels_of_cache(kv_type)
     yield Kernel(".attention.attention:finish", (), "ATTEND")
 

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.delta_net.commands import gated_delta_net as gated_delta_net
-from infer.compute.backends.cpu.experts.commands import add_down, exchange_sums, gate_and_up, route, weigh_shared
+from infer.compute.backends.cpu.experts.commands import (
+    add_down,
+    exchange_sums,
+    expert_inputs,
+    gate_and_up,
+    route,
+    waves,
+    weigh_shared,
+)
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import LANES
 from infer.compute.backends.cpu.per_layer_inputs import gate_inputs as gate_inputs
@@ -190,13 +198,16 @@ def add_experts(
     with scope(experts.router_logits.label, num_tokens=num_tokens) as run:
         routing = route(run, residual, router_norm, experts)
     with scope(experts.gate.label, num_tokens=num_tokens) as run:
-        hidden = gate_and_up(run, residual, expert_norm, experts, routing)
-    with scope(experts.down.label, num_tokens=num_tokens) as run:
+        inputs = expert_inputs(run, residual, expert_norm, experts, routing)
         if norms is not None or post_norm is not None or scale != 1:
             total = run.tensor("expert total", run.capacity, residual.shape[1])
             arguments = Arguments(ADD_ROWS, residual=total, features=total.shape[1], rows_per_token=1)
             run.append("clear", arguments, BARRIER, ".activations:clear_rows")
-        add_down(run, hidden, experts, routing, total)
+        for tables in waves(run, experts, routing):
+            run.enter(experts.gate.label)
+            hidden = gate_and_up(run, inputs, experts, tables)
+            run.enter(experts.down.label)
+            add_down(run, hidden, experts, tables, total)
     if shared is not None and norms is None:
         kind = "add" if weights is None else "weighted"
         with scope(shared.down.label, num_tokens=num_tokens) as run:

@@ -6,7 +6,7 @@ layers share (one per role and size), and slots of a fixed capacity for the step
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -41,6 +41,21 @@ class Run(ABC):
         self.num_threads = thread_pool().num_threads  # to share work by
         self.max_threads = MAX_THREADS  # to size scratch by: a later pool may be larger
         self.label = ""
+        self._checks = list[Callable[[], None]]()
+
+    def enter(self, label: str) -> None:
+        """Set the label of the commands that follow."""
+        self.label = label
+
+    def check_after(self, check: Callable[[], None]) -> None:
+        """Call `check` after each run."""
+        if check not in self._checks:
+            self._checks.append(check)
+
+    def check(self) -> None:
+        """Raise an error if the last run has met one. Its results are not valid then."""
+        for check in self._checks:
+            check()
 
     def append(self, name: str, arguments: Arguments, barrier: int, maker: str, *variant: str | int) -> None:
         function = compiled_address(maker, arguments.record_type, *variant)
@@ -75,6 +90,7 @@ class EagerRun(Run):
         """Run the commands that were appended since the last run."""
         if self.capacity and self.commands:
             thread_pool().run(DispatchTable(self.commands), self.state)
+            self.check()
         self.commands = []
 
     def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
@@ -210,7 +226,7 @@ def scope(
     run = EagerRun(num_tokens or len(step.tokens), len(step.logit_indices))
     point_to_step(run.state, step)
     run.state["num_tokens"], run.state["num_logits"] = run.capacity, run.max_logits
-    run.label = label
+    run.enter(label)
     yield run
     run.run()
 

@@ -274,6 +274,7 @@ EXPERT_MATMUL = np.dtype(
         ("num_active", pointer(np.int64)),
         ("expert_bytes", np.int64),  # from expert to expert, of the weights
         ("expert_rows", np.int64),
+        ("frames", pointer(np.int64)),  # [experts]: where an expert's weights are, counted in experts; 0: in order
     ]
 )
 
@@ -296,48 +297,6 @@ EPILOGUE = np.dtype(
             pointer(np.int64),
         ),  # of `store`, where it adds to tokens: the row of `out` for each row here; 0: the same
         ("weights", pointer(np.float32)),  # of `store`, where it weighs: what each row is multiplied by
-    ]
-)
-
-# experts
-
-ROUTING = np.dtype(
-    [
-        ("scores", np.int64),  # f32 [tokens, experts]: logits at first
-        ("keys", np.int64),  # f32 [tokens, experts]: what experts are chosen by
-        ("correction", np.int64),  # f32 [experts], added to the scores to choose; 0: none
-        ("num_experts", np.int64),
-        ("num_chosen", np.int64),
-        ("is_normalized", np.int64),
-        ("floor", np.float32),
-        ("scale", np.float32),
-        ("expert_scales", np.int64),  # f32 [experts], multiplies an expert's weights; 0: none
-        ("chosen", pointer(np.int64)),  # [tokens, num_chosen], ascending
-        ("chosen_weights", pointer(np.float32)),  # [tokens, num_chosen]
-        ("counts", pointer(np.int64)),  # [experts]: tokens that chose it
-        ("starts", pointer(np.int64)),  # [experts]: its first slot. A slot is a token of an expert
-        ("active", pointer(np.int64)),  # the experts with tokens, ascending
-        ("num_active", pointer(np.int64)),  # one number
-        ("tokens", pointer(np.int64)),  # [slots]
-        ("weights", pointer(np.float32)),  # [slots]
-    ]
-)
-
-EXPERT_INPUTS = np.dtype(
-    [
-        ("x", np.int64),  # f32 [rows, features]
-        ("weight", np.int64),  # f32 [features]; 0: quantise only
-        ("eps", np.float32),
-        ("form", np.int32),
-        ("features", np.int64),
-        ("out", np.int64),  # activation records of each slot, expert after expert
-        ("token_bytes", np.int64),
-        ("tokens", pointer(np.int64)),  # [slots]: the row of x; 0: row and slot are the same
-        ("weights", pointer(np.float32)),  # [slots], multiplies normalised x; 0: ones
-        ("counts", pointer(np.int64)),  # `ROUTING`
-        ("starts", pointer(np.int64)),
-        ("active", pointer(np.int64)),
-        ("num_active", pointer(np.int64)),
     ]
 )
 

@@ -42,7 +42,8 @@ STATE = np.dtype(
         ("released_padding", np.int64, 5),
         ("arrivals", np.int64, (1 + MAX_THREADS // GROUP, LINE_WORDS)),  # at barriers so far: of all, of each group
         ("stalls", WORD),  # nanoseconds that threads lost in long waits
-        ("stalls_padding", np.int64, 7),
+        ("reading", np.int64),  # nanoseconds of thread 0 in commands that read files, with the waits for other threads
+        ("stalls_padding", np.int64, 6),
         ("threads", THREAD, MAX_THREADS),
     ]
 )

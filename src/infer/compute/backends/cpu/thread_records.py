@@ -6,6 +6,10 @@ from infer.compute.backends.cpu.records import WORD, pointer
 
 MAX_THREADS = 256
 
+# After a command: no barrier, one, one if there are several tokens, or one whose wait is for a file, so that it says
+# nothing about the machine's cores.
+NO_BARRIER, BARRIER, BARRIER_IF_MANY, READ_BARRIER = 0, 1, 2, 3
+
 ROW = np.dtype([("function", np.int64), ("arguments", np.int64), ("barrier", np.int64)])
 
 TABLE = np.dtype(

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import final
 
 from infer.compute.backends.before_load import StepSizes
+from infer.compute.backends.cpu.experts.pool_plan import plan_pools
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.compute.backends.cpu.records import (
@@ -65,6 +66,11 @@ def matrix_bytes(type: str, rows: int, columns: int) -> int:
 def table_bytes(type: str, rows: int, columns: int) -> int:
     """Return 0: kernels read the rows of a table from its file."""
     return 0
+
+
+def expert_store_bytes(architecture: Architecture, types: Mapping[str, str], most_bytes: int) -> int:
+    pools = plan_pools(architecture, types, most_bytes)
+    return sum(pool.num_bytes for pool in pools)
 
 
 def workspace_bytes(

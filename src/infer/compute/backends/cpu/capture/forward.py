@@ -75,6 +75,7 @@ class CapturedForward(Captured):
         for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
             thread_pool().run(self._table, self._recording.state, num_threads)
+            self._recording.check()
             pieces.append(self._logits[: len(piece.logit_indices)])
             if len(piece.tokens) < len(step.tokens):
                 pieces[-1] = pieces[-1].clone()
@@ -97,7 +98,9 @@ class CapturedForward(Captured):
         check_multi_step(chunks, columns)
         self._load(chunks, starts)
         state = self._recording.state
-        return self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt)
+        generated = self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt)
+        self._recording.check()
+        return generated
 
     def launch(
         self,
@@ -110,7 +113,9 @@ class CapturedForward(Captured):
     ) -> PendingStep:
         check_verified(chunks, columns)
         self._load(chunks, starts)
-        return PendingStep.ended(self._verifier.run(self._recording.state, chunks, starts, columns, history, masks))
+        generated = self._verifier.run(self._recording.state, chunks, starts, columns, history, masks)
+        self._recording.check()
+        return PendingStep.ended(generated)
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int, num_threads: int | None = None) -> int:
         self._load(chunks, starts)

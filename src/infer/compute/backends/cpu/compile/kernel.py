@@ -11,7 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from infer.compute.backends.cpu import records, sample_records, thread_records
+from infer.compute.backends.cpu import expert_records, records, sample_records, thread_records
 
 _PACKAGE = "infer.compute.backends.cpu"
 
@@ -58,5 +58,5 @@ class Kernel:
 
 def records_by_name() -> dict[str, np.dtype[Any]]:
     """Return every record by its name. A request to a compiling process names the kernel's record."""
-    modules = (records, sample_records, thread_records)
+    modules = (records, expert_records, sample_records, thread_records)
     return {name: value for each in modules for name, value in vars(each).items() if isinstance(value, np.dtype)}

@@ -1,18 +1,25 @@
 """A layer of experts as commands: route and group, gate and up of each slot, down into the residual stream.
 
 A slot is a token of an expert. Slots stand expert after expert, and so do their activations.
+
+If the experts are read from a file, and a step may need more of them than memory has frames for, its experts are
+computed in waves, in ascending order. So each token's sum has the same order as without waves.
 """
+
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from infer.compute.backends.cpu.compile.addresses import compiled_address
+from infer.compute.backends.cpu.expert_records import EXPERT_FETCH, EXPERT_INPUTS, ROUTING
+from infer.compute.backends.cpu.experts.expert_store import LayerFrames
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import LANES, SPARE_TOKENS
 from infer.compute.backends.cpu.projections import is_in_blocks, matmul_arguments, own_columns, packed, project
 from infer.compute.backends.cpu.recording import Run, scope
-from infer.compute.backends.cpu.records import COPY_COLUMNS, EPILOGUE, EXPERT_INPUTS, EXPERT_MATMUL, ROUTING
-from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Arguments
+from infer.compute.backends.cpu.records import COPY_COLUMNS, EPILOGUE, EXPERT_MATMUL
+from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, READ_BARRIER, Arguments
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.group import Shares
@@ -53,8 +60,50 @@ def route(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights) -> Arg
     return arguments
 
 
-def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, routing: Arguments) -> Tensor | int:
+def expert_inputs(
+    run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, routing: Arguments
+) -> dict[int, Tensor]:
+    """Append the activations of all slots, of norm(x), and return them for each form that gate and up take."""
+    of_slots = ("tokens", "weights") if experts.router.weighs_inputs else ("tokens",)
+    by_form = dict[int, Tensor]()
+    for weight in (_stacked(experts.gate, experts), _stacked(experts.up, experts)):
+        if weight.form not in by_form:
+            records = _records(run, "inputs", weight, run.capacity * experts.router.num_chosen)
+            by_form[weight.form] = _inputs(run, x, norm, weight, routing, records, of_slots)
+    return by_form
+
+
+def waves(run: Run, experts: ExpertWeights, routing: Arguments) -> Iterator[Arguments]:
+    """Yield the tables of some of the step's experts at a time, after appending what reads these experts."""
+    own = experts.frames
+    if not isinstance(own, LayerFrames):
+        yield routing
+        return
+    router, most = experts.router, min(own.pool.plan.num_frames, experts.router.num_experts)
+    num_waves = -(-min(router.num_experts, run.capacity * router.num_chosen) // most)
+    needed, missing = run.tensor("expert needed", num_waves, dtype=torch.int64), ("expert missing", most)
+    run.check_after(own.store.check)
+    for wave in range(num_waves):
+        tables, own_needed = Arguments(ROUTING), needed[wave : wave + 1]
+        tables.record[:] = routing.record
+        tables.keeps.append(routing)
+        tables.set(num_active=own_needed)
+        tables.record["active"] += 8 * most * wave
+        arguments = Arguments(EXPERT_FETCH, pool=own.pool.arguments.address, first_expert=own.first_expert)
+        _copy(arguments, routing, ("active", "num_active"))
+        arguments.set(first=most * wave, most=most, num_needed=own_needed)
+        arguments.set(missing=run.tensor(*missing, dtype=torch.int64))
+        arguments.set(num_missing=run.tensor("expert num missing", 1, dtype=torch.int64))
+        arguments.keeps.append(own)
+        run.append("choose", arguments, BARRIER, ".experts.frames:choose")
+        run.append("fetch", arguments, READ_BARRIER, ".experts.frames:fetch")
+        yield tables
+
+
+def gate_and_up(run: Run, inputs: Mapping[int, Tensor], experts: ExpertWeights, routing: Arguments) -> Tensor | int:
     """Append gate and up of all slots, and return the activations that down takes, or their address.
+
+    `inputs` has the activations that `expert_inputs` returns.
 
     Gate and up are multiplied together if they have one layout. Then their product may be quantised while it is made.
     """
@@ -63,22 +112,20 @@ def gate_and_up(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights, 
     shares, width = experts.gate.shares, down.in_features
     hidden, first = run.columns("expert hidden", num_slots, features, shares)
     is_paired = gate.layout == up.layout
-    of_slots = ("tokens", "weights") if experts.router.weighs_inputs else ("tokens",)
     quantized: Tensor | int | None = None
     bias, second_bias = experts.gate.bias, experts.up.bias
     if is_paired:
-        inputs = _inputs(run, x, norm, gate, routing, _records(run, "inputs", gate, num_slots), of_slots)
         epilogue = _epilogue(hidden, (first, first + features), bias, second_bias)
         if is_in_blocks(width, shares) and not down.layout.is_float:
             quantized = _make_quantized(run, epilogue, down, num_slots, shares)
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, experts.activation)
-        _append(run, "wide", gate, experts, routing, inputs, epilogue, function, second_weights=up.data_at())
+        activations = inputs[gate.form]
+        _append(run, "wide", gate, experts, routing, activations, epilogue, function, second_weights=up.data_at())
     else:
         for weight, kind, own in ((gate, "plain", bias), (up, experts.activation, second_bias)):
-            inputs = _inputs(run, x, norm, weight, routing, _records(run, "inputs", weight, num_slots), of_slots)
             function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
             epilogue = _epilogue(hidden, (first, first + features), own)
-            _append(run, "wide", weight, experts, routing, inputs, epilogue, function)
+            _append(run, "wide", weight, experts, routing, inputs[weight.form], epilogue, function)
     hidden = run.gathered(hidden, shares)
     if quantized is not None:
         return quantized
@@ -181,6 +228,8 @@ def _append(
     arguments = matmul_arguments(run, weight, rows // LANES, second_weights, EXPERT_MATMUL)
     arguments.set(activations=activations, epilogue=function, epilogue_arguments=epilogue.address)
     arguments.set(expert_bytes=rows // LANES * weight.group_bytes, expert_rows=rows)
+    if isinstance(experts.frames, LayerFrames):
+        arguments.set(expert_bytes=experts.frames.pool.plan.form.num_bytes, frames=experts.frames.frames)
     _copy(arguments, routing, _TABLES)
     arguments.keeps.append(epilogue)
     variant = weight.layout.type, weight.planes, instruction_set().name, order

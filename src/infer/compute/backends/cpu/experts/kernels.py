@@ -153,6 +153,8 @@ def inputs(args, state, thread, num_threads):
 
     If the experts' inputs are weighted, a slot's are multiplied by its weight.
     """
+    if args.num_active[0] == 0:
+        return
     last = args.active[args.num_active[0] - 1]
     num_slots = args.starts[last] + args.counts[last]
     begin, stop = num_slots * thread // num_threads, num_slots * (thread + 1) // num_threads
@@ -187,11 +189,14 @@ def _make_expert(type_: str, planes: int, isa: str) -> Any:
         start, count = args.starts[expert], args.counts[expert]
         activations = args.activations + start * args.num_records * record_bytes
         unpacked = args.unpacked + thread * args.unpacked_bytes
+        frame = expert
+        if simd.address_of(args.frames) != 0:
+            frame = args.frames[expert]
         if has_matrices:
             configure(count >= fewest, scratch)
         multiply_unit(
             args, state, unit, 0, count, count, activations, unpacked, buffers, scratch,
-            expert * args.expert_bytes, start, expert * args.expert_rows,
+            frame * args.expert_bytes, start, expert * args.expert_rows,
         )  # fmt: skip
         if has_matrices:
             release(count >= fewest)

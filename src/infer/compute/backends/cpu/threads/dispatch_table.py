@@ -1,6 +1,6 @@
 """The dispatch table: a flat array of commands, for the compiled dispatch loop.
 
-    row: address of the command's code | address of its arguments | barrier after it: 0 no, 1 yes, 2 if several tokens
+    row: address of the command's code | address of its arguments | barrier after it
 
 Labels (`L0.attend`) and the objects that the arguments point to are kept in cold lists beside it. Commands divide
 their work by the number of threads, or as units that threads take (`work_stealing`). Threads wait for each other as
@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from infer.compute.backends.cpu.state import fields_of
+from infer.compute.backends.cpu.thread_records import BARRIER as BARRIER
+from infer.compute.backends.cpu.thread_records import BARRIER_IF_MANY as BARRIER_IF_MANY
+from infer.compute.backends.cpu.thread_records import NO_BARRIER as NO_BARRIER
+from infer.compute.backends.cpu.thread_records import READ_BARRIER as READ_BARRIER
 from infer.compute.backends.cpu.thread_records import TABLE
 from infer.errors import InvalidRequestError
 
-NO_BARRIER, BARRIER, BARRIER_IF_MANY = 0, 1, 2
 Value = int | float | Tensor
 _DTYPES = torch.float32, torch.int64, torch.uint8
 

@@ -168,6 +168,7 @@ class ThreadPool:
         units, class_ = table.fields.completed, tokens
         if tokens > _LARGE_STEP:
             units, class_ = units * tokens, _LARGE_STEP + tokens.bit_length()
+        seconds -= state.reading / 1e9
         lost, ended, dismissed = state.stalls[0] / 1e9, table.fields.ended / 1e9, bool(state.dismissed[0])
         self._adaptive.learn((table.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
 

@@ -5,7 +5,14 @@ from numba import njit
 
 from infer.compute.backends.cpu.compile.record_types import RecordAt, nth_record
 from infer.compute.backends.cpu.simd import I8, Value, address, address_of, operation
-from infer.compute.backends.cpu.thread_records import LINE_WORDS, MAX_THREADS, TABLE
+from infer.compute.backends.cpu.thread_records import (
+    BARRIER_IF_MANY,
+    LINE_WORDS,
+    MAX_THREADS,
+    NO_BARRIER,
+    READ_BARRIER,
+    TABLE,
+)
 from infer.compute.backends.cpu.threads import atomics
 from infer.compute.backends.cpu.threads.barrier import (
     SPIN_NANOSECONDS,
@@ -33,6 +40,12 @@ def _wake_workers(job, end):
             atomics.post_semaphore(job.semaphores + LINE_WORDS * thread)
 
 
+@njit
+def _is_met(barrier, state):
+    """Return True if threads meet at this kind of barrier, in this step."""
+    return barrier != NO_BARRIER and (barrier != BARRIER_IF_MANY or max(state.num_tokens, state.num_logits) > 1)
+
+
 def dispatch(args, state, thread, num_threads):
     """Run the commands of a table.
 
@@ -44,17 +57,21 @@ def dispatch(args, state, thread, num_threads):
         for index in range(args.again if repeat > 0 else 0, args.num_rows):
             row, is_timed = nth_record(args.rows, index), address_of(args.times) != 0
             began = atomics.cycles() if is_timed else 0
+            flag = row.barrier
+            reading = atomics.nanoseconds() if flag == READ_BARRIER and thread == 0 else 0
             for part in range(first, end):
                 atomics.call_command(row.function, row.arguments, address_of(state), part, num_threads)
-            flag = row.barrier
-            if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_logits) > 1)):
+            if not is_alone and _is_met(flag, state):
                 barrier += 1
                 beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
                 if beyond > 0 and beyond > (atomics.nanoseconds() - started) >> _SHARE_SHIFT:
                     atomics.atomic_store(state.dismissed, barrier)  # before its own arrival: all see it after it
-                stalls += wait_at_barrier(state, thread, num_threads, barrier)
+                lost = wait_at_barrier(state, thread, num_threads, barrier)
+                stalls += 0 if flag == READ_BARRIER else lost
                 if atomics.atomic_load(state.dismissed) == barrier:
                     is_alone, first, end = True, 0, num_threads
+            if reading != 0:
+                state.reading += atomics.nanoseconds() - reading
             if is_timed and thread == 0:
                 args.times[index] += atomics.cycles() - began
             if is_alone and thread != 0:
@@ -120,7 +137,7 @@ def run(job, state, table_at, num_threads):
     job.owner = atomics.thread_id()
     if atomics.atomic_load(job.is_closed) != 0:
         num_threads = 1
-    state.dismissed[0], state.stalls[0] = 0, 0
+    state.dismissed[0], state.stalls[0], state.reading = 0, 0, 0
     clear_barrier(state, num_threads)
     clear_threads(state, num_threads)
     job.arguments, job.state = table_at, address_of(state)

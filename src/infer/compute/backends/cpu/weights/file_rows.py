@@ -30,7 +30,7 @@ def _read(b: Builder, descriptor: Value, to: Value, count: Value, offset: Value)
 
 
 @njit(forceinline=True)
-def _read_all(descriptor, to, count, offset):
+def read_all(descriptor, to, count, offset):
     """Read bytes of a file, and return True if all were read."""
     done = 0
     while done < count:
@@ -58,7 +58,7 @@ def make_embed_from_file(type_: str) -> Callable[..., None]:
             row, count = min(max(state.tokens[token], 0), args.num_rows - 1), min(piece_blocks, num_blocks - first)
             offset = args.offset + row * args.row_bytes + first * block_bytes
             out = args.out + 4 * (args.in_features * token + first * block_size)
-            if _read_all(args.descriptor, piece, count * block_bytes, offset):
+            if read_all(args.descriptor, piece, count * block_bytes, offset):
                 store_piece(piece, count, out, args.scale)
             else:
                 for i in range(count * block_size):

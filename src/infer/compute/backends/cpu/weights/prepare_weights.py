@@ -52,14 +52,14 @@ def _pack(weights: Sequence[Source], planes: int) -> PackedWeight:
     packed = PackedWeight(layout, (rows, in_features), content, planes)
     if len(weights) == 2:  # gate and up: a thread has a share of each
         first, second = weights
-        _pack_shares([first], packed, 0)
-        _pack_shares([second], packed, first.out_features // LANES)
+        pack_into([first], packed, 0)
+        pack_into([second], packed, first.out_features // LANES)
     else:
-        _pack_shares(weights, packed, 0)
+        pack_into(weights, packed, 0)
     return packed
 
 
-def _pack_shares(weights: Sequence[Source], packed: PackedWeight, group: int) -> None:
+def pack_into(weights: Sequence[Source], packed: PackedWeight, group: int) -> None:
     """Pack weights in order, from a group of the packed one on: in each round, some groups of each thread's share."""
     starts = list(accumulate((-(-weight.out_features // LANES) for weight in weights), initial=group))
     num_groups, num_threads = starts[-1] - group, thread_pool().num_threads

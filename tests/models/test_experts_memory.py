@@ -1,0 +1,185 @@
+"""`experts_memory`: the tokens of a model whose experts are all in memory, its memory, and the refusals."""
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+
+from converted import convert
+from infer import LLM, InferError, InvalidRequestError, ModelError
+from infer.compute.backends.cpu.experts import expert_file
+from infer.compute.backends.cpu.experts.pool_plan import plan_pools
+from infer.files import open_checkpoint
+from infer.model_settings import ModelSettings
+from infer.models.compile_ahead import make_outline
+from infer.models.families import make_architecture
+from infer.models.from_checkpoint import load_checked
+from infer.models.memory.memory_budget import MemoryBudget
+from infer.models.memory.memory_estimate import LoadSettings
+from infer.models.tensors import expected_shapes
+from path_cases import SAMPLERS, make_folder, varied_ids
+from steps import logits_of
+from tiny import BY_NAME, make_tiny
+
+FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "llama4", "gemma4_moe"]
+WHOLE = 10**12
+IDS = [3 + (7 * index + index * index // 5) % 90 for index in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the packed experts."""
+    monkeypatch.setattr(expert_file, "base_folder", lambda: tmp_path)
+    return tmp_path / "experts"
+
+
+def least_memory(path: Path, **settings: Any) -> int:
+    """Return the smallest memory that the experts of a model may have."""
+    checkpoint = open_checkpoint(path)
+    outline = make_outline(make_architecture(checkpoint.config), checkpoint.tensors, ModelSettings.of(settings))
+    pools = plan_pools(outline.architecture, outline.types, WHOLE)
+    return sum(pool.table_bytes + pool.num_chosen * pool.frame_bytes for pool in pools)
+
+
+@pytest.mark.slow(cases=4)
+@pytest.mark.parametrize(("form", "name"), list(product(["folder", "GGUF"], FAMILIES)))
+@pytest.mark.parametrize("weights", ["auto", "q8"])
+def test_logits_have_the_bits_of_experts_in_memory(form: str, name: str, weights: str, tmp_path: Path) -> None:
+    made = tmp_path / "model"
+    make_tiny(BY_NAME[name], made)
+    path = made if form == "folder" else convert(made, tmp_path / "model.gguf")
+    least = least_memory(path, weights=weights)
+
+    def logits(**memory: int) -> torch.Tensor:
+        settings = ModelSettings.of({"weights": weights, "max_seq_len": 100, **memory})
+        return logits_of(load_checked(open_checkpoint(path), None, settings), IDS)
+
+    expected = logits()
+    for most_bytes in (least, least * 3 // 2, WHOLE):
+        assert torch.equal(logits(experts_memory=most_bytes), expected)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder("experts", tmp_path_factory.mktemp("experts"))
+
+
+def answers(llm: LLM) -> Iterator[list[int]]:
+    """Yield the tokens of answers alone, mixed in a batch, with drafts, and after a shared beginning."""
+    prompts = [varied_ids(count) for count in (1, 5, 40, 90)]
+    for index, values in enumerate(SAMPLERS.values()):
+        yield llm.generate(prompts[index % 4], max_new_tokens=12, **values).token_ids
+    for chunk in (1, 7, 64):
+        mixed = llm.generate_all(prompts * 2, max_new_tokens=10, temperature=0.7, seed=chunk, prefill_chunk=chunk)
+        yield from (each.token_ids for each in mixed)
+    yield llm.generate(varied_ids(40), max_new_tokens=20, temperature=0, speculation="ngram").token_ids
+    yield llm.generate(varied_ids(90)[:70], max_new_tokens=5, temperature=0).token_ids
+
+
+@pytest.mark.parametrize("weights", ["auto", "q8"])
+def test_answers_are_equal_for_every_memory_batch_and_chunk(model: Path, weights: Any) -> None:
+    with LLM(model, weights=weights) as llm:
+        expected = list(answers(llm))
+    least = least_memory(model, weights=weights)
+    for most_bytes in (least, 2 * least, WHOLE):
+        with LLM(model, weights=weights, experts_memory=most_bytes, reuse_prefixes=True) as llm:
+            assert list(answers(llm)) == expected
+
+
+def test_two_models_at_once_have_their_own_experts(model: Path) -> None:
+    least = least_memory(model)
+    with LLM(model) as llm:
+        expected = list(answers(llm))
+    with LLM(model, experts_memory=least) as first, LLM(model, experts_memory=2 * least) as second:
+        assert list(answers(first)) == list(answers(second)) == list(answers(first)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_expert_that_cannot_be_read_ends_answers_with_its_name_and_never_with_other_tokens(
+    model: Path, folder: Path
+) -> None:
+    with LLM(model) as llm:
+        expected = llm.generate(varied_ids(40), max_new_tokens=12, temperature=0).token_ids
+    with LLM(model, experts_memory=least_memory(model)) as llm:
+        (path,) = folder.glob("*.experts")
+        content = path.read_bytes()
+        path.write_bytes(content[:-1000] + bytes(1000))
+        problem = ""
+        try:
+            result = llm.generate(varied_ids(40), max_new_tokens=12, temperature=0)
+            assert result.finish_reason == "error"
+            problem = result.error or ""
+        except InferError as error:
+            problem = str(error)
+        assert "of layer 1 in" in problem, problem
+        assert "is damaged" in problem
+    with LLM(model, experts_memory=least_memory(model)) as llm:
+        assert llm.generate(varied_ids(40), max_new_tokens=12, temperature=0).token_ids == expected
+
+
+class Header(NamedTuple):
+    """The part of a tensor's header that decides its memory."""
+
+    type: str
+    shape: tuple[int, ...]
+
+
+def test_memory_of_experts_is_counted_and_offered() -> None:
+    sizes: Any = {"num_experts": 128, "num_hidden_layers": 48, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    architecture = make_architecture(Qwen3MoeConfig(**sizes, head_dim=128, num_attention_heads=32).to_dict())
+    tensors = {name: Header("Q8_0", shape) for name, shape in expected_shapes(architecture).items()}
+
+    def budget(memory: int | None) -> MemoryBudget:
+        load = LoadSettings(experts_memory=memory)
+        return MemoryBudget.of(architecture, tensors, load, ModelSettings().cache, num_tokens=100)
+
+    whole = budget(None)
+    most = 48 * 128 * 3 * 768 * 2048 * 34 // 32  # bytes of all experts
+    for memory in (most // 100, most // 3, most * 9 // 10):
+        assert whole.weights - most < budget(memory).weights <= whole.weights - most + memory
+        assert budget(memory).weights > whole.weights - most + memory * 0.98
+    assert whole.weights <= budget(2 * most).weights < whole.weights * 1.001
+    with pytest.raises(InvalidRequestError, match="experts_memory must be at least 42 MB for this model, which is"):
+        budget(10**6)
+    available = whole.model - most // 2
+    with pytest.raises(ModelError, match=r"MB are available: experts_memory=([0-9]+)MB fits") as refusal:
+        whole.check("model", available)
+    fitting = int(re.findall(r"experts_memory=([0-9]+)MB", str(refusal.value))[0]) * 10**6
+    assert budget(fitting).model <= available < budget(fitting + 2 * 10**7).model
+    budget(fitting).check("model", available)
+    with pytest.raises(ModelError, match=rf"experts_memory={fitting // 10**6}MB fits"):
+        budget(most * 3 // 4).check("model", available)
+
+
+def test_memory_is_taken_for_experts_only_up_to_the_limit(model: Path) -> None:
+    least = least_memory(model)
+    with LLM(model, experts_memory=2 * least) as llm:
+        frames: Any = llm.model.layers[0].feed_forward.experts.frames  # type: ignore[union-attr]
+        assert least < frames.pool.plan.num_bytes <= 2 * least
+        assert len(frames.pool.bytes) <= 2 * least
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"experts_memory": 1}, "experts_memory must be at least 1 MB for this model"),
+        ({"experts_memory": "6GX"}, r"experts_memory must be a number of bytes or a size such as"),
+        (
+            {"experts_memory": "6GB", "tensor_parallel": 2},
+            "experts_memory works in one process, not with tensor_parallel=2",
+        ),
+    ],
+)
+def test_bad_memories_are_refused_in_a_line(model: Path, settings: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        LLM(model, **settings)
+
+
+def test_a_model_without_experts_warns(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="experts_memory has no effect: the model has no experts"):
+        LLM(make_folder("llama", tmp_path / "llama"), experts_memory="1GB").close()

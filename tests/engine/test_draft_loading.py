@@ -53,10 +53,13 @@ def test_a_model_with_a_draft_model_gives_the_same_answers(llm: LLM, folder: Pat
         session = other.session()
         for text in ("say ab ab ab", "and again"):
             check_turn(llm, session, text, PARAMS[0], speculation="draft")
+        other.generate("a text whose rows take some pages of the draft model's cache", PARAMS[0])
+        freed, again = other.trim(), other.trim()
     for found in (results, streamed):
         assert [(each.token_ids, each.text, each.logprobs) for each in found] == [
             (each.token_ids, each.text, each.logprobs) for each in expected
         ]
+    assert freed > again == 0
     assert results[0].stats.drafts_proposed > 0 == off.stats.drafts_proposed
 
 

@@ -95,6 +95,9 @@ class BatchDrafter:
     def trial(self, slot: int, room_seconds: float) -> int:
         return 0
 
+    def trim(self) -> int:
+        return 0
+
     def account(self, gained: float, elapsed: float, pace: float) -> None:
         pass
 

@@ -275,7 +275,7 @@ REFUSED = {
     "llm.generate('a', {1: 2})": "given by name, got 1",
     "llm.generate('a', {'temperature': 'hot'})": "temperature must be in",
     "llm.generate('a', overflow='drop')": "overflow must be 'error' or 'truncate_left'",
-    "llm.generate('a', speculation='magic')": "speculation must be 'ngram' or None",
+    "llm.generate('a', speculation='magic')": "speculation must be 'ngram' or 'draft' or 'off' or None",
     "llm.generate('a', num_draft_tokens='3')": "num_draft_tokens must be a whole number",
     "llm.generate('a', prefill_chunk='3')": "prefill_chunk must be a whole number",
     "llm.generate('a', prefill_chunk=513)": r"prefill_chunk must be a whole number in \[1, 512\], got 513",

@@ -189,7 +189,7 @@ class Engine:
         """
         while self._slots.reclaim():
             pass
-        return self.runner.give_back_free()
+        return self.runner.give_back_free() + self._drafting.trim()
 
     def close(self) -> None:
         """End all sequences as cancelled, and the threads. Who drops the engine frees the cache."""

@@ -9,6 +9,7 @@ import pytest
 
 from cases import cases
 from draft_trials import always_drafting, check_equal, drafted, drafting_world, make_engine, plain_sequence
+from infer.compute.operands.limits import HOST_STEP
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.speculation.policy import StepTimes
 from infer.engine.step.drafting import Drafted, Drafting
@@ -59,6 +60,7 @@ def test_a_batch_may_mix_requests_with_and_without_drafts(world: World) -> None:
     assert by_kind[3] == 0
 
 
+@pytest.mark.slow(cases=2)
 @cases("name", *FREE)
 def test_a_draft_model_that_is_the_model_is_always_right(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +157,7 @@ class Simulated:
 
     def __init__(self, acceptance: float, seconds_per_pass: float, read_seconds: float) -> None:
         self.clock, self.lengths = 0.0, [0]
-        self.model = SimpleNamespace(architecture=SimpleNamespace(vocab_size=10), device="cpu")
+        self.model = SimpleNamespace(architecture=SimpleNamespace(vocab_size=10), device="cpu", step_limits=HOST_STEP)
         self.num_slots, self.cache = 1, SimpleNamespace(capacity=4096)
         self.acceptance, self._pass, self._read, self._draw = (
             acceptance,

@@ -1,7 +1,6 @@
 """Load a draft model beside a model, after a check that both have the same vocabulary."""
 
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.operands.limits import StepLimits
 from infer.engine.runner.runner import Runner
 from infer.engine.step.model_drafter import ModelDrafter
 from infer.errors import InvalidRequestError
@@ -12,7 +11,6 @@ from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
 from infer.text.tokenizer import Tokenizer
 
-_STEP_TOKENS = 128  # of a text that one step of a draft model reads
 _MOST_UNSHARED = 64  # a vocabulary may have a 64th more tokens than the other, which are never drafted
 
 
@@ -50,14 +48,6 @@ def check_vocabularies(name: str, draft: Tokenizer, tokenizer: Tokenizer) -> Non
 
 def make_drafter(draft: Transformer, plan: DraftPlan, num_slots: int, vocab_size: int) -> ModelDrafter:
     """Return the drafter of a loaded draft model, with a cache for as many slots as its model has."""
-    sizes = StepLimits(min(_STEP_TOKENS, draft.step_limits.tokens), num_slots)
-    runner = Runner(
-        draft,
-        draft.max_seq_len,
-        num_slots=sizes.logits,
-        capture=plan.settings.capture,
-        settings=CacheSettings(),
-        step_tokens=sizes.tokens,
-        pool_pages=plan.pool_pages,
-    )
+    options = {"num_slots": num_slots, "pool_pages": plan.pool_pages}
+    runner = Runner(draft, draft.max_seq_len, **options, capture=plan.settings.capture, settings=CacheSettings())
     return ModelDrafter(runner, vocab_size)

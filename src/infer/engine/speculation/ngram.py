@@ -159,6 +159,9 @@ class NgramDrafter:
     def trial(self, slot: int, room_seconds: float) -> int:
         return 0  # every token is guessed without a trial
 
+    def trim(self) -> int:
+        return 0
+
     def account(self, gained: float, elapsed: float, pace: float) -> None:
         pass
 

@@ -101,6 +101,9 @@ class Drafter(Protocol):
     def release(self, slot: int) -> None:
         """Free the state of a slot. A slot without a sequence is ignored."""
 
+    def trim(self) -> int:
+        """Return unused memory to the system, and return the number of bytes."""
+
 
 @final
 class _Cost:

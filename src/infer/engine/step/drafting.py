@@ -131,6 +131,10 @@ class Drafting:
             gained += sum(each.num_accepted for each in own) * pace / num_sequences - (seconds - pace) * share
         self._model.account(gained, seconds, pace)
 
+    def trim(self) -> int:
+        """Return unused memory of drafters to the system, and return the number of bytes."""
+        return self._ngrams.trim() + (0 if self._model is None else self._model.trim())
+
     def release(self, slot: int) -> None:
         """Forget the sequence that loses this slot."""
         for drafter, _ in self._policies.pop(slot, ()):

@@ -85,6 +85,9 @@ class ModelDrafter:
         cost = self.seconds(slot, _NUM_TRIED) + self._num_unread(slot) * self._seconds_per_token
         return _NUM_TRIED if self._stake.allows(2 * cost + self._stake.pace) and room_seconds > 4 * cost else 0
 
+    def trim(self) -> int:
+        return self.runner.give_back_free()
+
     def account(self, gained: float, elapsed: float, pace: float) -> None:
         self._stake.account(gained, elapsed, pace)
 
@@ -97,7 +100,8 @@ class ModelDrafter:
             if len(pending) > _MOST_PENDING:
                 budget -= self._read(slot, pending[:-1][: max(0, budget)])
                 pending = self._pending(slot, count)
-            if len(pending) <= _MOST_PENDING and not self.runner.try_reserve(slot, len(pending) + count):
+            has_room = len(pending) <= _MOST_PENDING and len(ready) < self.runner.model.step_limits.logits
+            if has_room and not self.runner.try_reserve(slot, len(pending) + count):
                 ready[slot] = pending
         if ready:
             self._draft(ready, max(counts[slot] for slot in ready))

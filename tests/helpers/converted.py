@@ -27,11 +27,13 @@ _ARCHITECTURES |= {"gpt_neox": "gptneox", "minimax_m2": "minimax-m2", "exaone_mo
 _NAMED_AS = {"mellum": "qwen3moe", "laguna": "afmoe", "muse-glimmer": "afmoe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
 _PERMUTED |= {"llama_bidirec", "arcee", "olmo"}
-_WITH_LAYER_NORM = {"gpt_neox", "cohere", "cohere2", "starcoder2", "stablelm", "nemotron", "phi", "olmo"}
+_WITH_LAYER_NORM = {"gpt2", "gpt_neox", "cohere", "cohere2", "starcoder2", "stablelm", "nemotron", "phi", "olmo"}
 _WITH_KINDS = {"gemma3_text", *_GEMMA4, "olmo3", "exaone4", "exaone_moe", "mellum", "muse_glimmer_text"}
 _WITH_KINDS |= {"cohere2", "afmoe"}
 _EPS_NAMES = ("norm_eps", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers|norm)\.")
+_GPT2_SETTINGS = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+_GPT2_SETTINGS |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps"}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
@@ -47,6 +49,9 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
     """Write the file, with the metadata of a tokenizer, and with the layers after an embedding model's states."""
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
+    if family == "gpt2":
+        config |= {usual: config[own] for own, usual in _GPT2_SETTINGS.items()}
+        config["intermediate_size"] = config["n_inner"] or 4 * config["n_embd"]
     architecture = _ARCHITECTURES.get(family, family)
     if config.get("use_bidirectional_attention") is True:
         architecture = "gemma-embedding"
@@ -78,6 +83,8 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
             values = permuted(values, heads[module] or config["num_attention_heads"])
         if family == "muse_glimmer_text" and name.endswith("layernorm.weight"):
             values = values + 1
+        if family == "gpt2" and module in ("c_attn", "c_proj", "c_fc") and values.ndim == 2:
+            values = values.T
         if family == "gpt_neox" and module == "query_key_value":  # rows of each head → rows of q, k and v
             heads_of_rows = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             values = heads_of_rows.swapaxes(0, 1).reshape(values.shape)
@@ -154,7 +161,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_feed_forward_length(sizes if config.get("use_double_wide_mlp") else size)
     by_layer = config.get("num_attention_heads_per_layer") or [heads]
     writer.add_head_count(heads if len(set(by_layer)) == 1 else by_layer)
-    kv_heads = heads if config["model_type"] == "gpt_neox" else config.get("num_key_value_heads") or heads
+    kv_heads = heads if config["model_type"] in ("gpt_neox", "gpt2") else config.get("num_key_value_heads") or heads
     if config["model_type"] in ("lfm2", "lfm2_moe"):
         writer.add_head_count_kv([0 if kind == "conv" else kv_heads for kind in config["layer_types"]])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
@@ -232,7 +239,9 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 
 
 def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters")
+    if rope is None:
+        return
     if "sliding_attention" in rope:
         if config["model_type"] in ("gemma3_text", *_GEMMA4, "mellum") or _sliding_rope(config) is not None:
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])

@@ -436,6 +436,8 @@ CENTRED = [
     _tiny("stablelm_parallel", hf.StableLmConfig, use_parallel_residual=True),
     _tiny("jais2", hf.models.jais2.configuration_jais2.Jais2Config),
     _tiny("nemotron", hf.NemotronConfig),
+    _tiny("gpt2", hf.GPT2Config),
+    _tiny("gpt2_narrow", hf.GPT2Config, n_inner=48, tie_word_embeddings=False, activation_function="relu"),
     _tiny("gpt_neox", hf.GPTNeoXConfig),
     _tiny("gpt_neox_in_turn", hf.GPTNeoXConfig, use_parallel_residual=False),
     _tiny("gpt_neox_wide", hf.GPTNeoXConfig, rotary_pct=1.0, attention_bias=False, tie_word_embeddings=True),

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 from gguf_files import write_file
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands import identity
 from infer.compute.operands.architecture import Architecture, Layer, Norms
 from infer.compute.operands.feed_forwards import Dense, Experts, Router
 from infer.compute.operands.identity import NAMES, Names, identity_of
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, LongRope, QueryScale, Rope, ShortConv
-from infer.errors import ModelError
+from infer.errors import InvalidRequestError, ModelError
 from infer.files import open_checkpoint
 from infer.files.config import config_from_folder
 from infer.models.families import make_architecture
+from infer.models.memory.memory_budget import context_length
 from refusals import refusal
 from tiny import BY_NAME
 
@@ -80,6 +82,23 @@ def test_layers_without_heads_of_keys_are_convolutions_in_a_gguf_file(tmp_path: 
     assert kinds == [ShortConv, Attention, ShortConv]
     none = open_checkpoint(lfm2_file(tmp_path / "none.gguf", [0, 0, 0])).config
     assert not make_architecture(none).attention
+
+
+def test_a_context_has_no_more_tokens_than_positions_were_learned(tmp_path: Path) -> None:
+    """Unlike rotated positions, which an evicting cache may continue."""
+    sliding = CacheSettings(eviction_policy="sliding", eviction_window=64)
+    lengths = []
+    for name in ("gpt2", "llama"):
+        architecture = make_architecture(BY_NAME[name].config.to_dict())
+        lengths.append(context_length(None, architecture, sliding))
+        if name == "llama":
+            assert context_length(300, architecture, sliding) == 300
+        else:
+            with pytest.raises(
+                InvalidRequestError, match="must be at most the 256 positions that were learned, got 300"
+            ):
+                context_length(300, architecture, sliding)
+    assert lengths == [256, 256]
 
 
 IMPOSSIBLE_METADATA = [

@@ -117,6 +117,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     if config.get("tie_word_embeddings") and "model.embed_tokens.weight" not in tensors and "lm_head.weight" in tensors:
         # safetensors stores a shared matrix under one of its names.
         tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
+    if form.are_matrices_transposed:
+        tensors = {name: _transposed(name, info) for name, info in tensors.items()}
     own = _without_drafting_layers(tensors, config)
     tensors = taken_apart(own, config, form.stacks, has_gates_in_q=form.has_gates_in_q)
     if form.paired_share:
@@ -155,6 +157,15 @@ def _open_gguf(path: Path) -> Checkpoint:
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
     others = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
     return Checkpoint(file.path, *others, embedding, prompts_from_gguf(path, file.metadata), reranker, classifier)
+
+
+def _transposed(name: str, info: TensorInfo) -> TensorInfo:
+    """Return a matrix of a layer with its rows and columns exchanged, and any other tensor as it is."""
+    if len(info.shape) != 2 or not name.startswith("model.layers."):
+        return info
+    if info.type not in FLOAT_TYPES:
+        info.fail(f"expected floats, because the file has it transposed, got {info.type}")
+    return info.transposed
 
 
 def _with_paired_rows(

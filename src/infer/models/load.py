@@ -137,5 +137,5 @@ def load_text_inputs(own: TextInputs, loader: WeightLoader) -> TextInputWeights:
     return TextInputWeights(
         positions=loader.vector("model.embed_positions.weight") if own.num_positions else None,
         types=loader.vector("model.embed_types.weight") if own.num_types else None,
-        norm=loader.norm("model.embed_norm"),
+        norm=loader.norm("model.embed_norm") if own.has_norm else None,
     )

@@ -71,6 +71,8 @@ class Transformer:
             network = self.architecture
             eps = network.norm_eps if network.has_embedding_norm else None
             x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, eps).to(self.dtype)
+            if self.text_inputs is not None:
+                x = ops.add_text_inputs(x, step, None, self.text_inputs)
             inputs = None if self.per_layer is None else ops.per_layer_inputs(x, step.tokens, self.per_layer)
             for layer in self.layers:
                 x = layer.add(x, cache, step)

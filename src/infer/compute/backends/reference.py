@@ -82,14 +82,15 @@ def project_add_norm(
 
 
 def add_text_inputs(
-    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
+    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"] | None, weights: TextInputWeights
 ) -> Float[Tensor, "tokens hidden"]:
     if weights.types is not None:
+        assert second_starts is not None
         are_second = step.positions >= second_starts[step.rows]
         x = x + weights.types[are_second.long().clamp(max=len(weights.types) - 1)].to(x.dtype)
     if weights.positions is not None:
         x = x + weights.positions[step.positions].to(x.dtype)
-    return normalize(x, weights.norm)
+    return x if weights.norm is None else normalize(x, weights.norm)
 
 
 def norm_gate(

@@ -44,13 +44,14 @@ class Norms:
 
 @dataclass(frozen=True)
 class TextInputs:
-    """The rows that an encoder adds to a token's embedding, before a norm of the sum.
+    """The rows that are added to a token's embedding. Encoders have a norm of the sum.
 
     One row is for the position, one for the type: the first text of a pair has type 0, the second type 1.
     """
 
     num_positions: int = 0  # rows of learned positions; 0: no learned positions
     num_types: int = 0
+    has_norm: bool = True
 
     def shapes(self, hidden: int, norms: Norms) -> Shapes:
         """Return the shape of each tensor, by its name."""
@@ -59,7 +60,7 @@ class TextInputs:
             shapes["model.embed_positions.weight"] = (self.num_positions, hidden)
         if self.num_types:
             shapes["model.embed_types.weight"] = (self.num_types, hidden)
-        return shapes | norms.shapes("model.embed_norm", hidden)
+        return shapes | norms.shapes("model.embed_norm", hidden) if self.has_norm else shapes
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ NAMES: dict[type, Names] = {
         | _same("logit_scale logit_softcap tied_embeddings text_inputs has_last_norm"),
         later=_same("text_limit has_head_bias"),
     ),
-    TextInputs: Names("TextInputs", _same("num_positions num_types")),
+    TextInputs: Names("TextInputs", _same("num_positions num_types"), later=_same("has_norm")),
     Layer: Names("Layer", _same("mixer feed_forward norms per_layer_input has_scale")),
     Norms: Names(
         "Norms",

@@ -288,11 +288,11 @@ class DeltaNetWeights:
 @final
 @dataclass(frozen=True)
 class TextInputWeights:
-    """The rows that are added to the embeddings of a text's tokens, and the norm of the sum: `TextInputs`."""
+    """The rows that are added to the embeddings of a text's tokens, and any norm of the sum: `TextInputs`."""
 
     positions: Float[Tensor, "positions hidden"] | None
     types: Float[Tensor, "types hidden"] | None
-    norm: Norm
+    norm: Norm | None
 
 
 @final

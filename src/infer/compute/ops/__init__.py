@@ -2,11 +2,11 @@
 
 The ops are fused. A layer is five calls: norm → qkv; rotate, append, attend; output → residual; norm → gate · up; down
 → residual. `embed` is called before the layers, and `head` after them. Per-layer inputs are made once after `embed`,
-and a layer uses its own with two more calls. Encoders have four more ops: `add_text_inputs` after `embed`,
-`append_keys` of a whole text before any of its tokens attends, `norm_activate` for feed-forwards without a gate, and
-`project_add_norm` for norms of sums. `backends.reference` defines each op in plain torch. Every other kernel module
-exports the same names and agrees with it. An op's input for the next product is `Activations`: an op accepts only those
-of the same backend, or floats without a twin.
+and a layer uses its own with two more calls. `add_text_inputs` after `embed` is for learned positions, and
+`norm_activate` is for feed-forwards without a gate. Encoders have two more ops: `append_keys` of a whole text before
+any of its tokens attends, and `project_add_norm` for norms of sums. `backends.reference` defines each op in plain
+torch. Every other kernel module exports the same names and agrees with it. An op's input for the next product is
+`Activations`: an op accepts only those of the same backend, or floats without a twin.
 """
 
 import torch
@@ -113,11 +113,11 @@ def embed(
 
 
 def add_text_inputs(
-    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
+    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"] | None, weights: TextInputWeights
 ) -> Float[Tensor, "tokens hidden"]:
     """Return norm(x + the token's type + its position). In each row, positions from `second_starts` on have type 1.
 
-    The result may share x's memory: do not use x afterwards.
+    Only types need `second_starts`. The result may share x's memory: do not use x afterwards.
     """
     y: Tensor = backend_of(x.device).kernels.add_text_inputs(x, step, second_starts, weights)
     return y

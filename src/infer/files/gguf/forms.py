@@ -65,6 +65,7 @@ class GGUFForm:
     # The share of each head whose elements rotate with a neighbour, if a config gives no other; 0: halves rotate.
     paired_share: float = 0.0
     stacks: StackOrder = PLAIN
+    are_matrices_transposed: bool = False  # of layers
 
     @property
     def all_keys(self) -> tuple[Key, ...]:
@@ -206,6 +207,7 @@ FORMS |= {
         settings={_PARALLEL: None},  # llama.cpp's converter writes true if a config has no such setting
         derived=parts_in_parallel,
     ),
+    "gpt2": GGUFForm("gpt2", has_layer_norm=True, fused=(_QKV,), are_matrices_transposed=True),
     "gptneox": GGUFForm("gpt_neox", has_layer_norm=True, keys=(_PARALLEL,), fused=(_QKV,)),
     "nemotron": GGUFForm("nemotron", has_layer_norm=True, are_norms_less_one=True),
     "phi2": GGUFForm("phi", has_layer_norm=True),

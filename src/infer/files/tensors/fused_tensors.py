@@ -144,6 +144,10 @@ def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
     if info.packed is not None:
         return gathered_rows(info, [(first, end)])
     kind, columns = BLOCK_TYPES[info.type], info.shape[1:]
+    if info.column_stride:
+        num_bytes = (end - first) * (info.num_bytes // info.shape[0])
+        offset = info.offset + first * info.row_stride
+        return replace(info, shape=(end - first, *columns), offset=offset, num_bytes=num_bytes)
     row_bytes = kind.row_bytes(columns[-1]) * prod(columns[:-1]) if columns else kind.block_bytes
     shape, num_bytes = (end - first, *columns), (end - first) * row_bytes
     return replace(info, shape=shape, offset=info.offset + first * row_bytes, num_bytes=num_bytes)

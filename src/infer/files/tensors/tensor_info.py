@@ -1,6 +1,6 @@
 """Location of a tensor in a file. Loads no torch: `lazy_weights` makes weights from it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
@@ -60,6 +60,12 @@ class TensorInfo:
     scales: "TensorInfo | None" = None  # MXFP4: the scales, if they are a separate tensor; the rest is codes
     factor: "TensorInfo | None" = None  # a separate tensor: one F32 that multiplies all values
     packed: PackedParts | None = None  # a quantised matrix in several tensors; `type` is the type after reading
+
+    @property
+    def transposed(self) -> "TensorInfo":
+        """The transposed matrix, for matrices of floats."""
+        size = self.num_bytes // max(1, self.shape[0] * self.shape[1])
+        return replace(self, shape=self.shape[::-1], row_stride=size, column_stride=self.shape[1] * size)
 
     @property
     def path(self) -> Path:

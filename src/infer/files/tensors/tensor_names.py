@@ -128,6 +128,8 @@ _PARTS = _compiled(
     (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
     (r"\.self_attn\.(softmax_offset|attention_sink_bias)", ".self_attn.sinks"),
     (r"\.attn\.attention\.", ".self_attn."),
+    (r"\.attn\.c_attn\.", ".self_attn.qkv_proj."),  # GPT-2
+    (r"\.attn\.c_proj\.", ".self_attn.o_proj."),
     (r"(model\.layers\.[0-9]+)\.attention\.query_key_value\.", r"\1.self_attn.qkv_proj."),
     (r"(model\.layers\.[0-9]+)\.attention\.", r"\1.self_attn."),
     (r"^model\.word_embeddings\.", "model.embed_tokens."),
@@ -177,7 +179,7 @@ _MODULE_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "a
 _USUAL: Mapping[str, str] = MappingProxyType({})
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
-_GPT = {"wte.": "model.embed_tokens.", "h.": "model.layers.", "ln_f.": "model.norm."}
+_GPT = {"wpe.": "model.embed_positions.", "wte.": "model.embed_tokens.", "h.": "model.layers.", "ln_f.": "model.norm."}
 _NEOX = {"gpt_neox.": "model.", "embed_in.": "embed_tokens.", "embed_out.": "lm_head.", ".attention.": ".self_attn."}
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.(?:weight|bias))")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
@@ -188,7 +190,7 @@ _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers\.[0-9]+|norm)\.")  # names in
 # Ollama's files have the networks for images ("v", "mm") and sounds ("a") beside the text network.
 _SKIPPED_GGUF = re.compile(r"(v|mm|a)\.|rope_(freqs|factors_long|factors_short)\.weight")
 _SKIPPED = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$"
+    r"(model\.)?(vision_tower|vision_model|visual|audio_tower|embed_audio|multi_modal_projector|embed_vision|vision_adapter|vision_projection|mtp)\.|.*\.(rotary_emb\.inv_freq|att(ention|n)\.(masked_)?bias)$"
 )
 _PADDED = {"roberta": 2, "xlm-roberta": 2}  # rows in the table of positions before the first token's row
 

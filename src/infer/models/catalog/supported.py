@@ -85,6 +85,7 @@ SUPPORTED = (
     SupportedModels("helium", "Helium"),
     SupportedModels("starcoder2", "StarCoder2"),
     SupportedModels("stablelm", "StableLM 2"),
+    SupportedModels("gpt2", "GPT-2"),
     SupportedModels("gpt_neox", "GPT-NeoX, Pythia"),
     SupportedModels("nanochat", "nanochat"),
     SupportedModels("cwm", "Code World Model"),

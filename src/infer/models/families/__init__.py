@@ -8,7 +8,7 @@ ignored here, unless other engines read it: then it is refused.
 
 from dataclasses import replace
 
-from infer.compute.operands.architecture import Architecture, Layer
+from infer.compute.operands.architecture import Architecture, Layer, TextInputs
 from infer.compute.operands.feed_forwards import Activation, Dense, Experts, FeedForward
 from infer.compute.operands.mixers import Attention, Mixer, QKNorm
 from infer.errors import ModelError, UnsupportedModelError
@@ -80,6 +80,7 @@ def make_architecture(config: Config) -> Architecture:
         max_positions=count(config, "max_position_embeddings"),
         text_limit=optional_count(config, "text_limit"),
         has_embedding_norm=family.has_embedding_norm,
+        text_inputs=_text_inputs(config) if family.has_learned_positions else None,
         embedding_scale=positive({"embedding_multiplier": embedding / residual}, "embedding_multiplier"),
         logit_scale=positive(config, "output_multiplier", 1.0) / positive(config, "logits_scaling", 1.0),
         logit_softcap=optional_positive(config, "final_logit_softcapping"),
@@ -101,6 +102,10 @@ def as_read(config: Config, family: Family) -> Config:
     given = {name: value for name, value in usual.items() if value is not None or name in OFF_IF_NULL}
     read = {name: value for name, value in given.items() if name not in unread}
     return {**family.defaults, **read, **family.fixed}
+
+
+def _text_inputs(config: Config) -> TextInputs:
+    return TextInputs(count(config, "max_position_embeddings"), has_norm=False)
 
 
 def _layers(config: Config, family: Family) -> tuple[Layer, ...]:

@@ -4,8 +4,14 @@ from dataclasses import replace
 
 from infer.compute.operands.architecture import Norms
 from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
-from infer.models.families.layer_kinds import all_windowed, all_windowed_but_every, rotated_where_listed_as_windowed
+from infer.models.families.layer_kinds import (
+    all_windowed,
+    all_windowed_but_every,
+    none_rotated,
+    rotated_where_listed_as_windowed,
+)
 from infer.models.families.ropes import theta_rope, usual_rope
+from infer.models.families.widths import four_times_hidden
 
 _COHERE = Family(
     usual_defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
@@ -75,6 +81,20 @@ CENTRED: dict[str, Family] = {
         reads=ATTENTION_BIAS,
         norms=Norms(are_centred=True, have_weight=False),
         refuses={"clip_qkv": None},
+    ),
+    "gpt2": Family(
+        usual_defaults(1024, eps=1e-5, hidden_act="gelu_new", tie_word_embeddings=True),
+        fixed={"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None},
+        reads=ATTENTION_BIAS | {"mlp_bias"},
+        renamed={"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+        | {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
+        | {"layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"},
+        dense_size=four_times_hidden,
+        is_gated=False,
+        norms=Norms(are_centred=True, have_bias=True),
+        has_learned_positions=True,
+        rotated_layers=none_rotated,
+        refuses={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
     "gpt_neox": Family(
         usual_defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, partial_rotary_factor=0.25)

@@ -72,6 +72,7 @@ class Family:
     dense_size: Callable[[Config], int] = intermediate_size
     scales_embedding: bool | str = False  # by the square root of hidden_size; a name: if this setting is true
     has_embedding_norm: bool = False
+    has_learned_positions: bool = False
     norms: Norms = _PRE_NORMS
     parallel_setting: str | None = None  # the setting that decides if `norms` are of parallel parts
     norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # for kinds of layers with other norms

@@ -163,6 +163,10 @@ def rotated_unless_theta_is_null(config: Config, num_layers: int) -> Sequence[bo
     return [given.get("rope_theta", 0) is not None] * num_layers
 
 
+def none_rotated(config: Config, num_layers: int) -> Sequence[bool]:
+    return [False] * num_layers
+
+
 def all_rotated(config: Config, num_layers: int) -> Sequence[bool]:
     return [True] * num_layers
 

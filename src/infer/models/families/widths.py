@@ -40,6 +40,11 @@ def intermediate_size(config: Config) -> int:
     return count(config, "intermediate_size")
 
 
+def four_times_hidden(config: Config) -> int:
+    """Return the given size, or four times that of the residual stream."""
+    return count(config, "intermediate_size", default=4 * count(config, "hidden_size"))
+
+
 def llama4_size(config: Config) -> int:
     return count(config, "intermediate_size_mlp")
 

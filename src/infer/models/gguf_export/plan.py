@@ -61,7 +61,9 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     values = _general_values(path, name, tensors, checkpoint.generation_config)
     head = head_plan(checkpoint, name, architecture.norm_eps)
     others = _prompt_values(checkpoint)
-    if architecture.text_inputs is not None and name != "modern-bert":  # otherwise llama.cpp opens no such encoder
+    if (
+        architecture.reads_whole_texts and architecture.text_inputs is not None and name != "modern-bert"
+    ):  # otherwise llama.cpp opens no such encoder
         others["tokenizer.ggml.token_type_count"] = max(architecture.text_inputs.num_types, 1)
     values |= {key: typed(value) for key, value in others.items()}
     values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}

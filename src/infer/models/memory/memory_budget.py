@@ -55,6 +55,11 @@ def context_length(max_seq_len: int | None, architecture: Architecture, cache: C
             f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len!r:.80}"
         )
     cache.check_length(max_seq_len, architecture.most_positions)
+    if architecture.text_inputs is not None and max_seq_len > architecture.max_positions:
+        most = architecture.max_positions
+        raise InvalidRequestError(
+            f"max_seq_len must be at most the {most} positions that were learned, got {max_seq_len}"
+        )
     return max_seq_len
 
 

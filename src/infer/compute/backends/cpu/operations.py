@@ -83,7 +83,7 @@ def embed(
 
 
 def add_text_inputs(
-    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"], weights: TextInputWeights
+    x: Float[Tensor, "tokens hidden"], step: Step, second_starts: Int[Tensor, "rows"] | None, weights: TextInputWeights
 ) -> Float[Tensor, "tokens hidden"]:
     with scope("embed", step=step) as run:
         _append_text_inputs(run, x, second_starts, weights)
@@ -346,11 +346,12 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     return arguments
 
 
-def _append_sum_norm(run: Run, x: Tensor, y: Tensor | None, norm: Norm, out: Tensor) -> Arguments:
+def _append_sum_norm(run: Run, x: Tensor, y: Tensor | None, norm: Norm | None, out: Tensor) -> Arguments:
     """Append out = norm(x + y) for each row, and return the command's arguments. out may be x."""
-    arguments = Arguments(SUM_NORM, x=x, out=out, features=x.shape[1], eps=norm.eps, is_centred=norm.is_centred)
-    arguments.set(weight=norm.weight.float().contiguous())
-    if norm.bias is not None:
+    arguments = Arguments(SUM_NORM, x=x, out=out, features=x.shape[1])
+    if norm is not None:
+        arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps, is_centred=norm.is_centred)
+    if norm is not None and norm.bias is not None:
         arguments.set(bias=norm.bias.float().contiguous())
     if y is not None:
         arguments.set(y=y)
@@ -367,10 +368,13 @@ def _centred(run: Run, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | Non
     return out, None
 
 
-def _append_text_inputs(run: Run, x: Tensor, second_starts: Int[Tensor, "rows"], weights: TextInputWeights) -> None:
+def _append_text_inputs(
+    run: Run, x: Tensor, second_starts: Int[Tensor, "rows"] | None, weights: TextInputWeights
+) -> None:
     """Append x = norm(x + types + positions)."""
     arguments = _append_sum_norm(run, x, None, weights.norm, x)
     if weights.types is not None:
+        assert second_starts is not None
         arguments.set(types=weights.types, last_type=len(weights.types) - 1, second_starts=second_starts)
     if weights.positions is not None:
         arguments.set(embedded_positions=weights.positions)

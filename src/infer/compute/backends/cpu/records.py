@@ -90,7 +90,7 @@ SUM_NORM = np.dtype(
         ("x", np.int64),  # f32 [tokens, features], like y and out
         ("y", np.int64),  # 0: there is none
         ("out", np.int64),  # may be x
-        ("weight", np.int64),  # f32 [features]
+        ("weight", np.int64),  # f32 [features]; 0: no norm
         ("bias", np.int64),  # f32 [features], or 0
         ("features", np.int64),
         ("types", np.int64),  # f32 [last_type + 1, features], or 0

@@ -43,7 +43,7 @@ def _mean_square(x, features, mean):
 
 
 def sum_norm(args, state, thread, num_threads):
-    """Store norm(x + y + type + position). What is not given is not added."""
+    """Store norm(x + y + type + position). What is not given is not added, and without a weight there is no norm."""
     features = args.features
     for token in range(thread, state.num_tokens, num_threads):
         x, out = args.x + 4 * features * token, args.out + 4 * features * token
@@ -57,6 +57,8 @@ def sum_norm(args, state, thread, num_threads):
             _add(out, args.types + 4 * features * (min(1, args.last_type) if is_second else 0), features)
         if args.embedded_positions != 0:
             _add(out, args.embedded_positions + 4 * features * state.positions[token], features)
+        if args.weight == 0:
+            continue
         mean = _mean(out, features) if args.is_centred != 0 else np.float32(0)
         factor = np.float32(1) / np.sqrt(_mean_square(out, features, mean) + args.eps)
         for i in range(0, features, LANES):

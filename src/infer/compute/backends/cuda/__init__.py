@@ -20,10 +20,12 @@ from infer.compute.backends.cuda.projection import (
 )
 from infer.compute.backends.cuda.sampling.sampler import choose_tokens
 from infer.compute.backends.cuda.short_conv import short_conv
+from infer.compute.backends.reference import add_text_inputs
 from infer.compute.backends.reference_attention import attention_weights
 
 __all__ = [
     "add_experts",
+    "add_text_inputs",
     "attend",
     "attention_weights",
     "choose_tokens",

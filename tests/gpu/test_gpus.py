@@ -1,4 +1,4 @@
-"""The choice of a GPU, the messages without one, and the steps that CUDA and OpenCL submit ahead.
+"""The choice of a GPU, the messages without one, and the steps that CUDA submits ahead.
 
 Fakes replace torch and the device."""
 

@@ -8,28 +8,27 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor
+from transformers import LlamaConfig
 
 import opencl_platform
+from answer_gguf import write_mixed_gguf
+from byte_tokenizer import write_byte_tokenizer
+from commands import run
 from extent import IS_WHOLE
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.subcommands import infer
 from infer.compute import ops
+from infer.compute.backends.as_halves import as_halves
 from infer.compute.backends.cpu.layouts import LAYOUTS
-from infer.compute.backends.cpu.sampling.launch import choose_tokens
-from infer.compute.backends.gpu_memory import stored_type
+from infer.compute.backends.opencl.stored_types import KV_TYPES, TYPES, stored_type
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
-from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
+from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads, Norm, Projection, RopeTable, Weight
-from infer.compute.quantization.kv_formats import KV_TYPES
-from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED
-from infer.compute.sampling.masks import pack_masks
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch
 from refusals import check_refused
@@ -47,30 +46,17 @@ import pyopencl as cl  # noqa: E402
 
 from infer.compute.backends.opencl import devices, runtime  # noqa: E402
 from infer.compute.backends.opencl.backend import OpenCLBackend  # noqa: E402
-from infer.compute.backends.opencl.launches import Recording  # noqa: E402
-from infer.compute.backends.opencl.projection import macros_of, packed  # noqa: E402
-from infer.compute.backends.opencl.sampled import _MACROS as SAMPLING  # noqa: E402
-from infer.compute.backends.opencl.sampled import Sampler  # noqa: E402
 from steps import join  # noqa: E402
 
 CPU = torch.device("cpu")
 PLATFORM = devices.choose().platform.name
-FAST = ("Q4_1", "Q6_K")
-SOME_TYPES = ["F32", "BF16", "IQ2_XS", "IQ4_XS", "MXFP4", "Q2_K", "Q4_0", "Q4_K", "Q8_0", "TQ1_0"]
-OWN_TYPES = [type_ for type_ in sorted(LAYOUTS) if stored_type(type_) == type_] if IS_WHOLE else SOME_TYPES
+OTHER_TYPES = sorted(set(LAYOUTS) - TYPES) if IS_WHOLE else ["Q3_K", "MXFP4", "F8_E4M3"]
 NUM_SLOTS = 600
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(params=[16, 1], ids=["vectors", "lanes"])
-def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Set the rows of a weight per work item, as on a CPU and as on a GPU."""
-    monkeypatch.setattr(ops.backend_named("opencl").kernels._runtime, "lanes", request.param)
-    return int(request.param)
 
 
 def same(call: Callable[[], tuple[Tensor, ...]]) -> bool:
@@ -82,14 +68,18 @@ def same(call: Callable[[], tuple[Tensor, ...]]) -> bool:
 
 
 def projected(precision: Any, *weights: Weight, bias: Tensor | None = None) -> Projection:
-    return ops.prepare(Projection(weights, bias), CPU, precision)
+    """Return the weights as the active backend packs them. Types that OpenCL does not read are F16 on both."""
+    stored = tuple(as_halves(weight, stored_type) for weight in weights)
+    return ops.prepare(Projection(stored, bias), CPU, precision)
+
+
+STORED = [(type_, "exact") for type_ in (*sorted(TYPES), *OTHER_TYPES)] + [("Q4_1", "fast"), ("Q6_K", "fast")]
 
 
 @pytest.mark.slow(cases=1, rest=3)
-@pytest.mark.parametrize(
-    ("type_", "precision"), [(type_, "exact") for type_ in OWN_TYPES] + [(type_, "fast") for type_ in FAST]
-)
+@pytest.mark.parametrize(("type_", "precision"), STORED)
 def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> None:
+    """Rows do not fill a work group, and tokens do not fill a work item."""
     weight, bias, norm = make_weight(type_, 40, 512), torch.randn(40), Norm(torch.rand(512) + 0.5, 1e-5)
     for tokens in (1, 11):
         x, residual = torch.randn(tokens, 512), torch.randn(tokens, 40)
@@ -104,13 +94,24 @@ def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> Non
         assert same(call)
 
 
-@pytest.mark.slow(rest=2)
-@pytest.mark.parametrize("type_", ["Q3_K", "IQ1_M", "IQ2_XS", "BF16"])
-@pytest.mark.usefixtures("lanes")
-def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
-    """The last group is not full, and there is a bias."""
-    weight, bias, x = make_weight(type_, 37, 256), torch.randn(37), torch.randn(9, 256)
-    assert same(lambda: (ops.norm_project(x, None, projected("exact", weight, bias=bias)).floats,))
+def test_products_of_four_bytes_are_the_devices_if_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is simulated that has the function, and the program that calls another name does not build."""
+    weight, x = make_weight("Q5_0", 40, 512), torch.randn(5, 512)
+    backend, real = OpenCLBackend(CPU, ""), runtime._text
+    product = "int NAME(uint a, uint b) { uchar4 p = as_uchar4(a); char4 q = as_char4(b);"
+    product = f"#define __opencl_c_integer_dot_product_input_4x8bit_packed\nint NAME(uint, uint);\n{product}"
+    product += " return p.x * q.x + p.y * q.y + p.z * q.z + p.w * q.w; }\n"
+    with ops.using("cpu"):
+        expected = ops.norm_project(x, None, projected("exact", weight)).floats
+    for name in ("dot_4x8packed_us_int", "another"):
+        texts = {"common.cl": product.replace("NAME", name) + real("common.cl")}
+        monkeypatch.setattr(runtime, "_text", lambda source, texts=texts: texts.get(source) or real(source))
+        backend.kernels._runtime._programs.clear()
+        with ops.using(backend):
+            if name == "another":
+                check_refused(lambda: ops.norm_project(x, None, projected("exact", weight)), "matmul.cl does not build")
+            else:
+                assert torch.equal(ops.norm_project(x, None, projected("exact", weight)).floats, expected)
 
 
 @pytest.mark.slow(rest=2)
@@ -167,37 +168,6 @@ def test_a_wrong_position_changes_no_token_that_does_not_see_it(kv_type: str) ->
         check_unseen(ops.attend, kv_type, 32, Span(40, 20, window=9, sinks=2), [[40], [1] * 40])
 
 
-def vector_calls(program: cl.Program) -> set[bytes]:
-    """Functions of PoCL's library that take or return vectors, by their mangled names."""
-    binary = program.get_info(cl.program_info.BINARIES)[0]
-    mangled = re.findall(rb"_Z(\d+)(_cl_\w+?)(?=_Z|\W)", binary)  # the name's length, the name and its arguments
-    called = [(name[: int(size)], name[int(size) :]) for size, name in mangled]
-    return {name for name, arguments in called if name.endswith(b"16") or b"Dv" in arguments}
-
-
-@pytest.mark.slow(rest=0)
-@pytest.mark.filterwarnings("ignore:Pre-build attribute access")
-@pytest.mark.skipif(not PLATFORM.startswith("Portable"), reason="hardware: PoCL, whose names these are")
-def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library may be compiled for other registers than the program. On a GPU it may get vectors."""
-    made = runtime.Runtime(devices.choose())
-
-    def compiled(program: cl.Program, options: list[str]) -> cl.Program:
-        """Return a program that is not linked. Its option is unique, because PoCL caches by source and options."""
-        program.compile([*options, "-DIS_NOT_LINKED"])
-        return program
-
-    monkeypatch.setattr(cl.Program, "build", compiled)
-    attention = [("attention.cl", {"HEAD_DIM": 64, f"KV_{kv_type}": 1}) for kv_type in KV_TYPES]
-    prepared = [projected("exact", make_weight(type_, 16, 256)).parts[0] for type_ in OWN_TYPES]
-    products = [("matmul.cl", macros_of(packed(part), 16) | {"TOKENS": 8}) for part in prepared]
-    rows = [("rows.cl", {"GATED": f"gated_{activation}"}) for activation in get_args(Activation)]
-    for source, macros in [*attention, *products, *rows, ("rows.cl", {}), ("sample.cl", {**SAMPLING})]:
-        assert vector_calls(made._build(source, macros)) == set()
-    monkeypatch.setattr(made, "_before", ["common.cl"])
-    assert b"_cl_clamp" in vector_calls(made._build(*attention[KV_TYPES.index("q8")]))
-
-
 @torch.inference_mode()
 def logits_of(folder: Path, backend: str) -> Tensor:
     """Return the logits of a recorded model, in chunks of several sizes."""
@@ -238,6 +208,28 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
 
 
+def test_the_cache_of_document_003_is_computed_and_other_types_are_refused(tmp_path: Path) -> None:
+    """The example there is a command with q4 and a window. Here it is run with each type."""
+    sizes = {"vocab_size": 272, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    make_tiny(Tiny("wide heads", LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)), tmp_path)
+    write_byte_tokenizer(tmp_path)
+    typed = f"generate --model-path {tmp_path} --eviction-policy sliding --eviction-window 32 --protected-prefix 4"
+    typed += " --max-seq-len 128 --num-tokens 60 --top-k 40 --repetition-penalty 1.1 --seed 1 --prompt Hello --backend"
+    for kv_type in KV_TYPES:
+        said = [run(*typed.split(), device, "--kv-type", kv_type).out for device in ("opencl", "cpu")]
+        assert said[0] == said[1] != ""
+    for kv_type in ("q8", "bf16"):
+        wanted = rf"kv_type must be one of f32, f16, q4 on device opencl, got {kv_type}: use one .* --device cpu"
+        check_refused(lambda kv_type=kv_type: LLM(tmp_path, device="opencl", kv_type=kv_type), wanted)
+
+
+def test_types_that_the_kernels_do_not_read_are_f16_and_explain_names_them(tmp_path: Path) -> None:
+    path = write_mixed_gguf(tmp_path / "mixed.gguf")
+    stored = {part.layout.type for each in LLM(path, device="opencl").model.projections for part in each.parts}
+    assert stored == TYPES - {"F32", "BF16", "Q8_0"}
+    assert re.search(r"on OpenCL +Q3_K, MXFP4, Q2_K as F16\n", run("explain", path).out)
+
+
 @pytest.mark.slow
 def test_a_gpu_that_shares_memory_is_notified_of_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host copies the memory to itself."""
@@ -245,52 +237,6 @@ def test_a_gpu_that_shares_memory_is_notified_of_writes(tmp_path: Path, monkeypa
     expected = LLM(folder, device="opencl").generate("hello", params)
     monkeypatch.setattr(ops.backend_named("opencl")._memory, "_is_cpu", False)
     assert LLM(folder, device="opencl").generate("hello", params).token_ids == expected.token_ids
-
-
-@pytest.mark.slow(cases=1)
-@pytest.mark.parametrize("vocab_size", [5, 1000, 49_152])
-def test_tokens_sampled_on_the_device_are_those_of_the_cpu(vocab_size: int) -> None:
-    """Rows are greedy or have noise, with and without masks. Some have two largest logits, or no allowed token, or a
-    logit that is not finite or too large for its temperature."""
-    temperatures = [0, 0, 1, 0.7, 1.5, 1e-30, 1, 0, 1, 0]
-    params = [SamplingParams(temperature=value, seed=3 * row) for row, value in enumerate(temperatures)]
-    columns = SamplingColumns.of(params, vocab_size)
-    recording = Recording(runtime.Runtime(devices.choose()), 16, 16)
-    logits = recording.tensor("logits", 16, vocab_size + 3)
-    sampler = Sampler(recording, logits, vocab_size)
-    recording.step.logit_indices[:10], recording.step.positions[:10] = torch.arange(10), torch.arange(10) ** 3
-    masks = pack_masks([range(row % 3, vocab_size, 3) for row in range(9)] + [[]], vocab_size)
-    for allowed in (None, masks):
-        logits.copy_(4 * torch.randn(16, vocab_size + 3))
-        logits[1, [2, 4]] = 99
-        logits[5], logits[6, 3] = 1e10 * logits[5], torch.nan
-        logits[7, 1], logits[8] = torch.inf, -torch.inf
-        ready = None if allowed is None else Masks(allowed, np.ones(1, np.int64), lambda: None, Mock())
-        found = sampler.run(columns, range(10), 10, ready)
-        expected = choose_tokens(logits[:10, :vocab_size], columns, None, torch.arange(10) ** 3 + 1, allowed)
-        assert (found, found[6:9]) == (expected.tolist(), [NOT_A_NUMBER, NOT_A_NUMBER, NOTHING_ALLOWED])
-
-
-@pytest.mark.slow
-def test_several_steps_are_run_without_a_wait_between(tmp_path: Path) -> None:
-    """Rows are greedy or have only noise. They take the requested steps, or end at a stop id or an interrupt."""
-    with ops.using("opencl"):
-        model = load(make_model(tmp_path))
-    cache = make_reserved(model)
-    captured = model.backend.capture(lambda step: model.forward(step, cache), 8, 8)
-    assert isinstance(captured, ops.Captured)
-    chunks, vocab_size = [Chunk(0, [5])], model.architecture.vocab_size
-    columns = SamplingColumns.of([SamplingParams(temperature=1, seed=1)], vocab_size)
-    assert captured.takes(chunks, columns)
-    tokens = captured.run_multi_step(chunks, [0], 70, columns).token_ids[0]
-    assert len(tokens) == 70
-    found = captured.run_multi_step(chunks, [0], 70, columns, stop_ids=[tokens[6]] * 65)
-    assert (found.token_ids[0], len(found.ends)) == (tokens[: tokens.index(tokens[6]) + 1], len(found.token_ids[0]))
-    interrupted = captured.run_multi_step(chunks, [0], 70, columns, interrupt=Interrupt(1)).token_ids[0]
-    assert interrupted == tokens[: len(interrupted)]
-    assert 1 <= len(interrupted) <= 2
-    filtered = SamplingColumns.of([SamplingParams(temperature=1, top_k=5, seed=1)], vocab_size)
-    assert not captured.takes(chunks, filtered)
 
 
 @pytest.fixture(scope="module")
@@ -332,14 +278,14 @@ def pretend(platform: str, **facts: Any) -> Mock:
     """Return a device of PoCL that claims another platform and other properties."""
     real = devices.choose()
     usual = {name: getattr(real, name) for name in ("name", "available", "compiler_available", "profile")}
-    usual |= {"endian_little": True, "type": cl.device_type.CPU}
+    usual |= {"endian_little": True, "max_work_group_size": 64, "type": cl.device_type.CPU}
     device = Mock(spec=type(real), platform=SimpleNamespace(name=platform))
     device.configure_mock(**usual | facts)
     return device
 
 
 UNUSABLE = {"endian_little": (False, "is big-endian"), "profile": ("EMBEDDED_PROFILE", "without 64-bit integers")}
-UNUSABLE |= {"compiler_available": (False, "has no compiler")}
+UNUSABLE |= {"compiler_available": (False, "has no compiler"), "max_work_group_size": (32, "groups of 32 items")}
 
 
 @pytest.mark.parametrize("fact", UNUSABLE)

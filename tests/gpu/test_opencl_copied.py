@@ -52,9 +52,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     def to_device_and_poison(tensor: Tensor, first: int = 0, count: int | None = None) -> None:
         to_device(tensor, first, count)
         memory.finish()
-        placed, part, _ = memory._part(tensor, first, count)
-        if not placed.is_of_host:
-            part.fill(_POISON)
+        if not memory.placed(tensor).is_of_host:
+            memory._part(tensor, first, count)[0].fill(_POISON)
 
     monkeypatch.setattr(memory, "is_shared", False)
     monkeypatch.setattr(memory, "_make", make_poisoned)
@@ -63,7 +62,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def test_every_way_of_sampling_reads_the_device_s_results(tmp_path: Path) -> None:
-    """These are multi-steps, drafts, masks, filters on the host, a batch, and ops that run one by one."""
+    """These are noise, drafts, masks, filters, a batch, and ops that run one by one. The host samples all of them."""
     folder, found = make_model(tmp_path), []
     for device in ("cpu", "opencl"):
         llm = LLM(folder, device=device)

@@ -65,14 +65,6 @@ def test_every_sampler_applies_every_filter(name: str, device: str) -> None:
 
 
 @filters
-def test_opencl_leaves_every_filter_to_the_host(name: str) -> None:
-    from infer.compute.backends.opencl.sampled import is_plain
-
-    columns = [SamplingColumns.of([SamplingParams(seed=1, **values)], VOCAB) for values in ({}, {name: VALUES[name]})]
-    assert [is_plain(each) for each in columns] == [True, False]
-
-
-@filters
 def test_what_if_of_the_page_has_the_filter_or_asks_the_server(name: str, node: str) -> None:
     """`chosenWith` has all candidates here, so only a filter that it does not know leaves it without an answer."""
     values, tokens = {name: VALUES[name]}, expected(**{name: VALUES[name]})

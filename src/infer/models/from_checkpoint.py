@@ -121,13 +121,14 @@ def load_checked(
             f"dtype={settings.dtype} and weights={settings.weights} contradict each other: give only one of them"
         )
     backend = device_backend(settings.device)
+    backend.check_kv_type(cache.kv_type)
     context = context_length(settings.max_seq_len, architecture, cache)
     step = backend.step_limits
     check_tensors(architecture, checkpoint.tensors)
     outline = make_outline(architecture, checkpoint.tensors, settings)
     with backend.compiling([outline]):
         if tokenizer is not None:
-            load = LoadSettings.of(settings, backend.num_threads(), backend.device.type)
+            load = LoadSettings.of(settings, backend.num_threads(), backend.memory_rules)
             budget = MemoryBudget.of(
                 architecture, checkpoint.tensors, replace(load, limits=step), cache,
                 num_tokens=context, pool_pages=settings.pool_pages,

@@ -76,6 +76,7 @@ def lines(found: Explanation) -> Iterator[str]:
         *([] if found.is_encoder else _answers(found)),
         *((each.type, _stored(each)) for each in found.weights),
         ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights{_experts(found)}"),
+        *([("on OpenCL", f"{', '.join(found.f16_on_opencl)} as F16")] if found.f16_on_opencl else []),
         *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
         *([("state", _state(found.state_bytes))] if found.state_bytes else []),
     ]  # fmt: skip

@@ -257,6 +257,15 @@ class Backend(ABC):
         """
         raise InvalidRequestError(f"experts_memory works on device='cpu', not on {self.device}: leave it out")
 
+    def check_kv_type(self, kv_type: str) -> None:
+        """Raise InvalidRequestError if the kernels do not read keys and values of this type, or "auto"."""
+        return
+
+    @property
+    def memory_rules(self) -> str:
+        """Name of the device in `before_load`, whose rules count its memory."""
+        return self.device.type
+
     @abstractmethod
     def description(self) -> str:
         """Return one line for reports that names the device's properties that decide its speed."""

@@ -14,6 +14,7 @@ from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 
 # Each module is a `MemoryRules`. A device with other kernels has a line of its own.
 _MEMORY_RULES = {"cpu": "infer.compute.backends.cpu.workspace", "cuda": "infer.compute.backends.gpu_memory"}
+_MEMORY_RULES |= {"opencl": "infer.compute.backends.opencl.stored_types"}
 _STEP_LIMITS = {"cuda": GPU_STEP, "auto": GPU_STEP}  # `Backend.step_limits`, if they are not HOST_STEP
 _COMPILERS = {"cpu": "infer.compute.backends.cpu.needed_kernels"}  # each has `begin_compiling(make_outline)`
 
@@ -33,6 +34,9 @@ class StepSizes:
 @runtime_checkable
 class MemoryRules(Protocol):
     IS_TAKEN_AT_ONCE: bool  # True if memory is taken when it is allocated, not when it is first written
+
+    def stored_type(self, type: str) -> str:
+        """Return the type in which the device stores a matrix of a GGML type."""
 
     def matrix_bytes(self, type: str, rows: int, columns: int) -> int:
         """Return the bytes of a matrix of a GGML type in the kernels' form."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from infer.compute.backends.before_load import memory_rules
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.page_sizes import page_bytes
 from infer.compute.operands.architecture import Architecture, Layer
@@ -83,6 +84,7 @@ class Explanation:
     weights: tuple[StoredWeights, ...]
     weight_bytes: int  # in memory
     expert_bytes: int  # of these, those of experts, which may also be read from a file
+    f16_on_opencl: tuple[str, ...]  # types of the weights that OpenCL stores as F16
     cache: tuple[CacheSize, ...]
     state_bytes: int  # of layers with a state: per page of 64 tokens that a sequence holds
     is_encoder: bool  # an encoder generates no text
@@ -103,6 +105,7 @@ def explain(model: str | Path) -> Explanation:
     kept = tuple(mixer for mixer in architecture.attention if mixer.has_keys)
     weights = tuple(StoredWeights(*row) for row in weights_by_type(checkpoint.tensors))
     common, groups = group_layers(architecture.layers)
+    stored_on_opencl = memory_rules("opencl").stored_type
     budget = MemoryBudget.of(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=1)
     return Explanation(
         name=str(model),
@@ -120,6 +123,7 @@ def explain(model: str | Path) -> Explanation:
         weights=weights,
         weight_bytes=budget.matrix_bytes,
         expert_bytes=expert_bytes(architecture, budget.types or {}),
+        f16_on_opencl=tuple(each.type for each in weights if stored_on_opencl(each.type) != each.type),
         cache=tuple(_cache_size(kept, kv_type) for kv_type in _kv_types(kept)),
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)

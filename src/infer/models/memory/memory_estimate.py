@@ -63,7 +63,7 @@ class LoadSettings:
         """The type that `kv_type="auto"` chooses with these settings."""
         if self.dtype == "auto":
             return "f16"
-        return "f32" if self.device == "cpu" else _TYPE_BY_DTYPE[self.dtype].lower()
+        return "f32" if self.device != "cuda" else _TYPE_BY_DTYPE[self.dtype].lower()
 
 
 def kv_type_of(

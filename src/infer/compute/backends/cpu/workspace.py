@@ -58,6 +58,11 @@ def merged(types: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
     return [list(indices) for _, indices in groupby(range(len(types)), key)]
 
 
+def stored_type(type: str) -> str:
+    """Return the type itself: the kernels read all types."""
+    return type
+
+
 def matrix_bytes(type: str, rows: int, columns: int) -> int:
     """Return the bytes of a packed matrix: groups of rows, of which the last is padded."""
     return -(-rows // LANES) * LAYOUTS[type].group_bytes(columns)

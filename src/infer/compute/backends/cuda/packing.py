@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infer.compute.backends.as_halves import as_halves
 from infer.compute.backends.cuda.layouts import BLOCK, LAYOUTS, PLANES, Layout, PackedWeight
+from infer.compute.backends.gpu_memory import stored_type
 from infer.compute.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight, Weight
 from infer.compute.quantization.ggml_blocks import Numbers, numbers_of
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
@@ -28,7 +29,7 @@ def prepare(projection: Projection, device: torch.device, precision: str = "exac
 
 
 def _stored(weight: Weight) -> FileWeight:
-    weight = as_halves(weight)
+    weight = as_halves(weight, stored_type)
     assert isinstance(weight, StoredWeight | UnreadWeight | ConvertedWeight)
     return weight
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from infer.compute.backends import reference
-from infer.compute.backends.base import Captured, Forward
-from infer.compute.backends.opencl.capture import CapturedForward
-from infer.compute.backends.opencl.devices import choose, full_name
+from infer.compute.backends.base import Forward, Recorded
+from infer.compute.backends.opencl.devices import choose
+from infer.compute.backends.opencl.launches import RecordedForward
 from infer.compute.backends.opencl.operations import Operations
 from infer.compute.backends.opencl.runtime import Runtime
+from infer.compute.backends.opencl.stored_types import check_kv_type
 from infer.compute.backends.torch_backend import TorchBackend
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.unusual_parts import check_unusual_parts
@@ -20,8 +21,7 @@ from infer.compute.operands.weights import Norm, Projection, StoredWeight
 from infer.errors import InvalidRequestError
 from infer.system import torch_threads
 
-_FEATURES, _ROWS, _TOKENS = 64, 64, 2  # of the known product
-_BLOCK, _SCALE = 32, 2.0**-7
+_FEATURES, _ROWS, _TOKENS, _BLOCK, _SCALE = 64, 64, 2, 32, 2.0**-7  # of the known product
 _TOLERANCE = 1e-3  # of the largest value; activations in int16 take a thirtieth of this
 
 
@@ -51,6 +51,10 @@ class OpenCLBackend(TorchBackend):
         return f"{self._runtime.name}, {device.max_compute_units} compute units, {device.version.strip()}"
 
     @property
+    def memory_rules(self) -> str:
+        return "opencl"
+
+    @property
     def computes_on_host(self) -> bool:
         """True, because the base class then chooses the host's dtypes."""
         return True
@@ -74,8 +78,11 @@ class OpenCLBackend(TorchBackend):
     def check_layers(self, layers: Iterable[Layer]) -> None:
         check_unusual_parts(layers, "opencl")
 
-    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
-        return CapturedForward(self._runtime, forward, capacity, max_logits)
+    def check_kv_type(self, kv_type: str) -> None:
+        check_kv_type(kv_type)
+
+    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Recorded:
+        return RecordedForward(self._runtime, forward, capacity, max_logits)
 
     def num_threads(self) -> int:
         return int(self._runtime.device.max_compute_units)
@@ -101,9 +108,8 @@ def check_known_product(runtime: Runtime, operations: Operations) -> None:
     difference = float(((found - expected).abs().amax() / expected.abs().amax()).nan_to_num(nan=torch.inf))
     if difference > _TOLERANCE:
         raise InvalidRequestError(
-            f"device opencl: {full_name(runtime.device)} computes a known product wrongly (off by {difference:.1%}), "
-            "so its tokens would be wrong: update its driver, use another device (infer models -v lists them), or use "
-            "--device cpu"
+            f"device opencl: {runtime.name} computes a known product wrongly (off by {difference:.1%}), so its tokens "
+            "would be wrong: update its driver, use another device (infer models -v lists them), or use --device cpu"
         )
 
 

@@ -15,6 +15,7 @@ _ONLY_SIMULATORS = (
     "it (--device opencl:{}), or use --device cpu"
 )
 _SIMULATORS = ("oclgrind",)  # parts of the names of platforms that are slow and made to find faults in kernels
+ITEMS = 64  # of a work group, in all kernels
 _FULL_NAMES = {"pocl": "portable computing language"}  # of platforms whose short name is no part of their own
 
 
@@ -74,3 +75,5 @@ def troubles(device: cl.Device) -> Iterator[str]:
         yield "has OpenCL's embedded profile, without 64-bit integers"
     if not device.endian_little:
         yield "is big-endian"
+    if device.max_work_group_size < ITEMS:
+        yield f"has work groups of {device.max_work_group_size} items, and the kernels need {ITEMS}"

@@ -4,47 +4,34 @@ A run has buffers that its launches share. An eager run has fresh buffers, and t
 buffer per role and size, and slots of a fixed capacity for the step's arrays. So one builder serves both.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import pyopencl as cl
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute.backends import host_memory
+from infer.compute.backends.base import Forward, Recorded
+from infer.compute.backends.opencl.devices import ITEMS
 from infer.compute.backends.opencl.memory import Placed
 from infer.compute.backends.opencl.runtime import Runtime
 from infer.compute.operands.step import Step
 
-Axis = Literal["tokens", "logits", "once"]
-_NO_MACROS: Mapping[str, Any] = {}
+Axis = Literal["tokens", "logits"]
+_NUMBERS = {int: np.int32, float: np.float32}
 
 
-@final
-@dataclass
-class Launch:
+class Launch(NamedTuple):
     """A kernel with its arguments, in one variant per number of tokens that a work item takes."""
 
-    variants: tuple[tuple[int, cl.Kernel], ...]
+    variants: Sequence[tuple[int, cl.Kernel]]
     width: int  # work items for each token, or for so many
     axis: Axis
-    kernel: cl.Kernel | None = None  # the variant for the step's counts, its work items and those of a work group
-    items: tuple[int, int] = (0, 0)
-    group: tuple[int, int] | None = None
-
-    def set(self, index: int, value: Any) -> None:
-        for _, kernel in self.variants:
-            kernel.set_arg(index, value)
-
-    def fit(self, count: int, runtime: Runtime) -> None:
-        """Choose the variant and the work items for `count` tokens or logits."""
-        tokens, self.kernel = next((each for each in self.variants if each[0] >= count), self.variants[-1])
-        self.items = self.width, -(-count // tokens)
-        self.group = runtime.group_size(*self.items)
 
 
 class Run:
@@ -52,12 +39,9 @@ class Run:
 
     def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
         self.runtime, self.capacity, self.max_logits = runtime, capacity, max_logits
-        self.launches: list[Launch] = []
+        self._launches: list[Launch] = []
         self.most: dict[Axis, int] = {"tokens": capacity, "logits": max_logits}
-        self.counts = {
-            axis: torch.tensor([most], dtype=torch.int32) for axis, most in self.most.items()
-        }  # of this step
-        self._fitted: tuple[int, ...] = ()  # to so many tokens and logits, so many launches
+        self.counts = {axis: torch.tensor([0], dtype=torch.int32) for axis in self.most}  # of this step
         self._placed: dict[tuple[int, int], tuple[Tensor, Placed]] = {}
         self._of_host: list[Tensor] = []
 
@@ -71,31 +55,30 @@ class Run:
         name: str,
         width: int,
         arguments: Sequence[Any],
-        macros: Mapping[str, Any] = _NO_MACROS,
+        macros: Mapping[str, Any] | None = None,
         *,
         axis: Axis = "tokens",
-        tokens: tuple[int, ...] = (),
-    ) -> Launch:
-        """Append a kernel of `width` work items per token; a variant for each of `tokens` if an item takes several.
+        tokens: tuple[int, ...] = (1,),
+    ) -> None:
+        """Append a kernel of at least `width` work items per token, in whole work groups.
 
-        A tensor is passed as its buffer, whole numbers as int, floats as float, None as a null pointer.
+        It has a variant for each number of `tokens` that a work item takes. A tensor is passed as its buffer, whole
+        numbers as int, floats as float, None as a null pointer.
         """
-        variants = [(count, {**macros, "TOKENS": count}) for count in tokens] or [(1, {**macros})]
-        kernels = tuple((count, self.runtime.kernel(source, name, defined)) for count, defined in variants)
-        launch = Launch(kernels, width, axis)
+        kernels = [(count, self.runtime.kernel(source, name, {**(macros or {}), "TOKENS": count})) for count in tokens]
         for index, argument in enumerate(arguments):
-            launch.set(index, self._argument(argument))
-        self.launches.append(launch)
-        return launch
+            value = self._argument(argument)
+            for _, kernel in kernels:
+                kernel.set_arg(index, value)
+        self._launches.append(Launch(kernels, -(-width // ITEMS) * ITEMS, axis))
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
-            return self.buffer(argument)
-        if isinstance(argument, int):
-            return np.int32(argument)
-        return np.float32(argument) if isinstance(argument, float) else argument
+            return self._buffer(argument)
+        number = _NUMBERS.get(type(argument))
+        return argument if number is None else number(argument)
 
-    def buffer(self, tensor: Tensor, *, is_constant: bool = False) -> cl.Buffer:
+    def _buffer(self, tensor: Tensor, *, is_constant: bool = False) -> cl.Buffer:
         """Return the buffer of a contiguous tensor. The host's own tensor is copied before the launches, unless it is a
         constant.
         """
@@ -107,51 +90,47 @@ class Run:
         return self._placed[key][1].buffer
 
     def constant(self, tensor: Tensor | None) -> cl.Buffer | None:
-        return None if tensor is None else self.buffer(tensor, is_constant=True)
-
-    def offer(self, role: str, launch: Launch, index: int) -> "Offer | None":
-        """Return the offer of a launch that writes the buffer of this role; None if it runs before the next op.
-
-        Argument `index` of its kernel is the buffer of quantised records, and the next one their number of planes.
-        """
-        return None
+        return None if tensor is None else self._buffer(tensor, is_constant=True)
 
     def execute(self) -> None:
         """Run all launches, and make what they have written visible to the host."""
-        self.begin(self.capacity, self.max_logits)
-        self.enqueue(self.launches)
+        self.enqueue(self.capacity, self.max_logits)
         for tensor in self._of_host:
             self.runtime.memory.to_host(tensor)
         self.runtime.memory.finish()
 
-    def begin(self, num_tokens: int, num_logits: int) -> None:
-        """Fit the launches to these counts, and make the host's writes visible to the device."""
-        if self._fitted != (num_tokens, num_logits, len(self.launches)):
-            self._fitted = num_tokens, num_logits, len(self.launches)
-            counts: dict[Axis, int] = {"tokens": num_tokens, "logits": num_logits, "once": 1}
-            for axis, count in self.counts.items():
-                count[0] = counts[axis]
-            for launch in self.launches:
-                launch.fit(counts[launch.axis], self.runtime)
+    def enqueue(self, num_tokens: int, num_logits: int) -> None:
+        """Make the host's writes visible to the device, and begin all launches for these counts."""
+        counts: dict[Axis, int] = {"tokens": num_tokens, "logits": num_logits}
+        for axis, count in counts.items():
+            self.counts[axis][0] = count
         for tensor in self._of_host:
             self.runtime.memory.to_device(tensor)
-
-    def enqueue(self, launches: Iterable[Launch]) -> None:
-        queue = self.runtime.queue
-        for launch in launches:
-            if launch.items[1]:
-                cl.enqueue_nd_range_kernel(queue, launch.kernel, launch.items, launch.group)
+        for variants, width, axis in self._launches:
+            tokens, kernel = next((each for each in variants if each[0] >= counts[axis]), variants[-1])
+            if counts[axis]:
+                items = width, -(-counts[axis] // tokens)
+                cl.enqueue_nd_range_kernel(self.runtime.queue, kernel, items, (ITEMS, 1))
 
 
 @final
-class Recording(Run):
-    """One step being recorded. Hand `step` to `forward`: its arrays are the slots."""
+class RecordedForward(Run, Recorded):
+    """A forward recorded once, and run for any step. A step of more than `capacity` tokens runs in pieces.
 
-    def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
+    Kernels read the step's arrays and counts from slots, which are copied when a step begins. Logits are copied to the
+    host, and the CPU samples.
+    """
+
+    def __init__(self, runtime: Runtime, forward: Forward, capacity: int, max_logits: int) -> None:
         super().__init__(runtime, capacity, max_logits)
         tokens, positions, rows = (host_memory.zeros((capacity,), torch.int64) for _ in range(3))
-        self.step = Step(tokens, positions, rows, host_memory.zeros((max_logits,), torch.int64))
+        self._step = Step(tokens, positions, rows, host_memory.zeros((max_logits,), torch.int64))
         self._workspace: dict[tuple[Any, ...], Tensor] = {}
+        token = _active.set(self)
+        try:
+            self._logits = forward(self._step)
+        finally:
+            _active.reset(token)
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         key = (role, shape, dtype)
@@ -159,41 +138,23 @@ class Recording(Run):
             self._workspace[key] = self.runtime.memory.zeros(shape, dtype)
         return self._workspace[key]
 
-    def offer(self, role: str, launch: Launch, index: int) -> "Offer":
-        return Offer(self, role, launch, index)
+    def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
+        pieces = []
+        for piece in step.pieces(self.capacity, self.max_logits):
+            num_logits = len(piece.logit_indices)
+            for name in ("tokens", "positions", "rows", "logit_indices"):
+                values = getattr(piece, name).numpy()
+                getattr(self._step, name).numpy()[: len(values)] = values
+            self.enqueue(len(piece.tokens), num_logits)
+            self.runtime.memory.to_host(self._logits, 0, num_logits)
+            self.runtime.memory.finish()
+            pieces.append(self._logits[:num_logits])
+            if len(piece.tokens) < len(step.tokens):
+                pieces[-1] = pieces[-1].clone()
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-@final
-@dataclass(frozen=True)
-class Offer:
-    """A recorded launch's offer to write quantised records instead of floats: the twin of the activations it makes."""
-
-    recording: Recording
-    role: str  # of the buffer of floats
-    launch: Launch
-    index: int
-
-    def redeem(self, planes: int, size: int) -> Tensor:
-        """Return the records, `size` int32 per token, which the launch will write."""
-        capacity = self.recording.capacity
-        records = self.recording.tensor(f"quantized {self.role}", capacity, size, dtype=torch.int32)
-        self.launch.set(self.index, self.recording.buffer(records))
-        self.launch.set(self.index + 1, np.int32(planes))
-        return records
-
-
-_active: ContextVar[Recording | None] = ContextVar("infer_opencl_recording", default=None)
-
-
-@contextmanager
-def record(runtime: Runtime, capacity: int, max_logits: int) -> Iterator[Recording]:
-    """Append the ops called inside to the recording instead of running them."""
-    recording = Recording(runtime, capacity, max_logits)
-    token = _active.set(recording)
-    try:
-        yield recording
-    finally:
-        _active.reset(token)
+_active: ContextVar[Run | None] = ContextVar("infer_opencl_recording", default=None)
 
 
 @contextmanager

@@ -99,30 +99,23 @@ class Memory:
         """Make entries [first, first + count) of the first axis, as the host wrote them, visible to what is enqueued
         later.
         """
-        if self._is_copied:
-            placed, part, offset = self._part(tensor, first, count)
-            if part.size:
-                event = cl.enqueue_copy(self._queue, placed.buffer, part, dst_offset=offset, is_blocking=False)
-                self._copies.append(event)
+        part, offset = self._part(tensor, first, count)
+        self._copy(self.placed(tensor).buffer, part, part.size, dst_offset=offset)
 
     def to_host(self, tensor: Tensor, first: int = 0, count: int | None = None) -> None:
         """Make entries [first, first + count) of the first axis, as earlier work wrote them, visible to the host after
         `finish`.
         """
-        if self._is_copied:
-            placed, part, offset = self._part(tensor, first, count)
-            if part.size:
-                event = cl.enqueue_copy(self._queue, part, placed.buffer, src_offset=offset, is_blocking=False)
-                self._copies.append(event)
+        part, offset = self._part(tensor, first, count)
+        self._copy(part, self.placed(tensor).buffer, part.size, src_offset=offset)
 
-    @property
-    def _is_copied(self) -> bool:
-        return not (self.is_shared and self._is_cpu)
+    def _copy(self, to: Any, source: Any, num_bytes: int, **offset: int) -> None:
+        if num_bytes and not (self.is_shared and self._is_cpu):
+            self._copies.append(cl.enqueue_copy(self._queue, to, source, is_blocking=False, **offset))
 
-    def _part(self, tensor: Tensor, first: int, count: int | None) -> tuple[Placed, Any, int]:
+    def _part(self, tensor: Tensor, first: int, count: int | None) -> tuple[Any, int]:
         part = tensor[first:] if count is None else tensor[first : first + count]
-        offset = first * tensor[:1].nbytes  # an empty part has no address
-        return self.placed(tensor), part.view(-1).view(torch.uint8).numpy(), offset
+        return part.view(-1).view(torch.uint8).numpy(), first * tensor[:1].nbytes  # an empty part has no address
 
     def finish(self) -> None:
         """Wait for all enqueued work."""

@@ -16,19 +16,19 @@ from torch import Tensor
 from infer.compute.backends import reference
 from infer.compute.backends.as_halves import as_halves
 from infer.compute.backends.cpu.isa import instruction_set
-from infer.compute.backends.cpu.layouts import BLOCK, LANES
 from infer.compute.backends.cpu.sampling import launch
 from infer.compute.backends.cpu.weights.prepare_weights import Precision
 from infer.compute.backends.cpu.weights.prepare_weights import prepare as pack
+from infer.compute.backends.opencl.devices import ITEMS
 from infer.compute.backends.opencl.launches import scope
 from infer.compute.backends.opencl.memory import storage_of
 from infer.compute.backends.opencl.projection import ADD, CAP, STORE, macros_of, packed, project, vector
 from infer.compute.backends.opencl.runtime import Runtime
+from infer.compute.backends.opencl.stored_types import check_kv_type, stored_type
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Heads, Norm, Projection, Weight
-from infer.compute.quantization.kv_formats import check_kv_type
 from infer.compute.quantization.kv_layout import LayerCache
 from infer.errors import InvalidRequestError
 
@@ -43,7 +43,7 @@ LAYER = np.dtype(
 
 
 def layer_record(heads: Heads, layer: LayerCache, far_at: int) -> npt.NDArray[Any]:
-    check_kv_type(layer.kv_type, heads.head_dim)
+    check_kv_type(layer.kv_type)
     pages, rope, record = layer.pages, heads.rope, np.zeros((), LAYER)
     for name, blocks in (("keys", layer.keys), ("values", layer.values)):
         head, page, size, _ = blocks.stride()
@@ -77,15 +77,13 @@ class Operations:
         self._runtime = runtime
 
     def prepare(self, projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
-        """Return the projection packed in the CPU's groups of 16 rows: a vector on a CPU is 16 neighbours on a GPU.
+        """Return the projection packed in the CPU's groups of 16 rows, which neighbouring work items read.
 
-        Types that these kernels do not read become F16.
-
-        Raises InvalidRequestError if weights are packed for i8mm.
+        Types that these kernels do not read become F16. Raises InvalidRequestError if weights are packed for i8mm.
         """
         if instruction_set().inputs != 4:
             raise InvalidRequestError(_PAIRED)
-        stored = replace(projection, parts=tuple(map(as_halves, projection.parts)))
+        stored = replace(projection, parts=tuple(as_halves(part, stored_type) for part in projection.parts))
         prepared, place = pack(stored, device, precision), self._runtime.memory.place
         parts = [replace(part, data=place(part.data)) for part in map(packed, prepared.parts)]
         return replace(prepared, parts=tuple(parts))
@@ -102,16 +100,16 @@ class Operations:
         with scope(self._runtime, len(tokens)) as run:
             out = run.tensor("x", run.capacity, features)
             arguments = [run.constant(weight.data), tokens, out, rows, features, records, float(scale)]
-            width = -(-features // 4) * LANES
-            run.launch("matmul.cl", "embed", width, arguments, macros_of(weight, lanes=1) | {"TOKENS": 1})
+            run.launch("matmul.cl", "embed", -(-features // 4), arguments, macros_of(weight))
         return out
 
     def norm_project(self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
         with scope(self._runtime, len(x)) as run:
             out = run.tensor("projected", run.capacity, projection.out_features)
-            return Activations(project(run, Activations(x), norm, projection, out))
+            return Activations(project(run, x, norm, projection, out))
 
     def attend(self, qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
+        """Return the attended values. A work group has a head of a token, also to rotate and to append it."""
         features, pages, rope = heads.num_heads * heads.head_dim, layer.pages, heads.rope
         has_far = pages.last_position is not None and rope is not None
         macros = {"HEAD_DIM": heads.head_dim, f"KV_{layer.kv_type}": 1}
@@ -120,25 +118,15 @@ class Operations:
             out = run.tensor("attended", run.capacity, features)
             record = layer_record(heads, layer, far_at=run.capacity * features if has_far else 0)
             keys, values = storage_of(layer.keys), storage_of(layer.values)
-            norms = [vector(run, norm) for norm in (heads.q_norm, heads.k_norm)]
-            angles = (None, None) if rope is None else (run.constant(rope.cos), run.constant(rope.sin))
-            inputs = [
-                qkv.floats,
-                *norms,
-                *angles,
-                pages.table,
-                pages.shifts,
-                pages.rope_sets,
-                step.rows,
-                step.positions,
-            ]
-            width = heads.num_heads + 2 * heads.num_kv_heads
-            run.launch("attention.cl", "rotate_append", width, [*inputs, queries, keys, values, record], macros)
-            seen = [pages.table, pages.shifts, pages.sinks, pages.windows, step.rows, step.positions]
-            arguments = [queries, keys, values, *seen, out, None, 0, record]
-            launch = run.launch("attention.cl", "attend", heads.num_heads, arguments, macros)
-            offer = run.offer("attended", launch, index=10) if heads.head_dim % BLOCK == 0 else None
-        return Activations(out, offer)
+            rotation = [vector(run, norm) for norm in (heads.q_norm, heads.k_norm)]
+            rotation += (None, None) if rope is None else (run.constant(rope.cos), run.constant(rope.sin))
+            places, own = [pages.table, pages.shifts], [step.rows, step.positions]
+            arguments = [qkv.floats, *rotation, *places, pages.rope_sets, *own, queries, keys, values, record]
+            num_groups = heads.num_heads * (1 + has_far) + 2 * heads.num_kv_heads
+            run.launch("attention.cl", "rotate_append", num_groups * ITEMS, arguments, macros)
+            arguments = [queries, keys, values, *places, pages.sinks, pages.windows, *own, out, record]
+            run.launch("attention.cl", "attend", heads.num_heads * ITEMS, arguments, macros)
+        return Activations(out)
 
     def attention_weights(
         self, qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
@@ -159,11 +147,10 @@ class Operations:
     ) -> Float[Tensor, "tokens hidden"]:
         with scope(self._runtime, len(x.floats)) as run:
             if post_norm is None:
-                return project(run, x, None, projection, residual, ADD)
+                return project(run, x.floats, None, projection, residual, ADD)
             features = projection.out_features
-            y = project(run, x, None, projection, run.tensor("before post norm", run.capacity, features))
-            arguments = [residual, y, vector(run, post_norm), features, post_norm.eps]
-            run.launch("rows.cl", "add_normalized", -(-features // LANES), arguments)
+            y = project(run, x.floats, None, projection, run.tensor("before post norm", run.capacity, features))
+            run.launch("rows.cl", "add_normalized", 1, [residual, y, vector(run, post_norm), features, post_norm.eps])
         return residual
 
     def norm_gate(
@@ -171,15 +158,10 @@ class Operations:
     ) -> Activations:
         features = gate_up.out_features // 2
         with scope(self._runtime, len(x)) as run:
-            both = run.tensor("gate and up", run.capacity, 2 * features)
-            project(run, Activations(x), norm, gate_up, both)
+            both = project(run, x, norm, gate_up, run.tensor("gate and up", run.capacity, 2 * features))
             out = run.tensor("hidden", run.capacity, features)
-            arguments = [both, out, None, 0, features]
-            launch = run.launch(
-                "rows.cl", "gate_rows", -(-features // BLOCK), arguments, {"GATED": f"gated_{activation}"}
-            )
-            offer = run.offer("hidden", launch, index=2) if features % BLOCK == 0 else None
-        return Activations(out, offer)
+            run.launch("rows.cl", "gate_rows", features, [both, out, features], {"GATED": f"gated_{activation}"})
+        return Activations(out)
 
     def head(
         self,
@@ -192,5 +174,4 @@ class Operations:
         epilogue = STORE if softcap is None else CAP
         with scope(self._runtime, len(x), len(logit_indices)) as run:
             out = run.tensor("logits", run.max_logits, projection.out_features)
-            source, softcap = Activations(x), softcap or 0.0
-            return project(run, source, norm, projection, out, epilogue, softcap=softcap, logit_indices=logit_indices)
+            return project(run, x, norm, projection, out, epilogue, softcap=softcap or 0.0, logit_indices=logit_indices)

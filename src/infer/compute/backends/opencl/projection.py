@@ -5,23 +5,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.compute.backends.cpu.layouts import LANES
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
-from infer.compute.backends.opencl.launches import Axis, Offer, Run
-from infer.compute.operands.activation_values import Activations
+from infer.compute.backends.opencl.launches import Axis, Run
 from infer.compute.operands.weights import Norm, Projection, Weight
-from infer.compute.quantization.ggml_grids import pattern_words
 from infer.errors import InvalidRequestError
 
 STORE, ADD, CAP = range(3)
-_TOKENS = (1, 8)  # that a work item takes: few for decoding, many for a prompt
-_SIZES = ("low_bits", "high_bits", "offset", "has_minimum", "parts", "scales_per_record", "records_per_super")
-_PLACES = ("super_header", "nibbles_at", "high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
+_TOKENS = (1, 4)  # that a work item takes: one for decoding, four of a prompt
+_SIZES = ("is_float", "low_bits", "high_bits", "offset", "has_minimum", "parts", "records_per_super")
+_PLACES = ("super_header", "high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
 
 
 def project(
     run: Run,
-    x: Activations,
+    x: Tensor,
     norm: Norm | None,
     projection: Projection,
     out: Tensor,
@@ -36,55 +33,29 @@ def project(
     column = 0
     for part in projection.parts:
         weight = packed(part)
-        form = _form(weight)
-        if form not in sources:
-            sources[form] = _activations(run, x, norm, weight, axis, logit_indices)
+        form = 0 if weight.layout.is_float else weight.planes  # of activations: their int8 planes, or 0 for floats
         rows, records = weight.out_features, weight.layout.num_records(weight.in_features)
+        if form not in sources:
+            size = records * weight.layout.activation_bytes(form) // 4
+            sources[form] = run.tensor(f"activations {axis}", run.most[axis], size, dtype=torch.int32)
+            eps = 0.0 if norm is None else norm.eps
+            arguments = [x, vector(run, norm), sources[form], logit_indices, weight.in_features, eps, form]
+            run.launch("rows.cl", "normalize_rows", 1, arguments, axis=axis)
         bias = None if projection.bias is None else projection.bias[column : column + rows]
-        width = weight.num_groups * LANES // run.runtime.lanes
         inputs = [run.constant(weight.data), sources[form], out, run.constant(bias), run.counts[axis]]
         arguments = [*inputs, records, out.shape[1], column, rows, epilogue, softcap]
-        macros = macros_of(weight, run.runtime.lanes)
-        run.launch("matmul.cl", "multiply", width, arguments, macros, axis=axis, tokens=_TOKENS)
+        run.launch("matmul.cl", "multiply", rows, arguments, macros_of(weight), axis=axis, tokens=_TOKENS)
         column += rows
     return out
 
 
-def _activations(
-    run: Run, x: Activations, norm: Norm | None, weight: PackedWeight, axis: Axis, logit_indices: Tensor | None
-) -> Tensor:
-    """Return norm(x) as the records that match the weight's."""
-    features, form = weight.in_features, _form(weight)
-    records = weight.layout.num_records(features)
-    size = records * weight.layout.activation_bytes(form) // 4
-    if norm is None and form > 0 and isinstance(x.twin, Offer):
-        return x.twin.redeem(form, size)
-    out = run.tensor(f"activations {axis}", run.most[axis], size, dtype=torch.int32)
-    arguments = [x.floats, vector(run, norm), out, logit_indices, features, 0.0 if norm is None else norm.eps, form]
-    run.launch("rows.cl", "normalize_rows", min(records, 32), arguments, axis=axis)
-    return out
-
-
-def _form(weight: PackedWeight) -> int:
-    """Return the form of the activations: their number of int8 planes, or 0 for floats."""
-    return 0 if weight.layout.is_float else weight.planes
-
-
-def macros_of(weight: PackedWeight, lanes: int) -> dict[str, Any]:
-    """Return the macros that describe a weight's layout to its kernels. A work item computes `lanes` rows."""
+def macros_of(weight: PackedWeight) -> dict[str, Any]:
+    """Return the macros that describe a weight's layout to its kernels."""
     layout = weight.layout
     macros: dict[str, Any] = {name.upper(): int(getattr(layout, name)) for name in (*_SIZES, *_PLACES)}
-    macros |= {"LANES": lanes, "PLANES": weight.planes, "FACTOR": f"{layout.factor}f"}
     if layout.codes:
-        codes = [(code + layout.offset) % 256 for code in layout.codes]
-        macros["CODES"] = "{" + ",".join(map(str, codes)) + "}"
-    if layout.grid:
-        words = pattern_words(layout.grid, layout.pattern_width)
-        macros |= {"PATTERN_WIDTH": layout.pattern_width, "PATTERNS": "{" + ",".join(map(str, words)) + "}"}
-    flags = {"IS_FLOAT": layout.is_float, "IS_BF16": layout.type == "BF16", "HAS_EXPONENT": layout.has_exponent}
-    flags |= {"HAS_TRITS": layout.has_trits, "HAS_NIBBLES": layout.has_nibbles}
-    flags |= {f"HAS_{contents.upper()}": layout.nibbles == contents for contents in ("scales", "deltas", "numbers")}
-    return macros | {name: 1 for name, is_set in flags.items() if is_set}
+        macros["CODES"] = ",".join(str((code + layout.offset) % 256) for code in layout.codes)
+    return macros | {"PLANES": weight.planes, "IS_BF16": int(layout.type == "BF16")}
 
 
 def packed(weight: Weight) -> PackedWeight:

@@ -11,10 +11,12 @@ from byte_tokenizer import write_byte_tokenizer
 from draft_trials import always_drafting
 from infer import LLM, ModelError, SamplingParams
 from infer.cli import main
+from infer.cli.commands.serve_command import _lines
 from infer.engine.step.model_drafter import ModelDrafter
 from infer.model_settings import ModelSettings
 from infer.models.catalog.served_plan import plan_served
 from refusals import check_refused
+from served import serving
 from test_session import NUM_TOKENS, TEMPLATE, check_turn, make_model
 from tiny import Tiny, make_tiny
 
@@ -55,6 +57,12 @@ def test_a_model_with_a_draft_model_gives_the_same_answers(llm: LLM, folder: Pat
             check_turn(llm, session, text, PARAMS[0], speculation="draft")
         other.generate("a text whose rows take some pages of the draft model's cache", PARAMS[0])
         freed, again = other.trim(), other.trim()
+        with serving(other, model="tiny") as served:
+            assert served.client.get("/props").json()["draft_model"] == draft.name
+            body = {"prompt": prompts[0], "temperature": 0, "max_tokens": 20, "speculation": "draft"}
+            assert served.ask("/v1/completions", **body)["choices"][0]["text"] == expected[0].text
+            lines = list(_lines(other, served.state.settings, "http://host"))
+    assert f"drafts   {draft}, while they save time" in lines
     for found in (results, streamed):
         assert [(each.token_ids, each.text, each.logprobs) for each in found] == [
             (each.token_ids, each.text, each.logprobs) for each in expected
@@ -71,9 +79,11 @@ def test_the_command_and_a_served_model_take_a_draft_model(
     monkeypatch.setattr(
         ModelDrafter, "begin", lambda self, slot, *other: (begun.append(slot), begin(self, slot, *other))
     )
-    for flags in (["--draft-model", str(draft)], ["-md", str(draft)], []):
+    for flags in (["--draft-model", str(draft)], ["-md", str(draft), "--stats"], []):
         assert main(["generate", "-m", str(folder), "-p", "hello", "--temperature", "0", "-n", "8", "-q", *flags]) == 0
-    first, second, plain = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    first, second, plain = printed.out.splitlines()
+    assert "path          greedy, draft speculation" in printed.err
     assert (first, second, len(begun)) == (plain, plain, 2)
     alone, beside = (
         plan_served(str(folder), ModelSettings(draft_model=name), most_bytes=10**10, share_bytes=10**9)

@@ -171,7 +171,8 @@ def stats_lines(results: Sequence[GenerationResult], params: SamplingParams, opt
     stats = GenerationStats(*map(sum, zip(*(astuple(result.stats) for result in results), strict=True)))
     count = sum(result.generated_tokens for result in results)
     held = [name for name in CONSTRAINTS if getattr(params, name) is not None]
-    guessed = [f"{options.speculation} speculation"] if options.speculation else []
+    speculation = options.speculation or ("draft" if options.settings.draft_model else "off")
+    guessed = [] if speculation == "off" else [f"{speculation} speculation"]
     rows = [
         ("path", ", ".join(["greedy" if params.is_greedy else "sampled", *guessed, *held])),
         ("prompt", _prompt(results, stats)),

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -104,6 +105,7 @@ class Props(Struct):
     total_slots: Count
     kv_type: str
     cache_bytes: Count
+    draft_model: str | None  # without its folder
     default_sampling: DefaultSampling
 
 
@@ -122,6 +124,7 @@ async def props(request: Request, state: ServerState) -> Response:
         total_slots=state.settings.slots,
         kv_type="none" if cache is None else cache.kind,
         cache_bytes=0 if cache is None else cache.num_bytes,
+        draft_model=None if (draft := host.settings.draft_model) is None else Path(draft).name,
         default_sampling=DefaultSampling(
             _differing(llm.default_params(is_chat=True)), _differing(llm.default_params())
         ),

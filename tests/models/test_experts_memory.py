@@ -46,7 +46,7 @@ def least_memory(path: Path, **settings: Any) -> int:
     return sum(pool.table_bytes + pool.num_chosen * pool.frame_bytes for pool in pools)
 
 
-@pytest.mark.slow(cases=4)
+@pytest.mark.slow(cases=3, rest=5)
 @pytest.mark.parametrize(("form", "name"), list(product(["folder", "GGUF"], FAMILIES)))
 @pytest.mark.parametrize("weights", ["auto", "q8"])
 def test_logits_have_the_bits_of_experts_in_memory(form: str, name: str, weights: str, tmp_path: Path) -> None:

@@ -339,15 +339,16 @@ class MemoryBudget:
         """Return the memory for experts with which the model fits, if they are read from a file on this device."""
         if self.types is None or self.tensors is None or self.load.device != "cpu" or self.num_devices > 1:
             return None
-        all_bytes = expert_bytes(self.architecture, self.types)
-        now = all_bytes if self.load.experts_memory is None else self.load.experts_memory
-        fitting = (now - (self.model - available)) // _MEGABYTE * _MEGABYTE
-        if not all_bytes or fitting <= 0:
+        taken, given = expert_bytes(self.architecture, self.types), self.load.experts_memory
+        if given is not None:
+            taken = self._rules.expert_store_bytes(self.architecture, self.types, given)
+        fitting = (available - (self.model - taken)) // _MEGABYTE * _MEGABYTE
+        if not taken or fitting <= 0:
             return None
         headers = self.architecture, self.tensors, replace(self.load, experts_memory=fitting), self.settings
         with suppress(InvalidRequestError):  # less than a token needs
-            if replace(self, matrix_bytes=MemoryBudget.of(*headers, num_tokens=1).matrix_bytes).model <= available:
-                return f"experts_memory={fitting // _MEGABYTE}MB fits"
+            MemoryBudget.of(*headers, num_tokens=self.num_tokens)
+            return f"experts_memory={fitting // _MEGABYTE}MB fits"
         return None
 
 

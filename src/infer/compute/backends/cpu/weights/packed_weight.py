@@ -24,12 +24,12 @@ _CACHE_LINE = 64
 class PackedWeight(Weight):
     layout: Layout
     shape: tuple[int, int]
-    data: Tensor  # uint8, the groups one after another
+    data: Tensor  # uint8, the groups one after another; of experts that are read from a file, the frames' groups
     planes: int  # int8 planes of the activations that it is multiplied with: 2 is exact, 1 is fast
 
     @property
     def num_bytes(self) -> int:
-        return self.data.numel()
+        return self.num_groups * self.group_bytes
 
     @property
     def num_groups(self) -> int:

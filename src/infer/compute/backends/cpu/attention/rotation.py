@@ -39,7 +39,12 @@ def _norm_of_head(args, which, x, head, of_all):
 
 @njit
 def _rotate_head(x, weight, factor, is_after, cos, sin, half, dim, scale, out):
-    """Store scale × rotate(x × factor × weight) at out, or scale × weight × rotate(x × factor) if `is_after`."""
+    """Store scale × rotate(x × factor × weight) at out, or scale × weight × rotate(x × factor) if `is_after`.
+
+    x, `weight` and out are f32 [dim], and out may not overlap x. `weight` 0 means no norm, so `factor` is not used.
+    `cos` and `sin` are f32 [half], or 0 for no rotation. Element i < half is rotated with element half + i; those from
+    2 × half on stay. Nothing beyond `dim` is read or written, and addresses need only the alignment of a float.
+    """
     for i in range(0, dim, LANES):
         vector = load_upto(x + 4 * i, dim - i)
         if weight != 0:
@@ -89,7 +94,9 @@ def _of_token(args, state, token):
 def make_store_queries(kv_type: str) -> Any:
     """Return put(args, state, kv, first, end), which makes queries [first, end) of a kv head.
 
-    Queries are numbered as [token, query head of the group].
+    Queries are numbered as [token, query head of the group]. It reads `q`, the norms and the rotations, and writes
+    `queries`, f32 [kv heads, tokens × group, dim], mixed as the keys of `kv_type` are. With sinks it writes a second
+    set at `sink_queries_at`, rotated back to `last_position`.
     """
     mix = make_mix(kv_type)
 
@@ -123,7 +130,10 @@ def make_store_queries(kv_type: str) -> Any:
 def make_rotate(kv_type: str) -> Callable[..., None]:
     """Return the command that stores k and v in the cache, and makes queries from q if threads share them.
 
-    Heads of 16 tokens go to one thread, because their keys share cache lines.
+    It reads `q`, `k` and `v`, whose tokens are `qkv_bytes` apart. It writes one slot per token in the blocks of `keys`
+    and `values`, in the form of `kv_type`, and `queries`. A key with an element that is not finite, or whose value has
+    one, is marked by NaN; such elements of values are 0. Heads of 16 tokens go to one thread, because their keys share
+    cache lines.
     """
     rotate_share = _make_rotate_share(kv_type)
 

@@ -60,7 +60,12 @@ def column(args, token, index):
 
 @njit
 def convolve(args, tokens, channel, num_channels, out, out_bytes):
-    """Store silu(convolution) of some channels of each token, and their inputs in the page."""
+    """Store silu(convolution) of some channels of each token, and their inputs in the page.
+
+    Reads the channels from `channel` on of `projected`, and for the taps before the step's first token those of the
+    page; before position 0 there is nothing to add. Writes f32 [tokens, num_channels] at `out`, with rows `out_bytes`
+    apart. `channel` and `num_channels` are multiples of 16.
+    """
     sources = simd.stack(_SOURCE_BYTES)
     kept = args.inputs + tokens.page * args.page_bytes + 4 * args.num_channels * tokens.place
     for t in range(tokens.num):
@@ -94,7 +99,10 @@ def _input_of(args, tokens, index):
 
 @njit
 def store_keys_and_queries(args, tokens, key_head, out):
-    """Store k / |k| and q / (|q| √dim) as [token, 2, dim], and k in the page."""
+    """Store k / |k| and q / (|q| √dim) as f32 [token, 2, dim] at `out`, and k in the page.
+
+    The page's keys are transposed, f32 [dim, page_tokens], so a token's k is written as one float per row.
+    """
     dim, row = args.key_dim, 4 * args.page_tokens
     keys = args.keys + tokens.page * args.page_bytes + key_head * dim * row + 4 * tokens.place
     convolve(args, tokens, (args.num_key_heads + key_head) * dim, dim, out, 8 * dim)
@@ -120,7 +128,11 @@ def _normalize(x, dim, scale):
 
 @njit
 def store_gates(args, tokens, value_head, log_alphas, betas):
-    """Store log α and β of each token, for a value head. Whole vectors are written."""
+    """Store log α and β of each token, for a value head, as f32 [tokens].
+
+    Reads the head's columns of a and b in `projected`, and its `dt_bias` and `decay`. Whole vectors are
+    written, so both arrays have room for a multiple of 16.
+    """
     last = args.num_columns - args.num_value_heads + value_head
     for t in range(tokens.num):
         a = column(args, tokens.first + t, last)

@@ -45,13 +45,17 @@ def _add_products(
 
 @njit
 def add_products(num_rows, x, x_bytes, m, m_bytes, depth, out, out_bytes, num_vectors):
-    """Add Σ_i x[row, i] × m[i] to out[row], for i < depth. Rows of x, m and out are so many bytes apart."""
+    """Add Σ_i x[row, i] × m[i] to out[row], for i < depth.
+
+    x is f32 [num_rows, depth], m is [depth, 16 × num_vectors], and out is [num_rows, 16 × num_vectors]. Their rows are
+    `x_bytes`, `m_bytes` and `out_bytes` apart. out is read and written, and must not overlap x or m.
+    """
     _add_products(num_rows, x, x_bytes, m, m_bytes, depth, out, out_bytes, num_vectors)
 
 
 @njit
 def clear(where, num_rows, row_bytes, num_vectors):
-    """Set the first vectors of some rows to 0."""
+    """Set the first `num_vectors` × 16 floats of each of `num_rows` rows to 0. The rows are `row_bytes` apart."""
     for row in range(num_rows):
         for at in range(where + row * row_bytes, where + row * row_bytes + _VECTOR_BYTES * num_vectors, _VECTOR_BYTES):
             store_f32(at, splat_f32(0))

@@ -72,7 +72,14 @@ _PAGE_WEIGHT = 4  # tokens that take as long as reading a page's state
 
 
 def gated_delta_net(args, state, thread, num_threads):
-    """Mix the step's tokens. Threads divide the key heads of all rows."""
+    """Mix the step's tokens. Threads divide the key heads of all rows.
+
+    Reads `projected`, f32 [tokens, num_columns]: q, k and v of all heads (`num_channels`), then z, b and a.
+    Reads the pages of earlier tokens. Writes `out`, f32 [tokens, value heads × value_dim], the activation records at
+    `quantized` if there are any, and the page of each token as `DeltaNetCache` describes it. Each thread has
+    `scratch_bytes` of scratch. `key_dim`, `value_dim` and `page_tokens` are multiples of 16, so every row is whole
+    vectors. Addresses need only the alignment of a float.
+    """
     total, token = 0, 0
     while token < state.num_tokens:
         count = _run_at(state, token)
@@ -111,7 +118,10 @@ def _mix_share(args, state, share, scratch):
 
 @njit
 def _mix_run(args, state, token, count, key_head, scratch):
-    """Mix a row's tokens for one key head, page by page."""
+    """Mix `count` tokens of a row from number `token` on, for one key head and its value heads, page by page.
+
+    Writes the tokens' k, u and log α into the pages, and the heads' columns of `out`.
+    """
     done, row, page_tokens = 0, state.rows[token], args.page_tokens
     arrays = scratch_at(args, scratch)
     while done < count:
@@ -146,7 +156,11 @@ def _in_page(args, first, page, value_head, num_floats):
 
 @njit
 def _begin_page(args, tokens, index, key_head, arrays):
-    """Make the states at a page's start: e^G S + Σ_j e^{G − G_j} k_j u_jᵀ of the page before, or 0 at position 0."""
+    """Make the states at a page's start: e^G S + Σ_j e^{G − G_j} k_j u_jᵀ of the page before, or 0 at position 0.
+
+    Reads S, k, u and log α of the page `index` − 1. Writes S, f32 [key_dim, value_dim], of the key head's value heads
+    in the page of `tokens`, and overwrites `scaled` and `totals`.
+    """
     key_dim, value_dim, page_tokens = args.key_dim, args.value_dim, args.page_tokens
     size, row, state_row = key_dim * value_dim, 4 * page_tokens, 4 * value_dim
     for which in range(args.num_value_heads // args.num_key_heads):
@@ -173,7 +187,7 @@ def _begin_page(args, tokens, index, key_head, arrays):
 
 @njit
 def _sum_log_alphas(log_alphas, count, totals):
-    """Store the sums of the first numbers up to each of them, and return the last."""
+    """Store the sums of the first `count` numbers up to each of them, and return the last. f32 becomes f64."""
     total = 0.0
     for j in range(count):
         total += np.float64(load_scalar_f32(log_alphas + 4 * j))
@@ -183,7 +197,11 @@ def _sum_log_alphas(log_alphas, count, totals):
 
 @njit
 def _multiply_keys(args, tokens, key_head, arrays):
-    """Multiply each k and q with the page's keys."""
+    """Multiply each k and q with the page's keys, those of `tokens` included.
+
+    Reads `keys_queries`, and the page's keys, f32 [key_dim, page_tokens]. Writes whole vectors of `dots`, so that the
+    last one may contain products with places that have no token yet; nobody reads these.
+    """
     dim, row = args.key_dim, 4 * args.page_tokens
     num_vectors = (tokens.place + tokens.num + LANES - 1) // LANES
     keys = _in_page(args, args.keys, tokens.page, key_head, dim * args.page_tokens)
@@ -193,7 +211,11 @@ def _multiply_keys(args, tokens, key_head, arrays):
 
 @njit
 def _append(args, tokens, value_head, arrays):
-    """Append the tokens' log α and u to the page. Leave Sᵀq in each second row of the sums."""
+    """Append the tokens' log α and u of a value head to the page. Leave o = Sᵀq in each second row of `sums`.
+
+    Reads `keys_queries`, `dots`, the page's S and the u of its earlier tokens. Overwrites `values`, `log_alphas`,
+    `betas`, `totals` and `decayed`.
+    """
     key_dim, value_dim, page, place = args.key_dim, args.value_dim, tokens.page, tokens.place
     row, num_vectors, sums = 4 * value_dim, value_dim // LANES, arrays.sums
     num_before = 2 * args.num_key_heads * key_dim
@@ -226,7 +248,11 @@ def _append(args, tokens, value_head, arrays):
 
 @njit(forceinline=True)
 def _decay(args, place, t, in_tile, arrays):
-    """Multiply the token's sums over S₀ with e^G, and its dots with e^{G − G_j}."""
+    """Multiply the sums over S₀ of token `t` with e^G, and its dots with e^{G − G_j}.
+
+    `place` is the token's place in the page. The dots go to row `in_tile` of `decayed`, f32 [tile, 2, page_tokens], and
+    the sums stay in place.
+    """
     now, row, width = load_scalar_f64(arrays.totals + 8 * place), 4 * args.page_tokens, 4 * args.value_dim
     factor = exp_up_to_0(splat_f32(np.float32(now)))
     for at in range(arrays.sums + 2 * width * t, arrays.sums + 2 * width * (t + 1), 4 * LANES):
@@ -240,7 +266,11 @@ def _decay(args, place, t, in_tile, arrays):
 
 @njit
 def _store_result(args, state, tokens, value_head, sums):
-    """Store norm(o) × silu(z) of a head, and quantise it if asked to."""
+    """Store norm(o) × silu(z) of a value head for each token, and quantise it if there is `quantized`.
+
+    Reads o from each second row of `sums`, and z from `projected`. Writes `value_dim` columns of `out`, and the head's
+    records, which are whole because `value_dim` is then a multiple of a block.
+    """
     dim, features = args.value_dim, args.num_value_heads * args.value_dim
     for t in range(tokens.num):
         token, o = tokens.first + t, sums + 4 * dim * (2 * t + 1)

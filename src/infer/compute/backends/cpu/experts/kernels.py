@@ -41,6 +41,7 @@ def _largest(row, count):
 
 @njit(forceinline=True)
 def _softmax(row, count):
+    """Replace `count` f32 logits by their softmax, in place. The sum is made in the order of the experts."""
     lowered, total = splat_f32(_largest(row, count)), np.float32(0)
     for first in range(0, count, LANES):
         at, room = row + 4 * first, count - first
@@ -53,7 +54,10 @@ def _softmax(row, count):
 
 @njit(forceinline=True)
 def _choose(args, keys):
-    """Mark the experts with the highest keys by a key of NaN; among equal ones, those with the lower numbers."""
+    """Mark the experts with the highest keys by a key of NaN; among equal ones, those with the lower numbers.
+
+    `keys` is f32 [num_experts], which is changed in place. An expert whose key is NaN already counts as marked.
+    """
     for _ in range(args.num_chosen):
         best, highest = -1, np.float32(0)
         for expert in range(args.num_experts):
@@ -66,7 +70,11 @@ def _choose(args, keys):
 
 @njit(forceinline=True)
 def _weigh(args, first, softmax):
-    """Turn the chosen experts' scores into weights."""
+    """Turn the chosen experts' scores into weights, in place.
+
+    They are the `num_chosen` floats of `chosen_weights` from `first` on. With `softmax` they become their softmax.
+    Otherwise they are divided by their sum plus `floor` if `is_normalized`. Then `scale` and `expert_scales` multiply.
+    """
     total, largest = np.float32(0), args.chosen_weights[first]
     for place in range(1, args.num_chosen):
         largest = max(largest, args.chosen_weights[first + place])
@@ -88,7 +96,11 @@ def _weigh(args, first, softmax):
 
 
 def make_route(scores: str) -> Callable[..., None]:
-    """Return the command that chooses experts by the scores that `Router` names. Tokens are divided among threads."""
+    """Return the command that chooses experts by the scores that `Router` names. Tokens are divided among threads.
+
+    It reads `scores`, f32 [tokens, num_experts] of logits, and may replace them by probabilities. It writes `keys` of
+    the same shape, `chosen`, i64 [tokens, num_chosen] in ascending order, and `chosen_weights`, f32 of that shape.
+    """
     is_softmax, is_sigmoid, is_of_chosen = (scores == name for name in ("softmax", "sigmoid", "softmax_of_chosen"))
     is_sigmoid_of_chosen = scores == "sigmoid_of_chosen"
 
@@ -123,7 +135,11 @@ def make_route(scores: str) -> Callable[..., None]:
 
 
 def group(args, state, thread, num_threads):
-    """Bring the tokens of each expert together. One thread is enough: it takes microseconds."""
+    """Bring the tokens of each expert together. One thread is enough: it takes microseconds.
+
+    Reads `chosen` and `chosen_weights`. Writes `counts` and `starts`, i64 [num_experts], the experts with tokens in
+    `active` and their number in `num_active`, and `tokens` and `weights` of each slot, [tokens × num_chosen].
+    """
     if thread != 0:
         return
     for expert in range(args.num_experts):
@@ -151,7 +167,9 @@ def group(args, state, thread, num_threads):
 def inputs(args, state, thread, num_threads):
     """Store the activations of the slots: x × weight / rms(x), quantised. Slots are divided among threads.
 
-    If the experts' inputs are weighted, a slot's are multiplied by its weight.
+    Reads `x`, f32 [rows, features], and the tables of `group`. Row `tokens[slot]` of x belongs to a slot, or row `slot`
+    if there is no `tokens`. Writes `token_bytes` per slot at `out`: the records of each expert are those of a step that
+    has its tokens only. If the experts' inputs are weighted, a slot's are multiplied by its weight.
     """
     if args.num_active[0] == 0:
         return
@@ -178,7 +196,12 @@ def inputs(args, state, thread, num_threads):
 
 
 def _make_expert(type_: str, planes: int, isa: str) -> Any:
-    """Return the function that multiplies a unit of an expert with all tokens of that expert."""
+    """Return the function that multiplies a unit of an expert with all tokens of that expert.
+
+    Its arguments are (args, state, thread, unit, expert, buffers, scratch). It reads the expert's rows of the weights,
+    `expert_bytes` apart, and the activations of its slots. The epilogue writes the products, in the rows of the slots.
+    `buffers` and `scratch` are on the stack, aligned to 64 bytes.
+    """
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
     multiply_unit, configure = make_unit(layout, form, instructions), make_configure(layout)
@@ -208,7 +231,8 @@ def make_multiply(type_: str, planes: int, isa: str, order: str) -> Callable[...
     """Return the command of one of the experts' projections.
 
     wide (gate and up): a unit is some rows of one expert. narrow (down): a unit is some rows of the result, and goes
-    over the experts.
+    over the experts. Threads take units. Two threads never write the same row of the result, so the order of additions
+    to a token is that of the experts.
     """
     multiply, is_narrow = _make_expert(type_, planes, isa), order == "narrow"
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]

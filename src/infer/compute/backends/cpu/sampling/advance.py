@@ -15,7 +15,11 @@ from infer.compute.backends.cpu.threads.barrier import SPIN_NANOSECONDS
 
 @njit
 def _remember(args, row, token):
-    """Do what `History.append` does, for the row's slot, if it has one."""
+    """Append a token to the history of the row's slot, as `History.append` does.
+
+    Writes `tokens`, i32 [slots, capacity], `last` and `counts`, i32 [slots, vocabulary], and `lengths`, i64 [slots].
+    Nothing happens without a slot, or if the history is full.
+    """
     slot = args.history_slot[row]
     if slot < 0:
         return

@@ -44,6 +44,7 @@ def scores_logits(args, row, is_processed):
 
 @njit
 def _keep_raw(args, row, logits, first, end, thread):
+    """Copy the logits of groups [first, end) to `scored`, padded with −inf, and the largest to the thread's `peaks`."""
     scored, group_size = args.scored + args.padded * row, LANES * args.group_vectors
     most = splat_f32(NOTHING)
     for token in range(group_size * first, group_size * end, LANES):
@@ -66,6 +67,7 @@ def _bounded(x):
 
 @njit
 def _add_biases(args, row, logits, begin, end):
+    """Add the row's biases to its finite logits with ids in [begin, end). A sum is bounded, and −inf bans the id."""
     starts = args.bias_starts + row
     for entry in range(starts[0], starts[1]):
         token = args.bias_ids[entry]
@@ -154,7 +156,12 @@ def masked_bits(masks, token):
 
 
 def scan(args, state, thread, num_threads):
-    """Edit the logits, and store the largest of each group: NaN if the group holds NaN or +inf."""
+    """Edit the logits in place, and store the largest of each group: NaN if the group holds NaN or +inf.
+
+    Reads the columns, the history and the masks. Writes `logits`, f32 [rows, row_stride], `maxima`, f32 [rows, groups],
+    `ends` of banned ends, and `scored` and `peaks` of rows that ask for raw log-probabilities. A group has 16 ×
+    `group_vectors` tokens. The last one may be shorter: nothing beyond `vocab` is written to the logits.
+    """
     first, end = part(args, thread, num_threads)
     group_size = LANES * args.group_vectors
     for row in range(args.num_rows):

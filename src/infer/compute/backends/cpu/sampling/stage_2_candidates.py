@@ -176,7 +176,8 @@ def _search(args, row, logits, first, end, scale, key, masks):
 def _append(args, at, count, token, mask, x, w):
     """Append the lanes of mask as candidates, from `at + count` on, and return the new count.
 
-    w is the address of their weights, or None.
+    x has the values of 16 tokens from id `token` on. w is the address of their weights, i64 [16], or None. Writes
+    `values`, `ids` and, with w, `weights`.
     """
     spill = stack(64)
     store_f32(spill, x)
@@ -234,6 +235,7 @@ def _weigh(args, row, logits, first, end, scale, masks, bounds):
 
 @njit
 def _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest):
+    """Collect the candidates of groups [first, end), and store their number and, for top-p, the sum of weights."""
     peak = scaled_scalar(largest, scale)
     bound, slot = least_logit(args, row, scale, peak), row * MAX_THREADS + thread
     if is_weighed(args, row):
@@ -246,6 +248,12 @@ def _narrow_filtered(args, row, logits, first, end, thread, scale, masks, larges
 
 
 def narrow(args, state, thread, num_threads):
+    """Find the thread's best token of each row, or collect its candidates if the row has filters.
+
+    Reads `logits`, `maxima` and the columns. A row without filters gets `found`, and `scores` unless it is greedy. A
+    row with filters gets `values` and `ids` (and `weights`, if top-p counts all tokens) from the place on where the
+    thread's part of the vocabulary begins, and `num_candidates` and `totals`. All are in the order of the ids.
+    """
     first, end = part(args, thread, num_threads)
     for row in range(args.num_rows):
         if args.alive[row] == 0:

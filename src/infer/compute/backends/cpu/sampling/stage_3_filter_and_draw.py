@@ -121,7 +121,7 @@ def _keep_peak(args, row, num_threads):
 
 @njit
 def _keep_row(args, row, largest, scale):
-    """Store all of the row's logits, as the scan left them."""
+    """Store all of the row's logits, as the scan left them but scaled, in `scored`, and the largest in `peaks[0]`."""
     logits, scored, masks = logits_of(args, row), args.scored + args.padded * row, masks_of(args, row)
     for token in range(0, args.padded, LANES):
         store_f32(scored + token, scaled(load_logits(args, logits, token, masks), scale))
@@ -130,6 +130,7 @@ def _keep_row(args, row, largest, scale):
 
 @njit
 def _keep_candidates(args, row, count, scale):
+    """Store the candidates' scaled logits in `scored`, −inf for all other tokens, and the largest in `peaks[0]`."""
     base, scored, largest = args.padded * row, args.scored + args.padded * row, NOTHING
     for token in range(0, args.padded, LANES):
         store_f32(scored + token, splat_f32(NOTHING))
@@ -156,6 +157,7 @@ def _choose_candidate(args, row, count, total, largest, temperature):
 
 @njit
 def _choose_end(args, row, temperature):
+    """Return a token among the banned ends of a row in which nothing else is allowed, or the code for no token."""
     count, largest = _ends(args, row, masks_of(args, row))
     values, ids = args.values + args.padded * row, args.ids + args.padded * row
     if count == 0:
@@ -173,6 +175,7 @@ def _choose_end(args, row, temperature):
 
 @njit
 def _choose_token(args, row, num_threads):
+    """Return the row's token, or the code of its failure: a logit that is no number, or nothing allowed."""
     largest, temperature = row_largest(args, row), args.temperature[row]
     if scores_logits(args, row, False):
         _keep_peak(args, row, num_threads)
@@ -191,6 +194,11 @@ def _choose_token(args, row, num_threads):
 
 
 def choose(args, state, thread, num_threads):
+    """Store the token of each row in `sampled`, i64 [rows], or the code of the row's failure. Threads take rows.
+
+    Reads what `narrow` has found. Overwrites the row's candidates: gathered, filtered and scaled. A row that asks for
+    processed log-probabilities also gets `scored`, f32 [padded vocabulary], and `peaks[0]`.
+    """
     begin_units(state, thread)
     begin, end = take_units(state, thread, num_threads, args.num_rows)
     while begin < end:

@@ -92,12 +92,18 @@ def _merge(args, row, num_threads):
 
 
 def score(args, state, thread, num_threads):
+    """Process the thread's part of the rows that ask for log-probabilities.
+
+    Reads `scored`, f32 [rows, padded vocabulary], `sampled` and `peaks[0]`. Writes `totals`, `ahead` and
+    `num_candidates`, [rows, MAX_THREADS], and the largest logits of the part in `values` and `ids`, largest first.
+    """
     for row in range(args.num_rows):
         if _is_asked(args, row):
             _score(args, row, thread, num_threads)
 
 
 def merge(args, state, thread, num_threads):
+    """Combine the parts of each row into its record of `logprobs`, `sample_records.LOGPROB`. Threads take rows."""
     begin_units(state, thread)
     begin, end = take_units(state, thread, num_threads, args.num_rows)
     while begin < end:

@@ -67,9 +67,8 @@ class Run:
         """
         kernels = [(count, self.runtime.kernel(source, name, {**(macros or {}), "TOKENS": count})) for count in tokens]
         for index, argument in enumerate(arguments):
-            value = self._argument(argument)
             for _, kernel in kernels:
-                kernel.set_arg(index, value)
+                kernel.set_arg(index, self._argument(argument))
         self._launches.append(Launch(kernels, -(-width // ITEMS) * ITEMS, axis))
 
     def _argument(self, argument: Any) -> Any:

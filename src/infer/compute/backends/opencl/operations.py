@@ -62,12 +62,6 @@ def layer_record(heads: Heads, layer: LayerCache, far_at: int) -> npt.NDArray[An
     return record
 
 
-_PAIRED = (
-    "device opencl: weights are packed for i8mm here, which its kernels do not read: set INFER_ISA=neon, or use "
-    "--device cpu"
-)
-
-
 @final
 class Operations:
     normalize = staticmethod(reference.normalize)
@@ -82,7 +76,10 @@ class Operations:
         Types that these kernels do not read become F16. Raises InvalidRequestError if weights are packed for i8mm.
         """
         if instruction_set().inputs != 4:
-            raise InvalidRequestError(_PAIRED)
+            raise InvalidRequestError(
+                "device opencl: weights are packed for i8mm here, which its kernels do not read: set INFER_ISA=neon, "
+                "or use --device cpu"
+            )
         stored = replace(projection, parts=tuple(as_halves(part, stored_type) for part in projection.parts))
         prepared, place = pack(stored, device, precision), self._runtime.memory.place
         parts = [replace(part, data=place(part.data)) for part in map(packed, prepared.parts)]

@@ -143,6 +143,9 @@ TINY = [
         moe_intermediate_size=80, mlp_only_layers=[1],
     ),
     _tiny(
+        "qwen3_moe_odd", hf.Qwen3MoeConfig, head_dim=32, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20,
+    ),
+    _tiny(
         "qwen2_moe", hf.Qwen2MoeConfig, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     ),
@@ -163,6 +166,10 @@ TINY = [
     _tiny(
         "gpt_oss_plain", hf.GptOssConfig, head_dim=16, num_local_experts=3, num_experts_per_tok=3, attention_bias=False,
         layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
+    _tiny(
+        "gpt_oss_odd", hf.GptOssConfig, head_dim=16, num_local_experts=3, num_experts_per_tok=2,
+        **_SIZES | {"intermediate_size": 28},
     ),
     _tiny(
         "granitemoe", hf.GraniteMoeConfig, num_local_experts=5, num_experts_per_tok=2, embedding_multiplier=12.0,

@@ -113,7 +113,9 @@ def test_every_default_is_that_of_the_class_of_transformers(tiny: Tiny) -> None:
 
 
 REFUSED = [
-    ("bloom", {}, "model_type 'bloom' is not supported"),
+    ("gptj", {}, "model_type 'gptj' is not supported: supported are"),
+    ("bloom", {}, "model_type 'bloom' is not supported: it needs a bias of attention by distance"),
+    ("apertus", {}, "model_type 'apertus' is not supported: it needs the activation xIELU"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported for cohere: it must be False"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported for stablelm: it must be False"),
     ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm=False is not supported for lfm3: it must be True"),

@@ -22,6 +22,8 @@ from infer.compute.operands.feed_forwards import Dense, Experts, Router
 from infer.compute.operands.step import Chunk, Step
 from infer.compute.operands.unusual_parts import check_unusual_parts
 from infer.compute.operands.weights import FileWeight, Heads, StoredWeight
+from infer.compute.quantization.ggml_blocks import dequantize
+from infer.compute.quantization.quantisers import quantise
 from infer.engine.runner.runner import Runner, make_cache
 from infer.engine.tensor_parallel.ranks import start_ranks
 from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
@@ -31,6 +33,7 @@ from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_tokenizer
 from infer.models.load import FloatsAs, load_transformer
+from infer.models.memory.memory_estimate import LoadSettings, loaded_types
 from infer.models.sharding import check_experts
 from infer.models.transformer import Transformer
 from infer.models.weight_loader import dense
@@ -286,3 +289,19 @@ def test_biases_that_cohere_does_not_read_are_left_out(tmp_path: Path) -> None:
     names = ("model.layers.0.input_layernorm.bias", "model.layers.0.self_attn.q_proj.bias", "model.norm.bias")
     change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(64) for name in names}))
     assert torch.equal(logits_of(load_network(tmp_path), is_recorded=False), before)
+
+
+def test_experts_of_several_types_are_loaded_as_one_in_which_all_values_fit(tmp_path: Path) -> None:
+    make_tiny(BY_NAME["qwen3_moe_odd"], tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    architecture, weights = make_architecture(checkpoint.config), dict(LazyWeights(checkpoint.tensors))
+    mixed, same = dict(weights), dict(weights)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    values = dequantize(quantise(weights[name].data, "Q8_0"), "Q8_0").reshape(weights[name].shape)
+    mixed[name] = StoredWeight("Q8_0", weights[name].shape, quantise(weights[name].data, "Q8_0"))
+    same[name] = StoredWeight("F32", weights[name].shape, values)
+    found = [logits_of(load(architecture, each), is_recorded=False) for each in (mixed, same, weights)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    types = loaded_types(architecture, mixed, LoadSettings())
+    assert {types[name.replace("experts.2", f"experts.{expert}")] for expert in range(6)} == {"F32"}

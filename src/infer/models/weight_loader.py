@@ -4,7 +4,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
@@ -84,21 +84,32 @@ class WeightLoader:
         own = self.projection(*names, label=label, ranges=part_ranges(counts, shares.own))
         return replace(own, shares=shares)
 
-    def each_by_rows(self, *names: str, label: str, are_blocks: bool = False) -> Projection:
+    def each_by_rows(self, *names: str, label: str, are_blocks: bool = False, is_stack: bool = False) -> Projection:
         """Return this rank's rows of each matrix. The matrices have equal shapes and are divided in the same way."""
         if self.group is None:
-            return self.projection(*names, label=label)
+            return self.projection(*names, label=label, is_stack=is_stack)
         shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
-        return replace(self.projection(*names, label=label, ranges=[shares.own] * len(names)), shares=shares)
+        own = self.projection(*names, label=label, ranges=[shares.own] * len(names), is_stack=is_stack)
+        return replace(own, shares=shares)
+
+    def stack(self, *names: str, label: str, are_blocks: bool) -> Projection:
+        """Return this rank's rows of experts' matrices. Those of several types are loaded as F32, in which all fit."""
+        return self._of_stack(names).each_by_rows(*names, label=label, are_blocks=are_blocks, is_stack=True)
+
+    def _of_stack(self, names: Sequence[str]) -> Self:
+        """Return the loader of matrices that must have one type."""
+        types = {self._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))).type for name in names}
+        return self if len(types) == 1 else replace(self, dtype=torch.float32)
 
     def expert_records(self, num_experts: int) -> ExpertMatrices:
         """Return gate, up and down of a layer's experts, of which some are in memory at a time."""
         assert self.experts is not None
         names = {part: [f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)] for part in EXPERT_PARTS}
+        loaders = {part: self._of_stack(of_part) for part, of_part in names.items()}
 
         def sources(expert: int) -> list[Weight]:
-            own = (of_part[expert] for of_part in names.values())
-            return [self._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))) for name in own]
+            own = ((loaders[part], of_part[expert]) for part, of_part in names.items())
+            return [each._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))) for each, name in own]
 
         loaded = self.experts.load(self.layer, sources)
         gate, up, down = (
@@ -148,7 +159,9 @@ class WeightLoader:
         """Return a projection in float32, whatever the type of the model's weights."""
         return replace(self, dtype=torch.float32).projection(name, label=label)
 
-    def projection(self, *names: str, label: str, ranges: Sequence[Range] | None = None) -> Projection:
+    def projection(
+        self, *names: str, label: str, ranges: Sequence[Range] | None = None, is_stack: bool = False
+    ) -> Projection:
         """Return the prepared matrices, stacked.
 
         `label` names them in profiles. `ranges` has the rows to use of each matrix; None means all rows.
@@ -159,7 +172,7 @@ class WeightLoader:
         some = [(name, rows) for name, rows in zip(full_names, ranges, strict=True) if rows[0] < rows[1]]
         parts = tuple(self._weight(name + ".weight", rows) for name, rows in some)
         biases = [self._bias(name + ".bias", rows) for name, rows in some if name + ".bias" in self.expected]
-        whole = Projection(parts, torch.cat(biases) if biases else None, label=self.label + label)
+        whole = Projection(parts, torch.cat(biases) if biases else None, label=self.label + label, is_stack=is_stack)
         try:
             with ops.using(self.backend):
                 prepared = ops.prepare(whole, self.backend.device, self.precision)

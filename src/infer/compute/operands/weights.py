@@ -174,6 +174,7 @@ class Projection:
     shares: Shares | None = None
     label: str = ""  # its name in profiles: L3.qkv
     used_share: float = 1.0  # share of the rows by which one token is multiplied; for experts, the chosen ones
+    is_stack: bool = False  # the parts are the matrices of experts, of one type and shape; kernels may pad each
 
     @property
     def in_features(self) -> int:

@@ -65,7 +65,7 @@ def _load_matrices(num_experts: int, loader: WeightLoader) -> ExpertMatrices:
     if loader.experts is not None:
         return loader.expert_records(num_experts)
     gate, up, down = (
-        loader.each_by_rows(
+        loader.stack(
             *(f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)),
             label=part, are_blocks=part != "down",
         )

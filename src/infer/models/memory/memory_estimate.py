@@ -3,6 +3,8 @@
 The backend's own rules (`backends.before_load`) count weights. A cache counts with its reserved size.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +24,7 @@ from infer.model_settings import ModelSettings
 from infer.models.tensors import expected_shapes
 
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+")
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -89,7 +92,12 @@ def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix]
     """Return the type of each matrix after loading, by name. `models.load` quantises and converts by the same rules."""
     shapes = expected_shapes(architecture)
     matrices = (name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) > 1)
-    return {name: _loaded_type(name, tensors[name], load) for name in matrices}
+    types = {name: _loaded_type(name, tensors[name], load) for name in matrices}
+    stacks = {name: _EXPERT.sub("", name) for name in types if ".experts." in name}
+    types_by_stack = defaultdict[str, set[str]](set)
+    for name, stack in stacks.items():
+        types_by_stack[stack].add(types[name])
+    return types | {name: "F32" for name, stack in stacks.items() if len(types_by_stack[stack]) > 1}
 
 
 def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:

@@ -11,7 +11,7 @@ from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.host import kernel_cache
 from infer.compute.backends.cpu.isa import InstructionSet, instruction_set
 from infer.compute.backends.cpu.layouts import PLANES
-from infer.compute.backends.cpu.workspace import add_apart, are_paired
+from infer.compute.backends.cpu.workspace import add_apart, are_paired, has_odd_bias
 from infer.compute.operands.architecture import Architecture, Layer, ModelOutline
 from infer.compute.operands.feed_forwards import PER_LAYER_TABLE, Dense, Experts
 from infer.compute.operands.mixers import GatedDeltaNet, ShortConv
@@ -116,7 +116,8 @@ def _of_experts(
     for type_ in sorted({gate, up}):
         yield Kernel(".experts.kernels:make_multiply", (type_, planes, isa.name, "wide"), "EXPERT_MATMUL", reason)
     yield Kernel(".experts.kernels:make_multiply", (down, planes, isa.name, "narrow"), "EXPERT_MATMUL", reason)
-    maker = "gate" if gate == up else "store"
+    is_paired = gate == up and not has_odd_bias(experts.intermediate_size, experts.has_bias)
+    maker = "gate" if is_paired else "store"
     yield Kernel(f".matmul.matmul:make_{maker}", (experts.activation,), "EPILOGUE", f"activation {experts.activation}")
     stored = "by_token" if experts.router.weighs_inputs else "weighted"
     yield Kernel(".matmul.matmul:make_store", (stored,), "EPILOGUE", reason)

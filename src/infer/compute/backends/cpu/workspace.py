@@ -39,8 +39,13 @@ def groups_per_unit(num_groups: int, num_threads: int, *, is_pair: bool) -> int:
 
 def are_paired(dense: Dense, types: Mapping[str, str], at: str) -> bool:
     """Return True if gate and up, in the feed-forward whose names begin with `at`, are multiplied together."""
-    has_odd_bias = dense.has_bias and dense.intermediate_size % LANES != 0
-    return types[f"{at}.gate_proj.weight"] == types[f"{at}.up_proj.weight"] and not has_odd_bias
+    is_odd = has_odd_bias(dense.intermediate_size, dense.has_bias)
+    return types[f"{at}.gate_proj.weight"] == types[f"{at}.up_proj.weight"] and not is_odd
+
+
+def has_odd_bias(num_rows: int, has_bias: bool) -> bool:
+    """Return True if a bias ends within a group of rows, so the kernel for gate and up would read beyond it."""
+    return has_bias and num_rows % LANES != 0
 
 
 def add_apart(layer: Layer) -> bool:
@@ -210,7 +215,7 @@ def _add_experts(step: "_Step", experts: Experts, hidden: int, types: Mapping[st
     for type_ in {gate, up}:
         step.slots("inputs", type_, hidden, slots)
     step.slots("hidden", down, inner, slots)
-    is_paired = gate == up
+    is_paired = gate == up and not has_odd_bias(inner, experts.has_bias)
     for type_ in {gate, up}:
         step.unpacked(type_, inner, hidden, is_pair=is_paired)
     step.unpacked(down, hidden, inner)

@@ -21,10 +21,10 @@ from infer.compute.backends.cpu.recording import Run, scope
 from infer.compute.backends.cpu.records import COPY_COLUMNS, EPILOGUE, EXPERT_MATMUL
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, READ_BARRIER, Arguments
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
+from infer.compute.backends.cpu.workspace import has_odd_bias
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.group import Shares
 from infer.compute.operands.weights import ExpertWeights, Norm, Projection
-from infer.errors import InvalidRequestError
 
 _TABLES = ("counts", "starts", "active", "num_active")  # of `ROUTING`, which the commands after it read
 
@@ -66,7 +66,7 @@ def expert_inputs(
     """Append the activations of all slots, of norm(x), and return them for each form that gate and up take."""
     of_slots = ("tokens", "weights") if experts.router.weighs_inputs else ("tokens",)
     by_form = dict[int, Tensor]()
-    for weight in (_stacked(experts.gate, experts), _stacked(experts.up, experts)):
+    for weight in (_stacked(experts.gate), _stacked(experts.up)):
         if weight.form not in by_form:
             records = _records(run, "inputs", weight, run.capacity * experts.router.num_chosen)
             by_form[weight.form] = _inputs(run, x, norm, weight, routing, records, of_slots)
@@ -107,11 +107,11 @@ def gate_and_up(run: Run, inputs: Mapping[int, Tensor], experts: ExpertWeights, 
 
     Gate and up are multiplied together if they have one layout. Then their product may be quantised while it is made.
     """
-    gate, up, down = (_stacked(each, experts) for each in (experts.gate, experts.up, experts.down))
+    gate, up, down = (_stacked(each) for each in (experts.gate, experts.up, experts.down))
     num_slots, features = run.capacity * experts.router.num_chosen, gate.out_features // experts.router.num_experts
     shares, width = experts.gate.shares, down.in_features
     hidden, first = run.columns("expert hidden", num_slots, features, shares)
-    is_paired = gate.layout == up.layout
+    is_paired = gate.layout == up.layout and not has_odd_bias(features, experts.gate.bias is not None)
     quantized: Tensor | int | None = None
     bias, second_bias = experts.gate.bias, experts.up.bias
     if is_paired:
@@ -141,7 +141,7 @@ def add_down(run: Run, hidden: Tensor | int, experts: ExpertWeights, routing: Ar
     _copy(epilogue, routing, ("tokens", "weights"))
     kind = "by_token" if experts.router.weighs_inputs else "weighted"
     function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
-    _append(run, "narrow", _stacked(experts.down, experts), experts, routing, hidden, epilogue, function)
+    _append(run, "narrow", _stacked(experts.down), experts, routing, hidden, epilogue, function)
 
 
 def exchange_sums(run: Run, residual: Tensor, shares: Shares) -> None:
@@ -161,14 +161,10 @@ def _copy_columns(run: Run, source: tuple[Tensor, int], target: tuple[Tensor, in
     run.append("copy", arguments, BARRIER, ".ranks.gather:copy_columns")
 
 
-def _stacked(projection: Projection, experts: ExpertWeights) -> PackedWeight:
-    """Return the matrix of all experts. Each must begin with a group of 16 rows, and all must be of one type."""
-    rows = projection.out_features // experts.router.num_experts
-    if rows % LANES or len(projection.parts) != 1:
-        needed = f"experts of {rows} rows need padding to groups of {LANES} rows, which is not supported"
-        problem = needed if rows % LANES else "the experts of a layer must be of one type"
-        raise InvalidRequestError(f"{projection.label}: {problem}")
-    return packed(projection.parts[0])
+def _stacked(projection: Projection) -> PackedWeight:
+    """Return the matrix of all experts. Each begins with a group of 16 rows."""
+    (part,) = projection.parts
+    return packed(part)
 
 
 def _records(run: Run, role: str, weight: PackedWeight, num_slots: int) -> Tensor:
@@ -225,9 +221,10 @@ def _append(
     epilogue: Arguments, function: int, second_weights: int = 0,
 ) -> None:  # fmt: skip
     rows = weight.out_features // experts.router.num_experts
-    arguments = matmul_arguments(run, weight, rows // LANES, second_weights, EXPERT_MATMUL)
+    num_groups = -(-rows // LANES)
+    arguments = matmul_arguments(run, weight, num_groups, second_weights, EXPERT_MATMUL)
     arguments.set(activations=activations, epilogue=function, epilogue_arguments=epilogue.address)
-    arguments.set(expert_bytes=rows // LANES * weight.group_bytes, expert_rows=rows)
+    arguments.set(expert_bytes=num_groups * weight.group_bytes, expert_rows=rows)
     if isinstance(experts.frames, LayerFrames):
         arguments.set(expert_bytes=experts.frames.pool.plan.form.num_bytes, frames=experts.frames.frames)
     _copy(arguments, routing, _TABLES)

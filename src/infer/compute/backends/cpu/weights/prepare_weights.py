@@ -30,7 +30,7 @@ _BYTES_AT_ONCE = 4 << 20
 
 
 def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
-    """Return the projection with packed parts. Neighbours of one type become one part.
+    """Return the projection with packed parts. Neighbours of one type become one part, and a stack becomes one.
 
     precision: `exact` multiplies with activations of 16 bits, `fast` of 8. Float weights take float activations. Raises
     InvalidRequestError for another precision.
@@ -39,7 +39,8 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
         raise InvalidRequestError(f"precision must be exact or fast, got {precision!r}")
     sources = [part for part in projection.parts if isinstance(part, Source)]
     assert len(sources) == len(projection.parts)
-    together = merged([part.type for part in sources], [part.out_features for part in sources])
+    rows = [0 if projection.is_stack else part.out_features for part in sources]  # experts are padded
+    together = merged([part.type for part in sources], rows)
     parts = (_pack([sources[index] for index in indices], PLANES[precision]) for indices in together)
     bias = None if projection.bias is None else projection.bias.float().contiguous()
     return replace(projection, parts=tuple(parts), bias=bias)
@@ -48,12 +49,13 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
 def _pack(weights: Sequence[Source], planes: int) -> PackedWeight:
     layout, in_features = LAYOUTS[weights[0].type], weights[0].in_features
     rows = sum(weight.out_features for weight in weights)
-    content = allocate(-(-rows // LANES) * layout.group_bytes(in_features))
+    num_groups = sum(-(-weight.out_features // LANES) for weight in weights)
+    content = allocate(num_groups * layout.group_bytes(in_features))
     packed = PackedWeight(layout, (rows, in_features), content, planes)
     if len(weights) == 2:  # gate and up: a thread has a share of each
         first, second = weights
         pack_into([first], packed, 0)
-        pack_into([second], packed, first.out_features // LANES)
+        pack_into([second], packed, -(-first.out_features // LANES))
     else:
         pack_into(weights, packed, 0)
     return packed

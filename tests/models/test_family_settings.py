@@ -96,7 +96,7 @@ def test_settings_missing_in_published_configs_are_the_defaults_of_transformers(
 # What a config of each class must say.
 _SAID = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 _SAID |= {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"}
-_SAID |= {"n_shared_experts"}
+_SAID |= {"n_shared_experts", "n_embd", "n_layer", "n_head"}
 _WITHOUT_COUNTS = {"num_experts_per_tok": 8, "n_routed_experts": 64, "n_shared_experts": 1}
 # Classes whose own defaults are no network.
 _ODD_CLASSES = {"glm4_moe", "gemma4_text", "gemma4_unified_text"}

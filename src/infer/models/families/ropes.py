@@ -142,11 +142,11 @@ def rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, s
 
 def nanochat_rope(config: Config, kind: str) -> Config:
     """Return nanochat's rope settings: pairs rotate backwards. No scaling is known, and a length must not change."""
-    found = usual_rope(config, kind)
-    name = found.get("rope_type", found.get("type", "default"))
+    given = usual_rope(config, kind)
+    name = given.get("rope_type", given.get("type", "default"))
     if name != "default":
         raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for nanochat: use default")
-    return {**found, "rope_type": "backwards"}
+    return {**given, "rope_type": "backwards"}
 
 
 def lfm3_rope(config: Config, kind: str) -> Config:

@@ -20,6 +20,7 @@ from infer.models.families.experts import (
 )
 from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
 from infer.models.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
+from infer.models.families.granite import GRANITE
 from infer.models.families.heads import (
     llama4_of_kind,
     llama4_scale,
@@ -42,7 +43,6 @@ from infer.models.families.layer_kinds import (
     linear_but_every_nth,
     llama4_rotated,
     rotated_but_every_nth,
-    rotated_unless_listed_without_theta,
     rotated_unless_theta_is_null,
     rotated_where_windowed,
     rotated_with_a_theta,
@@ -55,7 +55,6 @@ from infer.models.families.layer_kinds import (
 from infer.models.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
 from infer.models.families.ropes import (
     cwm_rope,
-    granite_swa_rope,
     hunyuan_rope,
     lfm3_rope,
     llama4_rope,
@@ -202,13 +201,6 @@ _GLM4 = Family(
 )
 
 
-_GRANITE = Family(
-    usual_defaults(2048, attention_multiplier=1.0),
-    reads=ATTENTION_BIAS
-    | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
-)
-
-
 _HUNYUAN = Family(
     usual_defaults(2048, eps=1e-5), reads=ATTENTION_BIAS, rope_settings=hunyuan_rope, qk_norm="head_after"
 )
@@ -216,6 +208,7 @@ _HUNYUAN = Family(
 FAMILIES: dict[str, Family] = {
     **SPARSE,
     **CENTRED,
+    **GRANITE,
     "llama": _LLAMA,
     "llama_bidirec": replace(_LLAMA, fixed={"is_causal": False}),
     "internlm3": replace(
@@ -340,25 +333,6 @@ FAMILIES: dict[str, Family] = {
         | {"attention_bias": True, "attention_output_bias": False},
         reads=ATTENTION_BIAS | {"mlp_bias"},
         renamed={"attention_out_bias": "attention_output_bias"},
-    ),
-    "granite": _GRANITE,
-    "hyperclovax": replace(
-        _GRANITE,
-        defaults=usual_defaults(2048),
-        reads=_GRANITE.reads - {"logits_scaling"} | {"output_multiplier"},
-        renamed={"logits_scaling": "output_multiplier"},
-        norms=Norms(after=True),
-        eps_after_setting="rms_norm_eps",
-        refuses={"use_post_norm": True},
-    ),
-    "granite_swa": replace(
-        _GRANITE,
-        defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128}
-        | {"num_key_value_heads": 4, "max_position_embeddings": 8192},
-        layer_kinds=windowed_but_every_fourth_from_the_first,
-        rotated_layers=rotated_unless_listed_without_theta,
-        rope_settings=granite_swa_rope,
-        has_sinks=True,
     ),
     "glm": replace(_GLM4, norms=Norms()),
     "glm4": _GLM4,

@@ -21,7 +21,7 @@ from click.core import ParameterSource
 import infer
 from infer.cli.option_fields import Declared, Function, apply_options, argument, option
 from infer.cli.option_files import MAX_PROMPT_BYTES, MAX_PROMPTS_BYTES, is_stdin_taken, read_row, read_stdin, read_text
-from infer.compute.sampling.defaults import NEUTRAL, NEUTRAL_CHAT, PRESETS, SamplingDefaults, beside, neutral_values
+from infer.compute.sampling.defaults import CHAT_DEFAULTS, NEUTRAL, PRESETS, SamplingDefaults, beside, neutral_values
 from infer.errors import InvalidRequestError
 from infer.parameters import Bias, Flag, Number, OneOf, Texts, TokenIds
 from infer.sampling_params import ALIASES, CONSTRAINTS, PARAMETER_NAMES, PARAMETERS, SamplingParams, values_from
@@ -217,7 +217,7 @@ def _default_of(name: str) -> str:
         case "min_new_tokens":
             return "  [default: 0]"
     neutral = _OFF_BY_NAME.get(name, getattr(SamplingParams(), name))
-    in_chats = f", in a chat {NEUTRAL_CHAT[name]:g}" if name in NEUTRAL_CHAT else ""
+    in_chats = f", in a chat {CHAT_DEFAULTS[name]:g}" if name in CHAT_DEFAULTS else ""
     return f"  [default: the model's, else {neutral:g}{in_chats}]"
 
 

@@ -49,22 +49,22 @@ _EXPLANATION = (
 def run_perplexity(model: "infer.LLM", text: str, options: PerplexityOptions) -> None:
     """Write the perplexity of a text."""
     with exit_on_signal(), Spinner("predicting", shown=not options.quiet) as spinner:
-        found = measure_perplexity(model, text, options.context, spinner.progress)
-    rows = [_perplexity_row("perplexity", found), _extent_row(found)]
-    print_report(found.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
+        measured = measure_perplexity(model, text, options.context, spinner.progress)
+    rows = [_perplexity_row("perplexity", measured), _extent_row(measured)]
+    print_report(measured.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
 def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: CompareOptions) -> None:
     """Write how far a model's predictions are from those of a reference."""
     with exit_on_signal(), Spinner("comparing", shown=not options.quiet) as spinner:
-        found = measure_divergence(reference, model, text, options.context, spinner.progress)
-    rows = list(_rows(found))
+        divergence = measure_divergence(reference, model, text, options.context, spinner.progress)
+    rows = list(_rows(divergence))
     if options.html is not None:
         with exit_on_signal(), Spinner("comparing weights", shown=not options.quiet) as spinner:
             both = open_checkpoint(options.reference), open_checkpoint(options.model)
             errors = {} if both[0].path == both[1].path else weight_errors(*both, spinner.progress)
-        write_page(options.html, comparison_page((options.model, options.reference), found, rows, errors))
-    print_report(found.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
+        write_page(options.html, comparison_page((options.model, options.reference), divergence, rows, errors))
+    print_report(divergence.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
 def reference_options(context: click.Context, options: CompareOptions) -> CompareOptions:
@@ -81,23 +81,23 @@ def reference_options(context: click.Context, options: CompareOptions) -> Compar
     return replace(options, model=options.reference, settings=ModelSettings(**own))
 
 
-def _rows(found: Divergence) -> Iterator[tuple[str, str]]:
-    yield _perplexity_row("perplexity", found.other)
-    yield _perplexity_row("of the reference", found.reference)
-    yield "mean KL", f"{found.mean_kl:.3g} nats"
-    yield "median, 99 %, max", f"{found.median_kl:.3g}, {found.kl_99:.3g}, {found.largest_kl:.3g}"
-    yield "same likeliest", f"{100 * found.same_likeliest:.2f} % of the tokens"
-    yield "change of p", f"{100 * found.rms_change:.3g} %, root mean square for the right token"
-    yield "largest error", f"{found.largest_logit_error:.3g} of a logit"
-    yield _extent_row(found.reference)
+def _rows(divergence: Divergence) -> Iterator[tuple[str, str]]:
+    yield _perplexity_row("perplexity", divergence.other)
+    yield _perplexity_row("of the reference", divergence.reference)
+    yield "mean KL", f"{divergence.mean_kl:.3g} nats"
+    yield "median, 99 %, max", f"{divergence.median_kl:.3g}, {divergence.kl_99:.3g}, {divergence.largest_kl:.3g}"
+    yield "same likeliest", f"{100 * divergence.same_likeliest:.2f} % of the tokens"
+    yield "change of p", f"{100 * divergence.rms_change:.3g} %, root mean square for the right token"
+    yield "largest error", f"{divergence.largest_logit_error:.3g} of a logit"
+    yield _extent_row(divergence.reference)
 
 
-def _extent_row(found: Perplexity) -> tuple[str, str]:
-    return "over", f"{found.num_tokens:,} tokens in {found.num_windows:,} windows of {found.context}"
+def _extent_row(measured: Perplexity) -> tuple[str, str]:
+    return "over", f"{measured.num_tokens:,} tokens in {measured.num_windows:,} windows of {measured.context}"
 
 
-def _perplexity_row(name: str, found: Perplexity) -> tuple[str, str]:
-    return name, f"{found.perplexity:.4f} ± {found.standard_error:.4f}"
+def _perplexity_row(name: str, measured: Perplexity) -> tuple[str, str]:
+    return name, f"{measured.perplexity:.4f} ± {measured.standard_error:.4f}"
 
 
 def run_doctor(options: DoctorOptions) -> int:
@@ -112,27 +112,27 @@ def run_doctor(options: DoctorOptions) -> int:
         return 0
     check_page(options.html)
     with exit_on_signal(), Spinner("reading") as spinner:
-        found = examine(options.model, spinner.progress)
+        diagnosis = examine(options.model, spinner.progress)
     if options.html is not None:
-        write_page(options.html, doctor_page(found))
-    print_report(found.to_json(), finding_lines(found), as_json=options.as_json)
-    return 1 if found.findings else 0
+        write_page(options.html, doctor_page(diagnosis))
+    print_report(diagnosis.to_json(), finding_lines(diagnosis), as_json=options.as_json)
+    return 1 if diagnosis.findings else 0
 
 
-def finding_lines(found: Diagnosis) -> Iterator[str]:
+def finding_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield one line per finding, at most twenty of one kind, and then the tensors to quantise again."""
-    if not found.findings:
-        yield f"no faults found in {found.num_tensors:,} tensors and {found.num_tokens:,} tokens"
+    if not diagnosis.findings:
+        yield f"no faults found in {diagnosis.num_tensors:,} tensors and {diagnosis.num_tokens:,} tokens"
         return
     counts = Counter[str]()
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         counts[finding.kind] += 1
         if counts[finding.kind] <= _MAX_LINES:
             yield str(finding)
     for kind, count in counts.items():
         if count > _MAX_LINES:
             yield f"and {count - _MAX_LINES:,} more of this kind: {kind} (--json lists all)"
-    if names := found.requantise:
+    if names := diagnosis.requantise:
         more = f" and {len(names) - _MAX_LINES:,} more" if len(names) > _MAX_LINES else ""
         yield f"quantise again: {', '.join(names[:_MAX_LINES])}{more}"
 
@@ -142,12 +142,12 @@ def by_kind_and_layer(items: Mapping[str, Item]) -> dict[str, dict[int, list[Ite
 
     All experts of a layer are of one kind.
     """
-    found: dict[str, dict[int, list[Item]]] = {}
+    items_by_kind: dict[str, dict[int, list[Item]]] = {}
     for name, item in items.items():
         if (match := _LAYER.fullmatch(name)) is not None:
             kind = _NUMBER.sub("", f".{match[2]}").removeprefix(".").removesuffix(".weight")
-            found.setdefault(kind, {}).setdefault(int(match[1]), []).append(item)
-    return found
+            items_by_kind.setdefault(kind, {}).setdefault(int(match[1]), []).append(item)
+    return items_by_kind
 
 
 def labels_of(layers: Iterable[int]) -> list[str]:
@@ -168,23 +168,23 @@ def write_page(path: Path, content: str) -> None:
 
 
 def comparison_page(
-    names: tuple[str, str], found: Divergence, rows: Sequence[tuple[str, str]], errors: Mapping[str, float]
+    names: tuple[str, str], divergence: Divergence, rows: Sequence[tuple[str, str]], errors: Mapping[str, float]
 ) -> str:
     """Return the page of a comparison.
 
     Args:
         names: The model and the reference.
-        found: The measures.
+        divergence: The measures.
         rows: The measures as rows of names and values.
         errors: Relative errors of matrices by our names, empty if the two are not files of the same model.
     """
-    first = found.reference.context // 2 + 1
+    first = divergence.reference.context // 2 + 1
     by_position = "The mean Kullback-Leibler divergence of the tokens at each position of a window, in nats."
     by_window = "The mean of each part of the text, from beginning to end. A part of another kind is easy to see."
     sections = [
         facts(rows),
-        section("Divergence by position", by_position, _divergence_chart("position", first, found.kl_by_position)),
-        section("Divergence by window", by_window, _divergence_chart("window", 1, found.kl_by_window)),
+        section("Divergence by position", by_position, _divergence_chart("position", first, divergence.kl_by_position)),
+        section("Divergence by window", by_window, _divergence_chart("window", 1, divergence.kl_by_window)),
     ]
     explanation = "The norm of the difference, as a share of the norm of the reference's matrix. One bar per layer."
     charts = [_error_row(kind, by_layer) for kind, by_layer in by_kind_and_layer(errors).items()]
@@ -222,31 +222,31 @@ def _divergence_chart(thing: str, first: int, values: Sequence[float]) -> str:
     return tall_chart(Bars("mean KL", means, labels))
 
 
-def doctor_page(found: Diagnosis) -> str:
+def doctor_page(diagnosis: Diagnosis) -> str:
     """Return the page of a diagnosis."""
-    matrices = [each for each in found.summaries if len(each.info.shape) > 1]
-    num_bytes = sum(each.info.file_bytes for each in found.summaries)
-    num_values = sum(prod(each.info.shape) for each in found.summaries)
-    name = Path(found.path).name
+    matrices = [each for each in diagnosis.summaries if len(each.info.shape) > 1]
+    num_bytes = sum(each.info.file_bytes for each in diagnosis.summaries)
+    num_values = sum(prod(each.info.shape) for each in diagnosis.summaries)
+    name = Path(diagnosis.path).name
     tiles = [
         ("parameters", f"{num_values:,}"),
         ("size", _megabytes(num_bytes)),
         ("bits per weight", f"{8 * num_bytes / max(num_values, 1):.2f}"),
-        ("tensors", f"{found.num_tensors:,}"),
-        ("tokens", f"{found.num_tokens:,}"),
-        ("findings", f"{len(found.findings):,}"),
+        ("tensors", f"{diagnosis.num_tensors:,}"),
+        ("tokens", f"{diagnosis.num_tokens:,}"),
+        ("findings", f"{len(diagnosis.findings):,}"),
     ]
-    texts = [(each.place, f"{each.problem}: {each.fix}") for each in found.findings]
+    texts = [(each.place, f"{each.problem}: {each.fix}") for each in diagnosis.findings]
     sections = [facts(tiles), section("Findings", "", remarks(texts, instead="No faults found."))]
     layers = by_kind_and_layer({each.name: each for each in matrices})
-    bad = {each.requantise or each.place.partition(" ")[0] for each in found.findings}
+    bad = {each.requantise or each.place.partition(" ")[0] for each in diagnosis.findings}
     rows = [_kind_row(kind, by_layer, bad) for kind, by_layer in layers.items()]
     others = [each for each in matrices if not each.name.startswith("model.layers.")]
     tiles = [(each.info.name, f"{each.info.type}, {_megabytes(each.info.file_bytes)}") for each in others]
     if layers:
         sections.append(section("Size by layer", "", tall_chart(_sizes(list(layers.values())))))
     sections += _matrices("Kinds of matrices", _EXPLANATION, rows, tiles)
-    return page(f"infer doctor: {name}", found.path, sections)
+    return page(f"infer doctor: {name}", diagnosis.path, sections)
 
 
 def _sizes(kinds: Sequence[dict[int, list[TensorSummary]]]) -> Bars:

@@ -12,7 +12,7 @@ from infer.sampling_params import SamplingParams, without_aliases
 
 _GUARD = frozenset({"repetition_penalty", "repetition_window"})
 NEUTRAL: Mapping[str, Any] = {"max_new_tokens": NUM_TOKENS_OF_CALLS}
-NEUTRAL_CHAT: Mapping[str, Any] = {**NEUTRAL, "temperature": 0.7, "top_p": 0.95}
+CHAT_DEFAULTS: Mapping[str, Any] = {**NEUTRAL, "temperature": 0.7, "top_p": 0.95}
 PRESETS: Mapping[str, Mapping[str, Any]] = {  # --preset NAME
     "seed": {
         "temperature": 0.8,
@@ -50,7 +50,7 @@ class SamplingDefaults(Mapping[str, Any]):
 
 def neutral_values(*, is_chat: bool) -> Mapping[str, Any]:
     """Return the values to use if neither the request nor the model names one."""
-    return NEUTRAL_CHAT if is_chat else NEUTRAL
+    return CHAT_DEFAULTS if is_chat else NEUTRAL
 
 
 def beside(from_model: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
         messages = _with_text_before_calls(messages)
     if formats.takes_results_in_calls:
         messages = _with_results_in_calls(messages, names)
-    found = list[Message]()
+    shown_messages = list[Message]()
     for index, message in enumerate(messages):
         shown = message
         if isinstance(message, Mapping) and message.get("tool_calls"):
@@ -33,17 +33,17 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
         elif _role_of(message) == "tool" and not formats.shows_results:
             text = _result_as_text(message, names)
             if index > 0 and _role_of(messages[index - 1]) == "tool":
-                before = found[-1]["content"].removesuffix(_AFTER_RESULTS)
-                found[-1] = {"role": "user", "content": f"{before}\n{text}"}
+                before = shown_messages[-1]["content"].removesuffix(_AFTER_RESULTS)
+                shown_messages[-1] = {"role": "user", "content": f"{before}\n{text}"}
                 continue
             shown = {"role": "user", "content": text}
-        found.append(shown)
-    return found if not tools or formats.shows_tools else _with_tools(found, tools, formats)
+        shown_messages.append(shown)
+    return shown_messages if not tools or formats.shows_tools else _with_tools(shown_messages, tools, formats)
 
 
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with one call each, each followed by the results of its call."""
-    found = list[Message]()
+    ordered = list[Message]()
     pending = deque[Message]()  # messages with the further calls of one message
     num_pending = Counter[str | None]()  # number of these per call id
     for message in messages:
@@ -52,53 +52,53 @@ def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
             wanted = _text_of(message, "tool_call_id")
             is_next = num_pending[wanted] == 0  # its call is already before it
             while not is_next:
-                found.append(pending.popleft())
-                call_id = _text_of(found[-1]["tool_calls"][0], "id")
+                ordered.append(pending.popleft())
+                call_id = _text_of(ordered[-1]["tool_calls"][0], "id")
                 num_pending[call_id] -= 1
                 is_next = call_id == wanted
         elif pending:
-            found += pending
+            ordered += pending
             pending.clear()
             num_pending.clear()
         if isinstance(calls, list) and len(calls) > 1 and all(isinstance(call, Mapping) for call in calls):
             message = {**message, "tool_calls": calls[:1]}
             pending = deque({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:])
             num_pending = Counter(_text_of(call, "id") for call in calls[1:])
-        found.append(message)
-    return [*found, *pending]
+        ordered.append(message)
+    return [*ordered, *pending]
 
 
 def _with_text_before_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages, with the text of a message with calls moved to a message before it."""
-    found = list[Message]()
+    divided = list[Message]()
     for message in messages:
         if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
-            found += [{"role": message.get("role"), "content": message["content"]}, {**message, "content": ""}]
+            divided += [{"role": message.get("role"), "content": message["content"]}, {**message, "content": ""}]
         else:
-            found.append(message)
-    return found
+            divided.append(message)
+    return divided
 
 
 def _with_results_in_calls(messages: Sequence[Message], names: Mapping[str, str]) -> list[Message]:
     """Return the messages with the results of calls inside the calling message, and the text that answers them."""
-    found = list[Message]()
+    joined = list[Message]()
     for message in messages:
-        last = found[-1] if found and isinstance(found[-1], Mapping) else {}
+        last = joined[-1] if joined and isinstance(joined[-1], Mapping) else {}
         calls, role = last.get("tool_calls"), _role_of(message)
         if role == "tool" and calls:
             name = message.get("name") or names.get(str(message.get("tool_call_id")), "unknown")
             response = {"name": name, "response": message.get("content")}
-            found[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), response]}
+            joined[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), response]}
         elif role == "assistant" and last.get("tool_responses") and not message.get("tool_calls"):
-            found[-1] = {**last, "content": message.get("content")}
+            joined[-1] = {**last, "content": message.get("content")}
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
 def _text_of(value: Mapping[str, Any], name: str) -> str | None:
-    found = value.get(name)
-    return found if isinstance(found, str) else None
+    text = value.get(name)
+    return text if isinstance(text, str) else None
 
 
 def _role_of(message: Any) -> Any:
@@ -106,16 +106,16 @@ def _role_of(message: Any) -> Any:
 
 
 def _as_taken(message: Message, formats: TemplateFormats) -> Message:
-    found = dict(message)
-    name = next((each for each in REASONING_FIELDS if found.get(each)), None)
-    if not formats.takes_both and name is not None and found.get("content"):
-        found[name] = f"{found[name]}\n\n{text_of_content(found['content'])}"
-        found["content"] = ""
-    if formats.takes_no_content and not found.get("content"):
-        found.pop("content", None)
+    shown = dict(message)
+    name = next((each for each in REASONING_FIELDS if shown.get(each)), None)
+    if not formats.takes_both and name is not None and shown.get("content"):
+        shown[name] = f"{shown[name]}\n\n{text_of_content(shown['content'])}"
+        shown["content"] = ""
+    if formats.takes_no_content and not shown.get("content"):
+        shown.pop("content", None)
     if not formats.takes_values:
-        found["tool_calls"] = [_call_with_text(call) for call in found["tool_calls"]]
-    return found
+        shown["tool_calls"] = [_call_with_text(call) for call in shown["tool_calls"]]
+    return shown
 
 
 def _call_with_text(call: Any) -> Any:

@@ -143,6 +143,13 @@ def add_modules(folder: Path, pooling: str, *sizes: int) -> None:
         write_dense(folder / f"{place}_Dense", columns, rows, False, "Identity")
 
 
+def test_the_size_of_vectors_that_gguf_has_no_key_for_is_named(tmp_path: Path) -> None:
+    add_modules(make_folder(tmp_path, "bert", None), "mean_tokens")
+    (tmp_path / "config_sentence_transformers.json").write_text('{"truncate_dim": 24}')
+    with pytest.warns(UserWarning, match="no key for truncate_dim: pass dimensions=24 for vectors as of the folder"):
+        export_plan(open_checkpoint(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("name", "pooling", "num_types"),
     [("bert", "mean_tokens", 2), ("distilbert", "mean_tokens", 1), ("xlm-roberta", "cls_token", 2)],

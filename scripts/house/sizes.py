@@ -30,6 +30,7 @@ UNCOUNTED_DATA |= {"answers.json", "field-reports.toml"}
 # Tables of names. Every other file outside the folder `families` should get what it needs from the row of a family.
 FILES_OF_NAMES = {"formats.py", "forms.py", "pre_tokenizers.py", "supported.py", "hub_models.py", "reranker_files.py"}
 GGUF_NAMES = ["gemma-embedding", "llama-embed", "mistral3"]  # all others are names of families, perhaps without "_"
+NO_NAMES = {"gpt2"}  # families whose names mean more: GGUF files of every byte-level BPE say so
 NO_FAMILIES = re.compile("llama[._ ]?cpp|llama-gguf-split|ollama", re.IGNORECASE)  # programs
 SYNONYMS = re.compile("Reply|Replies|Query|Queries|Question|Inquiry|Respond")  # `Response…` is the name of OpenAI's API
 
@@ -109,7 +110,7 @@ def room_of(path: str) -> str:
 
 def naming_families(sources: list[Source]) -> Iterator[str]:
     """Yield the files outside the tables that have a family's name in an identifier or in a string."""
-    names = [*families(sources), *GGUF_NAMES]
+    names = [*families(sources) - NO_NAMES, *GGUF_NAMES]
     alternatives = "|".join(re.escape(name).replace("_", "[_-]?") for name in sorted(names, key=len, reverse=True))
     inside_words = re.compile(alternatives, re.IGNORECASE)
     pattern = re.compile(f"(?<![A-Za-z0-9])(?:{alternatives})(?![A-Za-z0-9])", re.IGNORECASE)
@@ -122,13 +123,23 @@ def naming_families(sources: list[Source]) -> Iterator[str]:
 
 
 def families(sources: list[Source]) -> set[str]:
-    """Return the keys of the table FAMILIES."""
+    """Return the keys of the table FAMILIES, and of the tables that it takes in."""
+    tables = dict[str, ast.Dict]()
     for source in sources:
         for node in source.nodes:
             match node:
-                case ast.AnnAssign(target=ast.Name(id="FAMILIES"), value=ast.Dict(keys=keys)):
-                    return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
-    raise ValueError("no file of src/infer has the table FAMILIES")
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as table):
+                    tables[name] = table
+    return set(_keys_of("FAMILIES", tables))
+
+
+def _keys_of(name: str, tables: Mapping[str, ast.Dict]) -> Iterator[str]:
+    for key, value in zip(tables[name].keys, tables[name].values, strict=True):
+        match key, value:
+            case ast.Constant(), _:
+                yield str(key.value)
+            case None, ast.Name(id=other) if other in tables:
+                yield from _keys_of(other, tables)
 
 
 def _add_other_files(counts: Counts, root: Path) -> None:

@@ -104,8 +104,7 @@ class TextCalls(ABC):
             prompt_name: Name of a prompt in the model's files, such as "query", to put before each text. None: the
                 default prompt of the files, if any.
             dimensions: Number of first dimensions to keep. None: the files' `truncate_dim`, otherwise all.
-            normalize: True for vectors of length 1, False for vectors of any length. None: the setting in the model's
-                files, otherwise True.
+            normalize: True for vectors of length 1, False for any length. None: the setting in the files, or True.
             truncate: True to cut texts that do not fit the context, with a `TruncationWarning`. False refuses them.
 
         Returns:

@@ -46,6 +46,13 @@ def _is_met(barrier, state):
     return barrier != NO_BARRIER and (barrier != BARRIER_IF_MANY or max(state.num_tokens, state.num_logits) > 1)
 
 
+@njit
+def _is_overdue(args, stalls, started):
+    """Return True if waits of so many nanoseconds, since a time, are longer than thread 0's patience."""
+    beyond = stalls - args.patience if args.patience != 0 else 0
+    return beyond > 0 and beyond > (atomics.nanoseconds() - started) >> _SHARE_SHIFT
+
+
 def dispatch(args, state, thread, num_threads):
     """Run the commands of a table.
 
@@ -63,11 +70,9 @@ def dispatch(args, state, thread, num_threads):
                 atomics.call_command(row.function, row.arguments, address_of(state), part, num_threads)
             if not is_alone and _is_met(flag, state):
                 barrier += 1
-                beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
-                if beyond > 0 and beyond > (atomics.nanoseconds() - started) >> _SHARE_SHIFT:
+                if thread == 0 and _is_overdue(args, stalls, started):
                     atomics.atomic_store(state.dismissed, barrier)  # before its own arrival: all see it after it
-                lost = wait_at_barrier(state, thread, num_threads, barrier)
-                stalls += 0 if flag == READ_BARRIER else lost
+                stalls += (flag != READ_BARRIER) * wait_at_barrier(state, thread, num_threads, barrier)
                 if atomics.atomic_load(state.dismissed) == barrier:
                     is_alone, first, end = True, 0, num_threads
             if reading != 0:
@@ -87,8 +92,7 @@ def dispatch(args, state, thread, num_threads):
                 stalls += wait_at_barrier(state, thread, num_threads, barrier)
             if is_stopped:
                 break
-    if stalls != 0:
-        atomics.atomic_add(state.stalls, stalls)
+    atomics.atomic_add(state.stalls, stalls)
 
 
 def serve(job, state, thread, spins):

@@ -8,7 +8,7 @@ ENV PATH=/opt/infer/bin:$PATH
 
 # torch comes first, from where it is built for CPUs: the usual one brings gigabytes of libraries for GPUs.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG TORCH="torch>=2.11,<2.14"
+ARG TORCH="torch>=2.11,<2.16"
 RUN PIP_INDEX_URL=$TORCH_INDEX pip install "$TORCH"
 
 WORKDIR /source

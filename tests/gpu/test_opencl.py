@@ -250,7 +250,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
         return on_cpu, make_world("windows", tmp_path_factory.mktemp("opencl"))
 
 
-@pytest.mark.slow(rest=3)
+@pytest.mark.slow(cases=1, rest=3)
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_an_answer_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[World, World]) -> None:
     """Samplers, grammars and log-probabilities are each tried with drafts of every kind and with neighbours."""

@@ -186,7 +186,7 @@ def test_greedy_is_the_argmax_of_transformers(tiny: Tiny, tmp_path: Path, monkey
     oracle = make_tiny(replace(tiny, config=config), tmp_path)
     write_byte_tokenizer(tmp_path)
     llm = LLM(tmp_path, dtype="float32")
-    monkeypatch.setattr("infer.engine.step.steps.DraftPolicy", lambda most, priors: Always())
+    monkeypatch.setattr("infer.engine.step.drafting.DraftPolicy", lambda most, priors: Always())
     params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
     prompts = ["abcabcabcab", "a", "to be or not to be or not"]
     results = [llm.generate(prompt, params, speculation="ngram") for prompt in prompts]

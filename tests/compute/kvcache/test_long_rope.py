@@ -79,7 +79,7 @@ def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
 ) -> None:
     prompt = random_ids(length)
     expected = expected_greedy(oracle, prompt, 24)
-    monkeypatch.setattr("infer.engine.step.steps.DraftPolicy", lambda most, priors: Always())
+    monkeypatch.setattr("infer.engine.step.drafting.DraftPolicy", lambda most, priors: Always())
     monkeypatch.setattr("infer.engine.speculation.ngram.NgramDraft", partial(Oracle, "right", expected))
     result = llm.generate(prompt, GREEDY, speculation=speculation)
     assert result.token_ids == expected

@@ -2,7 +2,8 @@
 
 A model is loaded twice: by a server, and by a program that calls `LLM.stream`. Each process starts with a profiler
 (`call_notes`). Each case is asked once without being counted, so what happens once per process is left out. Then it is
-asked fifteen times, and what every one of these requests passes counts: what only some pass depends on the clock.
+asked fifteen times, and what every one of these requests passes counts: what only some pass depends on the clock. Three
+functions are left out, because on a busy machine every request passes them.
 
 From Python 3.12 on, most comprehensions are no functions. The limits are numbers of Python 3.11.
 """
@@ -38,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 STREAM = "LLM.stream"
+ON_BUSY_MACHINES = ("TokenTimer.waited", "StepCosts._solve", "_solved")  # and what is inside them
 Calls = set[tuple[str, ...]]  # (kind, file or module, name) of each function called and of each type created
 
 
@@ -87,12 +89,12 @@ def count_flow(source: Path = SOURCE) -> dict[str, int]:
     for case, passed in shared.items():
         numbers[f"{case}: files"] = len(files_of(passed))
         numbers[f"{case}: functions"] = len(functions_of(passed))
-    numbers[f"{STREAM}: own types"] = len(shared[STREAM]) - len(functions_of(shared[STREAM]))
+    numbers[f"{STREAM}: own types"] = sum(kind != "function" for kind, _, _ in shared[STREAM])
     return numbers
 
 
 def functions_of(calls: Calls) -> Calls:
-    return {call for call in calls if call[0] == "function"}
+    return {call for call in calls if call[0] == "function" and not call[2].startswith(ON_BUSY_MACHINES)}
 
 
 def files_of(calls: Calls) -> set[str]:

@@ -30,7 +30,7 @@ class Drafting:
     def __init__(self, ngrams: Drafter | None = None, model: Drafter | None = None) -> None:
         """Begin without sequences. `model` computes its drafts; without one, only n-grams are looked up."""
         self._ngrams: Drafter = NgramDrafter() if ngrams is None else ngrams
-        self._model = model
+        self.model = model
         self._policies: dict[int, list[tuple[Drafter, DraftPolicy]]] = {}  # by slot
         self._by_model = set[int]()  # slots whose drafts for the next step the model makes
         self._seconds = 0.0  # in which the model has drafted since the last `take_seconds`
@@ -42,8 +42,8 @@ class Drafting:
         """
         options, slot = sequence.request.options, sequence.slot
         drafters = [] if options.speculation in ("off", None) else [self._ngrams]
-        if self._model is not None and options.speculation in ("draft", None):
-            drafters = [self._ngrams, self._model]
+        if self.model is not None and options.speculation in ("draft", None):
+            drafters = [self._ngrams, self.model]
         for drafter in drafters:
             policy = DraftPolicy(options.num_draft_tokens, drafter.priors)
             self._policies.setdefault(slot, []).append((drafter, policy))
@@ -75,7 +75,7 @@ class Drafting:
         for drafter, own in counts.items():
             started = time.perf_counter()
             drafts = _proposed(drafter, own)
-            if drafter is self._model:
+            if drafter is self.model:
                 self._seconds += time.perf_counter() - started
                 self._by_model |= {sequence.slot for sequence in own}
             for sequence, token_ids in drafts.items():
@@ -90,7 +90,7 @@ class Drafting:
                 size = policy.num_draft_tokens(times, confidence, sequence.num_pending, cost)
                 if size and policy.speed > speed:
                     best, count, speed = drafter, size, policy.speed
-        if not count and self._model is not None and times.is_known(1):
+        if not count and self.model is not None and times.is_known(1):
             room_seconds = sequence.room * times.seconds(1)
             for drafter, _ in self._policies[slot]:
                 if drafter.confidence(slot) and (size := drafter.trial(slot, room_seconds)):
@@ -122,18 +122,18 @@ class Drafting:
 
         `times` is None if the step also had other tokens than drafts. Then its drafts count as if they saved nothing.
         """
-        if self._model is None:
+        if self.model is None:
             return
         pace, gained = times.seconds(1) if times is not None and times.is_known(1) else 0.0, -draft_seconds
         if pace and (num_drafts := sum(each.num_drafts for each in drafted)):
             own = [each for each in drafted if each.slot in self._by_model]
             share = sum(each.num_drafts for each in own) / num_drafts
             gained += sum(each.num_accepted for each in own) * pace / num_sequences - (seconds - pace) * share
-        self._model.account(gained, seconds, pace)
+        self.model.account(gained, seconds, pace)
 
     def trim(self) -> int:
         """Return unused memory of drafters to the system, and return the number of bytes."""
-        return self._ngrams.trim() + (0 if self._model is None else self._model.trim())
+        return self._ngrams.trim() + (0 if self.model is None else self.model.trim())
 
     def release(self, slot: int) -> None:
         """Forget the sequence that loses this slot."""

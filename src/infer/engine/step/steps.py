@@ -131,7 +131,7 @@ class Steps:
             pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
-        spent = self._drafting.take_seconds()
+        spent = 0.0 if self._drafting.model is None else self._drafting.take_seconds()
         return LaunchedStep(plan, works, pending, filling, parts, started, spent, is_multi_step, behind is not None)
 
     def _planned(self, active: list[Sequence]) -> tuple[Plan, list[Work]]:
@@ -234,7 +234,8 @@ class Steps:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
         if parts:
             self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
-        self._drafting.account(drafted, len(works), seconds - held_up, launched.draft_seconds, times)
+        if self._drafting.model is not None:
+            self._drafting.account(drafted, len(works), seconds - held_up, launched.draft_seconds, times)
         for row in cut:
             self._slots.params.renew(works[row].sequence)
         self._drafting.observe([sequence for sequence, chunk in compress(works, counted) if chunk.has_logits])

@@ -41,7 +41,7 @@ class Run(ABC):
         self.num_threads = thread_pool().num_threads  # to share work by
         self.max_threads = MAX_THREADS  # to size scratch by: a later pool may be larger
         self.label = ""
-        self._checks = list[Callable[[], None]]()
+        self.checks = list[Callable[[], None]]()
 
     def enter(self, label: str) -> None:
         """Set the label of the commands that follow."""
@@ -49,12 +49,12 @@ class Run(ABC):
 
     def check_after(self, check: Callable[[], None]) -> None:
         """Call `check` after each run."""
-        if check not in self._checks:
-            self._checks.append(check)
+        if check not in self.checks:
+            self.checks.append(check)
 
     def check(self) -> None:
         """Raise an error if the last run has met one. Its results are not valid then."""
-        for check in self._checks:
+        for check in self.checks:
             check()
 
     def append(self, name: str, arguments: Arguments, barrier: int, maker: str, *variant: str | int) -> None:

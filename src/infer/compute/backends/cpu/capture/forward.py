@@ -75,7 +75,8 @@ class CapturedForward(Captured):
         for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
             thread_pool().run(self._table, self._recording.state, num_threads)
-            self._recording.check()
+            if self._recording.checks:
+                self._recording.check()
             pieces.append(self._logits[: len(piece.logit_indices)])
             if len(piece.tokens) < len(step.tokens):
                 pieces[-1] = pieces[-1].clone()
@@ -99,7 +100,8 @@ class CapturedForward(Captured):
         self._load(chunks, starts)
         state = self._recording.state
         generated = self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt)
-        self._recording.check()
+        if self._recording.checks:
+            self._recording.check()
         return generated
 
     def launch(
@@ -114,7 +116,8 @@ class CapturedForward(Captured):
         check_verified(chunks, columns)
         self._load(chunks, starts)
         generated = self._verifier.run(self._recording.state, chunks, starts, columns, history, masks)
-        self._recording.check()
+        if self._recording.checks:
+            self._recording.check()
         return PendingStep.ended(generated)
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int, num_threads: int | None = None) -> int:

@@ -63,12 +63,12 @@ class AdaptiveThreads:
         return self._numbers[self._present]
 
     def choose(self, now: float) -> Choice:
-        is_judged = now < self._next_trial  # the present number was the better one a moment ago
+        is_judged, number = now < self._next_trial, self._numbers[self._present]  # was it the better one a moment ago?
         if not is_judged and self._is_suspicious:
             return Choice(self._numbers[self._present - self._num_lower], _TRIAL_PATIENCE, is_trial=True)
-        if not is_judged and self.num_threads != self._numbers[-1]:
+        if not is_judged and number != self._numbers[-1]:
             return Choice(self._numbers[self._present + 1], _TRIAL_PATIENCE, is_trial=True)
-        return Choice(self.num_threads, 0.0 if is_judged else _PATIENCE)
+        return Choice(number, 0.0 if is_judged else _PATIENCE)
 
     def learn(self, kind: Kind, choice: Choice, outcome: Outcome) -> None:
         cost = self._cost_by_kind.get(kind)

@@ -165,8 +165,8 @@ def _growing_numbers(root: Path, sources: list[Source]) -> dict[str, int]:
     return {
         "planted faults": len(faults),
         "families": len(families(sources)),
-        "rows of docs/models.md": len(rows),
-        "settings proven in docs/models.md": sum(len(row[-1].split(", ")) for row in rows),
+        "rows of docs/reference/models.md": len(rows),
+        "settings proven in docs/reference/models.md": sum(len(row[-1].split(", ")) for row in rows),
         **_guarded(root / "tests" / "data"),
     }
 

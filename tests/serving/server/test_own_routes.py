@@ -312,8 +312,14 @@ def test_names_of_other_servers_are_taken(ranked: Served, judge: LLM) -> None:
     assert "max_chunks" in answer["infer"]["warnings"][0]
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
-def test_a_body_of_text_embeddings_inference_gets_its_list(ranked: Served, judge: LLM, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_texts_are_documents_at_the_paths_of_cohere(ranked: Served, path: str) -> None:
+    answers = [ranked.ask(path, query=QUERY, **{name: DOCUMENTS}) for name in ("texts", "documents")]
+    assert answers[0]["results"] == answers[1]["results"] != []
+
+
+def test_a_body_of_text_embeddings_inference_gets_its_list(ranked: Served, judge: LLM) -> None:
+    path = "/rerank"
     body = {"query": QUERY, "texts": DOCUMENTS, "truncate": False, "raw_scores": False, "return_text": False}
     expected = judge.rerank(QUERY, DOCUMENTS)
     assert ranked.ask(path, **body) == [{"index": each.index, "score": each.score} for each in expected]

@@ -39,7 +39,7 @@ from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import check_model, enter, json_response, post, text_tokens, while_connected
 from infer.serving.server.server_state import ServerState
 
-_RERANKED = RerankOutput | list[RankedText]
+_Ranked = RerankOutput | list[RankedText]  # as Cohere, or as Text Embeddings Inference
 _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
 
 
@@ -68,16 +68,22 @@ async def embed(
     return Response(await while_connected(request, encoded), media_type="application/json")
 
 
-async def rerank(request: Request, state: ServerState, body: RerankBody) -> Response:
+async def rerank(request: Request, state: ServerState, body: RerankBody, *, lists_texts: bool = False) -> Response:
+    """Rank documents. If `lists_texts`, a body with `texts` gets the list of Text Embeddings Inference."""
     documents, call = body.document_texts(), call_of(request)
     check_model(request, state, body.model)
     pairs, names = [(body.query, each) for each in documents], (body.documents_name, "query")
     scores, num_tokens = await _score(request, state, body, pairs, names, is_raw=bool(body.raw_scores))
     best, usage = ranked(scores, documents, body.top_n), EmbeddingsUsage(num_tokens, num_tokens)
-    if body.texts is not None:
+    if lists_texts and body.texts is not None:
         return json_response(body.ranked_texts(best), call)
     own_id = "rerank-" + call.id.removeprefix("req-")
     return json_response(RerankOutput(id=own_id, model=call.model, results=body.items(best), usage=usage), call)
+
+
+async def rank_texts(request: Request, state: ServerState, body: RerankBody) -> Response:
+    """Rank at the one path that Text Embeddings Inference has, which clients of other servers use without /v1."""
+    return await rerank(request, state, body, lists_texts=True)
 
 
 async def score(request: Request, state: ServerState, body: ScoreBody) -> Response:
@@ -150,9 +156,10 @@ def _list_response(
 ROUTES = [
     post("/v1/embeddings", embeddings, "Convert texts to vectors", EmbeddingsBody, Embeddings, "embeddings"),
     *(
-        post(path, rerank, "Rank documents by their relevance to a query", RerankBody, _RERANKED, "rerank")
+        post(path, rerank, "Rank documents by their relevance to a query", RerankBody, RerankOutput, "rerank")
         for path in ("/v1/rerank", "/v2/rerank")
     ),
+    post("/rerank", rank_texts, "Rank texts by their relevance to a query", RerankBody, _Ranked, "rerank"),
     post("/v1/score", score, "Score how relevant texts are to others", ScoreBody, ScoreOutput, "rerank"),
     post("/v1/classify", classify, "Label texts", ClassifyBody, ClassifyOutput, "classify"),
 ]

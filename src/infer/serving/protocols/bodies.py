@@ -27,7 +27,7 @@ from infer.sampling_params import (
     UnknownParameterError,
     without_zeros,
 )
-from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
+from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown, without_nulls
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.answer_format import reasoning_of
 from infer.text.toolcalls.tools import past_arguments as read_past_arguments
@@ -71,14 +71,19 @@ class Served:
     ) -> list[SamplingParams]:
         """Return the parameters of a body's choices, from its values, the command's, `otherwise` and the model's.
 
-        If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats. Raises BodyError.
+        If `prompt_name` is "prompt", the defaults for texts apply, else the defaults for chats. The seed of the first
+        choice is `seed` modulo 2⁶⁴, or random if it is None. The other seeds are hashes of the first one and the
+        choice's index. Raises BodyError.
         """
         given = {**otherwise, **self.values, **without_zeros(values)}
         if "json_schema" in given:
             given["json_schema"] = with_objects(given["json_schema"])
         with refusing(prompt_name):
-            first = default_params(self.llm.sampling_defaults, is_chat=prompt_name != "prompt", **given)
-            return [replace(first, seed=each) for each in seeds_of(self.seed if seed is None else seed, num_choices)]
+            params = default_params(self.llm.sampling_defaults, is_chat=prompt_name != "prompt", **given)
+        seed = self.seed if seed is None else seed
+        first = secrets.randbits(SEED_BITS) if seed is None else seed % 2**64
+        others = [seed_of(first, str(index)) >> (64 - SEED_BITS) for index in range(1, num_choices)]
+        return [replace(params, seed=each) for each in (first, *others)]
 
 
 def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
@@ -136,16 +141,6 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
 
 
-def seeds_of(seed: int | None, num_choices: int) -> list[int]:
-    """Return one seed per choice. The first is `seed` modulo 2⁶⁴, or random if it is None.
-
-    The other seeds are hashes of the first one and the choice's index.
-    """
-    first = secrets.randbits(SEED_BITS) if seed is None else seed % 2**64
-    others = [seed_of(first, str(index)) >> (64 - SEED_BITS) for index in range(1, num_choices)]
-    return [first, *others]
-
-
 def template_variables(
     given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> dict[str, Any]:
@@ -163,7 +158,7 @@ def template_variables(
         if name in PARAMETER_NAMES or name in ALIASES:
             raise refuse(f"{param} is a sampling parameter: move it out of {place}", param)
     own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
+    return {**(given or {}), **without_nulls(own)}
 
 
 def refusal(error: InvalidRequestError, prompt_name: str, query_name: str = "query") -> BodyError:

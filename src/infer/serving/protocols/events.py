@@ -15,7 +15,7 @@ from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import Complete, as_given
 
 Chunk = Output | Json  # a dict is an event whose `type` is also its name
-_Chunk = TypeVar("_Chunk", bound=Chunk)
+_Answer = TypeVar("_Answer")
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 Scores = Sequence[TokenLogprob | None]  # one entry per token of a prompt
 DONE = b"data: [DONE]\n\n"
@@ -136,7 +136,7 @@ class Shape(ErrorShape, ABC):
         return self.failure(error)
 
 
-def with_warnings(answer: _Chunk, warnings: Sequence[str]) -> _Chunk:
+def with_warnings(answer: _Answer, warnings: Sequence[str]) -> _Answer:
     """Add the warnings about the body, if any, to an answer that can hold them, and return it."""
     if warnings and isinstance(answer, Output):
         answer.infer = Extension() if answer.infer is UNSET else answer.infer

@@ -83,10 +83,15 @@ def declares(*bodies: Bodies) -> Callable[[type[_Body]], type[_Body]]:
     return extend
 
 
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not null: null means absent."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def values_of(body: msgspec.Struct, declared: dict[str, Parameter]) -> dict[str, Any]:
-    """Return the values that a body gives, by their declared names. Null means absent."""
-    given = {name: getattr(body, each.body_name or name, None) for name, each in declared.items() if each.bodies}
-    return {name: value for name, value in given.items() if value is not None}
+    """Return the values that a body gives, by their declared names."""
+    names = {name: each.body_name or name for name, each in declared.items() if each.bodies}
+    return without_nulls({name: getattr(body, given_name, None) for name, given_name in names.items()})
 
 
 def _type_of(declared: Parameter) -> Any:
@@ -172,9 +177,8 @@ type_info = cache(inspect.type_info)
 @cache
 def _types_of(cls: type[Struct]) -> dict[str, tuple[inspect.Type, ...]]:
     """Return the alternative types of each field of a Struct."""
-    found = inspect.type_info(cls)
-    assert isinstance(found, inspect.StructType)
-    return {each.encode_name: tuple(flat(each.type)) for each in found.fields}
+    struct: Any = type_info(cls)
+    return {each.encode_name: tuple(flat(each.type)) for each in struct.fields}
 
 
 def flat(found: inspect.Type) -> Iterator[inspect.Type]:

@@ -91,7 +91,7 @@ _OTHER_ROUTE = "it is not supported on this route: use /v1/chat/completions"
 _NO_SAMPLER = "this sampler is not supported: leave it out"
 _SCHEMA_FIX = 'use response_format: {"type": "json_schema", "json_schema": {"name": …, "schema": …}}'
 _LENGTHS = ("max_tokens", "max_output_tokens")
-_HINT = Foreign(is_hint=True)
+HINT = Foreign(is_hint=True)
 _SCHEMA = Foreign(_SCHEMA_FIX, becomes=_schema_format)
 _LENGTH = Foreign("use max_tokens", same_as=_LENGTHS)
 # llama.cpp's. No other request has the salt, so false finds no earlier prompt.
@@ -114,11 +114,11 @@ FOREIGN: Mapping[str, Foreign] = {
             *("min_keep", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
             *("xtc_threshold", "dynatemp_exponent"),
         ),
-        _HINT,
+        HINT,
     ),
     "cache_prompt": CACHE_PROMPT,
     # OpenAI's.
-    "audio": _HINT,  # it matters only if `modalities` has audio
+    "audio": HINT,  # it matters only if `modalities` has audio
     "background": Foreign("answers are not stored: leave it out and read the stream", (False,)),
     "best_of": Foreign("request n answers with logprobs, and choose one", (0, 1)),
     "context_management": Foreign("contexts are not compacted: leave it out", ([], {})),

@@ -6,7 +6,7 @@ The server's routes and the rows of `infer batch` share them.
 import base64
 from collections.abc import Mapping, Sequence
 from itertools import starmap
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -21,6 +21,7 @@ from infer.serving.protocols.openai.ask import Body
 
 Encoding = Literal["float", "base64"]
 _Index = Annotated[int, Meta(ge=0)]
+_Item = TypeVar("_Item")
 _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
@@ -188,19 +189,13 @@ class Score(Struct, tag_field="object", tag="score"):
     score: float
 
 
-class ScoreOutput(Output, tag_field="object", tag="list"):
+class ListOutput(Output, Generic[_Item], kw_only=True, tag_field="object", tag="list"):
+    """The scores or the labels of texts."""
+
     id: str
     created: Count
     model: str
-    data: list[Score]
-    usage: EmbeddingsUsage
-
-
-class ClassifyOutput(Output, tag_field="object", tag="list"):
-    id: str
-    created: Count
-    model: str
-    data: list[Labelled]
+    data: list[_Item]
     usage: EmbeddingsUsage
 
 

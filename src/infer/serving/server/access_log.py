@@ -39,8 +39,7 @@ def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
     """Return the app with a call per request. A child process receives ids and names of keys from its parent."""
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await app(scope, receive, send)
+        if scope["type"] != "http":  # an application of Ray also hears of its lifespan
             return
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
@@ -65,6 +64,8 @@ def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
             await app(scope, receive, send_with_id)
         finally:
             state.calls.discard(call)
+            if call.entry is not None:
+                state.door.leave(call.entry)
             if not (call.is_forwarded or call.is_probe):
                 count_call(state, call)
 

@@ -13,8 +13,8 @@ import hashlib
 import hmac
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from ipaddress import ip_address
+from collections.abc import Callable, Iterable, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -42,7 +42,7 @@ from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 
-_MODULES = (*(status, served_models, protocols, retrieval, ollama, tokens, answer_trace, web_files),)
+_MODULES = (status, served_models, protocols, retrieval, ollama, tokens, answer_trace, web_files)
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)
 _ANSWER_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
@@ -85,8 +85,6 @@ def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
     guard = make_guard(state.settings)
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         call = call_of(HTTPConnection(scope))
         path, found = _find(rows, scope["path"].removeprefix(scope.get("root_path", "")))
         row = next((each for each in found if scope["method"] in each.methods), None)
@@ -153,15 +151,30 @@ def _missing(method: str, path: str, found: Iterable[Endpoint], rows: Iterable[E
 def make_guard(settings: ServerSettings) -> Callable[[Headers, bool], str]:
     """Return a function that returns the name of a request's key, from its headers and if its path is open.
 
-    The function raises ApiError 401 or 403 for a request that may not enter.
+    The function raises ApiError 401 or 403 for a request that may not enter. All keys are compared, each in constant
+    time. Names of hosts that are local or allowed are served.
     """
     name_by_digest = {_digest(key): name for key, name in settings.api_keys.items()}
-    hosts = _allowed_hosts(settings)
+    allowed = {_plain(name) for name in (settings.host, *settings.allowed_hosts)}
+    serves_all = settings.api_keys or settings.is_child or "*" in allowed or not _is_loopback(settings.host)
 
     def check(headers: Headers, is_open: bool) -> str:
-        if hosts is not None:
-            _check_host(headers.get("host", ""), hosts, settings)
-        return "" if is_open or not name_by_digest else _key_name(headers, name_by_digest)
+        host = headers.get("host", "")
+        name = _plain(host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0])
+        if not (serves_all or _is_local(name) or name in allowed):
+            message = (
+                f"the host {name!r:.80} is not served: a server without keys on {settings.host} answers to local "
+                f"names; start it with --allowed-host {name:.80}"
+            )
+            raise ApiError(403, message, code="host_not_allowed")
+        if is_open or not name_by_digest:
+            return ""
+        digest = _digest(_key_of(headers))
+        names = [name for known, name in name_by_digest.items() if hmac.compare_digest(known, digest)]
+        if not names:
+            message = "a valid API key is needed: send Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return names[0]
 
     return check
 
@@ -192,16 +205,6 @@ def read_keys(path: Path) -> dict[str, str]:
     return names
 
 
-def _key_name(headers: Headers, name_by_digest: Mapping[bytes, str]) -> str:
-    """Return the name of the request's key. All keys are compared, each in constant time. Raises ApiError 401."""
-    digest = _digest(_key_of(headers))
-    found = [name for known, name in name_by_digest.items() if hmac.compare_digest(known, digest)]
-    if not found:
-        message, challenge = "a valid API key is needed: send Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, message, code="invalid_api_key", headers=challenge)
-    return found[0]
-
-
 def _key_of(headers: Headers) -> str:
     """Return the key as OpenAI's clients send it (Authorization: Bearer), else as Anthropic's do (x-api-key)."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -213,45 +216,25 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _allowed_hosts(settings: ServerSettings) -> set[str] | None:
-    """Return the names that are served in addition to local ones, or None if every name is served."""
-    allowed = {_plain(name) for name in (settings.host, *settings.allowed_hosts)}
-    if settings.api_keys or settings.is_child or "*" in allowed or not _is_loopback(settings.host):
-        return None
-    return allowed
-
-
-def _check_host(host: str, allowed: Iterable[str], settings: ServerSettings) -> None:
-    """Raise ApiError 403 unless the header's name, without its port, is local or allowed."""
-    name = _plain(host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0])
-    if not (_is_local(name) or name in allowed):
-        message = (
-            f"the host {name!r:.80} is not served: a server without keys on {settings.host} answers to local names; "
-            f"start it with --allowed-host {name:.80}"
-        )
-        raise ApiError(403, message, code="host_not_allowed")
-
-
 def _plain(name: str) -> str:
     return name.strip().lower().rstrip(".")
 
 
 def _is_local(name: str) -> bool:
     """Return True for names that no DNS server answers, and for a request of HTTP/1.0 without a name."""
-    return not name or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+    return not name or name == "localhost" or name.endswith(".localhost") or _address_of(name) is not None
 
 
-def _is_address(name: str) -> bool:
+def _address_of(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_loopback(host: str) -> bool:
     try:
-        found = host if _is_address(host) else socket.gethostbyname(host)
+        address = _address_of(host) or ip_address(socket.gethostbyname(host))
     except OSError:
         return False
-    return ip_address(found).is_loopback
+    return address.is_loopback

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 import infer
 from infer.engine.requests.ask import Ask
-from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, assembled
+from infer.outputs import GenerationResult, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.protocols.answers import Output
 from infer.serving.protocols.api_errors import ApiError
@@ -162,13 +162,8 @@ class Choices:
 
     def _empty(self) -> list[GenerationResult]:
         """Return one empty result per choice, for a body whose prompts are only checked."""
-        sequences = [stream.sequence for stream in self._streams]
-        return [
-            GenerationResult(
-                [], "", "length", each.num_prompt_tokens, 0, GenerationTiming(), "max_tokens", each.params.seed
-            )
-            for each in sequences
-        ]
+        results = [stream.sequence.result() for stream in self._streams]
+        return [replace(each, finish_reason="length", stop_reason="max_tokens") for each in results]
 
     async def _begin(self, index: int) -> None:
         """Put a choice into the queue unless it has begun."""

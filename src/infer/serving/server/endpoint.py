@@ -11,7 +11,7 @@ release what it reads (an `AsyncStream` does).
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -42,7 +42,8 @@ from infer.system.spellings import plain_name
 log = logging.getLogger("infer.server")
 JSON = "application/json"
 _INLINE_BYTES = 1 << 15  # of a body that is read on the event loop, in a few milliseconds
-Handler = Callable[..., Awaitable[Response]]  # arguments: the request, the state and, if the route has one, the body
+# Its arguments are the request, the state and, if the route has one, the body. All but a `Response` is sent as JSON.
+Handler = Callable[..., Awaitable[Any]]
 _BYTES_PER_TOKEN = 3  # an estimate, for prompts that are not tokenised yet
 _Found = TypeVar("_Found")
 # A larger body is read and dropped up to this multiple of the limit, so that its sender sees the answer.
@@ -102,23 +103,13 @@ class Endpoint:
         self.methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = call_of(Request(scope))
-        try:
-            await self._answer(call, scope, receive, send)
-        finally:
-            if call.entry is not None:
-                self._state.door.leave(call.entry)
-
-    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        call = call_of(request)
         call.route, call.operation = self.route.path, self.route.operation
         try:
-            body = await receive_body(request, self._state.settings)
-            if call.num_sent_bytes:
-                call.sent = unpack(body[: call.num_sent_bytes])
-            request._body = body[call.num_sent_bytes :]
             with asking_for(call.key_name):
-                response = await self._handle(request, call)
+                answer = await self._handle(request, call)
+            response = answer if isinstance(answer, Response) else json_response(answer, call)
         except (ClientDisconnect, ClientGoneError):
             call.leave()
             return
@@ -126,8 +117,12 @@ class Endpoint:
             response = error_response(refusal_of(error, call, self.route.shape))
         await response(scope, receive, send)
 
-    async def _handle(self, request: Request, call: Call) -> Response:
+    async def _handle(self, request: Request, call: Call) -> Any:
         route, state = self.route, self._state
+        body = await receive_body(request, state.settings)
+        if call.num_sent_bytes:
+            call.sent = unpack(body[: call.num_sent_bytes])
+        request._body = body[call.num_sent_bytes :]
         if route.body is None:
             return await route.handler(request, state)
         state.check_ready()
@@ -151,8 +146,8 @@ def refusal_of(error: Exception, call: Call, shape: type[ErrorShape] = ErrorShap
 
 
 def json_response(answer: Any, call: Call | None = None, status: int = 200) -> Response:
-    """Return the answer as JSON. With a call, it must be an `Output`, which gets the call's warnings, or a list."""
-    found = answer if call is None or isinstance(answer, list) else with_warnings(answer, call.warnings)
+    """Return the answer as JSON. An `Output` gets the warnings of its call."""
+    found = answer if call is None else with_warnings(answer, call.warnings)
     return Response(msgspec.json.encode(found), status, media_type=JSON)
 
 
@@ -185,13 +180,7 @@ async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Foun
     finally:
         for task in (working, leaving):
             task.cancel()
-            task.add_done_callback(_retrieve)
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve the error of a task whose client has disconnected, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs its error
 
 
 async def until_gone(request: Request) -> None:
@@ -286,7 +275,7 @@ def check_model(request: Request, state: ServerState, name: str | None, *, is_an
 
     Raises ApiError 404 for another model, unless `is_any_taken`: then it is a warning.
     """
-    names, call = names_of(state), call_of(request)
+    names, call = state.settings.names, call_of(request)
     if (name := known_name(name, names)) is not None and name not in names:
         problem = f"the model {name!r:.80} is not served here"
         if not is_any_taken:
@@ -305,10 +294,6 @@ def known_name(name: str | None, known: Container[str]) -> str | None:
     return stem if (stem := plain.removesuffix(".gguf")) in known else plain
 
 
-def names_of(state: ServerState) -> tuple[str, ...]:
-    return (state.settings.model, *state.settings.aliases)
-
-
 @final
 class EventStream(Response):
     """A response that streams `events`: whole events, including `DONE` if the API has it.
@@ -322,11 +307,9 @@ class EventStream(Response):
         *,
         comment_seconds: float,
         fail: Callable[[ApiError], bytes] = ErrorShape.failure,
-        headers: Mapping[str, str] | None = None,
         media_type: str = EVENTS,
     ) -> None:
-        content_type = f"{media_type}; charset=utf-8"
-        super().__init__(None, 200, {**_HEADERS, **(headers or {})}, media_type=content_type)
+        super().__init__(None, 200, _HEADERS, media_type=f"{media_type}; charset=utf-8")
         del self.headers["content-length"]
         self._events, self._fail = events, fail
         self._comment_seconds = comment_seconds if media_type == EVENTS else inf

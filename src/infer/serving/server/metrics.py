@@ -101,9 +101,7 @@ class Metrics:
         gaps = partial(Histogram, buckets=_GAPS)
         self._lag = gaps("infer:event_loop_lag_seconds", "Delay of the event loop, seconds.", registry=self._http)
         count, gaps = partial(Counter, registry=self._engine), partial(gaps, registry=self._engine)
-        waits, counts, latencies = (
-            partial(Histogram, buckets=buckets, registry=self._engine) for buckets in (_WAITS, _COUNTS, _LATENCIES)
-        )
+        waits, counts, latencies = (partial(gaps, buckets=buckets) for buckets in (_WAITS, _COUNTS, _LATENCIES))
         self._successes = count("infer:request_success_total", "Answers by finish reason.", ["finished_reason"])
         self._failures = count("infer:row_failures_total", "Answers that failed, by the error's code.", ["code"])
         self._sums = [(count(name, help), attrgetter(value)) for name, help, value in _SUMS]
@@ -128,9 +126,9 @@ class Metrics:
 
     def text(self, host: Any = None, snapshot: Any = None) -> str:
         """Return all metrics. The engine's current work needs its `Host` and an `EngineSnapshot`."""
-        current = [] if snapshot is None else list(_engine_families(snapshot))
-        current += [] if host is None else _settings_families(host)
-        return self._text_of([*self._engine.collect(), *self._http.collect(), *current])
+        work = () if snapshot is None else _engine_families(snapshot)
+        settings = () if host is None else _settings_families(host)
+        return self._text_of([*self._engine.collect(), *self._http.collect(), *work, *settings])
 
     def _text_of(self, families: Iterable[Any]) -> str:
         """Return the families in version 0.0.4 of Prometheus' text format."""
@@ -220,13 +218,12 @@ def _engine_families(now: Any) -> Iterator[Any]:
     """Yield the families of an `step.snapshot.EngineSnapshot`."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    pages = sum(pool.num_pages for pool in now.pools)
-    free = sum(pool.num_free for pool in now.pools)
-    used, preempted = 1 - free / max(pages, 1), "Answers whose pages were freed and computed again."
+    free = sum(pool.num_free for pool in now.pools) / max(1, sum(pool.num_pages for pool in now.pools))
     yield GaugeMetricFamily("infer:num_requests_running", "Answers that have a slot.", len(now.running))
     yield GaugeMetricFamily("infer:num_requests_waiting", "Answers that wait for a slot.", len(now.waiting))
-    yield GaugeMetricFamily("infer:kv_cache_usage_perc", "Share of the cache's pages in use, from 0 to 1.", used)
+    yield GaugeMetricFamily("infer:kv_cache_usage_perc", "Share of the cache's pages in use, from 0 to 1.", 1 - free)
     yield GaugeMetricFamily("infer:max_num_requests_running", "Slots.", now.max_running)
+    preempted = "Answers whose pages were freed and computed again."
     yield CounterMetricFamily("infer:num_preemptions_total", preempted, now.num_preemptions)
 
 

@@ -55,8 +55,7 @@ _TICK_SECONDS = 1.0  # the longest tick: an idle process should rarely wake
 class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
-        self._state = state
-        settings = state.settings
+        self._state, settings = state, state.settings
         self._tick_seconds = min(_TICK_SECONDS, settings.watchdog_seconds / 4, settings.reader_seconds / 4)
         self.listening, self._stopping = asyncio.Event(), asyncio.Event()
 

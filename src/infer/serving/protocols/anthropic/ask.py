@@ -7,9 +7,9 @@ with the number of tokens left in its context.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,8 +28,8 @@ from infer.serving.protocols.bodies import (
     stops_of,
     text_of,
 )
-from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse
-from infer.serving.protocols.foreign import CACHE_PROMPT, Foreign
+from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse, without_nulls
+from infer.serving.protocols.foreign import CACHE_PROMPT, HINT, Foreign
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.answer_format import reasoning_of
 
@@ -44,10 +44,7 @@ _FOREIGN = {
     "thread": Foreign("answers are not stored: send all messages"),
     "container": Foreign("no code is run here: leave it out"),
     "mcp_servers": Foreign("no tools are run here: leave it out", ([],)),
-    "context_management": Foreign(is_hint=True),
-    "speed": Foreign(is_hint=True),
-    "inference_geo": Foreign(is_hint=True),
-    "betas": Foreign(is_hint=True),
+    **dict.fromkeys(("context_management", "speed", "inference_geo", "betas"), HINT),
     "cache_prompt": CACHE_PROMPT,
     "max_completion_tokens": Foreign("use max_tokens", same_as=("max_tokens",)),
     "output_format": Foreign("use output_config.format", becomes=lambda value: {"output_config": {"format": value}}),
@@ -55,7 +52,6 @@ _FOREIGN = {
     "response_format": Foreign("use output_config.format", ({"type": "text"},)),
     "stop": Foreign("use stop_sequences", same_as=("stop_sequences",)),
 }
-_FOREIGN_OUTPUT = {"task_budget": Foreign(is_hint=True)}
 _OF_ANSWERS = (
     *("max_tokens", "metadata", "service_tier", "stop_sequences", "stream"),
     *("temperature", "top_k", "top_p", "seed"),
@@ -181,7 +177,7 @@ class JsonOutput(Parameters, kw_only=True):
 class OutputConfig(Parameters, kw_only=True):
     """The format of an answer. `effort` is a hint."""
 
-    foreign = _FOREIGN_OUTPUT
+    foreign: ClassVar[Mapping[str, Foreign]] = {"task_budget": HINT}
 
     effort: str | None = None
     format: JsonOutput | None = None
@@ -207,7 +203,7 @@ class PromptBody(Parameters, kw_only=True):
 class CountTokensBody(PromptBody, kw_only=True):
     """The prompt to count. The fields of a request for an answer are accepted, because clients send them too."""
 
-    foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, Foreign(is_hint=True))
+    foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, HINT)
 
 
 @final
@@ -258,11 +254,6 @@ class TokenBudgets:
             if message["role"] != "assistant":
                 message["content"] = "\n\n".join(filter(None, (message["content"], self._newest)))
                 return
-
-
-def is_billing(text: str, prompts: AgentPrompts) -> bool:
-    """Return True for a system block that is only the billing line and must be dropped."""
-    return prompts == "adapt" and _BILLING.fullmatch(text.strip()) is not None
 
 
 def complete_messages(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
@@ -400,8 +391,7 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
 
 
 def sampling_of(body: MessagesBody) -> dict[str, Any]:
-    given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
-    values = {name: value for name, value in given.items() if value is not None}
+    values = without_nulls({name: getattr(body, name) for name in ("temperature", "top_k", "top_p")})
     values["max_tokens"] = 1 if body.max_tokens == 0 else body.max_tokens  # one token, so that the prompt is read
     if stops := stops_of(body.stop_sequences or ()):
         values["stop"] = stops
@@ -449,8 +439,9 @@ def messages_of(
     budgets = TokenBudgets(prompts)
     found = list[dict[str, Any]]()
     if system is not None:
-        blocks = [TextBlock(text=system)] if isinstance(system, str) else system
-        texts = [budgets.taken_from(each.text) for each in blocks if not is_billing(each.text, prompts)]
+        given = [system] if isinstance(system, str) else [each.text for each in system]
+        kept = [each for each in given if prompts == "keep" or not _BILLING.fullmatch(each.strip())]
+        texts = map(budgets.taken_from, kept)
         found += [{"role": "system", "content": text}] if (text := "".join(texts)) else []
     for turn in turns:
         for message in _messages_of_turn(turn, budgets):
@@ -458,8 +449,8 @@ def messages_of(
                 continue
             is_turn = message["role"] != "system" and set(message) == {"role", "content"}
             if is_turn and found and set(found[-1]) == set(message) and found[-1]["role"] == message["role"]:
-                texts = [text for text in (found[-1]["content"], message["content"]) if text]
-                found[-1] = {"role": message["role"], "content": "\n".join(texts)}
+                both = found[-1]["content"], message["content"]
+                found[-1]["content"] = "\n".join(filter(None, both))
             else:
                 found.append(message)
     found = found or [{"role": "user", "content": ""}]

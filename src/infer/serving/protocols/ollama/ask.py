@@ -13,8 +13,8 @@ from msgspec import Meta
 from infer.engine.requests.ask import Ask
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
 from infer.serving.protocols.bodies import Served, refuse_unless_neutral
-from infer.serving.protocols.fields import DECLARED, Parameters, as_given, body_from, refuse, shown
-from infer.serving.protocols.foreign import Foreign
+from infer.serving.protocols.fields import DECLARED, Parameters, as_given, body_from, refuse, shown, without_nulls
+from infer.serving.protocols.foreign import HINT, Foreign
 from infer.serving.protocols.ollama.events import (
     OllamaChat,
     OllamaGeneration,
@@ -38,11 +38,10 @@ _MOST_CHARACTERS = 32  # of a duration
 MOST_SECONDS = (2**63 - 1) / 1e9  # Go's durations are nanoseconds of 64 bits
 _LENGTHS = {"max_tokens", *DECLARED["max_new_tokens"].other_names}
 _NEW_NAMES = {"thinking": "reasoning_content", "tool_name": "name"}
-_HINT = Foreign(is_hint=True)
 _FOREIGN = {
     "name": Foreign(same_as=("model",)),
     "cache_salt": Foreign("leave it out", becomes=lambda value: {"options": {"cache_salt": value}}),
-    **dict.fromkeys(("shift", "insecure", "verbose", "width", "height", "steps", "user"), _HINT),
+    **dict.fromkeys(("shift", "insecure", "verbose", "width", "height", "steps", "user"), HINT),
 }
 _WHOLE_PROMPT = "only the server's own template is used: send the whole prompt with raw: true"
 
@@ -213,7 +212,7 @@ def _sampling(body: _GeneratingBody) -> dict[str, Any]:
 
     An answer is as long as the context allows unless an option limits it.
     """
-    found = {name: value for name, value in (body.options or {}).items() if value is not None}
+    found = without_nulls(body.options or {})
     if found.get("seed") in (None, -1):  # -1 means a random seed
         found["seed"] = body.seed
     if not found.keys() & _LENGTHS:

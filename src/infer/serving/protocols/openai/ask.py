@@ -38,7 +38,16 @@ from infer.serving.protocols.bodies import (
     text_parts,
     token_limit,
 )
-from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
+from infer.serving.protocols.fields import (
+    Parameters,
+    Reading,
+    ToolKeys,
+    declares,
+    refuse,
+    shown,
+    values_of,
+    without_nulls,
+)
 from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.protocols.structural_tags import StructuralTagFormat, lark_of
 from infer.text.grammar.grammar import not_strict
@@ -463,19 +472,14 @@ def chat_values(body: ChatBody) -> dict[str, Any]:
 
 def conversation_options(body: Any, effort: str | None, prompt_name: str = "messages", **others: Any) -> RequestOptions:
     """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
-    with refusing(prompt_name):
-        return RequestOptions(**option_values(body, effort), **others)
-
-
-def option_values(body: Any, effort: str | None) -> dict[str, Any]:
-    """Return the fields of RequestOptions that a body sets. Raises BodyError."""
     given = {
-        "tools": plain(body.tools) if body.tools else None,
-        "tool_choice": None if body.tool_choice is None else plain(body.tool_choice),
+        "tools": plain(body.tools or None),
+        "tool_choice": plain(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_budget": budget_of(body.thinking_token_budget, effort),
     }
-    return values_of(body, OPTIONS) | {name: value for name, value in given.items() if value is not None}
+    with refusing(prompt_name):
+        return RequestOptions(**values_of(body, OPTIONS), **without_nulls(given), **others)
 
 
 def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Answers of `/v1/chat/completions` and `/v1/completions`, whole or in chunks."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import astuple
@@ -17,6 +18,7 @@ from infer.serving.protocols.answers import (
     Count,
     HeadedOutput,
     Json,
+    Output,
     ScoredChoice,
     Spelling,
     TextFinishReason,
@@ -38,22 +40,11 @@ from infer.serving.protocols.openai.ask import (
     ChatBody,
     CompletingBody,
     CompletionBody,
+    StreamOptions,
     ask_chat,
     ask_completion,
     complete_chat,
 )
-
-
-def ends_with_usage(body: CompletingBody) -> bool:
-    """Return True if the last chunk of a stream has the usage."""
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
-
-
-def usage_so_far(body: CompletingBody, num_prompt_tokens: int, num_tokens: int) -> Usage | UnsetType | None:
-    """Return the usage field of a chunk after this many tokens of the answer."""
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        return Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens)
-    return None if ends_with_usage(body) else UNSET
 
 
 class ChatLogprobs(Struct):
@@ -112,70 +103,6 @@ class StoredChats(Struct, tag_field="object", tag="list"):
     has_more: bool
 
 
-@final
-class ChatShape(Shape):
-    body, answer, ask, complete = ChatBody, ChatCompletion, ask_chat, complete_chat
-
-    def __init__(self, accepted: Accepted, body: ChatBody) -> None:
-        (prompt_ids,), spelling = accepted.prompt_ids, Spelling.of(accepted.served.llm.tokenizer)
-        self._head, self._body, self._spelling = accepted.head("chatcmpl-"), body, spelling
-        self._num_prompt_tokens, self._num_tokens = len(prompt_ids), 0
-        self._of_prompt: Json = {"prompt_token_ids": prompt_ids} if body.return_token_ids else {}
-        for (scores,) in accepted.scores:
-            self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, spelling)
-
-    @staticmethod
-    def scored(body: ChatBody) -> Sequence[int | None]:
-        return () if body.prompt_logprobs is None else (body.prompt_logprobs,)
-
-    def whole(self, results: Sequence[GenerationResult]) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index,
-                ChatMessage(**message_of(result)),
-                self._logprobs(result.logprobs or (), result.finish_reason),
-                finish_reason_of(result),
-                list(result.token_ids) if self._body.return_token_ids else UNSET,
-            )
-            for index, result in enumerate(results)
-        ]
-        usage, facts = usage_of(results, len(results)), extension(dict(enumerate(results)))
-        return ChatCompletion(*self._head, choices, usage, **self._of_prompt, infer=facts)
-
-    def opening(self) -> list[ChatChunk]:
-        delta = {"role": "assistant", "content": None if self._body.tools else ""}
-        chunks = [self._chunk(ChunkChoice(index=index, delta=delta)) for index in range(self._body.n or 1)]
-        for name, value in self._of_prompt.items():
-            setattr(chunks[0], name, value)
-        return chunks
-
-    def chunks(self, part: Delta) -> list[ChatChunk]:
-        self._num_tokens += len(part.pieces)
-        delta = delta_fields(part.deltas) | ({"content": part.text} if part.text else {})
-        if part.result is not None:
-            reason = finish_reason_of(part.result)
-            chunk = self._chunk(ChunkChoice(index=part.choice, delta=delta, finish_reason=reason))
-            chunk.infer = extension({part.choice: part.result})
-            return [chunk]
-        logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
-        ids = token_columns(part.pieces, self._spelling.token_bytes) if self._body.return_token_ids else {}
-        if not (delta or ids or (logprobs and logprobs.content)):
-            return []
-        return [self._chunk(ChunkChoice(index=part.choice, delta=delta, logprobs=logprobs, **ids))]
-
-    def closing(self, results: Sequence[GenerationResult]) -> list[ChatChunk]:
-        return [ChatChunk(*self._head, [], usage_of(results, len(results)))] if ends_with_usage(self._body) else []
-
-    def _chunk(self, choice: ChunkChoice) -> ChatChunk:
-        return ChatChunk(*self._head, [choice], usage_so_far(self._body, self._num_prompt_tokens, self._num_tokens))
-
-    def _logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> ChatLogprobs | None:
-        if not self._body.logprobs:
-            return None
-        entries: Any = chat_entries(without_end(logprobs, finish_reason), self._spelling)  # dicts of these fields
-        return ChatLogprobs(entries, None)
-
-
 class CompletionLogprobs(Struct):
     """Log-probabilities by columns, with one entry per token. An entry is null for a token that is not scored."""
 
@@ -209,6 +136,92 @@ class Completion(HeadedOutput, tag_field="object", tag="text_completion"):
     usage: Usage | UnsetType | None = UNSET
 
 
+class CompletingShape(Shape):
+    """Both routes of completions: chunks with the usage so far or, at the end, with the whole usage if requested."""
+
+    chunk: ClassVar[type[ChatChunk | Completion]]
+
+    def __init__(self, accepted: Accepted, body: CompletingBody, prefix: str) -> None:
+        self._head, self._num_choices = accepted.head(prefix), body.n or 1
+        self._spelling, self._asked = Spelling.of(accepted.served.llm.tokenizer), body.stream_options or StreamOptions()
+        self._has_ids, self._num_tokens = bool(body.return_token_ids), 0
+        self._num_prompt_tokens = sum(map(len, accepted.prompt_ids))
+
+    @abstractmethod
+    def choice(self, part: Delta, columns: Json) -> ChunkChoice | CompletionChoice | None:
+        """Return the choice of a part's chunk, or None if it shows nothing. `columns` has the ids, if requested."""
+
+    def chunks(self, part: Delta) -> list[Output]:
+        self._num_tokens += len(part.pieces)
+        has_columns = self._has_ids and part.result is None
+        choice = self.choice(part, token_columns(part.pieces, self._spelling.token_bytes) if has_columns else {})
+        if choice is None:
+            return []
+        facts = UNSET if part.result is None else extension({part.choice: part.result})
+        return [self._chunk(choice, infer=facts)]
+
+    def closing(self, results: Sequence[GenerationResult]) -> list[Output]:
+        usage = usage_of(results, self._num_choices)
+        return [self.chunk(*self._head, [], usage)] if self._asked.include_usage else []
+
+    def _chunk(self, choice: Any, **fields: Any) -> Output:
+        usage: Usage | UnsetType | None = None if self._asked.include_usage else UNSET
+        if self._asked.continuous_usage_stats:
+            usage = Usage(self._num_prompt_tokens, self._num_tokens, self._num_prompt_tokens + self._num_tokens)
+        return self.chunk(*self._head, [choice], usage, **fields)
+
+
+@final
+class ChatShape(CompletingShape):
+    body, answer, ask, complete, chunk = ChatBody, ChatCompletion, ask_chat, complete_chat, ChatChunk
+
+    def __init__(self, accepted: Accepted, body: ChatBody) -> None:
+        super().__init__(accepted, body, "chatcmpl-")
+        self._has_tools, self._has_logprobs = bool(body.tools), body.logprobs
+        self._of_prompt: Json = {"prompt_token_ids": accepted.prompt_ids[0]} if self._has_ids else {}
+        for (scores,) in accepted.scores:
+            self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, self._spelling)
+
+    @staticmethod
+    def scored(body: ChatBody) -> Sequence[int | None]:
+        return () if body.prompt_logprobs is None else (body.prompt_logprobs,)
+
+    def whole(self, results: Sequence[GenerationResult]) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index,
+                ChatMessage(**message_of(result)),
+                self._logprobs(result.logprobs or (), result.finish_reason),
+                finish_reason_of(result),
+                list(result.token_ids) if self._has_ids else UNSET,
+            )
+            for index, result in enumerate(results)
+        ]
+        usage, facts = usage_of(results, len(results)), extension(dict(enumerate(results)))
+        return ChatCompletion(*self._head, choices, usage, **self._of_prompt, infer=facts)
+
+    def opening(self) -> list[Output]:
+        delta = {"role": "assistant", "content": None if self._has_tools else ""}
+        chunks = [self._chunk(ChunkChoice(index=index, delta=delta)) for index in range(self._num_choices)]
+        for name, value in self._of_prompt.items():
+            setattr(chunks[0], name, value)
+        return chunks
+
+    def choice(self, part: Delta, columns: Json) -> ChunkChoice | None:
+        delta = delta_fields(part.deltas) | ({"content": part.text} if part.text else {})
+        if part.result is not None:
+            return ChunkChoice(index=part.choice, delta=delta, finish_reason=finish_reason_of(part.result))
+        logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
+        shows_something = delta or columns or (logprobs and logprobs.content)
+        return ChunkChoice(index=part.choice, delta=delta, logprobs=logprobs, **columns) if shows_something else None
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> ChatLogprobs | None:
+        if not self._has_logprobs:
+            return None
+        entries: Any = chat_entries(without_end(logprobs, finish_reason), self._spelling)  # dicts of these fields
+        return ChatLogprobs(entries, None)
+
+
 class Prompt(NamedTuple):
     given: Any
     ids: Sequence[int]
@@ -217,21 +230,18 @@ class Prompt(NamedTuple):
 
 
 @final
-class CompletionShape(Shape):
-    body, answer, ask = CompletionBody, Completion, ask_completion
+class CompletionShape(CompletingShape):
+    body, answer, ask, chunk = CompletionBody, Completion, ask_completion, Completion
 
     def __init__(self, accepted: Accepted, body: CompletionBody) -> None:
+        super().__init__(accepted, body, "cmpl-")
         columns = accepted.ask.prompts, accepted.prompt_ids, *accepted.scores
-        prompts, tokenizer = [Prompt(*each) for each in zip(*columns, strict=True)], accepted.served.llm.tokenizer
-        self._head, self._body, self._tokenizer = accepted.head("cmpl-"), body, tokenizer
-        self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0
-        self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1
+        prompts = [Prompt(*each) for each in zip(*columns, strict=True)]
+        self._body, self._tokenizer = body, accepted.served.llm.tokenizer
         self._openings = [self._opening(prompt) for prompt in prompts]
-        starts = [len(opening.text) for opening in self._openings]
-        ids = [prompt.ids for prompt in prompts]
         self._offsets = [
-            _Offsets(tokenizer, start, before)
-            for before, start in zip(ids, starts, strict=True)
+            _Offsets(self._tokenizer, len(opening.text), prompt.ids)
+            for prompt, opening in zip(prompts, self._openings, strict=True)
             for _ in range(self._num_choices)
         ]
 
@@ -248,34 +258,24 @@ class CompletionShape(Shape):
             choice.text += result.text
             choice.logprobs = choice.logprobs + columns if choice.logprobs and columns else columns
             choice.finish_reason = FINISH_REASONS[result.finish_reason]
-            if self._body.return_token_ids:
+            if self._has_ids:
                 choice.token_ids = list(result.token_ids)
             choices.append(choice)
         usage, facts = usage_of(results, self._num_choices), extension(dict(enumerate(results)))
         return Completion(*self._head, choices, usage, infer=facts)
 
-    def opening(self) -> list[Completion]:
+    def opening(self) -> list[Output]:
         """Return one chunk per choice if a part of its prompt is to be sent, else none."""
-        if not (self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None):
+        if not (self._body.echo or self._has_ids or self._body.prompt_logprobs is not None):
             return []
         return [self._chunk(self._begun(index)) for index in range(len(self._openings) * self._num_choices)]
 
-    def chunks(self, part: Delta) -> list[Completion]:
-        self._num_tokens += len(part.pieces)
+    def choice(self, part: Delta, columns: Json) -> CompletionChoice | None:
         if part.result is not None:
-            reason = FINISH_REASONS[part.result.finish_reason]
-            chunk = self._chunk(CompletionChoice(part.choice, part.text, finish_reason=reason))
-            chunk.infer = extension({part.choice: part.result})
-            return [chunk]
-        columns = self._columns(part.choice, [piece.token_id for piece in part.pieces], logprobs_of(part.pieces))
-        ids = token_columns(part.pieces, self._spelling.token_bytes) if self._body.return_token_ids else {}
-        if not (part.text or columns or ids):
-            return []
-        return [self._chunk(CompletionChoice(part.choice, part.text, columns, **ids))]
-
-    def closing(self, results: Sequence[GenerationResult]) -> list[Completion]:
-        usage = usage_of(results, self._num_choices)
-        return [Completion(*self._head, [], usage)] if ends_with_usage(self._body) else []
+            return CompletionChoice(part.choice, part.text, finish_reason=FINISH_REASONS[part.result.finish_reason])
+        logprobs = self._columns(part.choice, [piece.token_id for piece in part.pieces], logprobs_of(part.pieces))
+        shows_something = part.text or logprobs or columns
+        return CompletionChoice(part.choice, part.text, logprobs, **columns) if shows_something else None
 
     def _opening(self, prompt: Prompt) -> CompletionChoice:
         """Return the fields of a choice that come from its prompt.
@@ -288,7 +288,7 @@ class CompletionShape(Shape):
             begun.text = prompt.given if is_text else self._tokenizer.decode(prompt.ids, skip_special_tokens=False)
             if self._body.logprobs is not None:
                 begun.logprobs = self._prompt_columns(prompt, adds_bos=is_text and self._tokenizer.adds_bos)
-        if self._body.return_token_ids:
+        if self._has_ids:
             begun.prompt_token_ids = list(prompt.ids)
         if prompt.scored:
             begun.prompt_logprobs = prompt_logprobs_of(prompt.scored, self._spelling)
@@ -316,9 +316,6 @@ class CompletionShape(Shape):
             return None
         columns = completion_columns(logprobs, self._spelling)
         return CompletionLogprobs(**columns, text_offset=self._offsets[index].of(token_ids))
-
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        return Completion(*self._head, [choice], usage_so_far(self._body, self._num_prompt_tokens, self._num_tokens))
 
 
 @final

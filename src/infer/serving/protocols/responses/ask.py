@@ -219,11 +219,6 @@ def name_in(namespace: Any, name: Any) -> Any:
     return f"{namespace}{_SEPARATOR}{name}" if isinstance(namespace, str) and namespace else name
 
 
-def name_apart(name: str, namespace: str) -> str:
-    """Return the name that a tool has inside its namespace."""
-    return name.removeprefix(namespace + _SEPARATOR)
-
-
 def _is_answer(item: Any) -> bool:
     return isinstance(item, dict) and (item.get("role") == "assistant" or str(item.get("type", "")).endswith("_call"))
 

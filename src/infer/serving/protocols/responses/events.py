@@ -22,7 +22,8 @@ from infer.serving.protocols.answers import (
 )
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event, with_warnings
-from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response, name_apart
+from infer.serving.protocols.fields import without_nulls
+from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response, name_in
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -177,7 +178,7 @@ class ResponseShape(Shape):
     def _call(self, status: Status, index: int, call: ToolCall) -> OutputCall:
         found = OutputCall(f"fc_{self._id}_{index}", call.id, call.name, call.arguments, status)
         if namespace := self._namespaces.get(call.name):
-            found.name, found.namespace = name_apart(call.name, namespace), namespace
+            found.name, found.namespace = call.name.removeprefix(name_in(namespace, "")), namespace
         return found
 
     def _entries(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Json]:
@@ -211,7 +212,8 @@ class ResponseShape(Shape):
         entries = self._entries(logprobs_of(part.pieces), last)
         if part.text or (entries and not deltas):
             found += self._begin(self._message("in_progress", []))
-            found.append(self._text_delta(part.text, entries))
+            self._logprobs += entries
+            found.append(self._delta("response.output_text.delta", part.text, content_index=0, logprobs=entries))
         for delta in deltas:
             if isinstance(delta, ToolCallDelta):
                 if delta.id is not None:
@@ -220,10 +222,6 @@ class ResponseShape(Shape):
                 if delta.arguments:
                     found.append(self._delta("response.function_call_arguments.delta", delta.arguments))
         return found
-
-    def _text_delta(self, text: str, entries: list[Json]) -> Json:
-        self._logprobs += entries
-        return self._delta("response.output_text.delta", text, content_index=0, logprobs=entries)
 
     def _begin(self, item: OutputItem) -> list[Json]:
         """Return the events that close the open item and begin another, or none if it is already open."""
@@ -282,18 +280,12 @@ class ResponseShape(Shape):
 
 def _tool(given: Json) -> Json:
     """Return a tool as OpenAI shows it, with all of its fields."""
-    return {
-        "description": None,
-        "parameters": None,
-        "strict": False,
-        **{k: v for k, v in given.items() if v is not None},
-    }
+    return {"description": None, "parameters": None, "strict": False, **without_nulls(given)}
 
 
 def _format_of(body: ResponseBody) -> Any:
     asked = None if body.text is None else body.text.format
-    given = {"type": "text"} if asked is None else msgspec.to_builtins(asked)
-    return {name: value for name, value in given.items() if value is not None}
+    return {"type": "text"} if asked is None else without_nulls(msgspec.to_builtins(asked))
 
 
 def _usage(result: GenerationResult) -> ResponseUsage:

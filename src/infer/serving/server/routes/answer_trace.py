@@ -11,7 +11,6 @@ from typing import Annotated, Any, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
-from starlette.responses import Response
 
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
@@ -45,9 +44,8 @@ from infer.serving.protocols.openai.ask import (
     messages_of,
     sampling_values,
 )
-from infer.serving.server.call import call_of
 from infer.serving.server.choices import accept, served_by
-from infer.serving.server.endpoint import json_response, post, while_connected
+from infer.serving.server.endpoint import post, while_connected
 from infer.serving.server.routes.protocols import answering
 from infer.serving.server.server_state import ServerState
 
@@ -66,12 +64,12 @@ class OneChoiceBody(ConversationBody, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
 
-def ask_one(body: OneChoiceBody, served: Served, answer_prefix: Sequence[int] = ()) -> Ask:
+def ask_one(body: OneChoiceBody, served: Served, answer_prefix: tuple[int, ...] = ()) -> Ask:
     """Return what a body asks. Raises BodyError."""
     refuse_unless_neutral(body, _NEUTRAL)
     prompt_name, values = "prompt" if body.messages is None else "messages", sampling_values(body)
     params = served.params(values, body.seed, prompt_name, max_new_tokens=NUM_TOKENS_OF_COMPLETIONS)
-    options = conversation_options(body, body.reasoning_effort, answer_prefix=tuple(answer_prefix))
+    options = conversation_options(body, body.reasoning_effort, answer_prefix=answer_prefix)
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise refuse("give one of prompt and messages", "prompt", code)
@@ -137,7 +135,7 @@ class Trace(Output, kw_only=True, tag_field="object", tag="trace"):
     usage: Usage | UnsetType = UNSET
 
 
-async def trace(request: Request, state: ServerState, body: TraceBody) -> Response:
+async def trace(request: Request, state: ServerState, body: TraceBody) -> Trace:
     llm, given = state.llm(), body.answer_token_ids
     served = served_by(request, state, body)
     if body.stream:
@@ -157,16 +155,15 @@ async def trace(request: Request, state: ServerState, body: TraceBody) -> Respon
     with refusing("answer_token_ids"):
         tracing = llm.trace_answer(prompted, answer, num_candidates=num, **part)
         traces = await while_connected(request, tracing)
-    call, spelling = call_of(request), llm.llm.tokenizer.token_bytes
-    found = Trace(
-        model=call.model,
+    spelling = llm.llm.tokenizer.token_bytes
+    return Trace(
+        model=served.model,
         prompt_token_ids=prompt_ids,
         prompt_bytes=[list(spelling[each]) for each in prompt_ids],
         tokens=[_token(each, list(spelling[each.token_id])) for each in traces],
         token_ids=answer,
         **facts,
     )
-    return json_response(found, call)
 
 
 def _part_of(body: TraceBody) -> dict[str, Any]:
@@ -213,15 +210,11 @@ class BranchBody(OneChoiceBody, kw_only=True):
 
 def ask_branch(body: BranchBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    return ask_one(body, served, prefix_of(body))
-
-
-def prefix_of(body: BranchBody) -> list[int]:
-    """Return the ids with which the branch begins. Raises ApiError."""
     if body.position > len(body.answer_token_ids):
         rule = f"at most {len(body.answer_token_ids)}, the length of answer_token_ids"
         raise refuse(f"position must be {rule}, got {body.position}", "position")
-    return body.answer_token_ids[: body.position] + ([] if body.token_id is None else [body.token_id])
+    own = () if body.token_id is None else (body.token_id,)
+    return ask_one(body, served, (*body.answer_token_ids[: body.position], *own))
 
 
 class BranchFields(HeadedOutput, kw_only=True):

@@ -72,7 +72,7 @@ _SUCCESS = OllamaStatus(status="success")
 
 
 async def pull(request: Request, state: ServerState, body: OllamaModelBody) -> Response:
-    return await pull_unless(request, state, body, {state.settings.model, *state.settings.aliases})
+    return await pull_unless(request, state, body, state.settings.names)
 
 
 async def pull_unless(request: Request, state: ServerState, body: OllamaModelBody, known: Collection[str]) -> Response:
@@ -190,22 +190,21 @@ async def embed_text(request: Request, state: ServerState, body: OllamaEmbedding
 # Models
 
 
-async def version(request: Request, state: ServerState) -> Response:
-    return json_response(OllamaVersion(API_VERSION, infer.__version__))
+async def version(request: Request, state: ServerState) -> OllamaVersion:
+    return OllamaVersion(API_VERSION, infer.__version__)
 
 
-async def tags(request: Request, state: ServerState) -> Response:
+async def tags(request: Request, state: ServerState) -> OllamaModels:
     facts = await facts_of(state.settings.model_path)
-    names = (state.settings.model, *state.settings.aliases)
-    return json_response(OllamaModels([listed(name, facts) for name in names]))
+    return OllamaModels([listed(name, facts) for name in state.settings.names])
 
 
-async def running(request: Request, state: ServerState) -> Response:
+async def running(request: Request, state: ServerState) -> OllamaModels:
     llm, facts = state.llm(), await facts_of(state.settings.model_path)
     cache = None if llm.host.reads_whole_texts else llm.host.runner.cache
     num_bytes = (0 if facts is None else facts.num_bytes) + (0 if cache is None else cache.num_bytes)
     loaded = LoadedModel(num_bytes, llm.host.model.max_seq_len)
-    return json_response(OllamaModels([listed(state.settings.model, facts, loaded)]))
+    return OllamaModels([listed(state.settings.model, facts, loaded)])
 
 
 async def show(request: Request, state: ServerState, body: OllamaModelBody) -> Response:

@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, Response
 import infer
 from infer.serving.protocols.answers import ErrorOutput, Json
 from infer.serving.protocols.events import EVENTS, LINES
-from infer.serving.server.endpoint import JSON, ApiRoute, get, json_response
+from infer.serving.server.endpoint import JSON, ApiRoute, get
 from infer.serving.server.routes.status import Health
 from infer.serving.server.server_state import ServerState
 
@@ -74,8 +74,8 @@ def description_routes(table: Sequence[ApiRoute]) -> list[ApiRoute]:
     def made() -> Json:
         return document([*table, *own])
 
-    async def openapi(request: Request, state: ServerState) -> Response:
-        return json_response(made())
+    async def openapi(request: Request, state: ServerState) -> Json:
+        return made()
 
     async def docs(request: Request, state: ServerState) -> Response:
         return HTMLResponse(docs_page(made()), headers=PAGE_HEADERS)

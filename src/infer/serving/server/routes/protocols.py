@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
 
+from infer.serving.protocols.answers import Output
 from infer.serving.protocols.anthropic.ask import CountTokensBody, ask_prompt
 from infer.serving.protocols.anthropic.events import InputTokens, MessageShape
 from infer.serving.protocols.events import AskOf, Shape
@@ -14,9 +14,8 @@ from infer.serving.protocols.llamacpp import ContinuationShape, InfillShape
 from infer.serving.protocols.ollama.ask import OllamaChatShape, OllamaGenerateShape
 from infer.serving.protocols.openai.events import ChatShape, CompletionShape, StoredChats
 from infer.serving.protocols.responses.events import ResponseInputTokens, ResponseShape
-from infer.serving.server.call import call_of
 from infer.serving.server.choices import answer_body, served_by
-from infer.serving.server.endpoint import ApiRoute, get, json_response, post
+from infer.serving.server.endpoint import ApiRoute, get, post
 from infer.serving.server.routes.tokens import count_prompt
 from infer.serving.server.server_state import ServerState
 
@@ -32,16 +31,17 @@ def counting(
 ) -> ApiRoute:
     """Return the route that counts the tokens of a conversation's prompt. A body of its own has its own `ask`."""
 
-    async def count(request: Request, state: ServerState, body: Any) -> Response:
+    async def count(request: Request, state: ServerState, body: Any) -> Output:
         asked: Any = (ask or shape.ask)(body, served_by(request, state, body))
-        return json_response(answer(await count_prompt(request, state, asked)), call_of(request))
+        counted: Output = answer(await count_prompt(request, state, asked))
+        return counted
 
     row = post(path, count, "Count a conversation's tokens", body or shape.body, answer)
     return row._replace(complete=shape.complete, shape=shape)
 
 
-async def list_chats(request: Request, state: ServerState) -> Response:
-    return json_response(StoredChats([], None, None, False))
+async def list_chats(request: Request, state: ServerState) -> StoredChats:
+    return StoredChats([], None, None, False)
 
 
 _TALK, _TEXT, _INFILL = "Answer a conversation", "Continue a text", "Write the text between two texts"

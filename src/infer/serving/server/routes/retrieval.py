@@ -7,13 +7,12 @@ vectors, as in vLLM. The labels have vLLM's shape, too.
 from collections.abc import Callable, Coroutine
 from functools import partial
 from itertools import starmap
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-import infer
 from infer.outputs import ranked
 from infer.serving.protocols.answers import Output
 from infer.serving.protocols.bodies import refusing
@@ -21,25 +20,26 @@ from infer.serving.protocols.events import with_warnings
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.retrieval import (
     ClassifyBody,
-    ClassifyOutput,
     Embeddings,
     EmbeddingsBody,
     EmbeddingsUsage,
+    Labelled,
+    ListOutput,
     RankedText,
     RerankBody,
     RerankOutput,
     Score,
     ScoreBody,
-    ScoreOutput,
     texts_of,
     texts_or_pairs_of,
 )
 from infer.serving.server.call import call_of
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import check_model, enter, json_response, post, text_tokens, while_connected
+from infer.serving.server.endpoint import check_model, enter, post, text_tokens, while_connected
 from infer.serving.server.server_state import ServerState
 
 _Ranked = RerankOutput | list[RankedText]  # as Cohere, or as Text Embeddings Inference
+_Item = TypeVar("_Item")
 _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
 
 
@@ -61,48 +61,45 @@ async def embed(
     if not (state.settings.allow_embeddings or host.facts.heads.embedder):
         message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
         raise refuse(message, "model", "unsupported_model")
-    computed = await _compute(request, state, texts, ("input",), lambda llm: llm.compute_vectors(texts, options))
+    computed = await _compute(request, state, texts, lambda llm: llm.compute_vectors(texts, options))
     answer = partial(make_answer, computed.found.numpy(), computed.texts.num_tokens)
     # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
     encoded = host.loop.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call.warnings)))
     return Response(await while_connected(request, encoded), media_type="application/json")
 
 
-async def rerank(request: Request, state: ServerState, body: RerankBody, *, lists_texts: bool = False) -> Response:
-    """Rank documents. If `lists_texts`, a body with `texts` gets the list of Text Embeddings Inference."""
+async def rerank(request: Request, state: ServerState, body: RerankBody, *, lists_texts: bool = False) -> _Ranked:
+    """Rank documents.
+
+    If `lists_texts`, a body with `texts` gets the list of Text Embeddings Inference. It has only the path `/rerank`,
+    which clients of other servers use without /v1.
+    """
     documents, call = body.document_texts(), call_of(request)
     check_model(request, state, body.model)
     pairs, names = [(body.query, each) for each in documents], (body.documents_name, "query")
     scores, num_tokens = await _score(request, state, body, pairs, names, is_raw=bool(body.raw_scores))
     best, usage = ranked(scores, documents, body.top_n), EmbeddingsUsage(num_tokens, num_tokens)
     if lists_texts and body.texts is not None:
-        return json_response(body.ranked_texts(best), call)
+        return body.ranked_texts(best)
     own_id = "rerank-" + call.id.removeprefix("req-")
-    return json_response(RerankOutput(id=own_id, model=call.model, results=body.items(best), usage=usage), call)
+    return RerankOutput(id=own_id, model=call.model, results=body.items(best), usage=usage)
 
 
-async def rank_texts(request: Request, state: ServerState, body: RerankBody) -> Response:
-    """Rank at the one path that Text Embeddings Inference has, which clients of other servers use without /v1."""
-    return await rerank(request, state, body, lists_texts=True)
-
-
-async def score(request: Request, state: ServerState, body: ScoreBody) -> Response:
+async def score(request: Request, state: ServerState, body: ScoreBody) -> ListOutput[Score]:
     check_model(request, state, body.model)
     scores, num_tokens = await _score(request, state, body, body.pairs(), ("text_2", "text_1"))
-    return _list_response(request, ScoreOutput, "score", list(starmap(Score, enumerate(scores))), num_tokens)
+    return _list_output(request, "score", list(starmap(Score, enumerate(scores))), num_tokens)
 
 
-async def classify(request: Request, state: ServerState, body: ClassifyBody) -> Response:
+async def classify(request: Request, state: ServerState, body: ClassifyBody) -> ListOutput[Labelled]:
     classifier = state.llm().host.facts.heads.classifier
     check_model(request, state, body.model)
     texts, truncate = texts_or_pairs_of(body.input), bool(body.truncate)
     if classifier is None:
         raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
-    computed = await _compute(
-        request, state, texts, ("input",), lambda llm: llm.compute_labels(texts, truncate=truncate)
-    )
+    computed = await _compute(request, state, texts, lambda llm: llm.compute_labels(texts, truncate=truncate))
     data = body.items(computed.found, classifier.labels)
-    return _list_response(request, ClassifyOutput, "classify", data, computed.texts.num_tokens)
+    return _list_output(request, "classify", data, computed.texts.num_tokens)
 
 
 async def _score(
@@ -127,16 +124,16 @@ async def _score(
         )
         raise refuse(message, "model", "unsupported_model")
 
-    async def scored(llm: "infer.AsyncLLM") -> Any:
-        truncate = bool(body.truncate)
-        options = {"truncate": truncate, "may_compare": may_compare, "is_raw": is_raw}
-        return await llm.score_pairs(pairs, body.instruction, **options)
-
-    computed = await _compute(request, state, pairs, names, scored)
+    options = {"truncate": bool(body.truncate), "may_compare": may_compare, "is_raw": is_raw}
+    computed = await _compute(
+        request, state, pairs, lambda llm: llm.score_pairs(pairs, body.instruction, **options), names
+    )
     return computed.found, computed.texts.num_tokens
 
 
-async def _compute(request: Request, state: ServerState, texts: Any, names: tuple[str, ...], call: _Call) -> Any:
+async def _compute(
+    request: Request, state: ServerState, texts: Any, call: _Call, names: tuple[str, ...] = ("input",)
+) -> Any:
     """Return the `Computed` of a call. `texts` count at the door; `names` are the fields of texts, for errors."""
     await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
     with refusing(*names):
@@ -145,21 +142,20 @@ async def _compute(request: Request, state: ServerState, texts: Any, names: tupl
     return computed
 
 
-def _list_response(
-    request: Request, kind: type[ScoreOutput | ClassifyOutput], name: str, data: list[Any], num_tokens: int
-) -> Response:
+def _list_output(request: Request, name: str, data: list[_Item], num_tokens: int) -> ListOutput[_Item]:
     call, usage = call_of(request), EmbeddingsUsage(num_tokens, num_tokens)
     own_id = f"{name}-{call.id.removeprefix('req-')}"
-    return json_response(kind(id=own_id, created=call.created, model=call.model, data=data, usage=usage), call)
+    return ListOutput(id=own_id, created=call.created, model=call.model, data=data, usage=usage)
 
 
+_list_ranked = partial(rerank, lists_texts=True)
 ROUTES = [
     post("/v1/embeddings", embeddings, "Convert texts to vectors", EmbeddingsBody, Embeddings, "embeddings"),
     *(
         post(path, rerank, "Rank documents by their relevance to a query", RerankBody, RerankOutput, "rerank")
         for path in ("/v1/rerank", "/v2/rerank")
     ),
-    post("/rerank", rank_texts, "Rank texts by their relevance to a query", RerankBody, _Ranked, "rerank"),
-    post("/v1/score", score, "Score how relevant texts are to others", ScoreBody, ScoreOutput, "rerank"),
-    post("/v1/classify", classify, "Label texts", ClassifyBody, ClassifyOutput, "classify"),
+    post("/rerank", _list_ranked, "Rank texts by their relevance to a query", RerankBody, _Ranked, "rerank"),
+    post("/v1/score", score, "Score how relevant texts are to others", ScoreBody, ListOutput[Score], "rerank"),
+    post("/v1/classify", classify, "Label texts", ClassifyBody, ListOutput[Labelled], "classify"),
 ]

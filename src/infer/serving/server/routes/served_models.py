@@ -12,12 +12,11 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.protocols.answers import Count
-from infer.serving.server.endpoint import check_model, get, json_response, names_of
+from infer.serving.server.endpoint import check_model, get
 from infer.serving.server.server_state import ServerState
 
 StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
@@ -61,14 +60,14 @@ class ServedModels(Struct, tag_field="object", tag="list"):
     allow_pull: bool | UnsetType = UNSET
 
 
-async def list_models(request: Request, state: ServerState) -> Response:
-    return json_response(ServedModels([await _model(state, name) for name in names_of(state)]))
+async def list_models(request: Request, state: ServerState) -> ServedModels:
+    return ServedModels([await _model(state, name) for name in state.settings.names])
 
 
-async def get_model(request: Request, state: ServerState) -> Response:
+async def get_model(request: Request, state: ServerState) -> ServedModel:
     name = request.path_params["id"]
     check_model(request, state, name)
-    return json_response(await _model(state, name))
+    return await _model(state, name)
 
 
 async def _model(state: ServerState, name: str) -> ServedModel:

@@ -46,7 +46,7 @@ class Health(Struct):
 
 async def health(request: Request, state: ServerState) -> Response:
     """Answer 503 while the model is loading, and if the engine hangs or has failed: a supervisor may restart it."""
-    return json_response(_report(state), status=200 if is_alive(state) else 503)
+    return _report(state, is_good=is_alive(state))
 
 
 async def ready(request: Request, state: ServerState) -> Response:
@@ -54,8 +54,7 @@ async def ready(request: Request, state: ServerState) -> Response:
 
     A busy server is ready: the door refuses excess requests, with the time to retry.
     """
-    is_ready = state.phase == "ready" and not _is_hung(state)
-    return json_response(_report(state), status=200 if is_ready else 503)
+    return _report(state, is_good=state.phase == "ready" and not _is_hung(state))
 
 
 def is_alive(state: ServerState) -> bool:
@@ -71,9 +70,10 @@ def _is_hung(state: ServerState) -> bool:
     return began is not None and time.monotonic() - began > state.settings.watchdog_seconds / _STUCK
 
 
-def _report(state: ServerState) -> Health:
+def _report(state: ServerState, *, is_good: bool) -> Response:
     progress = round(state.progress, 3) if state.phase == "loading" else UNSET
-    return Health("hung" if _is_hung(state) else "ok" if state.phase == "ready" else state.phase, progress)
+    report = Health("hung" if _is_hung(state) else "ok" if state.phase == "ready" else state.phase, progress)
+    return json_response(report, status=200 if is_good else 503)
 
 
 async def read_metrics(request: Request, state: ServerState) -> Response:
@@ -109,10 +109,10 @@ class Props(Struct):
     default_sampling: DefaultSampling
 
 
-async def props(request: Request, state: ServerState) -> Response:
+async def props(request: Request, state: ServerState) -> Props:
     host, llm = state.llm().host, state.llm().llm
     cache = None if host.reads_whole_texts else host.runner.cache
-    shown = Props(
+    return Props(
         model=state.settings.model,
         description=repr(llm),
         version=infer.__version__,
@@ -129,7 +129,6 @@ async def props(request: Request, state: ServerState) -> Response:
             _differing(llm.default_params(is_chat=True)), _differing(llm.default_params())
         ),
     )
-    return json_response(shown)
 
 
 def _differing(params: SamplingParams) -> dict[str, Any]:

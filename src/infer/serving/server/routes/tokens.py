@@ -7,7 +7,7 @@ format. Fields of both have different names: `add_special` and `with_pieces` in 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar, final
+from typing import Annotated, Any, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
@@ -24,7 +24,6 @@ from infer.serving.server.choices import prepared
 from infer.serving.server.endpoint import check_model, json_response, post
 from infer.serving.server.server_state import ServerState
 
-_Found = TypeVar("_Found")
 _FIELDS = {
     "content": frozenset({"add_special", "parse_special", "with_pieces"}),
     "prompt": frozenset({"add_special_tokens", "return_token_strs"}),
@@ -106,30 +105,25 @@ async def tokenize(request: Request, state: ServerState, body: TokenizeBody) -> 
     kind, host = _kind_of(body), state.llm().host
     tokenizer = host.tokenizer
 
-    def encode() -> list[int]:
-        if body.messages is not None:
-            ids = encoded(host, body.ask(body.messages))
-        elif body.prompt is not None:
-            ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-        else:
-            is_parsed = body.parse_special is not False
-            ids = tokenizer.encode(body.content or "", body.add_special is True, parse_special=is_parsed)
-        return ids
-
     def answer() -> Response:
-        ids = encode()
-        if kind == "content":
+        if body.content is not None:
+            is_parsed = body.parse_special is not False
+            ids = tokenizer.encode(body.content, body.add_special is True, parse_special=is_parsed)
             pieces = [TokenPiece(each, _piece(tokenizer.token_bytes[each])) for each in ids if body.with_pieces]
             return json_response(Tokens(tokens=[*(pieces or ids)]), call_of(request))
-        found = Tokens(count=len(ids), max_model_len=host.model.max_seq_len, tokens=[*ids])
+        if body.messages is not None:
+            ids = encoded(host, body.ask(body.messages))
+        else:
+            ids = tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+        tokens = Tokens(count=len(ids), max_model_len=host.model.max_seq_len, tokens=[*ids])
         if body.return_token_strs:
-            found.token_strs = [tokenizer.token_bytes[each].decode(errors="backslashreplace") for each in ids]
-        return json_response(found, call_of(request))
+            tokens.token_strs = [tokenizer.token_bytes[each].decode(errors="backslashreplace") for each in ids]
+        return json_response(tokens, call_of(request))
 
     return await prepared(request, state, answer, kind)
 
 
-async def detokenize(request: Request, state: ServerState, body: DetokenizeBody) -> Response:
+async def detokenize(request: Request, state: ServerState, body: DetokenizeBody) -> DetokenizedText:
     """Answer with the text, which includes special tokens."""
     host = state.llm().host
     check_model(request, state, body.model)
@@ -138,10 +132,10 @@ async def detokenize(request: Request, state: ServerState, body: DetokenizeBody)
         path = f"tokens[{index}]"
         raise refuse(f"{path} must be an id from 0 to {most}, got {body.tokens[index]}", path)
     text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
-    return json_response(DetokenizedText(text, text), call_of(request))
+    return DetokenizedText(text, text)
 
 
-async def apply_template(request: Request, state: ServerState, body: ApplyTemplateBody) -> Response:
+async def apply_template(request: Request, state: ServerState, body: ApplyTemplateBody) -> RenderedTemplate:
     """Answer with the text from which a chat completion of these messages is computed."""
     llm = state.llm()
     check_model(request, state, body.model)
@@ -151,8 +145,7 @@ async def apply_template(request: Request, state: ServerState, body: ApplyTempla
         messages, variables = _conversation(llm.host, asked).shown(list(asked.prompts[0]))
         return str(llm.host.tokenizer.render_chat_template(messages, **variables))
 
-    text = await prepared(request, state, render, "messages")
-    return json_response(RenderedTemplate(text), call_of(request))
+    return RenderedTemplate(await prepared(request, state, render, "messages"))
 
 
 async def count_prompt(request: Request, state: ServerState, asked: Ask) -> int:

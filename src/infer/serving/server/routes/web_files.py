@@ -41,9 +41,12 @@ class PageFile(NamedTuple):
 @cache
 def served_files() -> dict[str, PageFile]:
     """Return the files of the page by name, and the parameters as `parameters.json`."""
-    found = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
-    found["parameters.json"] = msgspec.json.encode(page_parameters())
-    return {name: _file(name, content) for name, content in found.items()}
+    contents = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
+    contents["parameters.json"] = msgspec.json.encode(page_parameters())
+    return {
+        name: PageFile(content, _MEDIA_TYPES[Path(name).suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
+        for name, content in contents.items()
+    }
 
 
 async def page(request: Request, state: ServerState) -> Response:
@@ -79,10 +82,6 @@ def _slider(name: str) -> dict[str, Any]:
         "step": step,
         "off": declared.none[0] if standard is None else standard,
     }
-
-
-def _file(name: str, content: bytes) -> PageFile:
-    return PageFile(content, _MEDIA_TYPES[Path(name).suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
 
 
 ROUTES = [

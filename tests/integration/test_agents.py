@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.requests import Request
 from starlette.responses import Response
 
 from assets import asset
 from idle import until_idle
 from infer import LLM
 from infer.serving.server.app import ROUTES
-from infer.serving.server.endpoint import ApiRoute
-from infer.serving.server.server_state import ServerState
+from infer.serving.server.endpoint import ApiRequest, ApiRoute
 from served import Served, serving
 from test_session import make_model
 
@@ -58,13 +56,13 @@ class Gateway:
         return {"tools": tools, "tool_choice": {"type": "tool", "name": "Read"}}
 
     def _noted(self, route: ApiRoute) -> ApiRoute:
-        async def handler(request: Request, state: ServerState) -> Response:
+        async def handler(request: ApiRequest) -> Response:
             body = json.loads(await request.body())
             self.bodies.append(body)
             body |= self._forced(body)
             request._body = json.dumps(body).encode()
             try:
-                response = await route.handler(request, state)
+                response = await route.handler(request)
             except Exception:
                 self.statuses.append(400)
                 raise

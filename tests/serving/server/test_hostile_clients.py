@@ -10,15 +10,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from starlette.requests import Request
 from starlette.responses import Response
 
 from cases import cases
 from extent import usual_or_all
 from idle import until, until_idle
 from infer import LLM
-from infer.serving.server.endpoint import EventStream, get
-from infer.serving.server.server_state import ServerState
+from infer.serving.server.endpoint import ApiRequest, EventStream, get
 from openai_shapes import check
 from raw_http import Answer, Connection, post
 from served import Served, serving
@@ -413,7 +411,7 @@ def large_events(llm: LLM) -> Iterator[tuple[Served, list[int]]]:
         finally:
             counts.append(-1)
 
-    async def answer(request: Request, state: ServerState) -> Response:
+    async def answer(request: ApiRequest) -> Response:
         return EventStream(events(), comment_seconds=60.0)
 
     with serving(llm, table=[get("/large", answer)], model="tiny", stall_seconds=STALL_SECONDS) as large:

@@ -16,7 +16,7 @@ from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.routed_body import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, read_apart
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, read_apart
 from infer.serving.server.process import Life, ServerProcess
 from infer.serving.server.routes.status import health, metrics_response, ready
 from infer.serving.server.server_state import ServerState
@@ -86,20 +86,20 @@ class Front:
         rows = zip(ROUTES, handlers, strict=True)
         return [each._replace(handler=handler, body=None, operation="") for each, handler in rows]
 
-    async def _hand_on(self, request: Request, state: ServerState, route: ApiRoute) -> Response:
-        state.check_ready()
+    async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response:
+        request.server.check_ready()
         asked = await read_body(request, route)
         return await hand_on(request, route, asked, partial(self._replicas.exchange, asked.prompt))
 
-    async def _ready(self, request: Request, state: ServerState) -> Response:
+    async def _ready(self, request: ApiRequest) -> Response:
         """Return the answer of a replica that is ready, or of another one if none is."""
-        if state.phase != "ready":
-            return await ready(request, state)
+        if request.server.phase != "ready":
+            return await ready(request)
         answers = (await self._replicas.get(b"/ready")).values()
         status, body = min(answers, default=(503, _HUNG))
         return Response(body, status, media_type="application/json")
 
-    async def _read_metrics(self, request: Request, state: ServerState) -> Response:
+    async def _read_metrics(self, request: ApiRequest) -> Response:
         """Return the metrics of the replicas and of this process, which count requests that reached no replica.
 
         If there are several replicas, the metrics of each have its name.
@@ -107,4 +107,4 @@ class Front:
         found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
         are_several = self._replicas.are_several
         texts = [(text, {"replica": name} if are_several else {}) for name, text in found.items()]
-        return metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+        return metrics_response(await asyncio.to_thread(request.server.metrics.merged, texts))

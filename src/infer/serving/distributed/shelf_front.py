@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.errors import InferError
@@ -30,8 +29,7 @@ from infer.serving.protocols.ollama.events import (
     without_prompt,
 )
 from infer.serving.server.app import ROUTES
-from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import ApiRoute, Handler, json_response, post
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, Handler, json_response, post
 from infer.serving.server.process import Life, ServerProcess
 from infer.serving.server.routes import ollama, status, web_files
 from infer.serving.server.routes.openapi import description_routes
@@ -110,14 +108,14 @@ class ShelfFront:
         ]
         return [*table, *changes, *description_routes([*handed_on, *changes])]
 
-    async def _hand_on(self, request: Request, state: ServerState, route: ApiRoute) -> Response:
+    async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response:
         """Forward a request.
 
         One of Ollama's without a prompt only loads its model, or unloads it if its `keep_alive` is 0.
         """
-        state.check_ready()
+        request.server.check_ready()
         asked, is_ollama = await read_body(request, route), issubclass(route.shape, OllamaShape)
-        only_loads, call = is_ollama and asked.without_prompt, call_of(request)
+        only_loads, call = is_ollama and asked.without_prompt, request.call
         name = asked.model if is_ollama else asked.model or request.query_params.get("model")
         model = await self._shelf.able(name, () if only_loads else tasks_of(route))
         if route.path == _EVENTS:
@@ -136,23 +134,23 @@ class ShelfFront:
 
         return await hand_on(request, route, asked, partial(self._shelf.exchange, model, call.key_name, keep))
 
-    async def _list(self, request: Request, state: ServerState) -> Response:
+    async def _list(self, request: ApiRequest) -> Response:
         await self._shelf.look_again()
         await self._shelf.read_headers()
         models = list(self._shelf.models.values())
-        shown = await asyncio.gather(*(_shown(model, state) for model in models))
-        return json_response(ServedModels(shown, allow_pull=state.settings.allow_pull))
+        shown = await asyncio.gather(*(_shown(model, request.server) for model in models))
+        return json_response(ServedModels(shown, allow_pull=request.server.settings.allow_pull))
 
-    async def _show(self, request: Request, state: ServerState) -> Response:
+    async def _show(self, request: ApiRequest) -> Response:
         model = await self._shelf.named(request.path_params["id"])
-        return json_response(await _shown(model, state))
+        return json_response(await _shown(model, request.server))
 
-    async def _tags(self, request: Request, state: ServerState) -> Response:
+    async def _tags(self, request: ApiRequest) -> Response:
         await self._shelf.look_again()
         models = list(self._shelf.models.values())
         return json_response(OllamaModels([listed(each.name, await facts_of(each.source.path)) for each in models]))
 
-    async def _running(self, request: Request, state: ServerState) -> Response:
+    async def _running(self, request: ApiRequest) -> Response:
         found = [
             listed(each.name, await facts_of(each.source.path), self._loaded(each))
             for each in list(self._shelf.models.values())
@@ -160,13 +158,13 @@ class ShelfFront:
         ]
         return json_response(OllamaModels(found))
 
-    async def _describe(self, request: Request, state: ServerState, body: OllamaModelBody) -> Response:
+    async def _describe(self, request: ApiRequest, body: OllamaModelBody) -> Response:
         model = await self._shelf.named(body.model)
         context = None if model.plan is None else model.plan.context
         return ollama.shown_response(model.name, await facts_of(model.source.path), context)
 
-    async def _pull(self, request: Request, state: ServerState, body: OllamaModelBody) -> Response:
-        return await ollama.pull_unless(request, state, body, self._shelf.models.keys())
+    async def _pull(self, request: ApiRequest, body: OllamaModelBody) -> Response:
+        return await ollama.pull_unless(request, body, self._shelf.models.keys())
 
     def _loaded(self, model: ShelvedModel) -> LoadedModel:
         context = None if model.plan is None else model.plan.context
@@ -176,24 +174,24 @@ class ShelfFront:
         idle_seconds = time.monotonic() - model.used_at if model.is_idle else 0.0
         return LoadedModel(model.num_bytes, context, time_text(time.time() + max(0.0, seconds - idle_seconds)))
 
-    async def _load(self, request: Request, state: ServerState, body: ModelBody) -> Response:
+    async def _load(self, request: ApiRequest, body: ModelBody) -> Response:
         model = await self._shelf.named(body.model)
-        async with self._shelf.admitted(model, call_of(request).key_name):
-            return json_response(await _shown(model, state))
+        async with self._shelf.admitted(model, request.call.key_name):
+            return json_response(await _shown(model, request.server))
 
-    async def _unload(self, request: Request, state: ServerState, body: ModelBody) -> Response:
+    async def _unload(self, request: ApiRequest, body: ModelBody) -> Response:
         model = await self._shelf.named(body.model)
-        await self._shelf.unload(model, call_of(request).key_name)
-        return json_response(await _shown(model, state))
+        await self._shelf.unload(model, request.call.key_name)
+        return json_response(await _shown(model, request.server))
 
-    async def _ready(self, request: Request, state: ServerState) -> Response:
+    async def _ready(self, request: ApiRequest) -> Response:
         """Answer 503 also if the process of a loaded model does not answer."""
         silent = [name for name, found in (await self._ask_loaded(b"/ready")).items() if found is None]
         models = self._shelf.models
         hung = [name for name in silent if models[name].phase == "loaded"]  # others were unloaded meanwhile
-        if hung and state.phase == "ready":
+        if hung and request.server.phase == "ready":
             return json_response(status.Health("hung", models=hung), status=503)
-        return await status.ready(request, state)
+        return await status.ready(request)
 
     async def _ask_loaded(self, target: bytes) -> dict[str, tuple[int, bytes] | None]:
         """Return status and body of each loaded model, or None for a model that does not answer within a second."""
@@ -202,11 +200,11 @@ class ShelfFront:
         found = await asyncio.gather(*(replica.try_get(target) for replica in asked.values()))
         return dict(zip(asked, found, strict=True))
 
-    async def _read_metrics(self, request: Request, state: ServerState) -> Response:
+    async def _read_metrics(self, request: ApiRequest) -> Response:
         """Return the metrics of all loaded models, with their names, and those of this process."""
         answers = await self._ask_loaded(b"/metrics")
         texts = [(found[1].decode(), {"model": name}) for name, found in answers.items() if found is not None]
-        return status.metrics_response(await asyncio.to_thread(state.metrics.merged, texts))
+        return status.metrics_response(await asyncio.to_thread(request.server.metrics.merged, texts))
 
 
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:

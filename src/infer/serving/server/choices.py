@@ -5,13 +5,12 @@ reads the prompt. The others begin after its first piece, and find the prompt in
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, final
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
@@ -23,13 +22,12 @@ from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.bodies import Served, refusing
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
 from infer.serving.protocols.fields import Reading
-from infer.serving.server.call import Call, call_of, given_to, note_of
+from infer.serving.server.call import Call, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import (
+    ApiRequest,
     EventStream,
-    check_model,
     check_result,
-    enter,
     json_response,
     of_tenant,
     text_tokens,
@@ -189,10 +187,10 @@ class Choices:
         return await self._streams[index].take()
 
 
-async def accept(request: Request, state: ServerState, asked: Ask) -> Choices:
+async def accept(request: ApiRequest, asked: Ask) -> Choices:
     """Prepare and check all prompts and put them into the queue. Raises ApiError if any prompt is refused."""
-    call, llm = call_of(request), state.llm()
-    await enter(request, state, _arrival(asked, llm.host.model.max_seq_len))
+    call, llm = request.call, request.server.llm()
+    await request.enter(_arrival(asked, llm.host.model.max_seq_len))
     call.phase = "preparing"
     options = of_tenant(asked.options, call.key_name)
     if call.sent:  # its client has already waited
@@ -203,7 +201,7 @@ async def accept(request: Request, state: ServerState, asked: Ask) -> Choices:
         for number, prompt in enumerate(asked.prompts):
             with refusing(asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"):
                 groups.append(await llm.choices(prompt, asked.params, options=options, **(asked.variables or {})))
-        choices = Choices(call, state, groups, is_answered=asked.is_answered)
+        choices = Choices(call, request.server, groups, is_answered=asked.is_answered)
         said = [warning for group in groups for warning in group[0].sequence.request.warnings]
         call.warnings += dict.fromkeys(each for each in said if each not in call.warnings)
         if call.sent:
@@ -223,10 +221,10 @@ def _arrival(asked: Ask, context: int) -> Arrival:
     return Arrival("", len(asked.prompts), len(asked.params), num_tokens, asked.params[0].max_new_tokens)
 
 
-def served_by(request: Request, state: ServerState, body: Any) -> Served:
+def served_by(request: ApiRequest, body: Any) -> Served:
     """Return the model that answers a body, whatever model the body names."""
-    llm, call = state.llm().llm, call_of(request)
-    check_model(request, state, body.model, is_any_taken=True)
+    llm, call = request.server.llm().llm, request.call
+    request.check_model(body.model, is_any_taken=True)
     return Served(
         llm,
         id=call.id,
@@ -234,51 +232,39 @@ def served_by(request: Request, state: ServerState, body: Any) -> Served:
         created=call.created,
         load_seconds=call.load_seconds,
         seconds=lambda: call.seconds,
-        reading=Reading(state.settings.unknown_fields, call.warnings),
-        agent_prompts=state.settings.agent_prompts,
+        reading=Reading(request.server.settings.unknown_fields, call.warnings),
+        agent_prompts=request.server.settings.agent_prompts,
     )
 
 
-async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
-    """Return the result of `prepare`, which runs on a thread in the tenant's turn.
-
-    Raises ApiError 429 if too much work of the tenant is waiting, and 400 that names `param` if the library refuses it.
-    """
-    state.check_ready()
-    with refusing(param):
-        return await while_connected(request, state.turns.run(call_of(request).key_name, prepare))
-
-
-async def answer_body(request: Request, state: ServerState, body: Any, *, shape: type[Shape]) -> Response:
+async def answer_body(request: ApiRequest, body: Any, *, shape: type[Shape]) -> Response:
     """Answer a body with what its protocol asks and shows, whole or as a stream."""
-    served, call = served_by(request, state, body), call_of(request)
+    served, call = served_by(request, body), request.call
     asked = shape.ask(body, served)
     if isinstance(asked, Output):
         return json_response(asked)
     if not isinstance(asked, Ask):
-        asked = await prepared(request, state, asked, "prompt")
-    choices = await accept(request, state, asked)
+        asked = await request.prepared(asked, "prompt")
+    choices = await accept(request, asked)
     accepted = Accepted(served, asked, choices.firsts)
     if nums := shape.scored(body):
-        scores = [await _scores_of(request, state, accepted.prompt_ids, num) for num in nums]
+        scores = [await _scores_of(request, accepted.prompt_ids, num) for num in nums]
         accepted = accepted._replace(scores=scores)
     shown = shape(accepted, body)
     if shape.is_stream_by_default if body.stream is None else body.stream:
-        events, seconds = _events(choices, shown, call), state.settings.comment_seconds
+        events, seconds = _events(choices, shown, call), request.server.settings.comment_seconds
         return EventStream(events, comment_seconds=seconds, fail=shown.fail, media_type=shape.media_type)
     return json_response(shown.whole(await while_connected(request, choices.results())), call)
 
 
-async def _scores_of(
-    request: Request, state: ServerState, prompts: Sequence[Sequence[int]], num: int | None
-) -> list[Scores]:
+async def _scores_of(request: ApiRequest, prompts: Sequence[Sequence[int]], num: int | None) -> list[Scores]:
     """Return the log-probability of each token of each prompt, with the `num` likeliest tokens.
 
     If `num` is None, the scores are empty.
     """
     if num is None:
         return [() for _ in prompts]
-    llm = state.llm()
+    llm = request.server.llm()
     return [await while_connected(request, llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
 
 

@@ -29,6 +29,7 @@ from infer.errors import InferError
 from infer.outputs import GenerationResult
 from infer.serving.protocols.answers import Json
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError, api_error
+from infer.serving.protocols.bodies import refusing
 from infer.serving.protocols.events import EVENTS, ErrorShape, with_warnings
 from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
 from infer.serving.server.call import FAILED, Call, call_of, unpack
@@ -42,7 +43,7 @@ from infer.system.spellings import plain_name
 log = logging.getLogger("infer.server")
 JSON = "application/json"
 _INLINE_BYTES = 1 << 15  # of a body that is read on the event loop, in a few milliseconds
-# Its arguments are the request, the state and, if the route has one, the body. All but a `Response` is sent as JSON.
+# Its arguments are the `ApiRequest` and, if the route has one, the body. All but a `Response` is sent as JSON.
 Handler = Callable[..., Awaitable[Any]]
 _BYTES_PER_TOKEN = 3  # an estimate, for prompts that are not tokenised yet
 _Found = TypeVar("_Found")
@@ -91,6 +92,46 @@ class ClientGoneError(Exception):
 
 
 @final
+class ApiRequest(Request):
+    """A request of a route, with its call and the state of the server."""
+
+    def __init__(self, scope: Scope, receive: Receive, server: ServerState) -> None:
+        super().__init__(scope, receive)
+        self.call, self.server = call_of(self), server
+
+    def check_model(self, name: str | None, *, is_any_taken: bool = False) -> None:
+        """Note the name that the request uses for the model; None means its first name.
+
+        Raises ApiError 404 for another model, unless `is_any_taken`: then it is a warning.
+        """
+        names = self.server.settings.names
+        if (name := known_name(name, names)) is not None and name not in names:
+            problem = f"the model {name!r:.80} is not served here"
+            if not is_any_taken:
+                message = f"{problem}: name {' or '.join(map(repr, names))}"
+                raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
+            self.call.warnings.append(f"{problem}: {names[0]!r} answers")
+            name = None
+        self.call.model = name or names[0]
+
+    async def enter(self, arrival: Arrival) -> None:
+        """Count the request at the door until it is answered. Raises ApiError 429."""
+        call, server = self.call, self.server
+        if not call.sent and call.entry is None:  # the client of a continued stream has already waited
+            call.entry = server.door.enter(arrival._replace(tenant=call.key_name), await self.body(), server.look)
+
+    async def prepared(self, prepare: Callable[[], _Found], param: str) -> _Found:
+        """Return the result of `prepare`, which runs on a thread in the tenant's turn.
+
+        Raises ApiError 429 if too much work of the tenant is waiting, and 400 that names `param` if the library refuses
+        it.
+        """
+        self.server.check_ready()
+        with refusing(param):
+            return await while_connected(self, self.server.turns.run(self.call.key_name, prepare))
+
+
+@final
 class Endpoint:
     """A route as an ASGI app. The body is read before the handler is called: `await request.body()` takes no time.
 
@@ -103,12 +144,12 @@ class Endpoint:
         self.methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        call = call_of(request)
+        request = ApiRequest(scope, receive, self._state)
+        call = request.call
         call.route, call.operation = self.route.path, self.route.operation
         try:
             with asking_for(call.key_name):
-                answer = await self._handle(request, call)
+                answer = await self._handle(request)
             response = answer if isinstance(answer, Response) else json_response(answer, call)
         except (ClientDisconnect, ClientGoneError):
             call.leave()
@@ -117,18 +158,18 @@ class Endpoint:
             response = error_response(refusal_of(error, call, self.route.shape))
         await response(scope, receive, send)
 
-    async def _handle(self, request: Request, call: Call) -> Any:
-        route, state = self.route, self._state
+    async def _handle(self, request: ApiRequest) -> Any:
+        route, call, state = self.route, request.call, self._state
         body = await receive_body(request, state.settings)
         if call.num_sent_bytes:
             call.sent = unpack(body[: call.num_sent_bytes])
         request._body = body[call.num_sent_bytes :]
         if route.body is None:
-            return await route.handler(request, state)
+            return await route.handler(request)
         state.check_ready()
         reading = Reading(state.settings.unknown_fields, call.warnings)
         read = partial(read_body, request._body, route.body, route.complete, reading)
-        return await route.handler(request, state, await read_apart(read, request._body))
+        return await route.handler(request, await read_apart(read, request._body))
 
 
 async def read_apart(read: Callable[[], _Found], content: bytes) -> _Found:
@@ -203,13 +244,6 @@ def text_tokens(value: Any) -> int:
     return 0
 
 
-async def enter(request: Request, state: ServerState, arrival: Arrival) -> None:
-    """Count the request at the door until it is answered. Raises ApiError 429."""
-    call = call_of(request)
-    if not call.sent and call.entry is None:  # the client of a continued stream has already waited
-        call.entry = state.door.enter(arrival._replace(tenant=call.key_name), await request.body(), state.look)
-
-
 def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:
     """Return the options with the key as tenant, so that each key has its own turns and its own cached prefixes."""
     if not key_name:
@@ -268,22 +302,6 @@ async def _count(request: Request, most: int) -> bytes:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body must have at most {most} bytes", code="body_too_large", headers=_CLOSE)
-
-
-def check_model(request: Request, state: ServerState, name: str | None, *, is_any_taken: bool = False) -> None:
-    """Note the name that the request uses for the model; None means its first name.
-
-    Raises ApiError 404 for another model, unless `is_any_taken`: then it is a warning.
-    """
-    names, call = state.settings.names, call_of(request)
-    if (name := known_name(name, names)) is not None and name not in names:
-        problem = f"the model {name!r:.80} is not served here"
-        if not is_any_taken:
-            message = f"{problem}: name {' or '.join(map(repr, names))}"
-            raise ApiError(404, message, "invalid_request_error", param="model", code="model_not_found")
-        call.warnings.append(f"{problem}: {names[0]!r} answers")
-        name = None
-    call.model = name or names[0]
 
 
 def known_name(name: str | None, known: Container[str]) -> str | None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Annotated, Any, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
-from starlette.requests import Request
 
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
@@ -45,9 +44,8 @@ from infer.serving.protocols.openai.ask import (
     sampling_values,
 )
 from infer.serving.server.choices import accept, served_by
-from infer.serving.server.endpoint import post, while_connected
+from infer.serving.server.endpoint import ApiRequest, post, while_connected
 from infer.serving.server.routes.protocols import answering
-from infer.serving.server.server_state import ServerState
 
 # Fields of the completions that have no meaning here, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (True,)}
@@ -135,14 +133,14 @@ class Trace(Output, kw_only=True, tag_field="object", tag="trace"):
     usage: Usage | UnsetType = UNSET
 
 
-async def trace(request: Request, state: ServerState, body: TraceBody) -> Trace:
-    llm, given = state.llm(), body.answer_token_ids
-    served = served_by(request, state, body)
+async def trace(request: ApiRequest, body: TraceBody) -> Trace:
+    llm, given = request.server.llm(), body.answer_token_ids
+    served = served_by(request, body)
     if body.stream:
         raise refuse("stream must not be true: a trace is not streamed", "stream", "unsupported_value")
     asked = ask_one(body, served)
     part = _part_of(body)
-    choices = await accept(request, state, asked if given is None else replace(asked, is_answered=False))
+    choices = await accept(request, asked if given is None else replace(asked, is_answered=False))
     prompted = choices.firsts[0].request
     prompt_ids = list(prompted.prompt_token_ids)
     if given is None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 import infer
@@ -34,11 +33,10 @@ from infer.serving.protocols.ollama.events import (
     shown,
 )
 from infer.serving.protocols.retrieval import EmbeddingsBody
-from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import (
+    ApiRequest,
     ApiRoute,
     EventStream,
-    check_model,
     get,
     json_response,
     known_name,
@@ -47,7 +45,6 @@ from infer.serving.server.endpoint import (
 )
 from infer.serving.server.routes.retrieval import embed
 from infer.serving.server.routes.served_models import facts_of, fetch, is_at_hand, is_fetched
-from infer.serving.server.server_state import ServerState
 from infer.system.spellings import plain_name
 
 API_VERSION = "0.14.0"  # the first Ollama with all of its routes that are here, /v1/messages too; clients compare it
@@ -71,18 +68,18 @@ class OllamaStatus(Struct, kw_only=True):
 _SUCCESS = OllamaStatus(status="success")
 
 
-async def pull(request: Request, state: ServerState, body: OllamaModelBody) -> Response:
-    return await pull_unless(request, state, body, state.settings.names)
+async def pull(request: ApiRequest, body: OllamaModelBody) -> Response:
+    return await pull_unless(request, body, request.server.settings.names)
 
 
-async def pull_unless(request: Request, state: ServerState, body: OllamaModelBody, known: Collection[str]) -> Response:
+async def pull_unless(request: ApiRequest, body: OllamaModelBody, known: Collection[str]) -> Response:
     """Download a model, unless it is already served or on this machine.
 
     If the client disconnects, the download ends, and the next download of this model resumes it. Raises ApiError 403 if
     clients may not download.
     """
     name = await asyncio.to_thread(_name_to_fetch, known_name(body.model, known) or "", known)
-    if name is not None and not state.settings.allow_pull:
+    if name is not None and not request.server.settings.allow_pull:
         message = f"clients may not download {name!r:.80} here: run infer pull, or start the server with --allow-pull"
         raise ApiError(403, message, code="pull_not_allowed")
     if body.stream is False:
@@ -158,8 +155,8 @@ class OllamaVector(Output, kw_only=True):
     embedding: list[float]
 
 
-async def embed_texts(request: Request, state: ServerState, body: OllamaEmbedBody) -> Response:
-    call = call_of(request)
+async def embed_texts(request: ApiRequest, body: OllamaEmbedBody) -> Response:
+    call = request.call
 
     def make_answer(vectors: Any, num_tokens: int) -> OllamaVectors:
         return OllamaVectors(
@@ -177,40 +174,40 @@ async def embed_texts(request: Request, state: ServerState, body: OllamaEmbedBod
         normalize=True,
         truncate=body.truncate is not False,
     )
-    return await embed(request, state, meant, make_answer)
+    return await embed(request, meant, make_answer)
 
 
-async def embed_text(request: Request, state: ServerState, body: OllamaEmbeddingsBody) -> Response:
+async def embed_text(request: ApiRequest, body: OllamaEmbeddingsBody) -> Response:
     meant = EmbeddingsBody(
         model=body.model, input=body.prompt or [], normalize=False, truncate=body.truncate is not False
     )
-    return await embed(request, state, meant, lambda vectors, _: OllamaVector(embedding=vectors.ravel().tolist()))
+    return await embed(request, meant, lambda vectors, _: OllamaVector(embedding=vectors.ravel().tolist()))
 
 
 # Models
 
 
-async def version(request: Request, state: ServerState) -> OllamaVersion:
+async def version(request: ApiRequest) -> OllamaVersion:
     return OllamaVersion(API_VERSION, infer.__version__)
 
 
-async def tags(request: Request, state: ServerState) -> OllamaModels:
-    facts = await facts_of(state.settings.model_path)
-    return OllamaModels([listed(name, facts) for name in state.settings.names])
+async def tags(request: ApiRequest) -> OllamaModels:
+    facts = await facts_of(request.server.settings.model_path)
+    return OllamaModels([listed(name, facts) for name in request.server.settings.names])
 
 
-async def running(request: Request, state: ServerState) -> OllamaModels:
-    llm, facts = state.llm(), await facts_of(state.settings.model_path)
+async def running(request: ApiRequest) -> OllamaModels:
+    llm, facts = request.server.llm(), await facts_of(request.server.settings.model_path)
     cache = None if llm.host.reads_whole_texts else llm.host.runner.cache
     num_bytes = (0 if facts is None else facts.num_bytes) + (0 if cache is None else cache.num_bytes)
     loaded = LoadedModel(num_bytes, llm.host.model.max_seq_len)
-    return OllamaModels([listed(state.settings.model, facts, loaded)])
+    return OllamaModels([listed(request.server.settings.model, facts, loaded)])
 
 
-async def show(request: Request, state: ServerState, body: OllamaModelBody) -> Response:
-    check_model(request, state, body.model)
-    facts = await facts_of(state.settings.model_path)
-    return shown_response(call_of(request).model, facts, state.llm().host.model.max_seq_len)
+async def show(request: ApiRequest, body: OllamaModelBody) -> Response:
+    request.check_model(body.model)
+    facts = await facts_of(request.server.settings.model_path)
+    return shown_response(request.call.model, facts, request.server.llm().host.model.max_seq_len)
 
 
 def shown_response(name: str, facts: ModelFacts | None, context: int | None) -> Response:
@@ -220,7 +217,7 @@ def shown_response(name: str, facts: ModelFacts | None, context: int | None) -> 
     return json_response(shown(name, facts, context))
 
 
-async def refuse_change(request: Request, state: ServerState, body: OllamaModelBody | None = None) -> Response:
+async def refuse_change(request: ApiRequest, body: OllamaModelBody | None = None) -> Response:
     raise ApiError(400, _REFUSALS[request.url.path], code="unsupported")
 
 

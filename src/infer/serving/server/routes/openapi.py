@@ -13,15 +13,13 @@ from html import escape
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import infer
 from infer.serving.protocols.answers import ErrorOutput, Json
 from infer.serving.protocols.events import EVENTS, LINES
-from infer.serving.server.endpoint import JSON, ApiRoute, get
+from infer.serving.server.endpoint import JSON, ApiRequest, ApiRoute, get
 from infer.serving.server.routes.status import Health
-from infer.serving.server.server_state import ServerState
 
 _STATUSES = {
     400: "The request breaks a rule, which the message names.",
@@ -74,10 +72,10 @@ def description_routes(table: Sequence[ApiRoute]) -> list[ApiRoute]:
     def made() -> Json:
         return document([*table, *own])
 
-    async def openapi(request: Request, state: ServerState) -> Json:
+    async def openapi(request: ApiRequest) -> Json:
         return made()
 
-    async def docs(request: Request, state: ServerState) -> Response:
+    async def docs(request: ApiRequest) -> Response:
         return HTMLResponse(docs_page(made()), headers=PAGE_HEADERS)
 
     own = [

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 from msgspec import Struct
-from starlette.requests import Request
 
 from infer.serving.protocols.answers import Output
 from infer.serving.protocols.anthropic.ask import CountTokensBody, ask_prompt
@@ -15,9 +14,8 @@ from infer.serving.protocols.ollama.ask import OllamaChatShape, OllamaGenerateSh
 from infer.serving.protocols.openai.events import ChatShape, CompletionShape, StoredChats
 from infer.serving.protocols.responses.events import ResponseInputTokens, ResponseShape
 from infer.serving.server.choices import answer_body, served_by
-from infer.serving.server.endpoint import ApiRoute, get, post
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, get, post
 from infer.serving.server.routes.tokens import count_prompt
-from infer.serving.server.server_state import ServerState
 
 
 def answering(path: str, summary: str, shape: type[Shape], operation: str) -> ApiRoute:
@@ -31,16 +29,16 @@ def counting(
 ) -> ApiRoute:
     """Return the route that counts the tokens of a conversation's prompt. A body of its own has its own `ask`."""
 
-    async def count(request: Request, state: ServerState, body: Any) -> Output:
-        asked: Any = (ask or shape.ask)(body, served_by(request, state, body))
-        counted: Output = answer(await count_prompt(request, state, asked))
+    async def count(request: ApiRequest, body: Any) -> Output:
+        asked: Any = (ask or shape.ask)(body, served_by(request, body))
+        counted: Output = answer(await count_prompt(request, asked))
         return counted
 
     row = post(path, count, "Count a conversation's tokens", body or shape.body, answer)
     return row._replace(complete=shape.complete, shape=shape)
 
 
-async def list_chats(request: Request, state: ServerState) -> StoredChats:
+async def list_chats(request: ApiRequest) -> StoredChats:
     return StoredChats([], None, None, False)
 
 

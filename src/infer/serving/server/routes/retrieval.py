@@ -35,49 +35,46 @@ from infer.serving.protocols.retrieval import (
 )
 from infer.serving.server.call import call_of
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import check_model, enter, post, text_tokens, while_connected
-from infer.serving.server.server_state import ServerState
+from infer.serving.server.endpoint import ApiRequest, post, text_tokens, while_connected
 
 _Ranked = RerankOutput | list[RankedText]  # as Cohere, or as Text Embeddings Inference
 _Item = TypeVar("_Item")
 _Call = Callable[[Any], Coroutine[Any, Any, Any]]  # of an `AsyncLLM`
 
 
-async def embeddings(request: Request, state: ServerState, body: EmbeddingsBody) -> Response:
+async def embeddings(request: ApiRequest, body: EmbeddingsBody) -> Response:
     def make_answer(vectors: Any, num_tokens: int) -> Embeddings:
         usage = EmbeddingsUsage(num_tokens, num_tokens)
-        return Embeddings(data=body.items(vectors), model=call_of(request).model, usage=usage)
+        return Embeddings(data=body.items(vectors), model=request.call.model, usage=usage)
 
-    return await embed(request, state, body, make_answer)
+    return await embed(request, body, make_answer)
 
 
-async def embed(
-    request: Request, state: ServerState, body: EmbeddingsBody, make_answer: Callable[[Any, int], Output]
-) -> Response:
+async def embed(request: ApiRequest, body: EmbeddingsBody, make_answer: Callable[[Any, int], Output]) -> Response:
     """Return the answer that `make_answer` makes of the vectors (float32 `[texts, size]`) and the number of tokens."""
-    host, call = state.llm().host, call_of(request)
-    check_model(request, state, body.model)
+    host, call = request.server.llm().host, request.call
+    request.check_model(body.model)
     texts, options = texts_of(body.input), body.options()
-    if not (state.settings.allow_embeddings or host.facts.heads.embedder):
+    if not (request.server.settings.allow_embeddings or host.facts.heads.embedder):
         message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
         raise refuse(message, "model", "unsupported_model")
-    computed = await _compute(request, state, texts, lambda llm: llm.compute_vectors(texts, options))
+    computed = await _compute(request, texts, lambda llm: llm.compute_vectors(texts, options))
     answer = partial(make_answer, computed.found.numpy(), computed.texts.num_tokens)
     # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
     encoded = host.loop.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call.warnings)))
     return Response(await while_connected(request, encoded), media_type="application/json")
 
 
-async def rerank(request: Request, state: ServerState, body: RerankBody, *, lists_texts: bool = False) -> _Ranked:
+async def rerank(request: ApiRequest, body: RerankBody, *, lists_texts: bool = False) -> _Ranked:
     """Rank documents.
 
     If `lists_texts`, a body with `texts` gets the list of Text Embeddings Inference. It has only the path `/rerank`,
     which clients of other servers use without /v1.
     """
-    documents, call = body.document_texts(), call_of(request)
-    check_model(request, state, body.model)
+    documents, call = body.document_texts(), request.call
+    request.check_model(body.model)
     pairs, names = [(body.query, each) for each in documents], (body.documents_name, "query")
-    scores, num_tokens = await _score(request, state, body, pairs, names, is_raw=bool(body.raw_scores))
+    scores, num_tokens = await _score(request, body, pairs, names, is_raw=bool(body.raw_scores))
     best, usage = ranked(scores, documents, body.top_n), EmbeddingsUsage(num_tokens, num_tokens)
     if lists_texts and body.texts is not None:
         return body.ranked_texts(best)
@@ -85,26 +82,25 @@ async def rerank(request: Request, state: ServerState, body: RerankBody, *, list
     return RerankOutput(id=own_id, model=call.model, results=body.items(best), usage=usage)
 
 
-async def score(request: Request, state: ServerState, body: ScoreBody) -> ListOutput[Score]:
-    check_model(request, state, body.model)
-    scores, num_tokens = await _score(request, state, body, body.pairs(), ("text_2", "text_1"))
+async def score(request: ApiRequest, body: ScoreBody) -> ListOutput[Score]:
+    request.check_model(body.model)
+    scores, num_tokens = await _score(request, body, body.pairs(), ("text_2", "text_1"))
     return _list_output(request, "score", list(starmap(Score, enumerate(scores))), num_tokens)
 
 
-async def classify(request: Request, state: ServerState, body: ClassifyBody) -> ListOutput[Labelled]:
-    classifier = state.llm().host.facts.heads.classifier
-    check_model(request, state, body.model)
+async def classify(request: ApiRequest, body: ClassifyBody) -> ListOutput[Labelled]:
+    classifier = request.server.llm().host.facts.heads.classifier
+    request.check_model(body.model)
     texts, truncate = texts_or_pairs_of(body.input), bool(body.truncate)
     if classifier is None:
         raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
-    computed = await _compute(request, state, texts, lambda llm: llm.compute_labels(texts, truncate=truncate))
+    computed = await _compute(request, texts, lambda llm: llm.compute_labels(texts, truncate=truncate))
     data = body.items(computed.found, classifier.labels)
     return _list_output(request, "classify", data, computed.texts.num_tokens)
 
 
 async def _score(
-    request: Request,
-    state: ServerState,
+    request: ApiRequest,
     body: RerankBody | ScoreBody,
     pairs: list[tuple[str, str]],
     names: tuple[str, str],
@@ -116,7 +112,7 @@ async def _score(
     `names` are the fields with the texts and with the queries, for errors. If `is_raw`, a reranker's score is its
     logit.
     """
-    heads, may_compare = state.llm().host.facts.heads, state.settings.allow_embeddings
+    heads, may_compare = request.server.llm().host.facts.heads, request.server.settings.allow_embeddings
     if not (heads.reranker or heads.embedder or may_compare):
         message = (
             "this model is not a reranker and was not made for embeddings: serve a reranker, or start the server with "
@@ -125,20 +121,16 @@ async def _score(
         raise refuse(message, "model", "unsupported_model")
 
     options = {"truncate": bool(body.truncate), "may_compare": may_compare, "is_raw": is_raw}
-    computed = await _compute(
-        request, state, pairs, lambda llm: llm.score_pairs(pairs, body.instruction, **options), names
-    )
+    computed = await _compute(request, pairs, lambda llm: llm.score_pairs(pairs, body.instruction, **options), names)
     return computed.found, computed.texts.num_tokens
 
 
-async def _compute(
-    request: Request, state: ServerState, texts: Any, call: _Call, names: tuple[str, ...] = ("input",)
-) -> Any:
+async def _compute(request: ApiRequest, texts: Any, call: _Call, names: tuple[str, ...] = ("input",)) -> Any:
     """Return the `Computed` of a call. `texts` count at the door; `names` are the fields of texts, for errors."""
-    await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
+    await request.enter(Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
     with refusing(*names):
-        computed = await while_connected(request, call(state.llm()))
-    call_of(request).warnings += [computed.texts.warning] if computed.texts.warning else []
+        computed = await while_connected(request, call(request.server.llm()))
+    request.call.warnings += [computed.texts.warning] if computed.texts.warning else []
     return computed
 
 

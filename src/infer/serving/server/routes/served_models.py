@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
-from starlette.requests import Request
 
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.protocols.answers import Count
-from infer.serving.server.endpoint import check_model, get
+from infer.serving.server.endpoint import ApiRequest, get
 from infer.serving.server.server_state import ServerState
 
 StatusValue = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
@@ -60,14 +59,14 @@ class ServedModels(Struct, tag_field="object", tag="list"):
     allow_pull: bool | UnsetType = UNSET
 
 
-async def list_models(request: Request, state: ServerState) -> ServedModels:
-    return ServedModels([await _model(state, name) for name in state.settings.names])
+async def list_models(request: ApiRequest) -> ServedModels:
+    return ServedModels([await _model(request.server, name) for name in request.server.settings.names])
 
 
-async def get_model(request: Request, state: ServerState) -> ServedModel:
+async def get_model(request: ApiRequest) -> ServedModel:
     name = request.path_params["id"]
-    check_model(request, state, name)
-    return await _model(state, name)
+    request.check_model(name)
+    return await _model(request.server, name)
 
 
 async def _model(state: ServerState, name: str) -> ServedModel:

@@ -22,8 +22,7 @@ from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.answers import Count, Json
 from infer.serving.protocols.events import EVENTS, event
 from infer.serving.protocols.fields import refuse
-from infer.serving.server.call import call_of
-from infer.serving.server.endpoint import EventStream, get, json_response
+from infer.serving.server.endpoint import ApiRequest, EventStream, get, json_response
 from infer.serving.server.server_state import ServerState
 
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,17 +43,17 @@ class Health(Struct):
     models: list[str] | UnsetType = UNSET
 
 
-async def health(request: Request, state: ServerState) -> Response:
+async def health(request: ApiRequest) -> Response:
     """Answer 503 while the model is loading, and if the engine hangs or has failed: a supervisor may restart it."""
-    return _report(state, is_good=is_alive(state))
+    return _report(request.server, is_good=is_alive(request.server))
 
 
-async def ready(request: Request, state: ServerState) -> Response:
+async def ready(request: ApiRequest) -> Response:
     """Answer 503 while the model is loading, while the server drains, and if the engine hangs or has failed.
 
     A busy server is ready: the door refuses excess requests, with the time to retry.
     """
-    return _report(state, is_good=state.phase == "ready" and not _is_hung(state))
+    return _report(request.server, is_good=request.server.phase == "ready" and not _is_hung(request.server))
 
 
 def is_alive(state: ServerState) -> bool:
@@ -76,10 +75,10 @@ def _report(state: ServerState, *, is_good: bool) -> Response:
     return json_response(report, status=200 if is_good else 503)
 
 
-async def read_metrics(request: Request, state: ServerState) -> Response:
+async def read_metrics(request: ApiRequest) -> Response:
     """Return the metrics. An engine that hangs stops no scrape: its last snapshot is shown."""
-    host = None if state.loaded is None else state.loaded.host
-    return metrics_response(state.metrics.text(host, await state.snapshot(_SNAPSHOT_SECONDS)))
+    host = None if request.server.loaded is None else request.server.loaded.host
+    return metrics_response(request.server.metrics.text(host, await request.server.snapshot(_SNAPSHOT_SECONDS)))
 
 
 def metrics_response(text: str) -> Response:
@@ -109,11 +108,11 @@ class Props(Struct):
     default_sampling: DefaultSampling
 
 
-async def props(request: Request, state: ServerState) -> Props:
-    host, llm = state.llm().host, state.llm().llm
+async def props(request: ApiRequest) -> Props:
+    host, llm = request.server.llm().host, request.server.llm().llm
     cache = None if host.reads_whole_texts else host.runner.cache
     return Props(
-        model=state.settings.model,
+        model=request.server.settings.model,
         description=repr(llm),
         version=infer.__version__,
         system_fingerprint=host.system_fingerprint,
@@ -121,7 +120,7 @@ async def props(request: Request, state: ServerState) -> Props:
         max_model_len=llm.max_seq_len,
         vocab_size=host.requests.limits.vocab_size,
         num_layers=len(llm.architecture.layers),
-        total_slots=state.settings.slots,
+        total_slots=request.server.settings.slots,
         kv_type="none" if cache is None else cache.kind,
         cache_bytes=0 if cache is None else cache.num_bytes,
         draft_model=None if (draft := host.settings.draft_model) is None else Path(draft).name,
@@ -140,12 +139,12 @@ def _differing(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-async def engine_events(request: Request, state: ServerState) -> Response:
+async def engine_events(request: ApiRequest) -> Response:
     """Send a snapshot every `interval` seconds (default 0.25) if something has changed."""
     seconds = interval_of(request)
-    state.llm()
-    events = _snapshots(state, call_of(request).key_name, seconds)
-    return EventStream(events, comment_seconds=state.settings.comment_seconds)
+    request.server.llm()
+    events = _snapshots(request.server, request.call.key_name, seconds)
+    return EventStream(events, comment_seconds=request.server.settings.comment_seconds)
 
 
 def interval_of(request: Request) -> float:

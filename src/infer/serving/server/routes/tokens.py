@@ -10,7 +10,6 @@ from functools import partial
 from typing import Annotated, Any, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.engine.requests.ask import Ask
@@ -19,10 +18,7 @@ from infer.serving.protocols.answers import Bytes, Count, Output
 from infer.serving.protocols.bodies import plain, template_variables
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
-from infer.serving.server.call import call_of
-from infer.serving.server.choices import prepared
-from infer.serving.server.endpoint import check_model, json_response, post
-from infer.serving.server.server_state import ServerState
+from infer.serving.server.endpoint import ApiRequest, json_response, post
 
 _FIELDS = {
     "content": frozenset({"add_special", "parse_special", "with_pieces"}),
@@ -100,9 +96,9 @@ class RenderedTemplate(Output):
     prompt: str
 
 
-async def tokenize(request: Request, state: ServerState, body: TokenizeBody) -> Response:
-    check_model(request, state, body.model)
-    kind, host = _kind_of(body), state.llm().host
+async def tokenize(request: ApiRequest, body: TokenizeBody) -> Response:
+    request.check_model(body.model)
+    kind, host = _kind_of(body), request.server.llm().host
     tokenizer = host.tokenizer
 
     def answer() -> Response:
@@ -110,7 +106,7 @@ async def tokenize(request: Request, state: ServerState, body: TokenizeBody) -> 
             is_parsed = body.parse_special is not False
             ids = tokenizer.encode(body.content, body.add_special is True, parse_special=is_parsed)
             pieces = [TokenPiece(each, _piece(tokenizer.token_bytes[each])) for each in ids if body.with_pieces]
-            return json_response(Tokens(tokens=[*(pieces or ids)]), call_of(request))
+            return json_response(Tokens(tokens=[*(pieces or ids)]), request.call)
         if body.messages is not None:
             ids = encoded(host, body.ask(body.messages))
         else:
@@ -118,39 +114,39 @@ async def tokenize(request: Request, state: ServerState, body: TokenizeBody) -> 
         tokens = Tokens(count=len(ids), max_model_len=host.model.max_seq_len, tokens=[*ids])
         if body.return_token_strs:
             tokens.token_strs = [tokenizer.token_bytes[each].decode(errors="backslashreplace") for each in ids]
-        return json_response(tokens, call_of(request))
+        return json_response(tokens, request.call)
 
-    return await prepared(request, state, answer, kind)
+    return await request.prepared(answer, kind)
 
 
-async def detokenize(request: Request, state: ServerState, body: DetokenizeBody) -> DetokenizedText:
+async def detokenize(request: ApiRequest, body: DetokenizeBody) -> DetokenizedText:
     """Answer with the text, which includes special tokens."""
-    host = state.llm().host
-    check_model(request, state, body.model)
+    host = request.server.llm().host
+    request.check_model(body.model)
     if (most := host.tokenizer.vocab_size - 1) < max(body.tokens, default=0):
         index = next(at for at, each in enumerate(body.tokens) if each > most)
         path = f"tokens[{index}]"
         raise refuse(f"{path} must be an id from 0 to {most}, got {body.tokens[index]}", path)
-    text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
+    text = await request.prepared(lambda: host.tokenizer.decode(body.tokens, False), "tokens")
     return DetokenizedText(text, text)
 
 
-async def apply_template(request: Request, state: ServerState, body: ApplyTemplateBody) -> RenderedTemplate:
+async def apply_template(request: ApiRequest, body: ApplyTemplateBody) -> RenderedTemplate:
     """Answer with the text from which a chat completion of these messages is computed."""
-    llm = state.llm()
-    check_model(request, state, body.model)
+    llm = request.server.llm()
+    request.check_model(body.model)
 
     def render() -> str:
         asked = body.ask(body.messages)
         messages, variables = _conversation(llm.host, asked).shown(list(asked.prompts[0]))
         return str(llm.host.tokenizer.render_chat_template(messages, **variables))
 
-    return RenderedTemplate(await prepared(request, state, render, "messages"))
+    return RenderedTemplate(await request.prepared(render, "messages"))
 
 
-async def count_prompt(request: Request, state: ServerState, asked: Ask) -> int:
+async def count_prompt(request: ApiRequest, asked: Ask) -> int:
     """Return the number of tokens of a conversation's prompt. Raises an ApiError that names the prompt's field."""
-    return len(await prepared(request, state, partial(encoded, state.llm().host, asked), asked.prompt_name))
+    return len(await request.prepared(partial(encoded, request.server.llm().host, asked), asked.prompt_name))
 
 
 def encoded(host: Any, asked: Ask) -> list[int]:

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.server.endpoint import get
+from infer.serving.server.endpoint import ApiRequest, get
 from infer.serving.server.routes.answer_trace import OneChoiceBody
-from infer.serving.server.server_state import ServerState
 
 _HEADERS = {
     "Cache-Control": "no-cache",  # revalidated each time, answered with 304
@@ -49,7 +47,7 @@ def served_files() -> dict[str, PageFile]:
     }
 
 
-async def page(request: Request, state: ServerState) -> Response:
+async def page(request: ApiRequest) -> Response:
     name = request.path_params.get("name", "index.html")
     if (found := served_files().get(name)) is None:
         raise ApiError(404, f"there is no GET {request.url.path:.80} here", code="unknown_url")

@@ -15,7 +15,7 @@ from commands import run
 from infer import LLM, InvalidRequestError
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.batch_rows import ENDPOINTS, Row, read_row, row_of
-from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling, completion_columns, without_end
+from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling, without_end
 from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, ask_chat, ask_text, complete_chat
@@ -111,11 +111,11 @@ def test_a_row_asks_for_one_whole_answer(fields: dict[str, Any], problem: str) -
 def test_the_likeliest_of_tokens_with_one_text_is_reported() -> None:
     spelling = Spelling([b"a", b"b", b"a", b"\xc3", b"\xc3", b"a"], {5})
     chosen = TokenLogprob(5, -3.0, 3, ((1, -0.5), (0, -1.0), (2, -2.0), (3, float("-inf")), (4, -4.0)))
-    columns = completion_columns([None, chosen], spelling)
+    columns = spelling.completion_columns([None, chosen])
     assert (columns["tokens"], columns["token_logprobs"]) == ([None, "a"], [None, -3.0])
     assert columns["top_logprobs"] == [None, {"b": -0.5, "a": -1.0, "bytes:\\xc3": -4.0}]
     never = TokenLogprob(1, float("-inf"), 6, ((3, float("-inf")),))
-    assert completion_columns([never], spelling)["top_logprobs"] == [{"b": LEAST_LOGPROB, "bytes:\\xc3": LEAST_LOGPROB}]
+    assert spelling.completion_columns([never])["top_logprobs"] == [{"b": LEAST_LOGPROB, "bytes:\\xc3": LEAST_LOGPROB}]
 
 
 def test_only_the_token_that_ends_an_answer_is_left_out() -> None:

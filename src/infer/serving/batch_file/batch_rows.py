@@ -21,11 +21,8 @@ from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, finite
 from infer.serving.protocols.answers import (
     Spelling,
-    chat_entries,
-    completion_columns,
     finish_reason_of,
     message_of,
-    without_end,
 )
 from infer.serving.protocols.bodies import prompts_of, refuse_unless_neutral
 from infer.serving.protocols.fields import Complete, Reading, as_given, body_from, refuse
@@ -243,9 +240,9 @@ def _plain_record(row: Row, result: GenerationResult, model: str) -> dict[str, A
 def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str, Any]:
     logprobs = result.logprobs
     if row.endpoint != ENDPOINTS[0]:
-        return {"text": result.text, "logprobs": None if logprobs is None else completion_columns(logprobs, spelling)}
+        return {"text": result.text, "logprobs": None if logprobs is None else spelling.completion_columns(logprobs)}
     if logprobs is not None:
-        entries = chat_entries(without_end(logprobs, result.finish_reason), spelling)
+        entries = spelling.chat_entries(logprobs, result.finish_reason)
     return {
         "message": message_of(result),
         "logprobs": None if logprobs is None else {"content": entries, "refusal": None},

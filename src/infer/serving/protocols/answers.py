@@ -244,52 +244,48 @@ class Spelling(NamedTuple):
         spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
 
+    def chat_entries(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Entry]:
+        """Return `logprobs.content` of a chat completion."""
+        return [
+            self.entry(each.token_id, each.logprob) | {"top_logprobs": [self.entry(*top) for top in each.top]}
+            for each in without_end(logprobs, finish_reason)
+        ]
+
+    def completion_columns(self, logprobs: Iterable[TokenLogprob | None]) -> dict[str, list[Any]]:
+        """Return `logprobs` of a completion, without `text_offset`.
+
+        None means a token that is not scored; its text is None as well.
+        """
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+        for each in logprobs:
+            columns["tokens"].append(None if each is None else self.text(each.token_id))
+            columns["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
+            columns["top_logprobs"].append(None if each is None else self._by_text(each))
+        return columns
+
+    def _by_text(self, each: TokenLogprob) -> dict[str, float]:
+        """Return the log-probabilities of the alternatives and the token itself, by text.
+
+        If several tokens have the same text, the likeliest one is returned.
+        """
+        likeliest = dict[str, float]()
+        for token_id, logprob in sorted({*each.top, (each.token_id, each.logprob)}, key=lambda pair: -pair[1]):
+            likeliest.setdefault(self.text(token_id), max(logprob, LEAST_LOGPROB))
+        return likeliest
+
+    def prompt_logprobs(self, logprobs: Iterable[TokenLogprob | None]) -> list[Json | None]:
+        """Return a prompt's log-probabilities in vLLM's format: by token id, and null for the first token."""
+        return [
+            None
+            if each is None
+            else {
+                str(token_id): {"logprob": logprob, "decoded_token": self.text(token_id)}
+                for token_id, logprob in (*each.top, (each.token_id, each.logprob))
+            }
+            for each in logprobs
+        ]
+
 
 def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
     """Return the log-probabilities without the token that ends the answer, which is not a part of its text."""
     return logprobs[:-1] if finish_reason == "eos" else logprobs
-
-
-def chat_entries(logprobs: Iterable[TokenLogprob], spelling: Spelling) -> list[Entry]:
-    """Return `logprobs.content` of a chat completion."""
-    return [
-        spelling.entry(each.token_id, each.logprob) | {"top_logprobs": [spelling.entry(*top) for top in each.top]}
-        for each in logprobs
-    ]
-
-
-def completion_columns(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> dict[str, list[Any]]:
-    """Return `logprobs` of a completion, without `text_offset`.
-
-    None means a token that is not scored; its text is None as well.
-    """
-    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-    for each in logprobs:
-        columns["tokens"].append(None if each is None else spelling.text(each.token_id))
-        columns["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
-        columns["top_logprobs"].append(None if each is None else _by_text(each, spelling))
-    return columns
-
-
-def _by_text(each: TokenLogprob, spelling: Spelling) -> dict[str, float]:
-    """Return the log-probabilities of the alternatives and the token itself, by text.
-
-    If several tokens have the same text, the likeliest one is returned.
-    """
-    found = dict[str, float]()
-    for token_id, logprob in sorted({*each.top, (each.token_id, each.logprob)}, key=lambda pair: -pair[1]):
-        found.setdefault(spelling.text(token_id), max(logprob, LEAST_LOGPROB))
-    return found
-
-
-def prompt_logprobs_of(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> list[Json | None]:
-    """Return a prompt's log-probabilities in vLLM's format: by token id, and null for the first token."""
-    return [
-        None
-        if each is None
-        else {
-            str(token_id): {"logprob": logprob, "decoded_token": spelling.text(token_id)}
-            for token_id, logprob in (*each.top, (each.token_id, each.logprob))
-        }
-        for each in logprobs
-    ]

@@ -11,8 +11,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar, final
 
-from starlette.responses import Response
-
 import infer
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece, ReasoningDelta, assembled
@@ -237,9 +235,9 @@ def served_by(request: ApiRequest, body: Any) -> Served:
     )
 
 
-async def answer_body(request: ApiRequest, body: Any, *, shape: type[Shape]) -> Response:
+async def answer_body(request: ApiRequest, body: Any, *, shape: type[Shape]) -> Any:
     """Answer a body with what its protocol asks and shows, whole or as a stream."""
-    served, call = served_by(request, body), request.call
+    served = served_by(request, body)
     asked = shape.ask(body, served)
     if isinstance(asked, Output):
         return json_response(asked)
@@ -252,9 +250,9 @@ async def answer_body(request: ApiRequest, body: Any, *, shape: type[Shape]) -> 
         accepted = accepted._replace(scores=scores)
     shown = shape(accepted, body)
     if shape.is_stream_by_default if body.stream is None else body.stream:
-        events, seconds = _events(choices, shown, call), request.server.settings.comment_seconds
+        events, seconds = _events(choices, shown, request.call), request.server.settings.comment_seconds
         return EventStream(events, comment_seconds=seconds, fail=shown.fail, media_type=shape.media_type)
-    return json_response(shown.whole(await while_connected(request, choices.results())), call)
+    return shown.whole(await while_connected(request, choices.results()))
 
 
 async def _scores_of(request: ApiRequest, prompts: Sequence[Sequence[int]], num: int | None) -> list[Scores]:

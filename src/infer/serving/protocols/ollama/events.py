@@ -20,9 +20,7 @@ from infer.serving.protocols.answers import (
     ScoredChoice,
     Spelling,
     call_values,
-    chat_entries,
     logprobs_of,
-    without_end,
 )
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import LINES, Accepted, Delta, Shape
@@ -149,7 +147,7 @@ class OllamaShape(Shape):
     def _scored(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Any:
         if self._spelling is None:
             return UNSET
-        return chat_entries(without_end(logprobs, finish_reason), self._spelling)  # dicts of the Struct's fields
+        return self._spelling.chat_entries(logprobs, finish_reason)  # dicts of the Struct's fields
 
 
 def without_prompt(model: str, created: int, *, is_chat: bool, is_unloaded: bool) -> OllamaOutput:

@@ -23,17 +23,13 @@ from infer.serving.protocols.answers import (
     Spelling,
     TextFinishReason,
     Usage,
-    chat_entries,
-    completion_columns,
     delta_fields,
     extension,
     finish_reason_of,
     logprobs_of,
     message_of,
-    prompt_logprobs_of,
     token_columns,
     usage_of,
-    without_end,
 )
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape
 from infer.serving.protocols.openai.ask import (
@@ -180,7 +176,7 @@ class ChatShape(CompletingShape):
         self._has_tools, self._has_logprobs = bool(body.tools), body.logprobs
         self._of_prompt: Json = {"prompt_token_ids": accepted.prompt_ids[0]} if self._has_ids else {}
         for (scores,) in accepted.scores:
-            self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, self._spelling)
+            self._of_prompt["prompt_logprobs"] = self._spelling.prompt_logprobs(scores)
 
     @staticmethod
     def scored(body: ChatBody) -> Sequence[int | None]:
@@ -218,7 +214,7 @@ class ChatShape(CompletingShape):
     def _logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> ChatLogprobs | None:
         if not self._has_logprobs:
             return None
-        entries: Any = chat_entries(without_end(logprobs, finish_reason), self._spelling)  # dicts of these fields
+        entries: Any = self._spelling.chat_entries(logprobs, finish_reason)  # dicts of these fields
         return ChatLogprobs(entries, None)
 
 
@@ -291,7 +287,7 @@ class CompletionShape(CompletingShape):
         if self._has_ids:
             begun.prompt_token_ids = list(prompt.ids)
         if prompt.scored:
-            begun.prompt_logprobs = prompt_logprobs_of(prompt.scored, self._spelling)
+            begun.prompt_logprobs = self._spelling.prompt_logprobs(prompt.scored)
         return begun
 
     def _begun(self, index: int) -> CompletionChoice:
@@ -299,7 +295,7 @@ class CompletionShape(CompletingShape):
         return replace_fields(self._openings[index // self._num_choices], index=index)
 
     def _prompt_columns(self, prompt: Prompt, *, adds_bos: bool) -> CompletionLogprobs:
-        columns = completion_columns(prompt.echoed, self._spelling)
+        columns = self._spelling.completion_columns(prompt.echoed)
         columns["tokens"][0] = self._spelling.text(prompt.ids[0])
         offsets = _Offsets(self._tokenizer, 0)
         before = [0] if adds_bos else []  # BOS is not a part of the text
@@ -314,7 +310,7 @@ class CompletionShape(CompletingShape):
         """
         if self._body.logprobs is None:
             return None
-        columns = completion_columns(logprobs, self._spelling)
+        columns = self._spelling.completion_columns(logprobs)
         return CompletionLogprobs(**columns, text_offset=self._offsets[index].of(token_ids))
 
 

@@ -15,10 +15,8 @@ from infer.serving.protocols.answers import (
     Json,
     Output,
     Spelling,
-    chat_entries,
     extension,
     logprobs_of,
-    without_end,
 )
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event, with_warnings
@@ -182,7 +180,7 @@ class ResponseShape(Shape):
         return found
 
     def _entries(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Json]:
-        entries = chat_entries(without_end(logprobs, finish_reason), self._spelling)
+        entries = self._spelling.chat_entries(logprobs, finish_reason)
         for entry in (each for outer in entries for each in (outer, *outer["top_logprobs"])):
             entry["bytes"] = entry["bytes"] or []  # the Responses API allows no null here
         return entries

@@ -1,6 +1,7 @@
 """Errors of the server in OpenAI's format, on every route, for every status, and in streams."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
@@ -20,22 +21,22 @@ ENGINE_FAILED = "engine_failed"  # the code of an error of the engine: another p
 _NO_RETRY = {"x-should-retry": "false"}
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(Exception):
-    """An error that the client receives. A handler raises it to answer with it. `type` None means the status's type."""
+    """An error that the client receives. A handler raises it to answer with it. No `type` means the status's type."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        type: str | None = None,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.type = type or _TYPE_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    type: str = ""
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        if not self.type:
+            standard = "invalid_request_error" if self.status < 500 else "server_error"
+            self.type = _TYPE_BY_STATUS.get(self.status, standard)
 
     @classmethod
     def of(cls, error: "ApiError", **changes: Any) -> Self:

@@ -16,7 +16,7 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.protocols.answers import Output
-from infer.serving.protocols.api_errors import ApiError
+from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.bodies import Served, refusing
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
 from infer.serving.protocols.fields import Reading
@@ -25,9 +25,7 @@ from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import (
     ApiRequest,
     EventStream,
-    check_result,
     json_response,
-    of_tenant,
     text_tokens,
     while_connected,
 )
@@ -71,9 +69,7 @@ class Choices:
             raise
         results = [result for group in found for result in group]
         self._call.result_by_stream.update(zip(self._streams, results, strict=True))
-        for result in results:
-            check_result(result, self._state)
-        return results
+        return [self._checked(result) for result in results]
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of all choices when they arrive, each choice with its end.
@@ -145,11 +141,22 @@ class Choices:
     async def _end(self, index: int) -> Delta:
         stream = self._streams[index]
         result = self._call.result_by_stream[stream] = await stream.result()
-        check_result(result, self._state)
+        self._checked(result)
         known = Delta.of(index, stream.sequence.pieces)
         reasoning, _ = assembled(known.deltas)
         rest = (result.reasoning or "")[len(reasoning or "") :]
         return Delta(index, (), result.text[len(known.text) :], (ReasoningDelta(rest),) if rest else (), result)
+
+    def _checked(self, result: GenerationResult) -> GenerationResult:
+        """Return the result. Raises ApiError if it failed, or if the server cancelled it other than for a timeout."""
+        if result.finish_reason == "error":
+            has_engine_failed = result.stop_reason == "internal" and self._state.has_engine_failed
+            code, headers = ENGINE_FAILED if has_engine_failed else None, {"x-should-retry": "false"}
+            raise ApiError(500, result.error or "the answer failed", code=code, headers=headers)
+        if result.finish_reason == "abort" and result.stop_reason != "timeout":
+            self._state.llm()  # raises if the server is shutting down
+            raise ApiError(500, "the answer was cancelled")
+        return result
 
     def cancel(self) -> None:
         """Cancel the choices that have not ended."""
@@ -190,7 +197,9 @@ async def accept(request: ApiRequest, asked: Ask) -> Choices:
     call, llm = request.call, request.server.llm()
     await request.enter(_arrival(asked, llm.host.model.max_seq_len))
     call.phase = "preparing"
-    options = of_tenant(asked.options, call.key_name)
+    options = asked.options
+    if key := call.key_name:  # each key has its own turns and its own cached prefixes
+        options = replace(options, tenant=key, cache_salt=f"{key}\0{options.cache_salt}")
     if call.sent:  # its client has already waited
         options = replace(options, priority=MAX_PRIORITY)
 

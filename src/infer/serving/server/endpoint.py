@@ -12,7 +12,6 @@ release what it reads (an `AsyncStream` does).
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Sequence
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeVar, final
@@ -24,9 +23,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from infer.engine.step.request_options import RequestOptions
 from infer.errors import InferError
-from infer.outputs import GenerationResult
 from infer.serving.protocols.answers import Json
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError, api_error
 from infer.serving.protocols.bodies import refusing
@@ -196,17 +193,6 @@ def error_response(error: ApiError) -> Response:
     return Response(error.body, error.status, error.headers, media_type=JSON)
 
 
-def check_result(result: GenerationResult, state: ServerState) -> None:
-    """Raise ApiError if the answer failed, or if the server cancelled it for a reason other than a timeout."""
-    if result.finish_reason == "error":
-        has_engine_failed = result.stop_reason == "internal" and state.has_engine_failed
-        code, headers = ENGINE_FAILED if has_engine_failed else None, {"x-should-retry": "false"}
-        raise ApiError(500, result.error or "the answer failed", code=code, headers=headers)
-    if result.finish_reason == "abort" and result.stop_reason != "timeout":
-        state.llm()  # raises if the server is shutting down
-        raise ApiError(500, "the answer was cancelled")
-
-
 async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Found]) -> _Found:
     """Return the coroutine's result.
 
@@ -244,23 +230,31 @@ def text_tokens(value: Any) -> int:
     return 0
 
 
-def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:
-    """Return the options with the key as tenant, so that each key has its own turns and its own cached prefixes."""
-    if not key_name:
-        return options
-    return replace(options, tenant=key_name, cache_salt=f"{key_name}\0{options.cache_salt}")
-
-
 async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     """Return the request's body. Raises ApiError 408, 413 or 415, and ClientDisconnect."""
     if request.method == "POST":
         _check_type(request)
+    most = settings.max_body_bytes
+    too_large = ApiError(413, f"the body must have at most {most} bytes", code="body_too_large", headers=_CLOSE)
+    digits = request.headers.get("content-length", "").lstrip("0")
+    announced = int(digits[:_MOST_DIGITS]) if digits.isdecimal() else 0
+    if announced > _DRAINED * most or (announced > most and "expect" in request.headers):
+        raise too_large
+    body, num_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(settings.body_seconds):
-            return await _count(request, settings.max_body_bytes)
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > _DRAINED * most:
+                    break
+                if num_bytes <= most:
+                    body += chunk
     except TimeoutError:
         message = f"the body did not arrive within {settings.body_seconds:g} s"
         raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
+    if num_bytes > most:
+        raise too_large
+    return bytes(body)
 
 
 def _check_type(request: Request) -> None:
@@ -281,27 +275,6 @@ def _check_type(request: Request) -> None:
         given = f"got {sent!r:.60}" if sent else "got none"
         message = f"Content-Type must be application/json, in UTF-8, {given}"
         raise ApiError(415, message, code="unsupported_media_type")
-
-
-async def _count(request: Request, most: int) -> bytes:
-    digits = request.headers.get("content-length", "").lstrip("0")
-    announced = int(digits[:_MOST_DIGITS]) if digits.isdecimal() else 0
-    if announced > _DRAINED * most or (announced > most and "expect" in request.headers):
-        raise _too_large(most)
-    body, num_bytes = bytearray(), 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > _DRAINED * most:
-            break
-        if num_bytes <= most:
-            body += chunk
-    if num_bytes > most:
-        raise _too_large(most)
-    return bytes(body)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body must have at most {most} bytes", code="body_too_large", headers=_CLOSE)
 
 
 def known_name(name: str | None, known: Container[str]) -> str | None:

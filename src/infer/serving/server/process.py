@@ -236,31 +236,22 @@ class ServerProcess:
 
 
 def _watch(state: ServerState) -> None:
-    """End the process if the event loop or a step hangs.
+    """End the process if the event loop or a step hangs: its time is the same in several checks in a row.
 
     Time is counted in checks, so a process that was stopped meanwhile does not count as hanging, unless it was stopped
     for the whole limit.
     """
-    loop, step = _Stillness(), _Stillness()
+    seen: tuple[float | None, ...] = (None, None)
+    counts = [0, 0]
     while True:
         faulthandler.dump_traceback_later(state.settings.watchdog_seconds, exit=True)
         time.sleep(state.settings.watchdog_seconds / _NUM_CHECKS)
-        if max(loop.count(state.ticked_at), step.count(state.step_began)) >= _NUM_CHECKS:
+        last, seen = seen, (state.ticked_at, state.step_began)
+        same = [now is not None and now == before for now, before in zip(seen, last, strict=True)]
+        counts = [count + 1 if is_same else 0 for count, is_same in zip(counts, same, strict=True)]
+        if max(counts) >= _NUM_CHECKS:
             faulthandler.dump_traceback()
             os._exit(STATUS)
-
-
-@final
-class _Stillness:
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._count = 0
-
-    def count(self, seen: float | None) -> int:
-        """Return how often in a row this value was seen before. None resets the count to 0."""
-        self._count = self._count + 1 if seen is not None and seen == self._last else 0
-        self._last = seen
-        return self._count
 
 
 async def load_model(state: ServerState, load: Load) -> None:

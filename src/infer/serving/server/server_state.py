@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar, final
@@ -49,7 +49,7 @@ class ServerState:
         self.ticked_at: float | None = None  # last tick of the event loop; None while ticks are not expected
         self.calls = set[Call]()  # requests that have not ended
         self.door, self.turns = Door(settings), Turns()
-        self._llm: infer.AsyncLLM | None = None
+        self.loaded: infer.AsyncLLM | None = None  # the model in any phase, after it was loaded
         self._taking: asyncio.Task[Any] | None = None  # the task that takes the newest snapshot
         self._taken_at, self._snapshot = -math.inf, None
 
@@ -61,8 +61,8 @@ class ServerState:
     def llm(self) -> "infer.AsyncLLM":
         """Return the model. Raises ApiError 503 unless requests are served."""
         self.check_ready()
-        assert self._llm is not None
-        return self._llm
+        assert self.loaded is not None
+        return self.loaded
 
     def check_ready(self) -> None:
         """Raise ApiError 503 unless requests are served."""
@@ -112,7 +112,7 @@ class ServerState:
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model unless the server is shutting down."""
-        self._llm = llm
+        self.loaded = llm
         llm.host.requests.warns = False  # answers contain their own warnings
         self._apply_limits()
         if self.phase == "loading":
@@ -132,8 +132,8 @@ class ServerState:
         self._apply_limits()
 
     def _apply_limits(self) -> None:
-        if self._llm is not None:
-            self._llm.host.limit(self.settings.slots, self.settings.step_ms / 1000)
+        if self.loaded is not None:
+            self.loaded.host.limit(self.settings.slots, self.settings.step_ms / 1000)
 
     def drain(self) -> None:
         """Accept no more requests. Running answers continue, and waiting ones are cancelled."""
@@ -159,7 +159,7 @@ class ServerState:
         """Check the engine, and count how late the event loop was. Must be called regularly."""
         self.ticked_at = time.monotonic()
         self.metrics.count_lag(max(0.0, lag_seconds))
-        if self._llm is None:
+        if self.loaded is None:
             return
         if (host := self._host) is None:
             if self.phase == "ready":
@@ -182,13 +182,8 @@ class ServerState:
         It is also None after the program that started the server has closed the model.
         """
         with suppress(ClosedError):
-            return self._llm and self._llm.host
+            return self.loaded and self.loaded.host
         return None
-
-    @property
-    def loaded(self) -> "infer.AsyncLLM | None":
-        """The model in any phase, or None before it is loaded."""
-        return self._llm
 
 
 def _taken(steps: deque[StepTaken]) -> Iterator[StepTaken]:
@@ -214,32 +209,24 @@ class Turns:
         If the caller is cancelled, its turn ends when the thread has finished. Raises ApiError 429 if too much work of
         the tenant is waiting.
         """
-        await self._enter(tenant)
+        if self._num_waiting[tenant] >= self._most_waiting:
+            message = f"the server is busy: {self._most_waiting} of your texts already wait, try again later"
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=retry_headers(_RETRY_SECONDS))
 
         def run() -> _Found:
             with asking_for(tenant):
                 return work()
 
-        task = asyncio.ensure_future(asyncio.to_thread(run))
-        task.add_done_callback(lambda done: self._leave(tenant, done))
-        return await asyncio.shield(task)
-
-    async def _enter(self, tenant: str) -> None:
-        if self._num_waiting[tenant] >= self._most_waiting:
-            message = f"the server is busy: {self._most_waiting} of your texts already wait, try again later"
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=retry_headers(_RETRY_SECONDS))
-        self._num_waiting[tenant] += 1
-        try:
-            await self._own[tenant].acquire()
+        with ExitStack() as turn:
+            self._num_waiting[tenant] += 1
             try:
+                await self._own[tenant].acquire()
+                turn.callback(self._own[tenant].release)
                 await self._free.acquire()
-            except asyncio.CancelledError:
-                self._own[tenant].release()
-                raise
-        finally:
-            self._num_waiting[tenant] -= 1
-
-    def _leave(self, tenant: str, done: "asyncio.Future[_Found]") -> None:
-        done.cancelled() or done.exception()  # mark the error as retrieved, because the caller may be gone
-        self._own[tenant].release()
-        self._free.release()
+                turn.callback(self._free.release)
+            finally:
+                self._num_waiting[tenant] -= 1
+            task, ends = asyncio.ensure_future(asyncio.to_thread(run)), turn.pop_all()
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may be gone
+        task.add_done_callback(lambda done: ends.close())
+        return await asyncio.shield(task)

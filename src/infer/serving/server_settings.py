@@ -90,11 +90,6 @@ class ServerSettings:
     # fmt: on
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names that clients see, the first one first."""
-        return (self.model, *self.aliases)
-
-    @property
     def of_child(self) -> Self:
         """The settings of a process behind the one that talks to clients, which checks keys, origins and bodies."""
         none: dict[str, Any] = {"api_keys": {}, "cors_origins": (), "tls_cert": None, "tls_key": None}

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 import infer
-from infer.outputs import FinishReason, GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
+from infer.outputs import FinishReason, GenerationResult, TokenLogprob, ToolCall
 
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0)]
@@ -161,19 +161,6 @@ def extension(results: Mapping[int, GenerationResult]) -> Extension:
     return Extension(choices=facts)
 
 
-def token_columns(pieces: Sequence[Piece], token_bytes: Sequence[bytes]) -> Json:
-    """Return the ids, bytes and origins of a chunk's tokens, for clients that request token ids."""
-    return {
-        "token_ids": [piece.token_id for piece in pieces],
-        "token_bytes": [list(token_bytes[piece.token_id]) for piece in pieces],
-        "token_origins": [piece.origin for piece in pieces],
-    }
-
-
-def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
-    return [piece.logprob for piece in pieces if piece.logprob is not None]
-
-
 def finish_reason_of(result: GenerationResult) -> str:
     """Return OpenAI's name of the finish reason."""
     reason = FINISH_REASONS[result.finish_reason]
@@ -184,24 +171,6 @@ def message_of(result: GenerationResult) -> dict[str, Any]:
     """Return the answer as OpenAI's message. Its content is None if the answer has only calls."""
     message = result.to_message() | {"refusal": None}
     return message | {"content": None} if result.tool_calls and not result.text else message
-
-
-def delta_fields(deltas: Iterable[ReasoningDelta | ToolCallDelta]) -> Json:
-    """Return the fields of a chunk's delta, with one entry per call.
-
-    A call has its id and name only in the chunk where it begins.
-    """
-    reasoning, calls = "", dict[int, Json]()
-    for delta in deltas:
-        if isinstance(delta, ReasoningDelta):
-            reasoning += delta.text
-            continue
-        call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
-        if delta.id is not None:
-            call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
-        call["function"]["arguments"] += delta.arguments
-    fields: Json = {"reasoning_content": reasoning} if reasoning else {}
-    return fields | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 def call_values(call: ToolCall) -> Any:

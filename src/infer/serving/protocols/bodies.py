@@ -115,27 +115,6 @@ def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]
     return {"enable_thinking": effort != "none", "reasoning_effort": known}
 
 
-def plain(value: Any) -> Any:
-    """Return tools as plain objects, without fields that are null. Their schemas stay unchanged."""
-    if isinstance(value, list):
-        return [plain(each) for each in value]
-    if isinstance(value, msgspec.Struct):
-        value = msgspec.to_builtins(value)
-    if not isinstance(value, dict):
-        return value
-    return {key: each if key == "parameters" else plain(each) for key, each in value.items() if each is not None}
-
-
-def token_limit(given: int) -> int | None:
-    """Return the limit of an answer's tokens, at least 1. -1 gives None, which is the end of the context."""
-    return None if given < 0 else max(given, 1)
-
-
-def stops_of(given: str | Sequence[str]) -> list[str]:
-    """Return the stop strings that are not empty."""
-    return [each for each in ([given] if isinstance(given, str) else given) if each]
-
-
 def seed_of(seed: int, name: str) -> int:
     """Return the seed of a row or a choice: 64 bits of a hash, which is the same in every process."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from infer.engine.requests.ask import Ask
-from infer.outputs import GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
+from infer.outputs import FinishReason, GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
 from infer.serving.protocols.answers import Extension, Head, Json, Output
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.bodies import Served
@@ -39,6 +39,40 @@ class Delta(NamedTuple):
             text += piece.text
             deltas += piece.deltas
         return cls(choice, pieces, text, deltas)
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [piece.logprob for piece in self.pieces if piece.logprob is not None]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The finish reason of the choice if the last piece ended it."""
+        return self.pieces[-1].finish_reason if self.pieces else None
+
+    def token_columns(self, token_bytes: Sequence[bytes]) -> Json:
+        """Return the ids, bytes and origins of the tokens, for clients that request token ids."""
+        return {
+            "token_ids": [piece.token_id for piece in self.pieces],
+            "token_bytes": [list(token_bytes[piece.token_id]) for piece in self.pieces],
+            "token_origins": [piece.origin for piece in self.pieces],
+        }
+
+    def fields(self) -> Json:
+        """Return the reasoning and the calls as fields of OpenAI's delta, with one entry per call.
+
+        A call has its id and name only in the chunk where it begins.
+        """
+        reasoning, calls = "", dict[int, Json]()
+        for delta in self.deltas:
+            if isinstance(delta, ReasoningDelta):
+                reasoning += delta.text
+                continue
+            call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
+            if delta.id is not None:
+                call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+            call["function"]["arguments"] += delta.arguments
+        fields: Json = {"reasoning_content": reasoning} if reasoning else {}
+        return fields | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 # An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.

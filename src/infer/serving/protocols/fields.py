@@ -121,7 +121,7 @@ def _type_of(declared: Parameter) -> Any:
     raise TypeError(f"no body has values of the kind {kind}")
 
 
-class Parameters(Struct, kw_only=True):
+class Parameters(Struct, kw_only=True, omit_defaults=True):
     """An object whose keys the caller chose. `foreign` has the names of other servers that may appear."""
 
     foreign: ClassVar[Mapping[str, Foreign]] = {}
@@ -131,7 +131,7 @@ class Parameters(Struct, kw_only=True):
         """Return a warning about a value that is nevertheless accepted, or None."""
 
 
-class ToolKeys(Struct, kw_only=True):
+class ToolKeys(Struct, kw_only=True, omit_defaults=True):
     """An object of a tool. Unknown keys are ignored, with a warning if a key is misplaced or similar to a known one."""
 
     misplaced: ClassVar[Mapping[str, str]] = {}  # keys that belong elsewhere, and the place where they belong
@@ -270,11 +270,8 @@ def _taken(
         if name in known or value is None:
             continue
         place = _inside(path, name)
-        if name in foreign and foreign[name].warning:
-            reading.warn(f"{place} was ignored: {foreign[name].warning}")
-            continue
         if name in foreign:
-            meant = _meant(foreign[name], value, known, place)
+            meant = _meant(foreign[name], value, known, place, reading)
             _add(found, meant, place)
             reading.given_names.update(dict.fromkeys(meant, name))
             continue
@@ -286,9 +283,11 @@ def _taken(
     return found
 
 
-def _meant(foreign: Foreign, value: Any, known: list[str], path: str) -> dict[str, Any]:
+def _meant(foreign: Foreign, value: Any, known: list[str], path: str, reading: Reading) -> dict[str, Any]:
     """Return our fields for a foreign parameter. Raises BodyError if its value has no equivalent."""
-    if foreign.is_neutral(value):
+    if foreign.warning:
+        reading.warn(f"{path} was ignored: {foreign.warning}")
+    if foreign.warning or foreign.is_neutral(value):
         return {}
     if ours := next((each for each in foreign.same_as if each in known), None):
         return {ours: value}

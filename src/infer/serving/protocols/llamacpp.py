@@ -10,10 +10,10 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
 from infer.engine.requests.ask import Ask
-from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
+from infer.outputs import FinishReason, GenerationResult, TokenLogprob
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import FILTER_NAMES, SEED_BITS
-from infer.serving.protocols.answers import Bytes, Count, Json, Output, Spelling, logprobs_of, without_end
+from infer.serving.protocols.answers import Bytes, Count, Json, Output, Spelling, without_end
 from infer.serving.protocols.bodies import Served, refusing, seed_of
 from infer.serving.protocols.events import Accepted, Delta, Shape
 from infer.serving.protocols.fields import Reading, refuse
@@ -186,17 +186,18 @@ class LlamacppShape(Shape):
         if part.result is not None:
             return [self._last(part.choice, part.result, part.text, [], UNSET)]
         if self._params[0].logprobs is None:
-            return self._events(part.choice, part.pieces)
-        return [found for piece in part.pieces for found in self._events(part.choice, [piece])]
+            return self._events(part)
+        parts = [Delta.of(part.choice, [piece]) for piece in part.pieces]  # an event with probabilities has one piece
+        return [event for each in parts for event in self._events(each)]
 
-    def _events(self, index: int, pieces: Sequence[Piece]) -> list[LlamacppPart]:
-        """Return the event of some pieces, or none if they show nothing yet. An event with probabilities has one."""
+    def _events(self, part: Delta) -> list[LlamacppPart]:
+        """Return the event of a part, or none if it shows nothing yet."""
+        index, pieces = part.choice, part.pieces
         self._num_predicted[index] += len(pieces)
-        text = "".join(piece.text for piece in pieces)
-        scored = self._scored(logprobs_of(pieces), pieces[-1].finish_reason)
-        if not (text or scored) or self._limit == 0:
+        scored = self._scored(part.logprobs, part.finish_reason)
+        if not (part.text or scored) or self._limit == 0:
             return []
-        fields = self._part(index, text, [piece.token_id for piece in pieces], scored)
+        fields = self._part(index, part.text, [piece.token_id for piece in pieces], scored)
         num_predicted, num_read = self._num_predicted[index], len(self._ids_of(index))
         return [LlamacppPart(**fields, stop=False, tokens_predicted=num_predicted, tokens_evaluated=num_read)]
 

@@ -94,9 +94,9 @@ class RerankBody(Body, kw_only=True):
     truncate: bool | None = None
 
     @property
-    def documents_name(self) -> str:
-        """Name of the field that has the documents."""
-        return "documents" if self.texts is None else "texts"
+    def names(self) -> tuple[str, str]:
+        """Names of the fields with the documents and with the query."""
+        return "documents" if self.texts is None else "texts", "query"
 
     def document_texts(self) -> list[str]:
         """Return the texts of the documents. Raises BodyError if no field has them, or both."""
@@ -106,6 +106,9 @@ class RerankBody(Body, kw_only=True):
         if given is None:
             raise refuse("documents is missing: it is required", "documents", "missing_required_parameter")
         return [each if isinstance(each, str) else each.text for each in given]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(self.query, each) for each in self.document_texts()]
 
     def ranked_texts(self, documents: Sequence[RankedDocument]) -> list[RankedText]:
         """Return the answer to a body with `texts`, with the texts themselves if the body asks for them."""
@@ -150,6 +153,8 @@ class ScoreBody(Body, kw_only=True):
         "queries": Foreign(same_as=("text_1",)),
         "documents": Foreign(same_as=("text_2",)),
     }
+    names: ClassVar[tuple[str, str]] = ("text_2", "text_1")  # of the fields with the texts and with the queries
+    raw_scores: ClassVar[bool] = False
 
     text_1: _Texts
     text_2: _Texts

@@ -98,7 +98,6 @@ class Call:
     left_in: str = ""  # the phase in which the client disconnected
     warnings: list[str] = field(default_factory=list)  # about the request's body; the answer contains them
     streams: list[Any] = field(default_factory=list)  # `requests.stream.AsyncStream`
-    result_by_stream: dict[Any, GenerationResult] = field(default_factory=dict)  # only of streams that have ended
     is_forwarded: bool = False  # sent on to the engine's process, which counts and logs it
     is_probe: bool = False  # sent by the process that clients talk to: neither counted nor logged
     is_noted: bool = False  # its stream has notes, with which another process can continue it
@@ -124,7 +123,7 @@ class Call:
     @cached_property
     def results(self) -> list[GenerationResult]:
         """The results of the answers, including cancelled ones. Read it only after the call has ended."""
-        return [self.result_by_stream.get(each) or each.sequence.result() for each in self.streams]
+        return [sequence.result() for sequence in self.sequences]
 
     def add(self, stream: Any) -> None:
         """Note one more answer, which is now in the queue."""

@@ -29,7 +29,6 @@ from infer.serving.server.endpoint import (
     text_tokens,
     while_connected,
 )
-from infer.serving.server.server_state import ServerState
 
 _Found = TypeVar("_Found")
 
@@ -37,9 +36,9 @@ _Found = TypeVar("_Found")
 @final
 class Choices:
     def __init__(
-        self, call: Call, state: ServerState, groups: "Sequence[Sequence[infer.AsyncStream]]", *, is_answered: bool
+        self, request: ApiRequest, groups: "Sequence[Sequence[infer.AsyncStream]]", *, is_answered: bool
     ) -> None:
-        self._call, self._state, self._is_answered = call, state, is_answered
+        self._call, self._state, self._is_answered = request.call, request.server, is_answered
         self._streams, self._size = list(chain.from_iterable(groups)), len(groups[0])  # choices, and those of a prompt
         self._has_begun = set[int]()
 
@@ -67,9 +66,7 @@ class Choices:
         except BaseException:
             self.cancel()
             raise
-        results = [result for group in found for result in group]
-        self._call.result_by_stream.update(zip(self._streams, results, strict=True))
-        return [self._checked(result) for result in results]
+        return [self._checked(result) for group in found for result in group]
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of all choices when they arrive, each choice with its end.
@@ -140,8 +137,7 @@ class Choices:
 
     async def _end(self, index: int) -> Delta:
         stream = self._streams[index]
-        result = self._call.result_by_stream[stream] = await stream.result()
-        self._checked(result)
+        result = self._checked(await stream.result())
         known = Delta.of(index, stream.sequence.pieces)
         reasoning, _ = assembled(known.deltas)
         rest = (result.reasoning or "")[len(reasoning or "") :]
@@ -208,7 +204,7 @@ async def accept(request: ApiRequest, asked: Ask) -> Choices:
         for number, prompt in enumerate(asked.prompts):
             with refusing(asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"):
                 groups.append(await llm.choices(prompt, asked.params, options=options, **(asked.variables or {})))
-        choices = Choices(call, request.server, groups, is_answered=asked.is_answered)
+        choices = Choices(request, groups, is_answered=asked.is_answered)
         said = [warning for group in groups for warning in group[0].sequence.request.warnings]
         call.warnings += dict.fromkeys(each for each in said if each not in call.warnings)
         if call.sent:
@@ -254,10 +250,8 @@ async def answer_body(request: ApiRequest, body: Any, *, shape: type[Shape]) -> 
         asked = await request.prepared(asked, "prompt")
     choices = await accept(request, asked)
     accepted = Accepted(served, asked, choices.firsts)
-    if nums := shape.scored(body):
-        scores = [await _scores_of(request, accepted.prompt_ids, num) for num in nums]
-        accepted = accepted._replace(scores=scores)
-    shown = shape(accepted, body)
+    scores = [await _scores_of(request, accepted.prompt_ids, num) for num in shape.scored(body)]
+    shown = shape(accepted._replace(scores=scores), body)
     if shape.is_stream_by_default if body.stream is None else body.stream:
         events, seconds = _events(choices, shown, request.call), request.server.settings.comment_seconds
         return EventStream(events, comment_seconds=seconds, fail=shown.fail, media_type=shape.media_type)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import msgspec
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
@@ -101,7 +101,7 @@ class ApiRequest(Request):
 
         Raises ApiError 404 for another model, unless `is_any_taken`: then it is a warning.
         """
-        names = self.server.settings.names
+        names = self.server.names
         if (name := known_name(name, names)) is not None and name not in names:
             problem = f"the model {name!r:.80} is not served here"
             if not is_any_taken:
@@ -235,11 +235,12 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
     if request.method == "POST":
         _check_type(request)
     most = settings.max_body_bytes
-    too_large = ApiError(413, f"the body must have at most {most} bytes", code="body_too_large", headers=_CLOSE)
+    message = f"the body must have at most {most} bytes"
+    too_large = partial(ApiError, 413, message, code="body_too_large", headers=_CLOSE)
     digits = request.headers.get("content-length", "").lstrip("0")
     announced = int(digits[:_MOST_DIGITS]) if digits.isdecimal() else 0
     if announced > _DRAINED * most or (announced > most and "expect" in request.headers):
-        raise too_large
+        raise too_large()
     body, num_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(settings.body_seconds):
@@ -253,7 +254,7 @@ async def receive_body(request: Request, settings: ServerSettings) -> bytes:
         message = f"the body did not arrive within {settings.body_seconds:g} s"
         raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
     if num_bytes > most:
-        raise too_large
+        raise too_large()
     return bytes(body)
 
 
@@ -286,7 +287,7 @@ def known_name(name: str | None, known: Container[str]) -> str | None:
 
 
 @final
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A response that streams `events`: whole events, including `DONE` if the API has it.
 
     `fail` returns the last bytes of a stream that fails. Streams of JSON lines have no comments.
@@ -300,8 +301,7 @@ class EventStream(Response):
         fail: Callable[[ApiError], bytes] = ErrorShape.failure,
         media_type: str = EVENTS,
     ) -> None:
-        super().__init__(None, 200, _HEADERS, media_type=f"{media_type}; charset=utf-8")
-        del self.headers["content-length"]
+        super().__init__(events, 200, _HEADERS, media_type=f"{media_type}; charset=utf-8")
         self._events, self._fail = events, fail
         self._comment_seconds = comment_seconds if media_type == EVENTS else inf
         self._num_sent = 0

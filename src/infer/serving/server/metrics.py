@@ -80,27 +80,20 @@ class Metrics:
     """
 
     def __init__(self, vllm_model: str | None = None) -> None:
-        from prometheus_client import (
-            CollectorRegistry,
-            Counter,
-            Gauge,
-            Histogram,
-            ProcessCollector,
-            disable_created_metrics,
-        )
+        import prometheus_client as prometheus
 
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._http, self._engine = CollectorRegistry(), CollectorRegistry()
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._http, self._engine = prometheus.CollectorRegistry(), prometheus.CollectorRegistry()
         labels = {"version": infer.__version__, "python": platform.python_version()}
-        Gauge("infer_build_info", "Version.", [*labels], registry=self._http).labels(**labels).set(1)
-        ProcessCollector(registry=self._http)
-        count = partial(Counter, registry=self._http)
+        prometheus.Gauge("infer_build_info", "Version.", [*labels], registry=self._http).labels(**labels).set(1)
+        prometheus.ProcessCollector(registry=self._http)
+        count = partial(prometheus.Counter, registry=self._http)
         self._requests = count("infer:http_requests_total", "Requests by route and status.", ["path", "status"])
         self._refusals = count("infer:refusals_total", "Requests refused, by the error's code.", ["reason"])
         self._disconnects = count("infer:disconnects_total", "Clients that disconnected, by phase.", ["phase"])
-        gaps = partial(Histogram, buckets=_GAPS)
+        gaps = partial(prometheus.Histogram, buckets=_GAPS)
         self._lag = gaps("infer:event_loop_lag_seconds", "Delay of the event loop, seconds.", registry=self._http)
-        count, gaps = partial(Counter, registry=self._engine), partial(gaps, registry=self._engine)
+        count, gaps = partial(prometheus.Counter, registry=self._engine), partial(gaps, registry=self._engine)
         waits, counts, latencies = (partial(gaps, buckets=buckets) for buckets in (_WAITS, _COUNTS, _LATENCIES))
         self._successes = count("infer:request_success_total", "Answers by finish reason.", ["finished_reason"])
         self._failures = count("infer:row_failures_total", "Answers that failed, by the error's code.", ["code"])

@@ -98,7 +98,6 @@ def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> 
     http: Any = partial(Connection, settings, partial(count_call, state))
     config = uvicorn.Config(
         make_app(state, table),
-        loop="asyncio",
         http=http,
         ws="none",
         lifespan="off",

@@ -40,7 +40,7 @@ class ServerState:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
+        self.settings, self.names = settings, (settings.model, *settings.aliases)  # names that clients see
         self.phase: Phase = "loading"
         self.progress = 0.0  # of loading, from 0 to 1
         self.failure: Exception | None = None  # the reason for phase "failed"

@@ -6,9 +6,9 @@ is over the bar.
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 _CHART_HEIGHT = 40  # units of the picture, which is stretched
 _LEAST_HEIGHT = 0.6  # so that a small value can be seen
@@ -53,8 +53,7 @@ rect.marked { fill:var(--chosen) }
 """
 
 
-@dataclass(frozen=True)
-class Bars:
+class Bars(NamedTuple):
     """One bar per value, starting at zero. Values are at least 0.
 
     Attributes:
@@ -66,7 +65,7 @@ class Bars:
     title: str
     values: Sequence[float]
     labels: Sequence[str]
-    marked: Collection[int] = field(default=())
+    marked: Collection[int] = ()
 
     @property
     def span(self) -> str:
@@ -75,8 +74,7 @@ class Bars:
         return low if low == high else f"{low} to {high}"
 
 
-@dataclass(frozen=True)
-class ChartRow:
+class ChartRow(NamedTuple):
     """Several charts side by side, after a name and a note."""
 
     name: str

@@ -25,7 +25,6 @@ from infer.serving.protocols.bodies import (
     past_arguments,
     placeholder,
     refusing,
-    stops_of,
     text_of,
 )
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, refuse, without_nulls
@@ -393,7 +392,7 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
 def sampling_of(body: MessagesBody) -> dict[str, Any]:
     values = without_nulls({name: getattr(body, name) for name in ("temperature", "top_k", "top_p")})
     values["max_tokens"] = 1 if body.max_tokens == 0 else body.max_tokens  # one token, so that the prompt is read
-    if stops := stops_of(body.stop_sequences or ()):
+    if stops := [each for each in body.stop_sequences or () if each]:
         values["stop"] = stops
     if body.output_config is not None and body.output_config.format is not None:
         values["json_schema"] = body.output_config.format.schema

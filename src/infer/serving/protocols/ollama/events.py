@@ -20,7 +20,6 @@ from infer.serving.protocols.answers import (
     ScoredChoice,
     Spelling,
     call_values,
-    logprobs_of,
 )
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import LINES, Accepted, Delta, Shape
@@ -110,7 +109,7 @@ class OllamaShape(Shape):
 
     def chunks(self, part: Delta) -> list[OllamaOutput]:
         thinking = "".join(delta.text for delta in part.deltas if isinstance(delta, ReasoningDelta))
-        scored = self._scored(logprobs_of(part.pieces), part.pieces[-1].finish_reason) if part.pieces else UNSET
+        scored = self._scored(part.logprobs, part.finish_reason) if part.pieces else UNSET
         found = list[OllamaOutput]()
         if part.text or thinking or scored:
             found.append(self._answer(part.text, thinking, logprobs=scored))

@@ -30,24 +30,12 @@ from infer.serving.protocols.bodies import (
     effort_variables,
     own_tools,
     past_arguments,
-    plain,
     prompts_of,
     refusing,
-    stops_of,
     template_variables,
     text_parts,
-    token_limit,
 )
-from infer.serving.protocols.fields import (
-    Parameters,
-    Reading,
-    ToolKeys,
-    declares,
-    refuse,
-    shown,
-    values_of,
-    without_nulls,
-)
+from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
 from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.protocols.structural_tags import StructuralTagFormat, lark_of
 from infer.text.grammar.grammar import not_strict
@@ -400,7 +388,13 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def ask_chat(body: ChatBody, served: Served) -> Ask:
     """Return what a body asks. Raises BodyError."""
-    params = served.params(chat_values(body), body.seed, "messages", body.n or 1)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
+        raise refuse(message, "max_tokens")
+    if body.top_logprobs and not body.logprobs:
+        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
+    values = sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
+    params = served.params(values, body.seed, "messages", body.n or 1)
     variables = conversation_variables(body, served.llm.tokenizer.chat_template)
     options = conversation_options(body, body.reasoning_effort)
     is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
@@ -460,26 +454,17 @@ def ask_text(body: TextBody, served: Served) -> Ask:
     return Ask(prompts, params, RequestOptions(**values_of(body, OPTIONS)), is_answered=body.max_tokens != 0)
 
 
-def chat_values(body: ChatBody) -> dict[str, Any]:
-    """Return the fields of SamplingParams that a chat's body names, except the seed. Raises BodyError."""
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
-        raise refuse(message, "max_tokens")
-    if body.top_logprobs and not body.logprobs:
-        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
-    return sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
-
-
 def conversation_options(body: Any, effort: str | None, prompt_name: str = "messages", **others: Any) -> RequestOptions:
     """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
-    given = {
-        "tools": plain(body.tools or None),
-        "tool_choice": plain(body.tool_choice),
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "reasoning_budget": budget_of(body.thinking_token_budget, effort),
-    }
     with refusing(prompt_name):
-        return RequestOptions(**values_of(body, OPTIONS), **without_nulls(given), **others)
+        return RequestOptions(
+            tools=msgspec.to_builtins(body.tools or None),
+            tool_choice=msgspec.to_builtins(body.tool_choice),
+            parallel_tool_calls=body.parallel_tool_calls,
+            reasoning_budget=budget_of(body.thinking_token_budget, effort),
+            **values_of(body, OPTIONS),
+            **others,
+        )
 
 
 def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
@@ -493,9 +478,9 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
     values = values_of(body, PARAMETERS)
     for name in _LENGTHS:
         if (length := getattr(body, name, None)) is not None:
-            values["max_new_tokens"] = token_limit(length)
-    if "stop" in values:
-        values["stop"] = stops_of(values["stop"])
+            values["max_new_tokens"] = None if length < 0 else max(length, 1)  # None: to the end of the context
+    if (stops := values.get("stop")) is not None:
+        values["stop"] = [each for each in ([stops] if isinstance(stops, str) else stops) if each]
     if "logit_bias" in values:
         values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
     if isinstance(body, CompletingBody):

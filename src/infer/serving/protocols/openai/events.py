@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from operator import add
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
 from msgspec import UNSET, Struct, UnsetType
@@ -23,12 +24,9 @@ from infer.serving.protocols.answers import (
     Spelling,
     TextFinishReason,
     Usage,
-    delta_fields,
     extension,
     finish_reason_of,
-    logprobs_of,
     message_of,
-    token_columns,
     usage_of,
 )
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape
@@ -108,9 +106,7 @@ class CompletionLogprobs(Struct):
     text_offset: list[Count]
 
     def __add__(self, other: "CompletionLogprobs") -> "CompletionLogprobs":
-        return CompletionLogprobs(
-            *(first + second for first, second in zip(astuple(self), astuple(other), strict=True))
-        )
+        return CompletionLogprobs(*map(add, astuple(self), astuple(other)))
 
 
 class CompletionChoice(Struct):
@@ -150,15 +146,16 @@ class CompletingShape(Shape):
     def chunks(self, part: Delta) -> list[Output]:
         self._num_tokens += len(part.pieces)
         has_columns = self._has_ids and part.result is None
-        choice = self.choice(part, token_columns(part.pieces, self._spelling.token_bytes) if has_columns else {})
+        choice = self.choice(part, part.token_columns(self._spelling.token_bytes) if has_columns else {})
         if choice is None:
             return []
         facts = UNSET if part.result is None else extension({part.choice: part.result})
         return [self._chunk(choice, infer=facts)]
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Output]:
-        usage = usage_of(results, self._num_choices)
-        return [self.chunk(*self._head, [], usage)] if self._asked.include_usage else []
+        if not self._asked.include_usage:
+            return []
+        return [self.chunk(*self._head, [], usage_of(results, self._num_choices))]
 
     def _chunk(self, choice: Any, **fields: Any) -> Output:
         usage: Usage | UnsetType | None = None if self._asked.include_usage else UNSET
@@ -204,10 +201,10 @@ class ChatShape(CompletingShape):
         return chunks
 
     def choice(self, part: Delta, columns: Json) -> ChunkChoice | None:
-        delta = delta_fields(part.deltas) | ({"content": part.text} if part.text else {})
+        delta = part.fields() | ({"content": part.text} if part.text else {})
         if part.result is not None:
             return ChunkChoice(index=part.choice, delta=delta, finish_reason=finish_reason_of(part.result))
-        logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
+        logprobs = self._logprobs(part.logprobs, part.finish_reason)
         shows_something = delta or columns or (logprobs and logprobs.content)
         return ChunkChoice(index=part.choice, delta=delta, logprobs=logprobs, **columns) if shows_something else None
 
@@ -269,7 +266,7 @@ class CompletionShape(CompletingShape):
     def choice(self, part: Delta, columns: Json) -> CompletionChoice | None:
         if part.result is not None:
             return CompletionChoice(part.choice, part.text, finish_reason=FINISH_REASONS[part.result.finish_reason])
-        logprobs = self._columns(part.choice, [piece.token_id for piece in part.pieces], logprobs_of(part.pieces))
+        logprobs = self._columns(part.choice, [piece.token_id for piece in part.pieces], part.logprobs)
         shows_something = part.text or logprobs or columns
         return CompletionChoice(part.choice, part.text, logprobs, **columns) if shows_something else None
 

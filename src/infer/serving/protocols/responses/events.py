@@ -16,11 +16,9 @@ from infer.serving.protocols.answers import (
     Output,
     Spelling,
     extension,
-    logprobs_of,
 )
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Delta, Shape, event, with_warnings
-from infer.serving.protocols.fields import without_nulls
 from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response, name_in
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -206,8 +204,7 @@ class ResponseShape(Shape):
             if isinstance(delta, ReasoningDelta):
                 found += self._begin(self._reasoning("in_progress", []))
                 found.append(self._delta("response.reasoning_text.delta", delta.text, content_index=0))
-        last = part.pieces[-1].finish_reason if part.pieces else None
-        entries = self._entries(logprobs_of(part.pieces), last)
+        entries = self._entries(part.logprobs, part.finish_reason)
         if part.text or (entries and not deltas):
             found += self._begin(self._message("in_progress", []))
             self._logprobs += entries
@@ -278,12 +275,12 @@ class ResponseShape(Shape):
 
 def _tool(given: Json) -> Json:
     """Return a tool as OpenAI shows it, with all of its fields."""
-    return {"description": None, "parameters": None, "strict": False, **without_nulls(given)}
+    return {"description": None, "parameters": None, "strict": False, **given}
 
 
 def _format_of(body: ResponseBody) -> Any:
     asked = None if body.text is None else body.text.format
-    return {"type": "text"} if asked is None else without_nulls(msgspec.to_builtins(asked))
+    return {"type": "text"} if asked is None else msgspec.to_builtins(asked)
 
 
 def _usage(result: GenerationResult) -> ResponseUsage:

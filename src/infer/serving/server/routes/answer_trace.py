@@ -24,10 +24,8 @@ from infer.serving.protocols.answers import (
     Output,
     StopReason,
     Usage,
-    delta_fields,
     finish_reason_of,
     reasoning_and_calls,
-    token_columns,
     usage_of,
 )
 from infer.serving.protocols.bodies import Served, refuse_unless_neutral, refusing
@@ -266,9 +264,9 @@ class BranchShape(Shape):
         )
 
     def chunks(self, part: Delta) -> list[BranchChunk]:
-        columns = token_columns(part.pieces, self._spelling)
+        columns = part.token_columns(self._spelling)
         end = {} if part.result is None else end_of(part.result)
-        return [BranchChunk(**self._fields, text=part.text, **delta_fields(part.deltas), **columns, **end)]
+        return [BranchChunk(**self._fields, text=part.text, **part.fields(), **columns, **end)]
 
 
 ROUTES = [

@@ -69,7 +69,7 @@ _SUCCESS = OllamaStatus(status="success")
 
 
 async def pull(request: ApiRequest, body: OllamaModelBody) -> Response:
-    return await pull_unless(request, body, request.server.settings.names)
+    return await pull_unless(request, body, request.server.names)
 
 
 async def pull_unless(request: ApiRequest, body: OllamaModelBody, known: Collection[str]) -> Response:
@@ -193,7 +193,7 @@ async def version(request: ApiRequest) -> OllamaVersion:
 
 async def tags(request: ApiRequest) -> OllamaModels:
     facts = await facts_of(request.server.settings.model_path)
-    return OllamaModels([listed(name, facts) for name in request.server.settings.names])
+    return OllamaModels([listed(name, facts) for name in request.server.names])
 
 
 async def running(request: ApiRequest) -> OllamaModels:

@@ -5,7 +5,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from infer.serving.protocols.answers import Output
 from infer.serving.protocols.anthropic.ask import CountTokensBody, ask_prompt
 from infer.serving.protocols.anthropic.events import InputTokens, MessageShape
 from infer.serving.protocols.events import AskOf, Shape
@@ -29,10 +28,9 @@ def counting(
 ) -> ApiRoute:
     """Return the route that counts the tokens of a conversation's prompt. A body of its own has its own `ask`."""
 
-    async def count(request: ApiRequest, body: Any) -> Output:
+    async def count(request: ApiRequest, body: Any) -> Any:
         asked: Any = (ask or shape.ask)(body, served_by(request, body))
-        counted: Output = answer(await count_prompt(request, asked))
-        return counted
+        return answer(await count_prompt(request, asked))
 
     row = post(path, count, "Count a conversation's tokens", body or shape.body, answer)
     return row._replace(complete=shape.complete, shape=shape)

@@ -10,7 +10,6 @@ from itertools import starmap
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.outputs import ranked
@@ -33,7 +32,6 @@ from infer.serving.protocols.retrieval import (
     texts_of,
     texts_or_pairs_of,
 )
-from infer.serving.server.call import call_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import ApiRequest, post, text_tokens, while_connected
 
@@ -73,8 +71,7 @@ async def rerank(request: ApiRequest, body: RerankBody, *, lists_texts: bool = F
     """
     documents, call = body.document_texts(), request.call
     request.check_model(body.model)
-    pairs, names = [(body.query, each) for each in documents], (body.documents_name, "query")
-    scores, num_tokens = await _score(request, body, pairs, names, is_raw=bool(body.raw_scores))
+    scores, num_tokens = await _score(request, body)
     best, usage = ranked(scores, documents, body.top_n), EmbeddingsUsage(num_tokens, num_tokens)
     if lists_texts and body.texts is not None:
         return body.ranked_texts(best)
@@ -84,7 +81,7 @@ async def rerank(request: ApiRequest, body: RerankBody, *, lists_texts: bool = F
 
 async def score(request: ApiRequest, body: ScoreBody) -> ListOutput[Score]:
     request.check_model(body.model)
-    scores, num_tokens = await _score(request, body, body.pairs(), ("text_2", "text_1"))
+    scores, num_tokens = await _score(request, body)
     return _list_output(request, "score", list(starmap(Score, enumerate(scores))), num_tokens)
 
 
@@ -99,19 +96,9 @@ async def classify(request: ApiRequest, body: ClassifyBody) -> ListOutput[Labell
     return _list_output(request, "classify", data, computed.texts.num_tokens)
 
 
-async def _score(
-    request: ApiRequest,
-    body: RerankBody | ScoreBody,
-    pairs: list[tuple[str, str]],
-    names: tuple[str, str],
-    *,
-    is_raw: bool = False,
-) -> tuple[list[float], int]:
-    """Return the scores of pairs, and their number of tokens.
-
-    `names` are the fields with the texts and with the queries, for errors. If `is_raw`, a reranker's score is its
-    logit.
-    """
+async def _score(request: ApiRequest, body: RerankBody | ScoreBody) -> tuple[list[float], int]:
+    """Return the scores of the body's pairs, and their number of tokens. A raw score of a reranker is its logit."""
+    pairs, is_raw = body.pairs(), bool(body.raw_scores)
     heads, may_compare = request.server.llm().host.facts.heads, request.server.settings.allow_embeddings
     if not (heads.reranker or heads.embedder or may_compare):
         message = (
@@ -121,7 +108,9 @@ async def _score(
         raise refuse(message, "model", "unsupported_model")
 
     options = {"truncate": bool(body.truncate), "may_compare": may_compare, "is_raw": is_raw}
-    computed = await _compute(request, pairs, lambda llm: llm.score_pairs(pairs, body.instruction, **options), names)
+    computed = await _compute(
+        request, pairs, lambda llm: llm.score_pairs(pairs, body.instruction, **options), body.names
+    )
     return computed.found, computed.texts.num_tokens
 
 
@@ -134,8 +123,8 @@ async def _compute(request: ApiRequest, texts: Any, call: _Call, names: tuple[st
     return computed
 
 
-def _list_output(request: Request, name: str, data: list[_Item], num_tokens: int) -> ListOutput[_Item]:
-    call, usage = call_of(request), EmbeddingsUsage(num_tokens, num_tokens)
+def _list_output(request: ApiRequest, name: str, data: list[_Item], num_tokens: int) -> ListOutput[_Item]:
+    call, usage = request.call, EmbeddingsUsage(num_tokens, num_tokens)
     own_id = f"{name}-{call.id.removeprefix('req-')}"
     return ListOutput(id=own_id, created=call.created, model=call.model, data=data, usage=usage)
 

@@ -60,7 +60,7 @@ class ServedModels(Struct, tag_field="object", tag="list"):
 
 
 async def list_models(request: ApiRequest) -> ServedModels:
-    return ServedModels([await _model(request.server, name) for name in request.server.settings.names])
+    return ServedModels([await _model(request.server, name) for name in request.server.names])
 
 
 async def get_model(request: ApiRequest) -> ServedModel:

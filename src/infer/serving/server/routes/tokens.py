@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, final
 
+import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
 from infer.serving.protocols.answers import Bytes, Count, Output
-from infer.serving.protocols.bodies import plain, template_variables
+from infer.serving.protocols.bodies import template_variables
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
 from infer.serving.server.endpoint import ApiRequest, json_response, post
@@ -39,7 +40,8 @@ class _TemplateBody(Body, kw_only=True):
         """Return the conversation of a chat completion. Raises BodyError for a name that cannot be a variable."""
         flags = self.add_generation_prompt, self.continue_final_message
         variables = template_variables(self.chat_template_kwargs, *flags)
-        return Ask([messages_of(messages)], options=RequestOptions(tools=plain(self.tools)), variables=variables)
+        options = RequestOptions(tools=msgspec.to_builtins(self.tools))
+        return Ask([messages_of(messages)], options=options, variables=variables)
 
 
 @final

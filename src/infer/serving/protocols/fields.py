@@ -90,8 +90,8 @@ def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def values_of(body: msgspec.Struct, declared: dict[str, Parameter]) -> dict[str, Any]:
     """Return the values that a body gives, by their declared names."""
-    names = {name: each.body_name or name for name, each in declared.items() if each.bodies}
-    return without_nulls({name: getattr(body, given_name, None) for name, given_name in names.items()})
+    values = {name: getattr(body, each.body_name or name, None) for name, each in declared.items() if each.bodies}
+    return without_nulls(values)
 
 
 def _type_of(declared: Parameter) -> Any:

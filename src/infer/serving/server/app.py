@@ -94,25 +94,26 @@ def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
             if row is None:
                 raise _missing(scope["method"], path, found, rows)
         except ApiError as error:
-            refusal = refusal_of(error, call, found[0].route.shape if found else ErrorShape)
+            refusal = refusal_of(error, call, next((each.route.shape for each in found), ErrorShape))
             await error_response(refusal)(scope, receive, send)
             return
         if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape"), "root_path": ""}
-        match = row.pattern.match(path)
-        assert match is not None
-        await row({**scope, "path_params": match.groupdict()}, receive, send)
+        await row({**scope, "path_params": found[row]}, receive, send)
 
     return call_app
 
 
-def _find(rows: Sequence[Endpoint], path: str) -> tuple[str, list[Endpoint]]:
-    """Return the path of a route that this path means, with the rows of this path, or the path itself and no rows."""
+def _find(rows: Sequence[Endpoint], path: str) -> tuple[str, dict[Endpoint, dict[str, str]]]:
+    """Return the path of a route that this path means, and the parameters in this path for each row that has it.
+
+    If no row has it, return the path itself.
+    """
     path = path.replace("\n", "%0A")  # `$` in a route's pattern also matches before a newline
     for each in _spellings(path):
-        if found := [row for row in rows if row.pattern.match(each)]:
+        if found := {row: match.groupdict() for row in rows if (match := row.pattern.match(each))}:
             return each, found
-    return path, []
+    return path, {}
 
 
 def _spellings(path: str) -> list[str]:
@@ -170,7 +171,7 @@ def make_guard(settings: ServerSettings) -> Callable[[Headers, bool], str]:
         if is_open or not name_by_digest:
             return ""
         digest = _digest(_key_of(headers))
-        names = [name for known, name in name_by_digest.items() if hmac.compare_digest(known, digest)]
+        names = [each for known, each in name_by_digest.items() if hmac.compare_digest(known, digest)]
         if not names:
             message = "a valid API key is needed: send Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -208,7 +208,6 @@ class WaitingLine:
     def __init__(self) -> None:
         self._places: dict[WaitingPlace, None] = {}  # in the order of the line
         self._by_digest: defaultdict[bytes, list[WaitingPlace]] = defaultdict(list)
-        self._seconds = 0.0  # the work of all places
         self._looked_at = -math.inf
 
     def __len__(self) -> int:
@@ -223,14 +222,11 @@ class WaitingLine:
             self._looked_at = now
             for late in [each for each in self._places if each.due + _LATE_SECONDS < now]:
                 self.remove(late)
-            self._seconds = math.fsum(each.service for each in self._places)
         same = self._by_digest.get(_digest(body), [])
         return next((each for each in same if each.due <= now + _CLOCK_SECONDS), None)
 
     def seconds_before(self, place: WaitingPlace | None) -> float:
         """Return the seconds of work before this place. None means the end of the line."""
-        if place is None:
-            return self._seconds
         return math.fsum(each.service for each in takewhile(lambda each: each is not place, self._places))
 
     def append(self, body: bytes, service: float, due: float) -> None:
@@ -239,14 +235,12 @@ class WaitingLine:
             place = WaitingPlace(_digest(body), service, due)
             self._places[place] = None
             self._by_digest[place.digest].append(place)
-            self._seconds += service
 
     def remove(self, place: WaitingPlace) -> None:
         del self._places[place]
         self._by_digest[place.digest].remove(place)
         if not self._by_digest[place.digest]:
             del self._by_digest[place.digest]
-        self._seconds -= place.service
 
 
 def _digest(body: bytes) -> bytes:

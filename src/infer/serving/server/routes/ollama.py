@@ -85,7 +85,7 @@ async def pull_unless(request: ApiRequest, body: OllamaModelBody, known: Collect
     if body.stream is False:
         await while_connected(request, _last_of(_progress(name)))
         return json_response(_SUCCESS)
-    return EventStream(_lines(_progress(name)), comment_seconds=inf, fail=OllamaShape.failure, media_type=LINES)
+    return EventStream(_progress(name), comment_seconds=inf, fail=OllamaShape.failure, media_type=LINES)
 
 
 def _name_to_fetch(model: str, known: Collection[str]) -> str | None:
@@ -99,41 +99,39 @@ def _name_to_fetch(model: str, known: Collection[str]) -> str | None:
     return None if has_files else plain
 
 
-async def _progress(name: str | None) -> AsyncGenerator[OllamaStatus, None]:
-    """Yield the states of a download until its end. Raises the errors of `fetch`."""
-    yield OllamaStatus(status="pulling manifest")
+async def _progress(name: str | None) -> AsyncGenerator[bytes, None]:
+    """Yield the states of a download until its end, each as a line. Raises the errors of `fetch`."""
+    yield _line(OllamaStatus(status="pulling manifest"))
     if name is not None:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[OllamaStatus | None]()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
         has_left = threading.Event()
 
         def report(num_done: int, total: int) -> None:
             if has_left.is_set():
                 raise InferError(f"the download of {name} was cancelled")
             status = OllamaStatus(status=f"pulling {name}", digest=name, total=total, completed=num_done)
-            loop.call_soon_threadsafe(arrived.put_nowait, status)
+            loop.call_soon_threadsafe(arrived.put_nowait, _line(status))
 
         fetching = asyncio.create_task(asyncio.to_thread(fetch, name, report))
         fetching.add_done_callback(lambda task: arrived.put_nowait(None))
         try:
-            while (status := await arrived.get()) is not None:
-                yield status
+            while (sent := await arrived.get()) is not None:
+                yield sent
             await fetching
         finally:
             has_left.set()
             fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
-    yield _SUCCESS
+    yield _line(_SUCCESS)
 
 
-async def _last_of(states: AsyncGenerator[OllamaStatus, None]) -> None:
-    async with aclosing(states):
-        async for _ in states:
+def _line(status: OllamaStatus) -> bytes:
+    return line(msgspec.json.encode(status))
+
+
+async def _last_of(lines: AsyncGenerator[bytes, None]) -> None:
+    async with aclosing(lines):
+        async for _ in lines:
             pass
-
-
-async def _lines(states: AsyncGenerator[OllamaStatus, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(states):
-        async for state in states:
-            yield line(msgspec.json.encode(state))
 
 
 class OllamaVersion(Struct):

@@ -159,8 +159,8 @@ def test_a_space_that_encoding_puts_in_front_decoding_takes_away() -> None:
 
 @given(st.lists(st.text(alphabet="abc▁é🙂", min_size=1, max_size=6), min_size=1, max_size=30, unique=True))
 def test_the_splits_found_by_hashing_are_all_splits(texts: list[str]) -> None:
-    splits = _find_splits(texts)
-    found = {(texts[left], texts[right]) for left, right in zip(splits.left, splits.right, strict=True)}
+    _, lefts, rights = _find_splits(texts)
+    found = {(texts[left], texts[right]) for left, right in zip(lefts, rights, strict=True)}
     known = set(texts)
     assert found == {(t[:cut], t[cut:]) for t in texts for cut in range(1, len(t)) if {t[:cut], t[cut:]} <= known}
 

@@ -12,7 +12,17 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from infer.errors import ModelFormatError
-from infer.text.tokenizer.gguf_vocabulary import GGUFBackend, TokenType, add_tokens, list_of, make_bos_eos_processor
+from infer.text.tokenizer.gguf_vocabulary import (
+    GGUFBackend,
+    TokenType,
+    add_tokens,
+    added_end,
+    checked_id,
+    id_key,
+    list_of,
+    make_bos_eos_processor,
+    types_of,
+)
 from infer.text.tokenizer.tokenizers_library import check_growth, is_charsmap, panics_as, try_backend
 from infer.text.tokenizer.value_checks import check_metadata
 from infer.text.tokenizer.wordpiece import PREFIX, make_wordpiece
@@ -39,11 +49,11 @@ def with_default_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_metadata(metadata)
     num_tokens = len(list_of(metadata, "tokenizer.ggml.tokens"))
-    ids = {name: found for name in _NAMES if (found := metadata.get(_key(name))) is not None}
+    ids = {name: found for name in _NAMES if (found := metadata.get(id_key(name))) is not None}
     ids = {name: default for name, default in _DEFAULT_IDS[_model(metadata)].items() if default < num_tokens} | ids
     if _model(metadata) == "bert":
         ids |= {name: ids["cls"] if "cls" in ids else ids.get("bos") for name in ("cls", "bos")}
-    return {**metadata, **{_key(name): token_id for name, token_id in ids.items()}}
+    return {**metadata, **{id_key(name): token_id for name, token_id in ids.items()}}
 
 
 def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
@@ -52,11 +62,10 @@ def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     Raises ModelFormatError for contradictory metadata.
     """
     texts = list_of(metadata, "tokenizer.ggml.tokens")
-    types: list[int] = [TokenType.NORMAL] * len(texts)
-    if "tokenizer.ggml.token_type" in metadata:
-        types = list_of(metadata, "tokenizer.ggml.token_type", len(texts))
-    named = {metadata.get(_key(name)) for name in _NAMES}
-    types = [TokenType.CONTROL if token_id in named else kind for token_id, kind in enumerate(types)]
+    named = {metadata.get(id_key(name)) for name in _NAMES}
+    types = [
+        TokenType.CONTROL if token_id in named else kind for token_id, kind in enumerate(types_of(metadata, len(texts)))
+    ]
     if _model(metadata) == "bert":
         texts = [_restored(text, kind) for text, kind in zip(texts, types, strict=True)]
     with panics_as(lambda problem: ModelFormatError("GGUF metadata", "tokenizer", problem)):
@@ -69,7 +78,7 @@ def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
 
 def _make_wordpiece(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> Tokenizer:
     own_names = {"cls_token": "cls", "sep_token": "seperator", "unk_token": "unknown"}
-    names = {name: texts[_checked_id(metadata, texts, own)] for name, own in own_names.items()}
+    names = {name: texts[checked_id(metadata, texts, own)] for name, own in own_names.items()}
     # Converters write no key for it. The vocabulary of an uncased model has no capital letters except single ones.
     words = (text for text, kind in zip(texts, types, strict=True) if kind == TokenType.NORMAL)
     is_cased = any(len(word) > 1 and word.isascii() and word.isalpha() and not word.islower() for word in words)
@@ -97,7 +106,7 @@ def _make_unigram(metadata: Mapping[str, Any], texts: list[str], types: list[int
     scores = list_of(metadata, "tokenizer.ggml.scores", len(texts))
     if not all(map(math.isfinite, scores)):
         raise ModelFormatError("GGUF metadata", "tokenizer.ggml.scores", "expected finite numbers")
-    unknown_id = _checked_id(metadata, texts, "unknown")
+    unknown_id = checked_id(metadata, texts, "unknown")
     # The worst score decides about unknown characters, and converters invent a score for rows without a token. A space
     # prevents the names of such rows from being spelled.
     pieces = [
@@ -107,10 +116,7 @@ def _make_unigram(metadata: Mapping[str, Any], texts: list[str], types: list[int
     backend = Tokenizer(models.Unigram(pieces, unknown_id, TokenType.BYTE in types))
     _cut_as_sentencepiece(backend, metadata)
     add_tokens(backend, texts, types)
-    ends = [
-        texts[_checked_id(metadata, texts, name)] if metadata.get(f"tokenizer.ggml.add_{name}_token", default) else None
-        for name, default in (("bos", False), ("eos", True))
-    ]
+    ends = [added_end(metadata, texts, name, default=default) for name, default in (("bos", False), ("eos", True))]
     is_doubled = metadata.get("tokenizer.ggml.add_sep_token", ends[0] is not None)
     backend.post_processor = make_bos_eos_processor(backend, *ends, num_separators=2 if is_doubled else 1)
     return backend
@@ -136,18 +142,6 @@ def _cut_as_sentencepiece(backend: Tokenizer, metadata: Mapping[str, Any]) -> No
     backend.normalizer = normalizers.Sequence(steps)
     backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     backend.decoder = decoders.Metaspace(_WORD_MARK, scheme)
-
-
-def _checked_id(metadata: Mapping[str, Any], texts: list[str], name: str) -> int:
-    token_id: int | None = metadata.get(_key(name))
-    if token_id is None or not 0 <= token_id < len(texts):
-        problem = "missing" if token_id is None else f"{token_id} is not an id"
-        raise ModelFormatError("GGUF metadata", _key(name), problem)
-    return token_id
-
-
-def _key(name: str) -> str:
-    return f"tokenizer.ggml.{name}_token_id"
 
 
 def _model(metadata: Mapping[str, Any]) -> str:

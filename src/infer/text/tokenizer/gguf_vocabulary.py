@@ -30,7 +30,6 @@ _SPACE_MARK = "▁"
 _HASH_BASE = 0x9E3779B97F4A7C15
 _HASH_MIX = 0xD6E8FEB86659FD93
 _SLOT_BITS = 22
-_CHUNK = 16_384  # tokens, so many that their arrays fit a core's cache
 
 
 class TokenType(IntEnum):
@@ -77,10 +76,7 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     check_metadata(metadata)
     rules = _rules(metadata)
     texts = list_of(metadata, "tokenizer.ggml.tokens")
-    types: list[int] = [TokenType.NORMAL] * len(texts)
-    if "tokenizer.ggml.token_type" in metadata:
-        types = list_of(metadata, "tokenizer.ggml.token_type", len(texts))
-    types = _with_control_names(metadata, texts, types)
+    types = _with_control_names(metadata, texts, types_of(metadata, len(texts)))
     if rules.marks_spaces:
         for token_id, token_type in enumerate(types):
             if token_type == TokenType.USER_DEFINED:
@@ -138,7 +134,7 @@ def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: li
 
     Some converters mark them as normal or user-defined, but they are never text.
     """
-    ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ids = {metadata.get(id_key(name)) for name in ("bos", "eos", "eot", "eom")}
     ids.update(metadata.get(END_IDS) or ())
     mistaken = (TokenType.NORMAL, TokenType.USER_DEFINED)
     return [
@@ -177,88 +173,57 @@ def _derive_merges(texts: list[str], scores: Sequence[float], types: list[int]) 
 
     Runs of whitespace, and tags that the trainer was given, come before all learnt tokens, because they have no score.
     """
-    splits = _find_splits(texts)
+    whole, left, right = _find_splits(texts)
     type_of = np.asarray(types)
     is_given = type_of == TokenType.USER_DEFINED
     _, rank = np.unique(np.where(is_given, -np.inf, -np.asarray(scores, dtype=np.float64)), return_inverse=True)
-    longest = int(max(splits.left_lengths.max(initial=0), splits.right_lengths.max(initial=0))) + 1
+    lengths = _lengths(texts)
+    longest = int(lengths.max(initial=0)) + 1
     # `whole` ascends from row to row, so a stable sort orders the rest.
-    key = (rank[splits.whole] * longest - splits.left_lengths) * longest - splits.right_lengths
+    key = (rank[whole] * longest - lengths[left]) * longest - lengths[right]
     order = np.argsort(key, kind="stable")
-    order = order[(is_given | (type_of == TokenType.NORMAL))[splits.whole[order]]]
-    lefts = map(texts.__getitem__, splits.left[order].tolist())
-    rights = map(texts.__getitem__, splits.right[order].tolist())
+    order = order[(is_given | (type_of == TokenType.NORMAL))[whole[order]]]
+    lefts, rights = (map(texts.__getitem__, part[order].tolist()) for part in (left, right))
     return list(zip(lefts, rights, strict=True))
 
 
-class _Splits(NamedTuple):
-    """Splits of tokens. Row i: token `whole[i]` is token `left[i]` followed by token `right[i]`."""
-
-    whole: Integers
-    left: Integers
-    right: Integers
-    left_lengths: Integers
-    right_lengths: Integers
-
-
-def _find_splits(texts: list[str]) -> _Splits:
-    """Return all splits, in a few passes over the vocabulary's characters.
+def _find_splits(texts: list[str]) -> tuple[Integers, Integers, Integers]:
+    """Return all splits as columns: token `whole[i]` is token `left[i]` followed by token `right[i]`.
 
     A text's hash is `sum(character × base^place)` modulo 2⁶⁴, so the hashes of all its beginnings and ends are
     differences of running sums. A table with one token per slot, for a few million slots, rejects most of Gemma's 2
     million candidates and finds most of the others. A candidate whose slot another token occupies is looked up among
     the sorted hashes.
     """
-    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    longest = int(lengths.max(initial=0))
-    powers, inverses = (_powers(base, longest) for base in (_HASH_BASE, pow(_HASH_BASE, -1, 2**64)))
-    starts = range(0, len(texts), _CHUNK)
-    beginnings = [_hash_beginnings(texts[start : start + _CHUNK], start, powers) for start in starts]
-    hashes = np.concatenate([np.zeros(0, np.uint64), *(chunk.hashes for chunk in beginnings)])
-    holder = np.full(2**_SLOT_BITS, -1, dtype=np.int32)
-    holder[_slot(hashes)] = np.arange(len(texts))
-    found: list[tuple[Integers, Integers, Hashes, Hashes]] = []
-    for _, ids, places, heads in beginnings:
-        kept = np.flatnonzero(holder[_slot(heads)] >= 0)
-        ids, places, heads = ids[kept], places[kept], heads[kept]
-        tails = (hashes[ids] - heads) * inverses[places]
-        kept = np.flatnonzero(holder[_slot(tails)] >= 0)
-        found.append((ids[kept], places[kept], heads[kept], tails[kept]))
-    whole, left_lengths = (np.concatenate([np.zeros(0, np.int64), *(chunk[i] for chunk in found)]) for i in (0, 1))
-    asked = [np.concatenate([np.zeros(0, np.uint64), *(chunk[i] for chunk in found)]) for i in (2, 3)]
-    left, right = (_look_up(of_parts, hashes, holder) for of_parts in asked)
-    right_lengths = lengths[whole] - left_lengths
-    exact = (hashes[left] == asked[0]) & (hashes[right] == asked[1])
-    exact &= (lengths[left] == left_lengths) & (lengths[right] == right_lengths)
-    return _Splits(*(column[exact] for column in (whole, left, right, left_lengths, right_lengths)))
-
-
-class _Beginnings(NamedTuple):
-    """The hashes of some tokens, and of all their proper prefixes.
-
-    `heads[i]` is the hash of the first `places[i]` characters of token `ids[i]`.
-    """
-
-    hashes: Hashes
-    ids: Integers
-    places: Integers
-    heads: Hashes
-
-
-def _hash_beginnings(texts: list[str], first_id: int, powers: Hashes) -> _Beginnings:
-    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    lengths = _lengths(texts)
+    powers, inverses = (_powers(base, int(lengths.max(initial=0))) for base in (_HASH_BASE, pow(_HASH_BASE, -1, 2**64)))
     characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     ends = np.cumsum(lengths)
     ids = np.repeat(np.arange(len(texts)), lengths)
     places = np.arange(len(characters)) - (ends - lengths)[ids]
     mixed = (characters.astype(np.uint64) + np.uint64(1)) * np.uint64(_HASH_MIX)
     mixed ^= mixed >> np.uint64(32)
-    mixed *= powers[places]
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed * powers[places], dtype=np.uint64)])
     before = sums[ends - lengths]
+    hashes = sums[ends] - before
+    holder = np.full(2**_SLOT_BITS, -1, dtype=np.int32)
+    holder[_slot(hashes)] = np.arange(len(texts))
     inner = np.flatnonzero(places + 1 < lengths[ids])
-    heads = sums[inner + 1] - before[ids[inner]]
-    return _Beginnings(sums[ends] - before, ids[inner] + first_id, places[inner] + 1, heads)
+    ids, places = ids[inner], places[inner] + 1
+    heads = sums[inner + 1] - before[ids]
+    kept = np.flatnonzero(holder[_slot(heads)] >= 0)
+    ids, places, heads = ids[kept], places[kept], heads[kept]
+    tails = (hashes[ids] - heads) * inverses[places]
+    kept = np.flatnonzero(holder[_slot(tails)] >= 0)
+    ids, places, heads, tails = ids[kept], places[kept], heads[kept], tails[kept]
+    left, right = (_look_up(asked, hashes, holder) for asked in (heads, tails))
+    exact = (hashes[left] == heads) & (hashes[right] == tails)
+    exact &= (lengths[left] == places) & (lengths[right] == lengths[ids] - places)
+    return ids[exact], left[exact], right[exact]
+
+
+def _lengths(texts: list[str]) -> Integers:
+    return np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
 
 
 def _look_up(asked: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:
@@ -292,17 +257,12 @@ def _make_post_processor(
     backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], rules: PreTokenizer
 ) -> processors.TemplateProcessing:
     """Return a processor that adds BOS and EOS according to `add_bos_token` and `add_eos_token`."""
-    asked: list[str | None] = []
-    for name, default in (("bos", rules.adds_bos), ("eos", False)):
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
-            asked.append(None)
-        elif 0 <= token_id < len(texts):
-            asked.append(texts[token_id])
-        else:
-            raise ModelFormatError("GGUF metadata", f"tokenizer.ggml.{name}_token_id", f"{token_id} is not an id")
+    ends = [
+        None if metadata.get(id_key(name)) is None else added_end(metadata, texts, name, default=default)
+        for name, default in (("bos", rules.adds_bos), ("eos", False))
+    ]
     num_separators = 2 if metadata.get("tokenizer.ggml.add_sep_token") else rules.num_separators
-    return make_bos_eos_processor(backend, *asked, num_separators=num_separators)
+    return make_bos_eos_processor(backend, *ends, num_separators=num_separators)
 
 
 def make_bos_eos_processor(
@@ -323,6 +283,30 @@ def make_bos_eos_processor(
         second_type = int(num_separators == 1)
         pair = [*pieces, *[eos] * (num_separators - 1), f"$B:{second_type}", f"{eos}:{second_type}"]
     return processors.TemplateProcessing(single=pieces, pair=pair, special_tokens=special_tokens)
+
+
+def added_end(metadata: Mapping[str, Any], texts: Sequence[str], name: str, *, default: bool) -> str | None:
+    """Return the text of the token that is added at an end of each text ("bos" or "eos"), or None if none is."""
+    is_added = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+    return texts[checked_id(metadata, texts, name)] if is_added else None
+
+
+def checked_id(metadata: Mapping[str, Any], texts: Sequence[str], name: str) -> int:
+    token_id: int | None = metadata.get(id_key(name))
+    if token_id is None or not 0 <= token_id < len(texts):
+        problem = "missing" if token_id is None else f"{token_id} is not an id"
+        raise ModelFormatError("GGUF metadata", id_key(name), problem)
+    return token_id
+
+
+def id_key(name: str) -> str:
+    return f"tokenizer.ggml.{name}_token_id"
+
+
+def types_of(metadata: Mapping[str, Any], num_tokens: int) -> list[int]:
+    """Return the `TokenType` of each token."""
+    key = "tokenizer.ggml.token_type"
+    return list_of(metadata, key, num_tokens) if key in metadata else [TokenType.NORMAL] * num_tokens
 
 
 def _split_merge(merge: str) -> tuple[str, str]:

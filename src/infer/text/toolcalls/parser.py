@@ -9,9 +9,9 @@ is delivered whole and in its order. The joined results are the same for every d
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Literal, TypeVar, final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.text.toolcalls.answer_format import AnswerFormat, is_plain_text
@@ -20,13 +20,12 @@ from infer.text.toolcalls.parsing import (
     MARKS,
     SPACES,
     ArgumentScanner,
-    BareArguments,
     ChannelParser,
     Delta,
     JsonArguments,
     Parsed,
     Parser,
-    PythonArguments,
+    RewrittenArguments,
     XmlArguments,
     known_before,
 )
@@ -40,6 +39,8 @@ _KEYS = ({"name", "arguments"}, {"name", "parameters"})
 _WORDS = ("true", "false", "null")
 _PART_OF_NUMBER = re.compile(r"-|\.|[eE][-+]?")
 _Calls = list[tuple[str, str]]  # names and arguments
+_Found = TypeVar("_Found")
+Reading = Generator[None, None, _Found]
 
 
 class _IncompleteError(Exception):
@@ -211,27 +212,23 @@ class AnswerParser(Parser):
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         super().__init__(form, id_of)
-        self._arguments: ArgumentScanner = JsonArguments()
-        self._reasons = False  # True after any reasoning was found
-        self._calls_in_reasoning = form.calls_in_reasoning
-        self._literal, self._after = "", self._name
         opening = form.reasoning.opening if form.reasoning is not None and form.is_apart else ""
         self._later_opening = opening if MARKS.match(opening) else ""
         tags = form.reasoning if form.is_apart else None
         self._tags = () if tags is None else tuple(filter(None, (tags.answer_opening, tags.answer_closing)))
-        if form.reasoning is None:
-            self._state = self._beginning
-        else:
-            self._state = self._reasoning if form.is_open else self._start
+        self._has_reasoned = False  # True after any reasoning was found
+        is_open = form.reasoning is not None and form.is_open
+        self._part: Literal["reasoning", "text", "calls"] = "reasoning" if is_open else "text"
+        self._reading = self._read()
 
     @property
     def is_reasoning(self) -> bool:
-        return self._state == self._reasoning
+        return self._part == "reasoning"
 
     def push(self, text: str) -> Parsed:
         self._held += text
-        while self._held and self._state():
-            pass
+        if self._held:
+            next(self._reading)
         return self._take()
 
     def flush(self) -> Parsed:
@@ -239,159 +236,137 @@ class AnswerParser(Parser):
 
         The known part of an incomplete call was already returned.
         """
-        if self.is_reasoning:
+        if self._part == "reasoning":
             self._reason(self._held.rstrip(SPACES))
-        elif self._state in (self._start, self._beginning, self._until_call, self._content):
+        elif self._part == "text":
             self._text += self._held
         self._held = ""
         return self._take()
 
-    # The states. Each reads a part of the held text, and returns True if the next state may read the rest.
+    # The readers of parts. A `yield` waits until more text is held.
 
-    def _start(self) -> bool:
+    def _read(self) -> Reading[None]:
+        if self._form.reasoning is not None and not self.is_reasoning:
+            yield from self._start(self._form.reasoning.opening)
+        has_call = False
+        while not has_call:
+            if self.is_reasoning:
+                has_call = yield from self._until_closing()
+            if not has_call:
+                has_call = yield from self._until_call()
+        yield from self._calls()
+
+    def _start(self, opening: str) -> Reading[None]:
         """Read the start of an answer that may begin with reasoning."""
-        assert self._form.reasoning is not None
-        opening, rest = self._form.reasoning.opening, self._held.lstrip(SPACES)
-        if rest.startswith(opening):
-            if not self._form.is_apart:
-                self._text += self._held[: len(self._held) - len(rest)] + opening
-            self._held, self._state = rest[len(opening) :], self._reasoning
-            return True
-        if opening.startswith(rest):
-            return False
-        self._state = self._beginning
-        return True
+        while not (rest := self._held.lstrip(SPACES)).startswith(opening):
+            if not opening.startswith(rest):
+                return
+            yield
+        if not self._form.is_apart:
+            self._text += self._held[: len(self._held) - len(rest)] + opening
+        self._held, self._part = rest[len(opening) :], "reasoning"
 
-    def _reasoning(self) -> bool:
+    def _until_closing(self) -> Reading[bool]:
+        """Read reasoning. Return True if a call ends it."""
         assert self._form.reasoning is not None
-        closing = self._form.reasoning.closing
-        known, end = known_before(self._held, closing, *self._calls_in_reasoning)
-        shown = known.rstrip(SPACES) if self._form.is_apart else known
-        self._reason(shown)
-        if not end:
-            self._held = self._held[len(shown) :] if self._reasons else self._held[len(known) :]
-            return False
-        self._held = self._held[len(known) :]
+        closing, is_apart = self._form.reasoning.closing, self._form.is_apart
+        ends, end = (closing, *self._form.calls_in_reasoning), ""
+        while not end:
+            known, end = known_before(self._held, *ends)
+            shown = known.rstrip(SPACES) if is_apart else known
+            self._reason(shown)
+            self._held = self._held[len(shown if self._has_reasoned and not end else known) :]
+            if not end:
+                yield
+        self._part = "text"
         if end != closing:
-            return self._begin_call()
+            return True
         self._held = self._held[len(closing) :]
-        if self._form.is_apart:
-            self._state = self._after_reasoning
-        else:
+        if not is_apart:
             self._text += closing
-            self._state = self._beginning
-        return True
+            return False
+        while not (rest := self._held.lstrip(SPACES)):
+            self._held = ""
+            yield
+        self._held = rest
+        return False
 
     def _reason(self, text: str) -> None:
         if not self._form.is_apart:
             self._text += text
-        elif text := MARKS.sub("", text if self._reasons else text.lstrip(SPACES)):
-            self._reasons = True
+        elif text := MARKS.sub("", text if self._has_reasoned else text.lstrip(SPACES)):
+            self._has_reasoned = True
             self._deltas.append(ReasoningDelta(text))
 
-    def _after_reasoning(self) -> bool:
-        self._held = self._held.lstrip(SPACES)
-        self._state = self._beginning
-        if not self._held:
-            self._state = self._after_reasoning
-        return bool(self._held)
-
-    def _beginning(self) -> bool:
-        """Read the start of the part after the reasoning."""
-        calls = self._form.calls
-        if calls is None or calls.kind == "none":
-            self._state = self._content
-        elif calls.form.trigger:
-            self._state = self._until_call
-        else:
-            rest = self._held.lstrip(SPACES)
-            if any(rest.startswith(beginning) for beginning in calls.beginnings):
-                self._held = rest
-                return self._begin_call()
-            if any(beginning.startswith(rest) for beginning in calls.beginnings):
-                return False
-            self._state = self._content
-        return True
-
-    def _content(self) -> bool:
-        known, end = known_before(self._held, self._later_opening, *self._tags)
-        self._text += known
-        self._held = self._held[len(known) :]
-        if end in self._tags:
-            self._held = self._held[len(end) :]
-        elif end:
-            self._expect(end, self._reasoning)
-        return bool(end)
-
-    def _until_call(self) -> bool:
-        assert self._form.calls is not None
-        known, end = known_before(self._held, self._form.calls.form.trigger, *self._tags)
-        shown = known if end in self._tags else known.rstrip(SPACES)
-        self._text += shown
-        self._held = self._held[len(known if end else shown) :]
-        if end in self._tags:
-            self._held = self._held[len(end) :]
+    def _until_call(self) -> Reading[bool]:
+        """Read text. Return True if a call ends it, and False if reasoning does."""
+        calls = None if self._form.calls is None or self._form.calls.kind == "none" else self._form.calls
+        if calls is not None and not calls.form.trigger and (yield from self._begins_with(calls.beginnings)):
             return True
-        return bool(end) and self._begin_call()
+        trigger = "" if calls is None else calls.form.trigger
+        while True:
+            known, end = known_before(self._held, trigger or self._later_opening, *self._tags)
+            shown = known.rstrip(SPACES) if trigger and end not in self._tags else known
+            self._text += shown
+            self._held = self._held[len(known if end else shown) :]
+            if end and end == trigger:
+                return True
+            self._held = self._held[len(end) :]
+            if end and end not in self._tags:
+                self._part = "reasoning"
+                return False
+            if not end:
+                yield
 
-    def _begin_call(self) -> bool:
+    def _begins_with(self, beginnings: Sequence[str]) -> Reading[bool]:
+        """Return True if a text follows that begins so. Spaces before it are dropped."""
+        while not any(map((rest := self._held.lstrip(SPACES)).startswith, beginnings)):
+            if not any(each.startswith(rest) for each in beginnings):
+                return False
+            yield
+        self._held = rest
+        return True
+
+    def _calls(self) -> Reading[None]:
         assert self._form.calls is not None
-        self._expect(self._form.calls.form.start, self._name)
-        return True
+        form, self._part = self._form.calls.form, "calls"
+        _, separator, _ = form.around_calls
+        yield from self._pass(form.start)
+        while True:
+            while (found := form.name_end.search(self._held)) is None:
+                yield
+            name, self._held = self._held[: found.start()], self._held[found.end() :]
+            self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
+            self._num_calls += 1
+            arguments = self._arguments_of(name)
+            while not self._is_read(arguments):
+                yield
+            yield from self._pass(form.after_arguments)
+            yield from self._pass(separator + form.before_name)  # never after the last call
 
-    def _expect(self, literal: str, after: Callable[[], bool]) -> None:
-        self._literal, self._after, self._state = literal, after, self._pass_literal
-
-    def _pass_literal(self) -> bool:
-        found = pattern_of(self._literal).match(self._held)
-        if found is None:
-            return False
-        self._held, self._state = self._held[found.end() :], self._after
-        return True
-
-    def _name(self) -> bool:
-        assert self._form.calls is not None
-        form = self._form.calls.form
-        found = form.name_end.search(self._held)
-        if found is None:
-            return False
-        name, rest = self._held[: found.start()], self._held[found.end() :]
-        self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
-        self._num_calls += 1
-        self._arguments = self._arguments_of(name)
-        self._held, self._state = rest, self._in_arguments
-        return True
+    def _pass(self, literal: str) -> Reading[None]:
+        while (found := pattern_of(literal).match(self._held)) is None:
+            yield
+        self._held = self._held[found.end() :]
 
     def _arguments_of(self, name: str) -> ArgumentScanner:
         assert self._form.calls is not None
         form = self._form.calls.form
-        match form.syntax:
-            case "json":
-                return JsonArguments()
-            case "python":
-                return PythonArguments()
-            case "bare":
-                return BareArguments(form.quote)
+        if form.syntax == "json":
+            return JsonArguments()
+        if form.syntax != "xml":
+            return RewrittenArguments(form.syntax, form.quote)
         tool = next((each for each in self._form.calls.tools if each.name == name), None)
         properties = {} if tool is None else tool.properties
         text_names = [key for key, schema in properties.items() if is_plain_text(schema)]
         return XmlArguments(text_names, *form.around_argument)
 
-    def _in_arguments(self) -> bool:
-        assert self._form.calls is not None
-        found = self._arguments.scan(self._held)
+    def _is_read(self, arguments: ArgumentScanner) -> bool:
+        """Return the known part of the arguments, and then True if they have ended."""
+        if not self._held:
+            return False
+        found = arguments.scan(self._held)
         if found.json:
             self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=found.json))
         self._held = self._held[found.num_read :]
-        if found.is_done:
-            self._expect(self._form.calls.form.after_arguments, self._between)
         return found.is_done
-
-    def _between(self) -> bool:
-        """Read the separator between two calls, or the end after the last call."""
-        assert self._form.calls is not None
-        form = self._form.calls.form
-        found = pattern_of(form.around_calls[1] + form.before_name).match(self._held)
-        if found is not None:
-            self._held, self._state = self._held[found.end() :], self._name
-        return found is not None

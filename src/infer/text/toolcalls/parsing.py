@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, final
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.text.tokenizer.detokenizer import num_held
 from infer.text.toolcalls.answer_format import AnswerFormat
-from infer.text.toolcalls.formats import spelt
+from infer.text.toolcalls.formats import ArgumentSyntax, spelt
 
 SPACES = " \t\r\n"
 MARKS = re.compile("[\ud800-\udfff]")
@@ -58,6 +58,13 @@ class Parser(ABC):
 
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+# Per syntax: the bracket after the arguments, the pattern of signs, and JSON for some signs, that after names first.
+_SIGNS: dict[str, tuple[str, re.Pattern[str], dict[str, str]]] = {
+    "python": (")", re.compile(r"[^\w+\-.]"), {"=": ": "}),
+    "bare": ("}", re.compile(r"[{}\[\],:]"), {":": ": ", ",": ", "}),
+}
+_ESCAPED = {quote: re.compile(rf"(?:[^\\{quote}]|\\.)*", re.DOTALL) for quote in ('"', "'")}  # a text of Python
+_REWRITTEN, _SPELLINGS = re.compile(r"\\.|\"", re.DOTALL), {"\\'": "'", '"': '\\"'}
 
 
 class Scanned(NamedTuple):
@@ -104,105 +111,61 @@ class JsonArguments(ArgumentScanner):
         return Scanned(text, len(text), is_done=False)
 
 
-class _RewrittenArguments(ArgumentScanner):
-    """Arguments of a syntax other than JSON. `_found` is JSON that was not returned yet."""
-
-    def __init__(self) -> None:
-        self._found, self._word = "{", ""
-        self._depth = 0
-        self._is_text = False
-
-    def _take(self) -> str:
-        found, self._found = self._found, ""
-        return found
-
-
 @final
-class PythonArguments(_RewrittenArguments):
-    """`a=1, b="x", c=True, d='x'`, up to the closing parenthesis. Texts in double quotes are spelled as in JSON."""
+class RewrittenArguments(ArgumentScanner):
+    """Arguments of a syntax other than JSON, up to the closing bracket.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Python: `a=1, b="x", c=True, d='x'`. Its texts in double quotes are spelled as in JSON. The bare syntax:
+    `a:1,b:<escape>x<escape>,c:{d:[true]}`. Its names and texts have no JSON quotes, and no escapes.
+    """
+
+    def __init__(self, syntax: ArgumentSyntax, quote: str) -> None:
+        """Begin. `quote` is around each text of the bare syntax."""
+        self._has_escapes = syntax == "python"
+        self._quotes = ('"', "'") if syntax == "python" else (quote,)
+        self._closing, self._signs, self._shown_by_sign = _SIGNS[syntax]
+        self._start, self._word = "{", ""
         self._quote = ""  # quote of the text that is being read
-        self._is_escaped = False
+        self._depth = 0
 
     def scan(self, text: str) -> Scanned:
-        for index, character in enumerate(text):
-            if character == ")" and self._depth == 0 and not self._quote:
-                self._end_word("")
-                return Scanned(self._take() + "}", index, is_done=True)
-            self._push(character)
-        return Scanned(self._take(), len(text), is_done=False)
-
-    def _push(self, character: str) -> None:
-        if self._quote:
-            self._push_text(character)
-        elif character.isalnum() or character in "_+-.":
-            self._word += character
-        else:
-            self._end_word(character)
-            self._quote = character if character in ('"', "'") else ""
-            self._depth += (character in "{[") - (character in "}]")
-            self._found += '"' if self._quote else "" if character == "=" else character
-
-    def _push_text(self, character: str) -> None:
-        """Add a character of a text in JSON's spelling: double quotes are escaped, and apostrophes are not."""
-        if self._is_escaped:
-            self._found += character if character == "'" else "\\" + character
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == self._quote:
-            self._found += '"'
-            self._quote = ""
-        else:
-            self._found += '\\"' if character == '"' else character
-
-    def _end_word(self, following: str) -> None:
-        """Add the current word: a name if "=" follows, otherwise a value."""
-        is_name = following == "="
-        self._found += f"{spelt(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
-        self._word = ""
-
-
-@final
-class BareArguments(_RewrittenArguments):
-    """`a:1,b:<escape>x<escape>,c:{d:[true]}`, up to the closing brace. Names and texts have no JSON quotes."""
-
-    def __init__(self, quote: str) -> None:
-        super().__init__()
-        self._quote = quote
-
-    def scan(self, text: str) -> Scanned:
-        at = 0
+        found, self._start, at = self._start, "", 0
         while at < len(text):
-            if self._is_text:
-                known, end = known_before(text[at:], self._quote)
-                self._found += spelt(known)[1:-1]
-                at += len(known)
-                if not end:
+            if self._quote:
+                length, written = self._text(text[at:])
+                found, at = found + written, at + length
+                if not text.startswith(self._quote, at):
                     break
-            if text.startswith(self._quote, at):
-                self._found += '"'
-                self._is_text = not self._is_text
-                at += len(self._quote)
-            elif self._quote.startswith(text[at:]):
+                found, at, self._quote = found + '"', at + len(self._quote), ""
+            elif quote := next((each for each in self._quotes if text.startswith(each, at)), ""):
+                found, at, self._quote = found + self._end_word("") + '"', at + len(quote), quote
+            elif any(each.startswith(text[at : at + len(each)]) for each in self._quotes):
                 break
-            elif text[at] == "}" and self._depth == 0:
-                return Scanned(self._take() + self._word + "}", at, is_done=True)
+            elif text[at] == self._closing and self._depth == 0:
+                return Scanned(found + self._end_word("") + "}", at, is_done=True)
             else:
-                self._push(text[at])
-                at += 1
-        return Scanned(self._take(), at, is_done=False)
+                found, at = found + self._push(text[at]), at + 1
+        return Scanned(found, at, is_done=False)
 
-    def _push(self, character: str) -> None:
-        if character not in "{}[],:":
+    def _text(self, text: str) -> tuple[int, str]:
+        """Return the length of a text up to its quote or its last whole escape, and the text in JSON's spelling."""
+        if not self._has_escapes:
+            known, _ = known_before(text, self._quote)
+            return len(known), spelt(known)[1:-1]
+        known = _ESCAPED[self._quote].match(text)[0]  # type: ignore[index]
+        return len(known), _REWRITTEN.sub(lambda found: _SPELLINGS.get(found[0], found[0]), known)
+
+    def _push(self, character: str) -> str:
+        if not self._signs.match(character):
             self._word += character
-            return
+            return ""
         self._depth += (character in "{[") - (character in "}]")
+        return self._end_word(character) + self._shown_by_sign.get(character, character)
+
+    def _end_word(self, following: str) -> str:
+        """Return the current word: a name if a sign of names follows, otherwise a value."""
         word, self._word = self._word, ""
-        self._found += spelt(word) if character == ":" else word
-        self._found += f"{character} " if character in ",:" else character
+        return spelt(word) if following == next(iter(self._shown_by_sign)) else _PYTHON_WORDS.get(word, word)
 
 
 @final

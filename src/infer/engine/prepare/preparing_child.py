@@ -137,7 +137,7 @@ class Program:
         parts: list[Mapping[str, Any]] = [{"lark_grammar": lark}]
         if answer is not None:
             with about(answer.kind):
-                parts.append({**self._rules.part(answer).grammar, "name": "answer"})
+                parts.append({**self._rules.part(answer), "name": "answer"})
         return json.dumps({"grammars": parts})
 
 

@@ -22,20 +22,58 @@ _MAX_PATTERN = 64  # characters of a pattern in joined text, which a stream comp
 _SEPARATOR = "\0infer\0"
 
 
-@dataclass(frozen=True)
+def num_held(text: str, literal: str) -> int:
+    """Return how many characters at the end of a text could begin this literal, which the text does not contain."""
+    most = min(len(text), len(literal) - 1)
+    return next((length for length in range(most, 0, -1) if text.endswith(literal[:length])), 0)
+
+
+@dataclass
 class Replacement:
-    """A text that another one replaces, wherever it appears in the joined text."""
+    """A text that another one replaces from left to right, wherever it appears in the joined text.
+
+    A stream uses a copy, which holds back what may be the beginning of the text.
+    """
 
     pattern: str
     content: str
+    held: str = ""
+
+    def push(self, text: str) -> str:
+        """Return the text that is now certain."""
+        *done, rest = (self.held + text).split(self.pattern)
+        end = len(rest) - num_held(rest, self.pattern)
+        self.held = rest[end:]
+        return self.content.join([*done, rest[:end]])
+
+    def flush(self) -> str:
+        """Return the held text, because no more text follows."""
+        held, self.held = self.held, ""
+        return held
 
 
-@dataclass(frozen=True)
+@dataclass
 class Strip:
-    """Copies of a character that are dropped from the beginning of the joined text (Llama 2 writes a space there)."""
+    """Copies of a character that are dropped from the beginning of the joined text (Llama 2 writes a space there).
 
-    character: str
+    None stands for any character. A stream uses a copy, which counts the characters that may still be dropped.
+    """
+
+    character: str | None
     count: int
+
+    def push(self, text: str) -> str:
+        end = 0
+        while end < min(self.count, len(text)) and self.character in (None, text[end]):
+            end += 1
+        self.count = self.count - end if end == len(text) else 0
+        return text[end:]
+
+    def flush(self) -> str:
+        return ""
+
+
+Rule = Replacement | Strip
 
 
 @dataclass(frozen=True)
@@ -45,7 +83,7 @@ class DecodingRules:
     before: list[Step] = field(default_factory=list)
     reading: Literal["ByteLevel", "ByteFallback"] | None = None
     after: list[Step] = field(default_factory=list)
-    of_text: tuple[Replacement | Strip, ...] = ()
+    of_text: tuple[Rule, ...] = ()
     rewrites_text: bool = False
     """True if a step replaces text that may begin in one token and end in another."""
 
@@ -67,7 +105,7 @@ def read_decoding_rules(decoder: decoders.Decoder | None) -> DecodingRules:
     Raises UnsupportedModelError for a step that no table and no stream can follow at its place.
     """
     before, after = list[Step](), list[Step]()
-    of_text = list[Replacement | Strip]()
+    of_text = list[Rule]()
     reading: Literal["ByteLevel", "ByteFallback"] | None = None
     is_joined = False
     for step in steps_of(decoder):
@@ -99,7 +137,7 @@ def _unsupported(step: Step) -> UnsupportedModelError:
     )
 
 
-def _rule_of_text(step: Step) -> Replacement | Strip:
+def _rule_of_text(step: Step) -> Rule:
     match step:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
             if 0 < len(pattern) <= _MAX_PATTERN:

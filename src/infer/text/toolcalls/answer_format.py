@@ -42,9 +42,14 @@ class Calls:
     @property
     def beginnings(self) -> list[str]:
         """Beginnings of calls, which distinguish calls from text."""
-        if self.form.trigger:
-            return [self.form.trigger]
-        return self.form.beginnings([tool.name for tool in self.tools])
+        if self.form.trigger or len(self.form.start) > 1:
+            return [self.form.trigger or self.form.start]
+        return self.first_texts
+
+    @property
+    def first_texts(self) -> list[str]:
+        """The text of a first call up to its arguments, per tool."""
+        return [self.form.start + tool.name + self.form.before_arguments for tool in self.tools]
 
 
 @final
@@ -71,10 +76,12 @@ class AnswerFormat:
 
         With a budget, only the closing ends the reasoning.
         """
-        calls = self.calls
-        if calls is None or calls.kind == "none" or not calls.form.ends_reasoning or self.budget is not None:
-            return []
-        return [calls.form.start + tool.name + calls.form.before_arguments for tool in calls.tools]
+        calls = self.allowed_calls
+        return calls.first_texts if calls and calls.form.ends_reasoning and self.budget is None else []
+
+    @property
+    def allowed_calls(self) -> Calls | None:
+        return None if self.calls is None or self.calls.kind == "none" else self.calls
 
     def call_id(self, salt: bytes, index: int) -> str:
         """Return the id of a call: equal for equal requests, different for other requests and calls."""

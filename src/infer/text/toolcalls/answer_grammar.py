@@ -38,8 +38,8 @@ def enforceable(form: AnswerFormat, rules: ToolRules) -> AnswerFormat:
     Tools of which nothing can be enforced may have any arguments, and so may those for which no time is left. Raises
     InvalidRequestError if tools cannot be enforced at all.
     """
-    calls = form.calls
-    if calls is None or calls.kind == "none":
+    calls = form.allowed_calls
+    if calls is None:
         return form
     tools, warnings = list(calls.tools), {index: list(tool.warnings) for index, tool in enumerate(calls.tools)}
     sizes = {index: len(json.dumps(tool.parameters)) for index, tool in enumerate(tools) if not tool.is_strict}
@@ -74,8 +74,8 @@ def loosest(form: AnswerFormat, error: InvalidRequestError) -> AnswerFormat | No
 
     It is for schemas that are too large only in combination.
     """
-    calls = form.calls
-    if calls is None or calls.kind == "none" or all(tool.is_strict for tool in calls.tools):
+    calls = form.allowed_calls
+    if calls is None or all(tool.is_strict for tool in calls.tools):
         return None
     tools = tuple(tool if tool.is_strict else _loosened(tool, calls) for tool in calls.tools)
     names = ", ".join(tool.name for tool in calls.tools if not tool.is_strict)
@@ -126,7 +126,7 @@ class _Builder:
 
     def _messages(self, form: ReasoningFormat) -> str:
         """Return the rule of messages with headers: reasoning and texts before calls, then the text or a call."""
-        calls, following = self._form.calls, self._lark.literal(form.start + form.role)
+        calls, following = self._form.allowed_calls, self._lark.literal(form.start + form.role)
         thought, aside = self._until("thought", form.closing), self._until("aside", form.closing)
         self._rules["rest"] = f"{thought} {following}"
         self._rules["reasoned"] = f"{self._lark.literal(form.opening)} rest"
@@ -140,7 +140,7 @@ class _Builder:
         self._rules["typed"] = f'" "? {self._lark.literal(form.constrain)} "json" | " json"'
         text = f"{self._lark.literal(form.channel + form.text_channel)} typed? {self._lark.literal(form.body)}"
         text += " @answer" if self._is_held else " ANY?"
-        if calls is None or calls.kind == "none":
+        if calls is None:
             return f"{before} {text}"
         call = self._headed_call(form, calls)
         return f"{before} {call}" if is_required else f"{before} ({text} | {call})"
@@ -158,9 +158,9 @@ class _Builder:
         return f'(channel " " {one_of(after)} | " "? {one_of(before)})'
 
     def _answer(self) -> str:
-        calls = self._form.calls
+        calls = self._form.allowed_calls
         text = self._tagged("SPACES? @answer" if self._is_held else self._text())
-        if calls is None or calls.kind == "none":
+        if calls is None:
             return text
         rest = self._calls(calls)
         if calls.kind == "required":

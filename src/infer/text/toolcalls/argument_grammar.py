@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from infer.errors import InvalidRequestError, problem_of
 from infer.system.processor_limit import LateError, processor_seconds
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.json_schema import rewrite_schema
-from infer.text.grammar.libraries import Try, read_within
+from infer.text.grammar.libraries import Read, Try, read_within
 from infer.text.grammar.patterns import check_pattern, translated, without_anchors
 from infer.text.grammar.schema_rewriter import Omissions
 from infer.text.toolcalls.answer_format import bare_value, is_plain_text, written_value
@@ -46,14 +46,6 @@ _SINGLE_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
 _SEPARATORS = {"python": '", "', "xml": '""', "bare": '","'}
 
 
-class _Part(NamedTuple):
-    """One of several grammars of llguidance, and what of its schema is not enforced."""
-
-    grammar: Mapping[str, Any]
-    warnings: tuple[str, ...]
-    left_out: tuple[tuple[str, str], ...]
-
-
 @final
 class ToolRules:
     """Reader of tools' schemas as rules of Lark, for this process. Results are cached, up to a size in bytes."""
@@ -61,7 +53,7 @@ class ToolRules:
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
         """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
         self._library, self._try, self._read_seconds = library, try_, read_seconds
-        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
+        self._parts = SizedCache[Read](MAX_RULE_BYTES)
         self._ends_at = 0.0
         self._tool_seconds = self._all_seconds = 0.0  # that are left for searches
         self._left_out: dict[str, Mapping[str, str]] = {}  # of the request's schemas, by their text
@@ -78,24 +70,18 @@ class ToolRules:
         self._tool_seconds = min(SEARCH_SECONDS, self._all_seconds)
         return self._all_seconds > 0
 
-    def part(self, grammar: Grammar) -> _Part:
-        """Return a checked and tried grammar. Raises InvalidRequestError."""
-        if (found := self._parts.get(grammar)) is None:
-            found = self._read(grammar)
-            texts = [*found.warnings, *(text for each in found.left_out for text in each)]
-            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + sum(map(len, texts))
-            self._parts.put(grammar, found, num_bytes)
-        self.warnings |= dict.fromkeys(found.warnings)
-        return found
+    def part(self, grammar: Grammar) -> dict[str, Any]:
+        """Return a checked and tried grammar, one of several grammars of llguidance. Raises InvalidRequestError."""
+        return _part_of(self._read(grammar))
 
     def json_rule(self, schema: Any) -> str:
         """Return the rule of a schema that is enforced whole. Raises InvalidRequestError."""
-        return _rule(self.part(Grammar("json_schema", json.dumps(schema))))
+        return _rule(self._read(Grammar("json_schema", json.dumps(schema))))
 
     def loose_rule(self, schema: Any, *, is_argument: bool) -> tuple[str, Sequence[tuple[str, str]]]:
         """Return the rule of a schema, and the parts that are left out. Raises InvalidRequestError."""
-        part = self.part(Grammar("argument_schema" if is_argument else "tool_schema", json.dumps(schema)))
-        return _rule(part), part.left_out
+        read = self._read(Grammar("argument_schema" if is_argument else "tool_schema", json.dumps(schema)))
+        return _rule(read), read.left_out
 
     def left_out_of(self, schema: Any) -> Mapping[str, str]:
         """Return the reasons of the parts of a schema that no grammar can enforce, by pointer."""
@@ -119,13 +105,15 @@ class ToolRules:
         after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
         return f"{before}({found})".replace("\n", "\\n") + after
 
-    def _read(self, grammar: Grammar) -> _Part:
-        if processor_seconds() > self._ends_at:
-            raise LateError
-        read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
-        text = read.source.text
-        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        return _Part(part, read.warnings, read.left_out)
+    def _read(self, grammar: Grammar) -> Read:
+        if (read := self._parts.get(grammar)) is None:
+            if processor_seconds() > self._ends_at:
+                raise LateError
+            read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
+            texts = [grammar.text, read.source.text, *read.warnings, *(text for each in read.left_out for text in each)]
+            self._parts.put(grammar, read, sum(map(len, texts)))
+        self.warnings |= dict.fromkeys(read.warnings)
+        return read
 
     def _tried(self, source: Source) -> str:
         """Try a source, and count the time if it has a problem."""
@@ -137,8 +125,14 @@ class ToolRules:
         return problem
 
 
-def _rule(part: _Part) -> str:
-    return f"%json {json.dumps(part.grammar['json_schema'])}"
+def _part_of(read: Read) -> dict[str, Any]:
+    text = read.source.text
+    part: dict[str, Any] = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    return part
+
+
+def _rule(read: Read) -> str:
+    return f"%json {json.dumps(_part_of(read)['json_schema'])}"
 
 
 @final

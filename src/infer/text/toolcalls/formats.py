@@ -76,12 +76,6 @@ class ToolCallFormat:
             return pattern_of(self.before_arguments)
         return re.compile(f"(?={re.escape(self.around_argument[0])}|{re.escape(self.after_arguments)})")
 
-    def beginnings(self, names: Sequence[str]) -> list[str]:
-        """Return the possible beginnings of an answer with calls, for a format without a trigger."""
-        if len(self.start) > 1:
-            return [self.start]
-        return [self.start + name + self.before_arguments for name in names]
-
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Return calls as text. Each call is (name, arguments in this syntax)."""
         return "".join(text for text, _ in self.written_parts(calls))
@@ -295,8 +289,12 @@ def pattern_of(literal: str) -> re.Pattern[str]:
 
 def literals_of(form: ToolCallFormat | ReasoningFormat) -> list[str]:
     """Return the texts that the format itself writes."""
-    values = [getattr(form, field.name) for field in fields(form) if field.name not in ("name", "syntax")]
-    return [value for value in values if isinstance(value, str)]
+    return [*_literal_by_field(form).values()]
+
+
+def _literal_by_field(form: ToolCallFormat | ReasoningFormat) -> dict[str, str]:
+    values = {field.name: getattr(form, field.name) for field in fields(form) if field.name not in ("name", "syntax")}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def marks_of(control_ids: Mapping[str, int]) -> dict[str, str]:
@@ -307,13 +305,7 @@ def marks_of(control_ids: Mapping[str, int]) -> dict[str, str]:
 
 def in_vocabulary(form: _Format, marks: Mapping[str, str]) -> _Format:
     """Return the format with marks in place of control tokens."""
-
-    def marked(value: object) -> object:
-        for text, mark in marks.items() if isinstance(value, str) else ():
-            assert isinstance(value, str)
-            value = value.replace(text, mark)
-        return value
-
-    names = [field.name for field in fields(form) if field.name not in ("name", "syntax")]
-    changes = {name: marked(getattr(form, name)) for name in names}
-    return replace(form, **changes)  # type: ignore[arg-type]
+    literals = _literal_by_field(form)
+    for text, mark in marks.items():
+        literals = {name: literal.replace(text, mark) for name, literal in literals.items()}
+    return replace(form, **literals)  # type: ignore[arg-type]

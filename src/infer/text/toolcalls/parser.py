@@ -300,7 +300,7 @@ class AnswerParser(Parser):
 
     def _until_call(self) -> Reading[bool]:
         """Read text. Return True if a call ends it, and False if reasoning does."""
-        calls = None if self._form.calls is None or self._form.calls.kind == "none" else self._form.calls
+        calls = self._form.allowed_calls
         if calls is not None and not calls.form.trigger and (yield from self._begins_with(calls.beginnings)):
             return True
         trigger = "" if calls is None else calls.form.trigger
@@ -333,9 +333,9 @@ class AnswerParser(Parser):
         _, separator, _ = form.around_calls
         yield from self._pass(form.start)
         while True:
-            while (found := form.name_end.search(self._held)) is None:
+            while (name_end := form.name_end.search(self._held)) is None:
                 yield
-            name, self._held = self._held[: found.start()], self._held[found.end() :]
+            name, self._held = self._held[: name_end.start()], self._held[name_end.end() :]
             self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
             self._num_calls += 1
             arguments = self._arguments_of(name)
@@ -345,9 +345,9 @@ class AnswerParser(Parser):
             yield from self._pass(separator + form.before_name)  # never after the last call
 
     def _pass(self, literal: str) -> Reading[None]:
-        while (found := pattern_of(literal).match(self._held)) is None:
+        while (match := pattern_of(literal).match(self._held)) is None:
             yield
-        self._held = self._held[found.end() :]
+        self._held = self._held[match.end() :]
 
     def _arguments_of(self, name: str) -> ArgumentScanner:
         assert self._form.calls is not None
@@ -365,8 +365,8 @@ class AnswerParser(Parser):
         """Return the known part of the arguments, and then True if they have ended."""
         if not self._held:
             return False
-        found = arguments.scan(self._held)
-        if found.json:
-            self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=found.json))
-        self._held = self._held[found.num_read :]
-        return found.is_done
+        scanned = arguments.scan(self._held)
+        if scanned.json:
+            self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=scanned.json))
+        self._held = self._held[scanned.num_read :]
+        return scanned.is_done

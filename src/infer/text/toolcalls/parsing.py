@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple, final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
-from infer.text.tokenizer.detokenizer import num_held
+from infer.text.tokenizer.decoding_rules import num_held
 from infer.text.toolcalls.answer_format import AnswerFormat
 from infer.text.toolcalls.formats import ArgumentSyntax, spelt
 
@@ -63,7 +63,7 @@ _SIGNS: dict[str, tuple[str, re.Pattern[str], dict[str, str]]] = {
     "python": (")", re.compile(r"[^\w+\-.]"), {"=": ": "}),
     "bare": ("}", re.compile(r"[{}\[\],:]"), {":": ": ", ",": ", "}),
 }
-_ESCAPED = {quote: re.compile(rf"(?:[^\\{quote}]|\\.)*", re.DOTALL) for quote in ('"', "'")}  # a text of Python
+_ESCAPED = {quote: re.compile(rf"\A(?:[^\\{quote}]|\\.)*", re.DOTALL) for quote in ('"', "'")}  # a text of Python
 _REWRITTEN, _SPELLINGS = re.compile(r"\\.|\"", re.DOTALL), {"\\'": "'", '"': '\\"'}
 
 
@@ -75,18 +75,8 @@ class Scanned(NamedTuple):
     is_done: bool
 
 
-class ArgumentScanner(ABC):
-    """Scanner of one call's arguments.
-
-    Characters that were not read must be passed again, with the following text.
-    """
-
-    @abstractmethod
-    def scan(self, text: str) -> Scanned: ...
-
-
 @final
-class JsonArguments(ArgumentScanner):
+class JsonArguments:
     """A JSON object, unchanged."""
 
     def __init__(self) -> None:
@@ -112,7 +102,7 @@ class JsonArguments(ArgumentScanner):
 
 
 @final
-class RewrittenArguments(ArgumentScanner):
+class RewrittenArguments:
     """Arguments of a syntax other than JSON, up to the closing bracket.
 
     Python: `a=1, b="x", c=True, d='x'`. Its texts in double quotes are spelled as in JSON. The bare syntax:
@@ -129,31 +119,31 @@ class RewrittenArguments(ArgumentScanner):
         self._depth = 0
 
     def scan(self, text: str) -> Scanned:
-        found, self._start, at = self._start, "", 0
+        written, self._start, at = self._start, "", 0
         while at < len(text):
             if self._quote:
-                length, written = self._text(text[at:])
-                found, at = found + written, at + length
+                length, shown = self._text(text[at:])
+                written, at = written + shown, at + length
                 if not text.startswith(self._quote, at):
                     break
-                found, at, self._quote = found + '"', at + len(self._quote), ""
+                written, at, self._quote = written + '"', at + len(self._quote), ""
             elif quote := next((each for each in self._quotes if text.startswith(each, at)), ""):
-                found, at, self._quote = found + self._end_word("") + '"', at + len(quote), quote
+                written, at, self._quote = written + self._end_word("") + '"', at + len(quote), quote
             elif any(each.startswith(text[at : at + len(each)]) for each in self._quotes):
                 break
             elif text[at] == self._closing and self._depth == 0:
-                return Scanned(found + self._end_word("") + "}", at, is_done=True)
+                return Scanned(written + self._end_word("") + "}", at, is_done=True)
             else:
-                found, at = found + self._push(text[at]), at + 1
-        return Scanned(found, at, is_done=False)
+                written, at = written + self._push(text[at]), at + 1
+        return Scanned(written, at, is_done=False)
 
     def _text(self, text: str) -> tuple[int, str]:
         """Return the length of a text up to its quote or its last whole escape, and the text in JSON's spelling."""
         if not self._has_escapes:
             known, _ = known_before(text, self._quote)
             return len(known), spelt(known)[1:-1]
-        known = _ESCAPED[self._quote].match(text)[0]  # type: ignore[index]
-        return len(known), _REWRITTEN.sub(lambda found: _SPELLINGS.get(found[0], found[0]), known)
+        (known,) = _ESCAPED[self._quote].findall(text)
+        return len(known), _REWRITTEN.sub(lambda match: _SPELLINGS.get(match[0], match[0]), known)
 
     def _push(self, character: str) -> str:
         if not self._signs.match(character):
@@ -169,7 +159,7 @@ class RewrittenArguments(ArgumentScanner):
 
 
 @final
-class XmlArguments(ArgumentScanner):
+class XmlArguments:
     """For each argument: `before_key`, a name, `after_key`, a value, `after_value`. Texts have no quotes."""
 
     def __init__(self, text_names: Collection[str], before_key: str, after_key: str, after_value: str) -> None:
@@ -204,6 +194,10 @@ class XmlArguments(ArgumentScanner):
         found = spelt(shown)[1:-1] if self._is_text else shown
         self._is_inside = not end
         return Scanned(found + '"' * (bool(end) and self._is_text), len(shown) + len(end), is_done=False)
+
+
+# Scanners of one call's arguments. Characters that were not read must be passed again, with the following text.
+ArgumentScanner = JsonArguments | RewrittenArguments | XmlArguments
 
 
 def known_before(text: str, *literals: str) -> tuple[str, str]:
@@ -277,11 +271,11 @@ class ChannelParser(Parser):
 
     def _begin_with(self, header: str) -> None:
         """Begin the text of a message with this header."""
-        calls, recipient = self._form.calls, _RECIPIENT.search(header)
+        recipient = _RECIPIENT.search(header)
         channel = MARKS.split(header.rpartition(self._notation.channel)[2].strip(SPACES))[0].partition(" ")[0]
         if recipient is None or recipient[1] in _PEOPLE:
             self._begin("reasoning" if channel == self._notation.own_channel else "text")
-        elif calls is None or calls.kind == "none":
+        elif self._form.allowed_calls is None:
             self._begin("reasoning")
         else:
             self._begin("call")

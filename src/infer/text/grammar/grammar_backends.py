@@ -10,6 +10,7 @@ import importlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate, takewhile
 from time import thread_time
 from typing import Any, NoReturn, final
 
@@ -51,30 +52,23 @@ class Vocabulary:
 
     def spell_greedily(self, text: bytes) -> list[int]:
         """Return ids by taking the longest token first. Stop at a byte that no token has."""
-        ids: list[int] = []
-        at = 0
+        ids, at = list[int](), 0
         while at < len(text):
-            for end in range(min(len(text), at + self._longest), at, -1):
-                token_id = self._id_by_bytes.get(text[at:end])
-                if token_id is not None:
-                    ids.append(token_id)
-                    at = end
-                    break
-            else:
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._id_by_bytes), None)
+            if end is None:
                 break
+            ids.append(self._id_by_bytes[text[at:end]])
+            at = end
         return ids
 
     def settled(self, text: str) -> list[int]:
         """Return the ids of a text that continues, without ids at its end that could change with the following text."""
-        data = text.encode()
-        start = next((i for i in range(max(0, len(data) - self._longest), len(data)) if self._goes_on(data[i:])), None)
-        ids, end = [], 0
-        for token_id in self.spell(text):
-            end += len(self.token_bytes[token_id])
-            if start is not None and end > start:
-                break
-            ids.append(token_id)
-        return ids
+        data, ids = text.encode(), self.spell(text)
+        starts = range(max(0, len(data) - self._longest), len(data))
+        settled = next((start for start in starts if self._goes_on(data[start:])), len(data))
+        ends = accumulate(len(self.token_bytes[token_id]) for token_id in ids)
+        return [token_id for token_id, end in zip(ids, ends, strict=True) if end <= settled]
 
     def _goes_on(self, beginning: bytes) -> bool:
         """Return True if a longer token starts with these bytes."""
@@ -110,8 +104,6 @@ _REFUND = 0.005  # share of SLOW_SECONDS that a quick mask restores
 
 @final
 class LlguidanceBackend(GrammarBackend):
-    name = "llguidance"
-
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = importlib.import_module("llguidance")
         self._vocabulary = vocabulary
@@ -122,12 +114,10 @@ class LlguidanceBackend(GrammarBackend):
             eos_token=ends or [self._num_ids],
         )
 
-    def compile(self, source: Source) -> "_Compiled":
+    def compile(self, source: Source) -> tuple["_Compiled", int]:
         limits = llguidance_limits(self._library, source.text)
-        return _Compiled(self._library.LLMatcher(self._tokenizer, source.text, log_level=0, limits=limits))
-
-    def num_bytes(self, compiled: "_Compiled", source: Source) -> int:
-        return _BYTES_PER_SOURCE_BYTE * len(source.text)
+        matcher = self._library.LLMatcher(self._tokenizer, source.text, log_level=0, limits=limits)
+        return _Compiled(matcher), _BYTES_PER_SOURCE_BYTE * len(source.text)
 
     def make_matcher(self, compiled: "_Compiled") -> Matcher:
         return _LlguidanceMatcher(compiled, self._vocabulary, self._tokenizer.vocab_size)
@@ -170,34 +160,23 @@ class _LlguidanceMatcher(Matcher):
         self._matcher, self._spend = compiled.matcher.deep_copy(), compiled.spend
         self._vocabulary = vocabulary
         self._num_ids = len(vocabulary.token_bytes)
-        self._own = np.zeros(-(-num_ids // 32), dtype=np.int32)
-        self._num_words, self._num_bytes = len(self._own), self._own.nbytes
+        self._words = np.zeros(-(-num_ids // 32), dtype=np.int32)
+        self._place = self._words.ctypes.data, self._words.nbytes
         self._rest = vocabulary.vocab_size % 32
-        self._mask: Mask | None = None  # the last mask, whose address is known
-        self._where = 0
 
     def fill(self, mask: Mask) -> None:
         started = thread_time()
-        self._matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
+        self._matcher.unsafe_compute_mask_ptr(*self._place)
         self._spend(thread_time() - started)
         if self._matcher.is_error():
             self._fail()
-        self._complete(mask)
+        self._copy_to(mask)
 
-    def _address(self, mask: Mask) -> int:
-        """Return the address of the caller's mask if it is large enough, otherwise of the matcher's own."""
-        if mask is not self._mask:
-            self._mask = mask
-            found = mask if len(mask) >= self._num_words else self._own
-            self._where = found.ctypes.data
-        return self._where
-
-    def _complete(self, mask: Mask) -> None:
-        num_words, num_own = len(mask), self._num_words
-        if num_words > num_own:
-            mask[num_own:] = 0
-        elif num_words < num_own:
-            mask[:] = self._own[:num_words]
+    def _copy_to(self, mask: Mask) -> None:
+        """Copy the library's words, of which there may be more or fewer. A copy takes 2 µs."""
+        num_words = min(len(mask), len(self._words))
+        mask[:num_words] = self._words[:num_words]
+        mask[num_words:] = 0
         if self._rest:  # our own end id is after the vocabulary
             mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << self._rest) - 1
 
@@ -213,10 +192,9 @@ class _LlguidanceMatcher(Matcher):
         if matcher.compute_ff_tokens():
             return False
         if not is_last:
-            matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
+            matcher.unsafe_compute_mask_ptr(*self._place)
             self._spend(thread_time() - started)
-            if self._rest or len(mask) != self._num_words:
-                self._complete(mask)
+            self._copy_to(mask)
         return not matcher.is_stopped()
 
     def accept(self, token_id: int) -> bool:
@@ -240,11 +218,8 @@ class _LlguidanceMatcher(Matcher):
             self._fail()
 
     def forced(self) -> Sequence[int]:
-        ids: list[int] = self._matcher.compute_ff_tokens()
-        if not ids:
-            return ids
-        ends = [i for i, token_id in enumerate(ids) if token_id in self._vocabulary.end_ids]
-        return ids[: ends[0]] if ends else ids
+        end_ids = self._vocabulary.end_ids
+        return [*takewhile(lambda token_id: token_id not in end_ids, self._matcher.compute_ff_tokens())]
 
     def may_end(self) -> bool:
         return bool(self._matcher.is_accepting())
@@ -274,8 +249,6 @@ class _Spelling:
 
 @final
 class XgrammarBackend(GrammarBackend):
-    name = "xgrammar"
-
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = importlib.import_module("xgrammar")
         self._vocabulary = vocabulary
@@ -291,11 +264,9 @@ class XgrammarBackend(GrammarBackend):
         is_end[list(vocabulary.end_ids)] = True
         self._known = self._text | _packed(is_end, vocabulary.vocab_size)
 
-    def compile(self, source: Source) -> Any:
-        return compile_with_xgrammar(self._compiler, self._library, source.kind, source.text)
-
-    def num_bytes(self, compiled: Any, source: Source) -> int:
-        return int(compiled.memory_size_bytes)
+    def compile(self, source: Source) -> tuple[Any, int]:
+        compiled = compile_with_xgrammar(self._compiler, self._library, source.kind, source.text)
+        return compiled, int(compiled.memory_size_bytes)
 
     def make_matcher(self, compiled: Any) -> Matcher:
         matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=not self._vocabulary.end_ids)

@@ -59,7 +59,7 @@ class Compiler:
         """
 
         def compile_(backend: GrammarBackend) -> _Compiled:
-            read = try_grammar(backend.name, grammar)  # first compiled in another process
+            read = try_grammar(self.backend, grammar)  # first compiled in another process
             return _compiled(backend, read.source, read.warnings)
 
         return self._maker(grammar, compile_)
@@ -141,6 +141,5 @@ def _key(asked: Hashable) -> bytes:
 
 
 def _compiled(backend: GrammarBackend, source: Source, warnings: tuple[str, ...] = ()) -> _Compiled:
-    compiled = backend.compile(source)
-    num_bytes = _LEAST_BYTES + backend.num_bytes(compiled, source) + sum(map(len, warnings))
-    return _Compiled(compiled, num_bytes, warnings)
+    compiled, num_bytes = backend.compile(source)
+    return _Compiled(compiled, _LEAST_BYTES + num_bytes + sum(map(len, warnings)), warnings)

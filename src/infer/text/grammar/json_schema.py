@@ -18,7 +18,7 @@ from infer.errors import InvalidRequestError, SchemaError
 from infer.system.json_limits import is_deeper, refuse_constant, unique_keys
 from infer.system.processor_limit import processor_seconds
 from infer.text.grammar.grammar import STRICT, Grammar
-from infer.text.grammar.patterns import encoded, pattern_without
+from infer.text.grammar.patterns import check_size, pattern_without
 from infer.text.grammar.schema_logic import TYPES, SchemaPart, errors_at, false_part, refuse
 from infer.text.grammar.schema_rewriter import ASSERTIONS, LeftOut, Omissions, Rewriter
 from infer.text.grammar.schema_values import escaped, properties_of
@@ -132,9 +132,7 @@ def build_schema(
 
 def rewrite_schema(text: str, where: str, omissions: Omissions) -> tuple[Rewriter, SchemaPart]:
     """Return the first form of a schema, which may have too many names or no value. Raises InvalidRequestError."""
-    size = len(encoded(text, where))
-    if size > MAX_BYTES:
-        raise InvalidRequestError(f"{where}: a schema must have at most {MAX_BYTES} bytes, got {size}")
+    check_size(text, where, "schema", MAX_BYTES)
     raw = _read_of_tool(text, where, omissions) if omissions.is_of_tool else _read(text, where)
     is_strict = not omissions.is_of_tool and _is_strict(raw)
     try:

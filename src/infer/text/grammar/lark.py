@@ -7,12 +7,12 @@ refused.
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Set
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from infer.errors import InvalidRequestError
 from infer.text.grammar.json_schema import build_schema
-from infer.text.grammar.patterns import check_pattern, encoded
+from infer.text.grammar.patterns import check_pattern, check_size
 from infer.text.grammar.shortest import MAX_SHORTEST, Clause, shortest
 
 MAX_BYTES = 65_536
@@ -30,6 +30,7 @@ _TOKEN = re.compile(
       | (?P<refused><[^<>\n]*>|@[\w\-]*)""",
     re.VERBOSE,
 )
+_JSON_SIGN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)  # a string is one
 _OPTIONS = frozenset({"lazy", "capture", "suffix"})
 _COUNTS = frozenset({"?", "*", "{", "~"})
 _PATTERN_SIGNS = frozenset("\\^$.|?*+()[]{}&~")
@@ -52,9 +53,7 @@ def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "gra
 
     Raises InvalidRequestError that gives line and column, from 1.
     """
-    size = len(encoded(text, where))
-    if size > MAX_BYTES:
-        raise InvalidRequestError(f"{where}: a grammar must have at most {MAX_BYTES} bytes, got {size}")
+    check_size(text, where, "grammar", MAX_BYTES)
     checker = _Checker(text, keywords, where)
     checker.check()
     parts, at = [], 0
@@ -102,17 +101,14 @@ class _Checker:
             if kind == "directive" and text in ("%json", "%regex"):
                 at = self._json_end(at)
                 if text == "%json":
-                    line, column = self._place(start)
-                    place = f"{self._where}, line {line}, column {column}: %json"
-                    built = build_schema(self._text[start + 5 : at], self._keywords, place)
+                    built = build_schema(self._text[start + 5 : at], self._keywords, f"{self._place(start)}: %json")
                     self.schemas.append((start + 5, at, built.text))
                     self.warnings += built.warnings
                 kind = "string"
             elif kind == "directive" and text not in ("%import", "%ignore"):
                 raise self._error(start, f"{text} is not supported")
             elif kind == "regex":
-                line, column = self._place(start)
-                check_pattern(text[1 : text.rindex("/")], f"{self._where}, line {line}, column {column}: pattern")
+                check_pattern(text[1 : text.rindex("/")], f"{self._place(start)}: pattern")
             depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(text, 0)
             if depth > MAX_DEPTH:
                 raise self._error(start, f"groups must be nested at most {MAX_DEPTH} deep")
@@ -123,22 +119,12 @@ class _Checker:
 
     def _json_end(self, at: int) -> int:
         """Return the index after the brackets that follow, or the end of the text."""
-        depth, in_string = 0, False
-        while at < len(self._text):
-            character = self._text[at]
-            at += 1
-            if in_string:
-                at += character == "\\"
-                in_string = character != '"'
-            elif character == '"':
-                in_string = True
-            elif character in "[{":
-                depth += 1
-            elif character in "]}":
-                depth -= 1
-                if depth <= 0:
-                    break
-        return at
+        depth = 0
+        for sign in _JSON_SIGN.finditer(self._text, at):
+            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(sign[0], 0)
+            if sign[0] in ("]", "}") and depth <= 0:
+                return sign.end()
+        return len(self._text)
 
     def _rules(self, tokens: list[_Token]) -> Iterator[_Rule]:
         """Yield rules and directives with their bodies.
@@ -168,12 +154,11 @@ class _Checker:
             return tokens[index].text in ("%import", "%ignore")
         if tokens[index].kind != "name":
             return False
-        for token in tokens[index + 1 : index + 20]:
-            if token.text == ":":
-                return True
-            if token.kind not in ("name", "string", "operator") or token.text in ("|", "("):
-                return False
-        return False
+        head = takewhile(
+            lambda token: token.kind in ("name", "string", "operator") and token.text not in ("|", "("),
+            tokens[index + 1 : index + 20],
+        )
+        return any(token.text == ":" for token in head)
 
     def _check_ends(self, rules: dict[str, _Rule], imported: set[str]) -> None:
         clauses = [Clause(name) for name in imported]
@@ -228,13 +213,12 @@ class _Checker:
             raise self._error(rule.body[-1].at, f"a group of the rule {rule.name!r:.40} is never closed")
         yield Clause(rule.name, tuple(open_groups[0][1]))
 
-    def _place(self, at: int) -> tuple[int, int]:
+    def _place(self, at: int) -> str:
         line = bisect_right(self._lines, at)
-        return line, at - self._lines[line - 1] + 1
+        return f"{self._where}, line {line}, column {at - self._lines[line - 1] + 1}"
 
     def _error(self, at: int, problem: str) -> InvalidRequestError:
-        line, column = self._place(at)
-        return InvalidRequestError(f"{self._where}, line {line}, column {column}: {problem}")
+        return InvalidRequestError(f"{self._place(at)}: {problem}")
 
 
 def _least(count: list[_Token]) -> int:

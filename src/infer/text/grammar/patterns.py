@@ -18,9 +18,7 @@ _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 def check_pattern(pattern: str, where: str, *, allows_anchors: bool = True) -> None:
     """Raise InvalidRequestError that names the column, from 1, if a pattern is malformed or too large."""
-    size = len(encoded(pattern, where))
-    if size > MAX_PATTERN_BYTES:
-        raise InvalidRequestError(f"{where}: a pattern must have at most {MAX_PATTERN_BYTES} bytes, got {size}")
+    check_size(pattern, where, "pattern", MAX_PATTERN_BYTES)
     sizes, opened = [0], [0]  # of each open group: its size so far, and its start
     last, at = 0, 0  # `last` is the size of the item that a count would repeat
     while at < len(pattern):
@@ -74,6 +72,13 @@ def encoded(text: str, where: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{where}: character {error.start + 1} is a lone surrogate, not valid text") from None
+
+
+def check_size(text: str, where: str, kind: str, most: int) -> None:
+    """Raise InvalidRequestError if a text of this kind has more than `most` bytes, or is not valid text."""
+    size = len(encoded(text, where))
+    if size > most:
+        raise InvalidRequestError(f"{where}: a {kind} must have at most {most} bytes, got {size}")
 
 
 def _escape_end(pattern: str, start: int, where: str) -> int:

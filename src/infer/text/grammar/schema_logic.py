@@ -178,7 +178,8 @@ class Logic:
         if "fraction" in kinds or "integer" in kinds:
             kinds |= {"number", "integer"}
         yield SchemaPart(pointer, {"type": [name for name in TYPES if name not in kinds and name != "integer"]})
-        if "boolean" in kinds and (others := [value for value in (True, False) if not _is_in(value, values)]):
+        known = set(map(key_of, values))
+        if "boolean" in kinds and (others := [each for each in (True, False) if key_of(each) not in known]):
             yield SchemaPart(pointer, {"enum": others})
         if "string" in kinds:
             pattern = pattern_without([value for value in values if isinstance(value, str)])
@@ -260,10 +261,6 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, int | float):
         return "integer" if value == math.floor(value) else "fraction"
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
-
-
-def _is_in(value: bool, values: Sequence[Any]) -> bool:
-    return any(value is each for each in values)
 
 
 def _of_property(parts: Sequence[SchemaPart], name: str) -> list[SchemaPart]:

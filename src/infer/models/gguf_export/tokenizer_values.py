@@ -20,11 +20,11 @@ from infer.errors import UnsupportedModelError
 from infer.files.gguf.forms import form_of
 from infer.files.gguf.gguf_writer import Value
 from infer.models.gguf_export.pre_tokenizer_names import merges_of, pre_tokenizer_name, scores_of
+from infer.text.tokenizer.gguf_encoders import PREFIX
 from infer.text.tokenizer.gguf_vocabulary import END_NAMES, TokenType
 from infer.text.tokenizer.pre_tokenizers import WITH_SCORES
 from infer.text.tokenizer.tokenizer_files import GGUF_NAMES, TokenizerParts, read_folder, read_gguf
 from infer.text.tokenizer.tokenizers_library import ids_around, steps_of
-from infer.text.tokenizer.wordpiece import PREFIX
 
 _ID_NAMES = {name: own for own, name in GGUF_NAMES.items() if own != "cls"}
 _SPACE_MARK = "▁"

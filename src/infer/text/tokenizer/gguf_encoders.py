@@ -2,7 +2,8 @@
 
 Two dialects: WordPiece (`bert`) and Unigram (`t5`). llama.cpp normalizes, splits and spells with its own code, which
 differs for rare characters. This module combines the parts of Hugging Face's BERT and XLM-R. So a GGUF file and the
-folder from which it was converted give the same ids. Keys and defaults: `llama.cpp/src/llama-vocab.cpp`.
+folder from which it was converted give the same ids. Keys and defaults: `llama.cpp/src/llama-vocab.cpp`. A folder's
+`vocab.txt` uses the same WordPiece.
 """
 
 import math
@@ -13,7 +14,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from infer.errors import ModelFormatError
 from infer.text.tokenizer.gguf_vocabulary import (
-    GGUFBackend,
     TokenType,
     add_tokens,
     added_end,
@@ -25,8 +25,8 @@ from infer.text.tokenizer.gguf_vocabulary import (
 )
 from infer.text.tokenizer.tokenizers_library import check_growth, is_charsmap, panics_as, try_backend
 from infer.text.tokenizer.value_checks import check_metadata
-from infer.text.tokenizer.wordpiece import PREFIX, make_wordpiece
 
+PREFIX = "##"  # of a token of WordPiece inside a word
 _WORD_MARK = "▁"
 _SCORED_TYPES = (TokenType.NORMAL, TokenType.BYTE)
 _SPECIAL_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL)
@@ -56,7 +56,7 @@ def with_default_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {**metadata, **{id_key(name): token_id for name, token_id in ids.items()}}
 
 
-def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
+def make_encoder_backend(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str]]:
     """Return the backend and the token texts for metadata of `with_default_ids`.
 
     Raises ModelFormatError for contradictory metadata.
@@ -73,7 +73,7 @@ def make_encoder_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
         backend = make(metadata, texts, types)
         check_growth("GGUF metadata", backend)
         try_backend(backend)
-    return GGUFBackend(backend, texts)
+    return backend, texts
 
 
 def _make_wordpiece(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> Tokenizer:
@@ -89,6 +89,26 @@ def _make_wordpiece(metadata: Mapping[str, Any], texts: list[str], types: list[i
         strip_accents=metadata.get("tokenizer.ggml.normalizer.strip_accents"),
     )
     add_tokens(backend, texts, types)
+    return backend
+
+
+def make_wordpiece(
+    vocabulary: dict[str, int],
+    names: Mapping[str, str],
+    *,
+    lowercase: bool,
+    strip_accents: bool | None,
+    splits_chinese: bool = True,
+) -> Tokenizer:
+    """Return the backend, in which only `names` are special. The default of `strip_accents` is `lowercase`."""
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk_token"], continuing_subword_prefix=PREFIX))
+    backend.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=splits_chinese, strip_accents=strip_accents, lowercase=lowercase
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix=PREFIX)
+    backend.add_special_tokens([text for text in names.values() if text in vocabulary])
+    backend.post_processor = make_bos_eos_processor(backend, names["cls_token"], names["sep_token"], num_separators=1)
     return backend
 
 

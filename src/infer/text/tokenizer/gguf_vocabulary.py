@@ -6,7 +6,7 @@ are derived. Source: `llama.cpp/src/llama-vocab.cpp`.
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,17 +61,11 @@ CONTROL_NAMES = END_NAMES | {
 ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
 
 
-class GGUFBackend(NamedTuple):
-    backend: Tokenizer
-    token_texts: list[str]
-    """By id, in the backend's spelling: llama.cpp writes user-defined tokens with plain spaces."""
-
-
-def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
+def make_gguf_backend(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str]]:
     """Return the backend and the token texts. Ids are the positions in `tokenizer.ggml.tokens`.
 
-    Raises `UnsupportedModelError` for an unknown tokenizer or pre-tokenizer, `ModelFormatError` for contradictory
-    metadata.
+    The texts are in the backend's spelling: llama.cpp writes user-defined tokens with plain spaces. Raises
+    `UnsupportedModelError` for an unknown tokenizer or pre-tokenizer, `ModelFormatError` for contradictory metadata.
     """
     check_metadata(metadata)
     rules = _rules(metadata)
@@ -92,7 +86,7 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
         backend = _make_byte_level(rules, vocabulary, merges)
     add_tokens(backend, texts, types)
     backend.post_processor = _make_post_processor(backend, metadata, texts, rules)
-    return GGUFBackend(backend, texts)
+    return backend, texts
 
 
 def without_tokens_from(num_rows: int, metadata: Mapping[str, Any]) -> Mapping[str, Any]:

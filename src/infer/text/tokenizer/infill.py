@@ -8,14 +8,14 @@ text after the gap first, and need no mark where the answer begins. Names: the p
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, final
 
-_MARKS = (
+_MARKS: tuple[tuple[str, ...], ...] = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder, Refact
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("[PREFIX]", "[SUFFIX]"),  # Codestral, which reads the text after the gap first
 )
-_SUFFIX_FIRST_MARKS = (("[PREFIX]", "[SUFFIX]"),)  # Codestral
 _REPOSITORY_NAMES, _FILE_NAMES = ("<|repo_name|>", "<repo_name>"), ("<|file_sep|>", "<file_sep>")
 _END_NAMES = (
     *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", *_REPOSITORY_NAMES, *_FILE_NAMES),
@@ -78,9 +78,9 @@ def find_marks(added_ids: Callable[[Iterable[str]], dict[str, int]]) -> InfillMa
     """Return the marks of a tokenizer, or None if it has none. `added_ids` returns the ids of known names."""
     ends = frozenset(added_ids(_END_NAMES).values())
     repository, file = (next(iter(added_ids(names).values()), None) for names in (_REPOSITORY_NAMES, _FILE_NAMES))
-    for names in (*_MARKS, *_SUFFIX_FIRST_MARKS):
+    for names in _MARKS:
         found = added_ids(names)
         if len(found) == len(names):
-            ids = [found[name] for name in names]
-            return InfillMarks(ids[0], ids[1], ids[2] if len(ids) > 2 else None, ends, repository, file)
+            prefix, suffix, *middle = (found[name] for name in names)
+            return InfillMarks(prefix, suffix, middle[0] if middle else None, ends, repository, file)
     return None

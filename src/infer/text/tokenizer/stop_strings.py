@@ -29,25 +29,21 @@ class StopStrings:
         stops = [stops] if isinstance(stops, str) else stops
         if not all(stops):
             raise InvalidRequestError("stop must have strings that are not empty, got '': remove it")
-        self._automaton = _Automaton(stops) if stops else _WITHOUT_STOPS
+        self._automaton = _Automaton(stops)
         self._state = self._automaton.root
         self._include = include
         self._held = ""
-        self._matched: str | None = None
-
-    @property
-    def matched(self) -> str | None:
-        return self._matched
+        self.matched: str | None = None
 
     def push(self, text: str) -> StopResult:
-        if self._matched is not None or not self._automaton.stops:
-            return StopResult("" if self._automaton.stops else text, self._matched)
+        if self.matched is not None:
+            return StopResult("", self.matched)
         num_held = len(self._held)
         text = self._held + text
         for end in range(num_held + 1, len(text) + 1):
             self._state = self._automaton.after(self._state, text[end - 1])
             if (matched := self._state.match) is not None:
-                self._matched = matched
+                self.matched = matched
                 self._held = ""
                 return StopResult(text[: end if self._include else end - len(matched)], matched)
         num_shown = len(text) - self._state.depth
@@ -117,6 +113,3 @@ class _Automaton:
                 longer.match = self.stops[low]
         state.after[character] = longer
         return longer
-
-
-_WITHOUT_STOPS = _Automaton(())

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
-from infer.system.json_limits import read_json_file, read_text_file
-from infer.text.tokenizer.gguf_encoders import is_encoder, make_encoder_backend, with_default_ids
+from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.system.json_limits import read_json_file, read_text_file, read_whole
+from infer.text.tokenizer.gguf_encoders import is_encoder, make_encoder_backend, make_wordpiece, with_default_ids
 from infer.text.tokenizer.gguf_vocabulary import (
     CONTROL_NAMES,
     END_IDS,
@@ -17,14 +18,23 @@ from infer.text.tokenizer.gguf_vocabulary import (
     make_gguf_backend,
     without_tokens_from,
 )
-from infer.text.tokenizer.tokenizers_library import ids_around, load_backend, lowercase, without_ids_from
+from infer.text.tokenizer.tokenizers_library import (
+    MAX_BYTES,
+    ids_around,
+    load_backend,
+    lowercase,
+    panics_as,
+    without_ids_from,
+)
 from infer.text.tokenizer.value_checks import TOKEN_OPTIONS, check_json
-from infer.text.tokenizer.wordpiece import load_vocab_txt, with_bert_defaults
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GGUF_NAMES = dict(zip(("bos", "eos", "unknown", "seperator", "padding", "cls", "mask"), _NAMED_TOKENS, strict=True))
 _ENDS = ("bos", "eos")
 _CONFIG_NAME = "tokenizer_config.json"
+# The settings of Hugging Face's BertTokenizer that a tokenizer_config.json may leave out.
+_BERT_DEFAULTS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
+_BERT_CLASSES = tuple(f"{name}Tokenizer{kind}" for name in ("Bert", "DistilBert", "Electra") for kind in ("", "Fast"))
 Ends = tuple[str | None, str | None]
 
 
@@ -46,10 +56,10 @@ def read_folder(path: Path, num_rows: int | None = None) -> TokenizerParts:
     config = _read_config(path)
     is_vocab_txt = not os.path.lexists(path / "tokenizer.json") and os.path.lexists(path / "vocab.txt")
     if is_vocab_txt:
-        config = with_bert_defaults(path, config)
+        config = _with_bert_defaults(path, config)
     named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
     if is_vocab_txt:
-        backend = load_vocab_txt(path / "vocab.txt", config, named_tokens)
+        backend = _load_vocab_txt(path / "vocab.txt", config, named_tokens)
     else:
         backend = load_backend(path / "tokenizer.json")
     if any(_read_json(file).get("do_lower_case") for file in path.glob("sentence_*_config.json")):
@@ -171,6 +181,41 @@ def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         templates[file.stem] = read_text_file(file)
     return templates
+
+
+def _with_bert_defaults(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a folder that has a `vocab.txt` and no tokenizer.json.
+
+    Raises UnsupportedModelError if they name a tokenizer other than BERT's, because others split text by other rules.
+    """
+    name = config.get("tokenizer_class") or _BERT_CLASSES[0]
+    if name not in _BERT_CLASSES:
+        raise UnsupportedModelError(
+            f"{path}: a vocab.txt of {name!r:.80} is not supported: expected {', '.join(_BERT_CLASSES)}, or a "
+            "tokenizer.json, which save_pretrained of transformers writes"
+        )
+    return {**_BERT_DEFAULTS, **{name: value for name, value in config.items() if value is not None}}
+
+
+def _load_vocab_txt(path: Path, config: Mapping[str, Any], names: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """Return the backend of BERT's `vocab.txt`, which has a token per line.
+
+    `names` has the texts of `cls_token` and others. Raises ModelFormatError if the file is not text or lacks a token
+    that each text needs.
+    """
+    read_whole(path, MAX_BYTES)
+    with panics_as(lambda problem: ModelFormatError(path, "vocabulary", problem)):
+        vocabulary = models.WordPiece.read_file(str(path))
+    for needed in ("cls_token", "sep_token", "unk_token"):
+        if names[needed] not in vocabulary:
+            raise ModelFormatError(path, needed, f"{names[needed]!r:.80} is not in the vocabulary")
+    return make_wordpiece(
+        vocabulary,
+        names,
+        lowercase=config.get("do_lower_case", True),
+        strip_accents=config.get("strip_accents"),
+        splits_chinese=config.get("tokenize_chinese_chars", True),
+    )
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:

@@ -42,15 +42,13 @@ def _is_template(value: Any) -> bool:
 
 
 _ID = _Kind("an id", _is_id)
-_NAME = _Kind("a name", _is_text)
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
-_TEXTS = _Kind("a list of texts", _is_list(str))
-_INTEGERS = _Kind("a list of integers", _is_list(int))
 _FLAGS_OF_JSON = ("add_bos_token", "add_eos_token", "do_lower_case", "strip_accents", "tokenize_chinese_chars")
 _FLAGS_OF_GGUF = (
     *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix", "remove_extra_whitespaces"),
     *("normalizer.lowercase", "normalizer.strip_accents"),
 )
+_INTEGERS = ("token_type", "eos_token_ids", "precompiled_charsmap")
 _JSON_KINDS = {
     **dict.fromkeys(_FLAGS_OF_JSON, _FLAG),
     "added_tokens_decoder": _Kind(
@@ -62,9 +60,9 @@ _JSON_KINDS = {
     ),
 }
 _GGUF_KINDS = {
-    **dict.fromkeys(("model", "pre"), _NAME),
-    **dict.fromkeys(("tokens", "merges"), _TEXTS),
-    **dict.fromkeys(("token_type", "eos_token_ids", "precompiled_charsmap"), _INTEGERS),
+    **dict.fromkeys(("model", "pre"), _Kind("a name", _is_text)),
+    **dict.fromkeys(("tokens", "merges"), _Kind("a list of texts", _is_list(str))),
+    **dict.fromkeys(_INTEGERS, _Kind("a list of integers", _is_list(int))),
     **dict.fromkeys(_FLAGS_OF_GGUF, _FLAG),
     "scores": _Kind("a list of numbers", _is_list(float, int)),
 }

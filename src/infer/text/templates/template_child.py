@@ -110,19 +110,16 @@ class Renderer:
     def answer(self, source: str, variables: dict[str, Any], most_characters: int) -> dict[str, Any]:
         try:
             template = self._compile(source)
-            parts = list(_limited(template.generate(variables), most_characters))
-        except MemoryError:
-            return {"kind": "memory", "error": "", "line": None}
+            return {"text": "".join(_limited(template.generate(variables), most_characters))}
+        except (MemoryError, _TooLongError) as error:
+            return {"kind": "memory" if isinstance(error, MemoryError) else "length", "error": "", "line": None}
         except _Complaint as error:
             return {"kind": "complaint", "error": str(error.message), "line": _line_of(error)}
         except jinja2.exceptions.TemplateSyntaxError as error:
             return {"kind": "syntax", "error": str(error.message), "line": error.lineno}
-        except _TooLongError:
-            return {"kind": "length", "error": "", "line": None}
         except Exception as error:  # a template can make Python raise anything
             kind = "" if isinstance(error, jinja2.exceptions.TemplateError) else f"{type(error).__name__}: "
             return {"kind": "failure", "error": f"{kind}{error}", "line": _line_of(error)}
-        return {"text": "".join(parts)}
 
     def _compile(self, source: str) -> jinja2.Template:
         template = self._compiled.pop(source, None) or self._environment.from_string(source)

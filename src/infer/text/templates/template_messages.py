@@ -1,6 +1,7 @@
 """Messages in the forms that chat templates take: contents as texts or as parts, and system messages in odd places."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 SYSTEM_ROLES = ("system", "developer")
@@ -76,15 +77,12 @@ def with_one_system(messages: Sequence[Message]) -> list[Message]:
     The leading ones are joined by a blank line. A later one becomes a text of the user, in the tags that Claude Code
     uses for its reminders, and is joined to the user's message beside it.
     """
-    num_leading = next(
-        (index for index, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages)
-    )
     found = list[Message]()
-    if leading := messages[:num_leading]:
+    if leading := [*takewhile(lambda message: message.get("role") in SYSTEM_ROLES, messages)]:
         texts = [text_of_content(message.get("content")) for message in leading]
         found.append({**leading[0], "role": "system", "content": "\n\n".join(filter(None, texts))})
     was_late = False
-    for message in messages[num_leading:]:
+    for message in messages[len(leading) :]:
         is_late = message.get("role") in SYSTEM_ROLES
         if is_late:
             text = text_of_content(message.get("content"))

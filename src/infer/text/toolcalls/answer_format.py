@@ -88,11 +88,8 @@ class AnswerFormat:
         digest = blake2b(salt + index.to_bytes(4, "little"), digest_size=12)
         if self.calls is None or not self.calls.form.has_short_ids:
             return f"call_{digest.hexdigest()}"
-        number, letters = int.from_bytes(digest.digest(), "little"), ""
-        for _ in range(_SHORT_LENGTH):
-            number, place = divmod(number, len(_SHORT_ALPHABET))
-            letters += _SHORT_ALPHABET[place]
-        return letters
+        number, base = int.from_bytes(digest.digest(), "little"), len(_SHORT_ALPHABET)
+        return "".join(_SHORT_ALPHABET[number // base**place % base] for place in range(_SHORT_LENGTH))
 
 
 def is_plain_text(schema: Any) -> bool:
@@ -112,35 +109,30 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
     if form.syntax == "python":
         return ", ".join(f"{name}={written_value(value)}" for name, value in arguments.items())
     if form.syntax == "bare":
-        return bare_value(arguments, form.quote)[1:-1]
+        return written_value(arguments, form.quote)[1:-1]
     properties = {} if tool is None else tool.properties
     before_key, after_key, after_value = form.around_argument
     texts = [(name, each if is_plain_text(properties.get(name)) else spelt(each)) for name, each in arguments.items()]
     return "".join(f"{before_key}{name}{after_key}{text}{after_value}" for name, text in texts)
 
 
-def written_value(value: Any) -> str:
-    """Return a value as Python writes it, but with texts as in JSON."""
+def written_value(value: Any, quote: str = "") -> str:
+    """Return a value as Python writes it, but with texts as in JSON.
+
+    With a quote, return it in the bare syntax: JSON without spaces, with bare names, and texts between two quotes.
+    """
+    separator, after_name = (",", ":") if quote else (", ", ": ")
     match value:
         case Mapping():
-            return f"{{{', '.join(f'{spelt(name)}: {written_value(each)}' for name, each in value.items())}}}"
+            members = ((name if quote else spelt(name), written_value(each, quote)) for name, each in value.items())
+            return "{" + separator.join(f"{name}{after_name}{each}" for name, each in members) + "}"
         case list() | tuple():
-            return f"[{', '.join(map(written_value, value))}]"
-        case None | bool():
+            return f"[{separator.join(written_value(each, quote) for each in value)}]"
+        case str() if quote:
+            return f"{quote}{value}{quote}"
+        case None | bool() if not quote:
             return str(value)
     return spelt(value)
-
-
-def bare_value(value: Any, quote: str) -> str:
-    """Return a value as JSON without spaces, but with bare names, and texts between two `quote`."""
-    match value:
-        case str():
-            return f"{quote}{value}{quote}"
-        case Mapping():
-            return "{" + ",".join(f"{name}:{bare_value(each, quote)}" for name, each in value.items()) + "}"
-        case list() | tuple():
-            return f"[{','.join(bare_value(each, quote) for each in value)}]"
-    return json.dumps(value)
 
 
 Message = Mapping[str, Any]

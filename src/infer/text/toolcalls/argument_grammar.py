@@ -8,12 +8,12 @@ from typing import Any, final
 from infer.errors import InvalidRequestError, problem_of
 from infer.system.processor_limit import LateError, processor_seconds
 from infer.system.sized_cache import SizedCache
-from infer.text.grammar.grammar import Grammar, Source
+from infer.text.grammar.grammar import Grammar, GrammarKind, Source
 from infer.text.grammar.json_schema import rewrite_schema
 from infer.text.grammar.libraries import Read, Try, read_within
 from infer.text.grammar.patterns import check_pattern, translated, without_anchors
 from infer.text.grammar.schema_rewriter import Omissions
-from infer.text.toolcalls.answer_format import bare_value, is_plain_text, written_value
+from infer.text.toolcalls.answer_format import is_plain_text, written_value
 from infer.text.toolcalls.formats import ToolCallFormat, spelt
 from infer.text.toolcalls.lark_rules import (
     ANY_TEXT,
@@ -76,12 +76,12 @@ class ToolRules:
 
     def json_rule(self, schema: Any) -> str:
         """Return the rule of a schema that is enforced whole. Raises InvalidRequestError."""
-        return _rule(self._read(Grammar("json_schema", json.dumps(schema))))
+        return self.loose_rule(schema, "json_schema")[0]
 
-    def loose_rule(self, schema: Any, *, is_argument: bool) -> tuple[str, Sequence[tuple[str, str]]]:
-        """Return the rule of a schema, and the parts that are left out. Raises InvalidRequestError."""
-        read = self._read(Grammar("argument_schema" if is_argument else "tool_schema", json.dumps(schema)))
-        return _rule(read), read.left_out
+    def loose_rule(self, schema: Any, kind: GrammarKind) -> tuple[str, Sequence[tuple[str, str]]]:
+        """Return the rule of a schema of this kind, and the parts that are left out. Raises InvalidRequestError."""
+        read = self._read(Grammar(kind, json.dumps(schema)))
+        return f"%json {json.dumps(_part_of(read)['json_schema'])}", read.left_out
 
     def left_out_of(self, schema: Any) -> Mapping[str, str]:
         """Return the reasons of the parts of a schema that no grammar can enforce, by pointer."""
@@ -129,10 +129,6 @@ def _part_of(read: Read) -> dict[str, Any]:
     text = read.source.text
     part: dict[str, Any] = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
     return part
-
-
-def _rule(read: Read) -> str:
-    return f"%json {json.dumps(_part_of(read)['json_schema'])}"
 
 
 @final
@@ -191,7 +187,8 @@ class ArgumentGrammar:
         if self._tool.is_strict:
             return self._schemas.json_rule(schema)
         try:
-            rule, parts = self._schemas.loose_rule(schema, is_argument=self._form.syntax != "json")
+            kind: GrammarKind = "tool_schema" if self._form.syntax == "json" else "argument_schema"
+            rule, parts = self._schemas.loose_rule(schema, kind)
         except InvalidRequestError as error:
             if spot == ROOT:
                 raise
@@ -261,7 +258,7 @@ class ArgumentGrammar:
             self._parts.note(spot, f"oneOf of {spot.name} cannot be enforced in this tool format: leave it out", word)
         held = self._parts.allowed(spot, held, BARE_KEYS.get(word, {word}))
         if (values := values_of(held)) is not None:
-            return one_of(self._literal(bare_value(value, self._form.quote)) for value in values)
+            return one_of(self._literal(written_value(value, self._form.quote)) for value in values)
         if word in ("anyOf", "oneOf"):
             return one_of(self._bare(spot.inner(word, index), each) for index, each in enumerate(schema[word]))
         match held.get("type"):
@@ -287,8 +284,7 @@ class ArgumentGrammar:
         return self._json_rule(spot, {"type": kind} | {key: schema[key] for key in schema if key in NUMBER_KEYS})
 
     def _bare_array(self, spot: Spot, schema: Mapping[str, Any]) -> str:
-        least, most, rule = schema.get("minItems", 0), schema.get("maxItems"), f"item_{self._lark.next_number()}"
-        items = schema.get("items", {})
+        least, most, items = schema.get("minItems", 0), schema.get("maxItems"), schema.get("items", {})
         if parts := schema.get("prefixItems"):
             if items is False and least == len(parts):
                 inner = enumerate(parts)
@@ -297,17 +293,25 @@ class ArgumentGrammar:
             problem = f"prefixItems of {spot.name} need items: false and minItems: {len(parts)} here"
             self._parts.note(spot, problem, "prefixItems")
             items = {}
-        if most == 0:
-            return '"[]"'
-        self._lark.rules[rule] = self._bare(spot.inner("items"), items)
+        return '"[]"' if most == 0 else self._list(self._bare(spot.inner("items"), items), least, most)
+
+    def _list(self, item: str, least: int = 0, most: int | None = None) -> str:
+        """Return the rule of a list of at least one possible item."""
+        rule = f"item_{self._lark.next_number()}"
+        self._lark.rules[rule] = item
         bounds = f"{max(least - 1, 0)},{'' if most is None else most - 1}"
-        others = "" if most == 1 else f'("," {rule}){{{bounds}}}'
+        others = "" if most == 1 else f"({_SEPARATORS[self._form.syntax]} {rule}){{{bounds}}}"
         return f'"[" ({rule} {others}){"" if least else "?"} "]"'
+
+    def _object(self, each: Sequence[tuple[str, bool]]) -> str:
+        """Return the rule of an object. The second of a member is True if it is required."""
+        members = self._lark.in_order(f"object_{self._lark.next_number()}", each, _SEPARATORS[self._form.syntax])
+        return f'"{{" {members} "}}"'
 
     def _bare_object(self, spot: Spot, schema: Mapping[str, Any]) -> str:
         """Return the rule of an object. If members are named, no others are allowed; otherwise any member is."""
         members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
-        rule, required, each = f"object_{self._lark.next_number()}", required_of(schema), list[tuple[str, bool]]()
+        required, each = required_of(schema), list[tuple[str, bool]]()
         if absent := sorted(set(required) - set(members)):
             self._parts.note(spot, f"{absent[0]} of {spot.name} is required: add it to the properties", "required")
         if not members and more is not False:
@@ -316,7 +320,7 @@ class ArgumentGrammar:
             at = spot.member(key)
             if self._parts.can_name(at, self._form):
                 each.append((f"{spelt(key + ':')} {self._bare(at, inner)}", key in required))
-        return f'"{{" {self._lark.in_order(rule, each, _SEPARATORS["bare"])} "}}"'
+        return self._object(each)
 
     def _bare_members(self, value: str) -> str:
         """Return the rule of an object with any members of this value."""
@@ -358,16 +362,10 @@ class ArgumentGrammar:
             case "null":
                 return '"None"'
             case "array" if "items" in schema:
-                item = self._python(spot.inner("items"), schema["items"])
-                return f'"[" ({item} (", " {item})*)? "]"'
+                return self._list(self._python(spot.inner("items"), schema["items"]))
             case "object" if schema.get("properties") and not schema.get("additionalProperties"):
-                name, required = f"object_{self._lark.next_number()}", required_of(schema)
-                each = [
-                    (
-                        f"{self._literal(f'{written_value(key)}: ')} {self._python(spot.member(key), inner)}",
-                        key in required,
-                    )
-                    for key, inner in schema["properties"].items()
-                ]
-                return f'"{{" {self._lark.in_order(name, each, json.dumps(", "))} "}}"'
+                required, members = required_of(schema), schema["properties"].items()
+                rules = {key: self._python(spot.member(key), inner) for key, inner in members}
+                named = ((key, f"{self._literal(f'{written_value(key)}: ')} {rule}") for key, rule in rules.items())
+                return self._object([(rule, key in required) for key, rule in named])
         return self._json_rule(spot, schema)

@@ -16,6 +16,7 @@ ID = "{id}"  # in a call: nine letters and digits of the model's own, which are 
 INDEX = "{index}"  # in a call: its number among the calls of an answer
 PATTERNS = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]{1,3}"}
 _FIRST_MARK = 0xD800
+_SIGN_OF_CALLS = re.compile(r"[\ud800-\udfff]|<[^<>]+>|\[[A-Z_]+\]|\w+\[|to=\w+\.")
 _EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
 _HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # gpt-oss was trained with three
 
@@ -27,8 +28,7 @@ class ToolCallFormat:
 
     `call` has the places `{name}` and `{arguments}`, and perhaps `{id}` or `{index}`. `calls` has two `{call}`, and the
     text around and between the calls of an answer. In XML, `argument` has `{key}` and `{value}`. The bare syntax is
-    JSON with names that have no quotes, and with each text between two `quote`. Text may be before the first `trigger`.
-    Without a trigger, the beginning of an answer distinguishes calls from text.
+    JSON with names that have no quotes, and with each text between two `quote`.
     """
 
     name: str
@@ -37,7 +37,6 @@ class ToolCallFormat:
     argument: str = ""
     syntax: ArgumentSyntax = "json"
     quote: str = ""
-    trigger: str = ""
     is_parallel: bool = True  # True if an answer may have several calls
     has_short_ids: bool = False
     ends_reasoning: bool = False  # True if models may begin a call without closing their reasoning
@@ -68,6 +67,12 @@ class ToolCallFormat:
     def start(self) -> str:
         """Text before the name of the first call."""
         return self.around_calls[0] + self.before_name
+
+    @property
+    def trigger(self) -> str:
+        """The sign of a call before which text may be, or "" if only the beginning of an answer shows that it calls."""
+        sign = _SIGN_OF_CALLS.match(self.start)
+        return "" if sign is None else sign[0]
 
     @property
     def name_end(self) -> re.Pattern[str]:
@@ -160,14 +165,13 @@ _OBJECT = '{"name": "{name}", "arguments": {arguments}}'
 _LINES = "{call}\n{call}"
 GENERIC = ToolCallFormat("json", _OBJECT, _LINES)
 _FORMATS = (
-    ToolCallFormat("hermes", f"<tool_call>\n{_OBJECT}\n</tool_call>", _LINES, trigger="<tool_call>"),
+    ToolCallFormat("hermes", f"<tool_call>\n{_OBJECT}\n</tool_call>", _LINES),
     ToolCallFormat(
         "qwen3-coder",
         "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
         _LINES,
         "<parameter={key}>\n{value}\n</parameter>\n",
         syntax="xml",
-        trigger="<tool_call>",
         ends_reasoning=True,
     ),
     ToolCallFormat(
@@ -176,14 +180,12 @@ _FORMATS = (
         _LINES,
         "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
         syntax="xml",
-        trigger="<tool_call>",
     ),
     ToolCallFormat(
         "glm-4.7",
         "<tool_call>{name}{arguments}</tool_call>",
         argument="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
         syntax="xml",
-        trigger="<tool_call>",
     ),
     ToolCallFormat(
         "minimax-m2",
@@ -191,7 +193,6 @@ _FORMATS = (
         "<minimax:tool_call>\n{call}{call}</minimax:tool_call>",
         '<parameter name="{key}">{value}</parameter>\n',
         syntax="xml",
-        trigger="<minimax:tool_call>",
     ),
     ToolCallFormat(
         "seed-oss",
@@ -199,70 +200,60 @@ _FORMATS = (
         _LINES,
         "<parameter={key}>{value}</parameter>\n",
         syntax="xml",
-        trigger="<seed:tool_call>",
     ),
-    ToolCallFormat("mistral", _OBJECT, "[TOOL_CALLS][{call}, {call}]", trigger="[TOOL_CALLS]", has_short_ids=True),
-    ToolCallFormat("mistral-v3", _OBJECT, "[TOOL_CALLS] [{call}, {call}]", trigger="[TOOL_CALLS]", has_short_ids=True),
-    ToolCallFormat("mistral-v11", "[TOOL_CALLS]{name}[ARGS]{arguments}", trigger="[TOOL_CALLS]", has_short_ids=True),
+    ToolCallFormat("mistral", _OBJECT, "[TOOL_CALLS][{call}, {call}]", has_short_ids=True),
+    ToolCallFormat("mistral-v3", _OBJECT, "[TOOL_CALLS] [{call}, {call}]", has_short_ids=True),
+    ToolCallFormat("mistral-v11", "[TOOL_CALLS]{name}[ARGS]{arguments}", has_short_ids=True),
     ToolCallFormat(
         "mistral-call-id",
         f"[TOOL_CALLS]{{name}}[CALL_ID]{ID}[ARGS]{{arguments}}",
-        trigger="[TOOL_CALLS]",
         has_short_ids=True,
     ),
-    ToolCallFormat("phi-4-mini", _OBJECT, "<|tool_call|>[{call}, {call}]<|/tool_call|>", trigger="<|tool_call|>"),
-    ToolCallFormat("granite", _OBJECT, "<|tool_call|>[{call}, {call}]", trigger="<|tool_call|>"),
-    ToolCallFormat("functools", _OBJECT, "functools[{call}, {call}]", trigger="functools["),
-    ToolCallFormat("hunyuan", _OBJECT, "<tool_calls>[{call}, {call}]</tool_calls>", trigger="<tool_calls>"),
+    ToolCallFormat("phi-4-mini", _OBJECT, "<|tool_call|>[{call}, {call}]<|/tool_call|>"),
+    ToolCallFormat("granite", _OBJECT, "<|tool_call|>[{call}, {call}]"),
+    ToolCallFormat("functools", _OBJECT, "functools[{call}, {call}]"),
+    ToolCallFormat("hunyuan", _OBJECT, "<tool_calls>[{call}, {call}]</tool_calls>"),
     ToolCallFormat(
         "jamba",
         _OBJECT,
         "<tool_calls>[\n    {call},\n    {call}\n]</tool_calls>",
-        trigger="<tool_calls>",
     ),
     ToolCallFormat(
         "command-r7b",
         '{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": {arguments}}',
         "<|START_ACTION|>[\n    {call},\n    {call}\n]<|END_ACTION|>",
-        trigger="<|START_ACTION|>",
     ),
     ToolCallFormat(
         "deepseek-v3",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         "<｜tool▁calls▁begin｜>{call}\n{call}<｜tool▁calls▁end｜>",
-        trigger="<｜tool▁calls▁begin｜>",
     ),
     ToolCallFormat(
         "deepseek-v3.1",
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
         "<｜tool▁calls▁begin｜>{call}{call}<｜tool▁calls▁end｜>",
-        trigger="<｜tool▁calls▁begin｜>",
     ),
     ToolCallFormat(
         "lfm2",
         "{name}({arguments})",
         "<|tool_call_start|>[{call}, {call}]<|tool_call_end|>",
         syntax="python",
-        trigger="<|tool_call_start|>",
     ),
     ToolCallFormat(
         "functiongemma",
         "<start_function_call>call:{name}{{arguments}}<end_function_call>",
         syntax="bare",
         quote="<escape>",
-        trigger="<start_function_call>",
     ),
     ToolCallFormat(
         "gemma-4",
         "<|tool_call>call:{name}{{arguments}}<tool_call|>",
         syntax="bare",
         quote='<|"|>',
-        trigger="<|tool_call>",
     ),
     ToolCallFormat(
         "harmony",
         "to=functions.{name}<|channel|>commentary json<|message|>{arguments}",
-        trigger="to=functions.",
         is_parallel=False,
     ),
     ToolCallFormat("llama", '{"name": "{name}", "parameters": {arguments}}', is_parallel=False),

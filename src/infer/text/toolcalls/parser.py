@@ -120,9 +120,8 @@ class BareCallParser(Parser):
                 pass
             else:
                 for name, arguments in calls:
-                    self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
-                    self._deltas.append(ToolCallDelta(self._num_calls, arguments=arguments))
-                    self._num_calls += 1
+                    self._begin_call(name)
+                    self._add_arguments(arguments)
                 self._held, self._is_after_text = rest[end:], False
                 return True
         shown = rest.partition("\n")[0].rstrip(SPACES)
@@ -309,23 +308,26 @@ class AnswerParser(Parser):
             shown = known.rstrip(SPACES) if trigger and end not in self._tags else known
             self._text += shown
             self._held = self._held[len(known if end else shown) :]
-            if end and end == trigger:
-                return True
-            self._held = self._held[len(end) :]
-            if end and end not in self._tags:
-                self._part = "reasoning"
-                return False
             if not end:
                 yield
+            elif end == trigger:
+                return True
+            else:
+                self._held = self._held[len(end) :]
+                if end not in self._tags:
+                    self._part = "reasoning"
+                    return False
 
     def _begins_with(self, beginnings: Sequence[str]) -> Reading[bool]:
         """Return True if a text follows that begins so. Spaces before it are dropped."""
-        while not any(map((rest := self._held.lstrip(SPACES)).startswith, beginnings)):
+        while True:
+            rest = self._held.lstrip(SPACES)
+            if any(map(rest.startswith, beginnings)):
+                self._held = rest
+                return True
             if not any(each.startswith(rest) for each in beginnings):
                 return False
             yield
-        self._held = rest
-        return True
 
     def _calls(self) -> Reading[None]:
         assert self._form.calls is not None
@@ -336,8 +338,7 @@ class AnswerParser(Parser):
             while (name_end := form.name_end.search(self._held)) is None:
                 yield
             name, self._held = self._held[: name_end.start()], self._held[name_end.end() :]
-            self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
-            self._num_calls += 1
+            self._begin_call(name)
             arguments = self._arguments_of(name)
             while not self._is_read(arguments):
                 yield
@@ -367,6 +368,6 @@ class AnswerParser(Parser):
             return False
         scanned = arguments.scan(self._held)
         if scanned.json:
-            self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=scanned.json))
+            self._add_arguments(scanned.json)
         self._held = self._held[scanned.num_read :]
         return scanned.is_done

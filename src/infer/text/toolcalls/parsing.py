@@ -49,6 +49,13 @@ class Parser(ABC):
     @abstractmethod
     def flush(self) -> Parsed: ...
 
+    def _begin_call(self, name: str) -> None:
+        self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
+        self._num_calls += 1
+
+    def _add_arguments(self, written: str) -> None:
+        self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=written))
+
     def _take(self) -> Parsed:
         """Return the parts since the last call, without the marks of control tokens."""
         text, deltas = MARKS.sub("", self._text), tuple(self._deltas)
@@ -168,32 +175,27 @@ class XmlArguments:
         self._is_inside = self._is_text = self._has_any = False
 
     def scan(self, text: str) -> Scanned:
-        found, at = "", 0
-        while True:
-            step = self._value(text[at:]) if self._is_inside else self._between(text[at:])
-            found, at = found + step.json, at + step.num_read
-            if step.is_done or not step.num_read:
-                return Scanned(found, at, step.is_done)
-
-    def _between(self, text: str) -> Scanned:
-        if not text.startswith(self._before_key):
-            is_done = bool(text) and not self._before_key.startswith(text)
-            return Scanned(("}" if self._has_any else "{}") if is_done else "", 0, is_done)
-        end = text.find(self._after_key)
-        if end < 0:
-            return Scanned("", 0, is_done=False)
-        name = text[len(self._before_key) : end]
-        start = ", " if self._has_any else "{"
-        self._is_inside = self._has_any = True
-        self._is_text = name in self._text_names
-        quote = '"' if self._is_text else ""
-        return Scanned(f"{start}{spelt(name)}: {quote}", end + len(self._after_key), is_done=False)
-
-    def _value(self, text: str) -> Scanned:
-        shown, end = known_before(text, self._after_value)
-        found = spelt(shown)[1:-1] if self._is_text else shown
-        self._is_inside = not end
-        return Scanned(found + '"' * (bool(end) and self._is_text), len(shown) + len(end), is_done=False)
+        written, at = "", 0
+        while at < len(text):
+            if self._is_inside:
+                shown, end = known_before(text[at:], self._after_value)
+                written, at = written + (spelt(shown)[1:-1] if self._is_text else shown), at + len(shown) + len(end)
+                if not end:
+                    break
+                written, self._is_inside = written + '"' * self._is_text, False
+            elif text.startswith(self._before_key, at):
+                end_of_key = text.find(self._after_key, at)
+                if end_of_key < 0:
+                    break
+                name = text[at + len(self._before_key) : end_of_key]
+                self._is_text = name in self._text_names
+                written += f"{', ' if self._has_any else '{'}{spelt(name)}: " + '"' * self._is_text
+                at, self._is_inside, self._has_any = end_of_key + len(self._after_key), True, True
+            elif self._before_key.startswith(text[at:]):
+                break
+            else:
+                return Scanned(written + ("}" if self._has_any else "{}"), at, is_done=True)
+        return Scanned(written, at, is_done=False)
 
 
 # Scanners of one call's arguments. Characters that were not read must be passed again, with the following text.
@@ -280,8 +282,7 @@ class ChannelParser(Parser):
         else:
             self._begin("call")
             self._arguments = JsonArguments()
-            self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), recipient[1]))
-            self._num_calls += 1
+            self._begin_call(recipient[1])
 
     def _begin(self, kind: Literal["text", "reasoning", "call"]) -> None:
         self._kind, self._is_inside, self._is_new = kind, True, True
@@ -317,6 +318,6 @@ class ChannelParser(Parser):
         if self._arguments is None:  # the arguments are complete
             return
         found = self._arguments.scan(text)
-        self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=found.json))
+        self._add_arguments(found.json)
         if found.is_done:
             self._arguments = None

@@ -15,7 +15,6 @@ from time import thread_time
 from typing import Any, NoReturn, final
 
 import numpy as np
-import numpy.typing as npt
 
 from infer.errors import ConstraintError
 from infer.text.grammar.constraint import GrammarBackend, Mask, Matcher
@@ -173,7 +172,7 @@ class _LlguidanceMatcher(Matcher):
         self._copy_to(mask)
 
     def _copy_to(self, mask: Mask) -> None:
-        """Copy the library's words, of which there may be more or fewer. A copy takes 2 µs."""
+        """Copy the library's words, of which there may be more or fewer. A copy takes 3 µs."""
         num_words = min(len(mask), len(self._words))
         mask[:num_words] = self._words[:num_words]
         mask[num_words:] = 0
@@ -259,10 +258,9 @@ class XgrammarBackend(GrammarBackend):
             stop_token_ids=list(vocabulary.end_ids),
         )
         self._compiler = self._library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self._text = _packed([bool(token) for token in vocabulary.token_bytes], vocabulary.vocab_size)
-        is_end = np.zeros(vocabulary.vocab_size, dtype=bool)
-        is_end[list(vocabulary.end_ids)] = True
-        self._known = self._text | _packed(is_end, vocabulary.vocab_size)
+        text_ids = [token_id for token_id, token in enumerate(vocabulary.token_bytes) if token]
+        self._text = _packed(text_ids, vocabulary.vocab_size)
+        self._known = _packed([*text_ids, *vocabulary.end_ids], vocabulary.vocab_size)
 
     def compile(self, source: Source) -> tuple[Any, int]:
         compiled = compile_with_xgrammar(self._compiler, self._library, source.kind, source.text)
@@ -323,8 +321,7 @@ class _XgrammarMatcher(Matcher):
         self._words[0] &= self._known
 
 
-def _packed(is_set: npt.ArrayLike, vocab_size: int) -> Mask:
+def _packed(token_ids: list[int], vocab_size: int) -> Mask:
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
-    values = np.asarray(is_set, dtype=bool)
-    bits[: len(values)] = values
+    bits[token_ids] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

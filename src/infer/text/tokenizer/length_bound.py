@@ -15,6 +15,7 @@ from infer.text.tokenizer.tokenizers_library import steps_of
 Bound = Callable[[str], int]
 
 _NFC_SHRINKS = 3  # largest ratio of UTF-8 bytes to those of the composed form (Unicode Standard Annex #15, 9.1)
+_KEEPING = ("ByteLevel", "Digits", "Metaspace")  # pre-tokenizers that remove no text
 _BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -52,18 +53,11 @@ def _shrinking(normalizer: Any) -> int | None:
 
 def _keeps_all(pre_tokenizer: Any) -> bool | None:
     """Return True if text becomes letters that represent bytes, or None if some text may be dropped."""
-    has_byte_level = False
-    for step in steps_of(pre_tokenizer):
-        match step:
-            case {"type": "ByteLevel"}:
-                has_byte_level = True
-            case {"type": "Split" | "Punctuation", "behavior": str(behavior)} if behavior != "Removed":
-                pass
-            case {"type": "Digits" | "Metaspace"}:
-                pass
-            case _:
-                return None
-    return has_byte_level
+    steps = steps_of(pre_tokenizer)
+    for step in steps:
+        if step["type"] not in _KEEPING and step.get("behavior", "Removed") == "Removed":
+            return None
+    return any(step["type"] == "ByteLevel" for step in steps)
 
 
 def _unread(backend: tokenizers.Tokenizer, has_byte_level: bool, token_bytes: Sequence[bytes]) -> bytes | None:

@@ -65,10 +65,10 @@ class Parser(ABC):
 
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-# Per syntax: the bracket after the arguments, the pattern of signs, and JSON for some signs, that after names first.
-_SIGNS: dict[str, tuple[str, re.Pattern[str], dict[str, str]]] = {
-    "python": (")", re.compile(r"[^\w+\-.]"), {"=": ": "}),
-    "bare": ("}", re.compile(r"[{}\[\],:]"), {":": ": ", ",": ", "}),
+# Per syntax: the bracket after the arguments, the sign after names, the pattern of signs, and JSON for some of them.
+_SIGNS: dict[str, tuple[str, str, re.Pattern[str], dict[str, str]]] = {
+    "python": (")", "=", re.compile(r"[^\w+\-.]"), {"=": ": "}),
+    "bare": ("}", ":", re.compile(r"[{}\[\],:]"), {":": ": ", ",": ", "}),
 }
 _ESCAPED = {quote: re.compile(rf"\A(?:[^\\{quote}]|\\.)*", re.DOTALL) for quote in ('"', "'")}  # a text of Python
 _REWRITTEN, _SPELLINGS = re.compile(r"\\.|\"", re.DOTALL), {"\\'": "'", '"': '\\"'}
@@ -120,7 +120,7 @@ class RewrittenArguments:
         """Begin. `quote` is around each text of the bare syntax."""
         self._has_escapes = syntax == "python"
         self._quotes = ('"', "'") if syntax == "python" else (quote,)
-        self._closing, self._signs, self._shown_by_sign = _SIGNS[syntax]
+        self._closing, self._name_sign, self._signs, self._shown_by_sign = _SIGNS[syntax]
         self._start, self._word = "{", ""
         self._quote = ""  # quote of the text that is being read
         self._depth = 0
@@ -160,9 +160,9 @@ class RewrittenArguments:
         return self._end_word(character) + self._shown_by_sign.get(character, character)
 
     def _end_word(self, following: str) -> str:
-        """Return the current word: a name if a sign of names follows, otherwise a value."""
+        """Return the current word: a name if the sign after names follows, otherwise a value."""
         word, self._word = self._word, ""
-        return spelt(word) if following == next(iter(self._shown_by_sign)) else _PYTHON_WORDS.get(word, word)
+        return spelt(word) if following == self._name_sign else _PYTHON_WORDS.get(word, word)
 
 
 @final
